@@ -1,0 +1,47 @@
+# Two commands from a bare checkout, with nothing installed but Python 3.11 and make:
+#   make demo    the main job, on the demo model, without a GPU
+#   make test    format, lint, types, import rules and all tests
+PYTHON ?= python3.11
+VENV ?= .venv
+LOCK ?= requirements/cpu.lock
+# Where CPU builds of torch are, for machines whose package index has none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+export HF_HUB_OFFLINE := 1
+export VLLM_CPU_KVCACHE_SPACE := 1
+export VLLM_LOGGING_LEVEL ?= WARNING
+
+.PHONY: demo test test-oldest lint format clean
+
+$(STAMP): $(LOCK) pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --no-deps -r $(LOCK) || \
+	  $(BIN)/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) -r $(LOCK)
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m demo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The oldest vLLM that is supported.
+test-oldest:
+	$(MAKE) VENV=.venv-oldest LOCK=requirements/cpu-oldest.lock .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -q
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .venv-oldest

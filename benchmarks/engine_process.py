@@ -1,0 +1,139 @@
+"""One engine in a process of its own: reads commands as JSON lines, answers as JSON lines.
+
+python -m benchmarks.engine_process {"engine": "vllm" | "tllm", "shape": ..., "workload": ...}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from benchmarks.workload import SHAPES, Shape, Workload
+
+
+def draw_weights(model: torch.nn.Module, scale: float) -> None:
+    """Weights that keep activations alive, and logits of standard deviation `scale`."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+    head = model.lm_head.weight.data
+    head.normal_(0.0, scale / head.shape[1] ** 0.5, generator=generator)
+
+
+class EngineProcess:
+    """A vLLM or tLLM engine on random weights, and the rounds it is asked for."""
+
+    def __init__(self, engine: str, shape: Shape, workload: Workload) -> None:
+        self.shape = shape
+        self.workload = workload
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(shape.config()))
+            arguments: dict[str, Any] = {
+                "dtype": shape.dtype,
+                "load_format": "dummy",
+                "skip_tokenizer_init": True,
+                "enable_prefix_caching": False,
+                "max_model_len": 2 * (workload.prompt_tokens + workload.max_tokens),
+                "max_num_seqs": workload.prompts * workload.samples,
+                "gpu_memory_utilization": 0.4,
+                "disable_log_stats": True,
+                **workload.engine,
+            }
+            if engine == "vllm":
+                from vllm import LLM
+
+                self.llm = LLM(folder, **arguments)
+            else:
+                from tllm import LLM as InterventionLLM  # noqa: N811
+
+                self.llm = InterventionLLM(folder, **arguments)
+        self.llm.apply_model(_Draw(shape.scale))
+        self.engine = engine
+        self.variant = "off"
+
+    def use(self, variant: str) -> None:
+        """Switch what tLLM does; no recompilation, no new CUDA graph."""
+        if variant == self.variant or self.engine == "vllm":
+            return
+        from benchmarks.consumers import consumer_for
+
+        self.llm.clear_consumers()
+        consumer = consumer_for(variant, self.shape)
+        if consumer is not None:
+            self.llm.register_consumer(consumer)
+        self.consumer = consumer
+        self.variant = variant
+
+    def round(self, number: int) -> dict[str, Any]:
+        """Generate once; seconds, tokens, and what the consumer counted."""
+        from vllm import SamplingParams
+
+        work = self.workload
+        generator = torch.Generator().manual_seed(number)
+        prompts = [
+            {
+                "prompt_token_ids": torch.randint(
+                    1, self.shape.vocab, (work.prompt_tokens,), generator=generator
+                ).tolist()
+            }
+            for _ in range(work.prompts)
+        ]
+        params = SamplingParams(
+            n=work.samples,
+            max_tokens=work.max_tokens,
+            temperature=work.temperature,
+            min_p=work.min_p,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        begin = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+        counters: dict[str, Any] = {}
+        if self.engine == "tllm":
+            workers = self.llm.intervention_stats()
+            counters = {k: workers[0][k] for k in ("rows_captured", "rows_dropped", "consumers")}
+            if self.consumer is not None:
+                counters["stats"] = self.consumer.read_stats()
+        return {"seconds": seconds, "tokens": tokens, "counters": counters}
+
+
+class _Draw:
+    """`draw_weights` as something that a worker can be sent."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, model: torch.nn.Module) -> None:
+        draw_weights(model, self.scale)
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    # vLLM and its libraries print to standard output: keep the answers apart.
+    answers: TextIO = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    command = json.loads(sys.argv[1])
+    process = EngineProcess(
+        command["engine"], SHAPES[command["shape"]], Workload(**command["workload"])
+    )
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        process.use(request["variant"])
+        print(json.dumps(process.round(request["round"]), default=str), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Two engines in processes of their own, measured in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.workload import Benchmark
+
+
+class Engine:
+    """The other end of an engine process."""
+
+    def __init__(self, engine: str, benchmark: Benchmark) -> None:
+        command = {
+            "engine": engine,
+            "shape": benchmark.shape,
+            "workload": asdict(benchmark.workload),
+        }
+        environment = {
+            **os.environ,
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends `draw_weights` to the worker
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.engine_process", json.dumps(command)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the engine process ended with code {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def round(self, variant: str, number: int) -> dict[str, Any]:
+        """One round of generation."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"variant": variant, "round": number}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=120)
+
+
+@contextmanager
+def engines(benchmark: Benchmark) -> Iterator[tuple[Engine, Engine]]:
+    """Untouched vLLM and tLLM, both resident; only one works at a time."""
+    opened: list[Engine] = []
+    try:
+        for name in ("vllm", "tllm"):
+            opened.append(Engine(name, benchmark))
+        yield opened[0], opened[1]
+    finally:
+        for engine in opened:
+            engine.close()
+
+
+def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dict[str, Any]:
+    """The ratio of throughputs over pairs of rounds, with its interval and the counters."""
+    for engine in (vllm, tllm):
+        engine.round(benchmark.variant, 0)  # warm-up
+    rounds = []
+    for number in range(1, pairs + 1):
+        order = [("vllm", vllm), ("tllm", tllm)]
+        if number % 2:
+            order.reverse()
+        pair = {name: engine.round(benchmark.variant, number) for name, engine in order}
+        rounds.append(pair)
+    speeds = {
+        name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
+        for name in ("vllm", "tllm")
+    }
+    ratios = [a / b for a, b in zip(speeds["tllm"], speeds["vllm"], strict=True)]
+    low, high = bootstrap_interval(ratios)
+    return {
+        "name": benchmark.name,
+        "workload": {
+            "shape": benchmark.shape,
+            "variant": benchmark.variant,
+            **asdict(benchmark.workload),
+        },
+        "pairs": pairs,
+        "ratio": round(statistics.median(ratios), 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "ratios": [round(r, 4) for r in ratios],
+        "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
+        "tllm_tokens_per_second": round(statistics.median(speeds["tllm"]), 1),
+        "counters": rounds[-1]["tllm"]["counters"],
+    }
+
+
+def bootstrap_interval(values: Sequence[float], draws: int = 10_000) -> tuple[float, float]:
+    """95% interval of the median."""
+    generator = random.Random(0)
+    medians = sorted(
+        statistics.median(generator.choices(values, k=len(values))) for _ in range(draws)
+    )
+    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]

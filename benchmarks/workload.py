@@ -1,0 +1,106 @@
+"""What is measured: model shapes, workloads, and the benchmarks by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Variant = Literal["idle", "taps", "esamp", "off"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen2 model with weights drawn at random.
+
+    Attributes:
+        scale: standard deviation of the logits, which sets how many candidates min-p leaves
+            (about 5 to 20 of a large vocabulary at 4.2, temperature 0.8 and min-p 0.05).
+    """
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    dtype: str = "bfloat16"
+    scale: float = 4.2
+
+    def config(self) -> dict[str, Any]:
+        """As a Hugging Face config."""
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": 4096,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": False,
+            "torch_dtype": self.dtype,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("7b", 3584, 18944, 28, 28, 4, 152064),
+        Shape("1.5b", 1536, 8960, 28, 12, 2, 151936),
+        Shape("0.5b", 896, 4864, 24, 14, 2, 151936),
+        Shape("tiny", 128, 256, 4, 4, 2, 512, dtype="float32"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of one round."""
+
+    prompts: int = 8
+    samples: int = 16
+    prompt_tokens: int = 64
+    max_tokens: int = 256
+    temperature: float = 0.8
+    min_p: float = 0.05
+    engine: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Generated tokens of one round."""
+        return self.prompts * self.samples * self.max_tokens
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One ratio: tLLM doing `variant` to untouched vLLM, on one shape and workload."""
+
+    name: str
+    shape: str
+    variant: Variant
+    workload: Workload = Workload()
+
+
+def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
+    return [
+        Benchmark(f"{variant}-{shape}", shape, variant, workload)
+        for variant in ("idle", "taps", "esamp")
+    ]
+
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        *_on("7b"),
+        *_on("1.5b"),
+        *_on("0.5b"),
+        *_on("tiny", Workload(prompts=2, samples=4, prompt_tokens=16, max_tokens=32)),
+    )
+}

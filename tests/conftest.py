@@ -1,0 +1,61 @@
+"""One process tests one of vLLM's two model runners, chosen before vLLM and Triton are imported.
+
+`TLLM_TEST_RUNNER=v1` (the default) is how tLLM runs on a CPU: the V1 runner, and the PyTorch
+references in place of our kernels. `TLLM_TEST_RUNNER=v2` runs the V2 runner, and every Triton
+kernel, vLLM's and ours, in Triton's interpreter: a test harness, never a product path.
+"""
+
+import os
+import types
+
+import pytest
+import torch
+
+RUNNER = os.environ.setdefault("TLLM_TEST_RUNNER", "v1")
+if RUNNER not in ("v1", "v2"):
+    raise ValueError(f"TLLM_TEST_RUNNER={RUNNER!r} is not known; choose v1 or v2")
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETED = RUNNER == "v2" and not HAS_GPU
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TRITON_INTERPRET": str(int(INTERPRETED)),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_V2_MODEL_RUNNER": str(int(RUNNER == "v2")),
+}
+
+
+class InterpretedDriver:
+    """What vLLM asks of a Triton driver: whether there is one."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+
+if INTERPRETED:
+    import triton.backends
+
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=InterpretedDriver, compiler=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "kernels: runs Triton kernels; without a GPU, in the v2 pass"
+    )
+
+
+def pytest_report_header() -> str:
+    return f"vLLM model runner: {RUNNER} (TLLM_TEST_RUNNER)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not (HAS_GPU or INTERPRETED):
+        skip = pytest.mark.skip(reason="without a GPU, kernels need TLLM_TEST_RUNNER=v2")
+        for item in items:
+            if item.get_closest_marker("kernels"):
+                item.add_marker(skip)

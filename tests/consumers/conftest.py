@@ -1,0 +1,91 @@
+"""A tiny random Qwen2, once as transformers has it and once in an engine with tLLM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a random Qwen2 of 4 layers, hidden size 128."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    path = tmp_path_factory.mktemp("tiny") / "qwen2"
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_qwen2: Path) -> Any:
+    """`reference(token_ids)`: `[tokens, hidden]` after every layer, from transformers."""
+    from transformers import Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM.from_pretrained(tiny_qwen2, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def post_block(token_ids: list[int]) -> list[torch.Tensor]:
+        seen: list[torch.Tensor] = []
+        hooks = [
+            layer.register_forward_hook(
+                lambda _, __, out: seen.append((out[0] if isinstance(out, tuple) else out)[0])
+            )
+            for layer in model.model.layers
+        ]
+        model(torch.tensor([token_ids]))
+        for hook in hooks:
+            hook.remove()
+        return [rows.reshape(len(token_ids), -1) for rows in seen]
+
+    return post_block
+
+
+@pytest.fixture(scope="session")
+def llm(tiny_qwen2: Path, reference: Any) -> Iterator[Any]:
+    """An engine in this process, without consumers; the reference model was built before it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        from tllm import LLM
+
+        yield LLM(
+            str(tiny_qwen2),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            # Small, so that long prompts arrive in chunks, in one batch with decoding rows.
+            max_num_batched_tokens=32,
+            hook_points=["pre_attn", "post_block", "mlp_out", "lm_head_in"],
+            disable_log_stats=True,
+        )
+
+
+@pytest.fixture
+def with_consumer(llm: Any) -> Iterator[Any]:
+    """`with_consumer(consumer)`: registers it for one test and returns it."""
+    yield llm.register_consumer
+    llm.clear_consumers()

@@ -1,0 +1,60 @@
+"""The engines that these tests share, and the model they serve."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.reference import Reference, save_tiny_model
+from tllm import LLM
+
+TINY_ENGINE = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "disable_log_stats": True,
+    "hook_points": "all",
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """Path of the tiny model."""
+    return str(save_tiny_model(tmp_path_factory.mktemp("tiny-qwen2")))
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_model):
+    return Reference(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_model):
+    """Prompts longer than 24 tokens are computed in chunks."""
+    return LLM(tiny_model, max_num_batched_tokens=24, **TINY_ENGINE)
+
+
+@pytest.fixture(scope="session")
+def tight_engine(tiny_model):
+    """8 blocks of 32 tokens for 8 sequences: they preempt each other."""
+    return LLM(tiny_model, max_num_batched_tokens=24, num_gpu_blocks_override=8, **TINY_ENGINE)
+
+
+def _clean(llm):
+    yield llm
+    llm.clear_consumers()
+    llm.reset_prefix_cache()
+
+
+@pytest.fixture
+def llm(engine):
+    """The shared engine, without consumers."""
+    yield from _clean(engine)
+
+
+@pytest.fixture
+def tight_llm(tight_engine):
+    """The shared engine that preempts, without consumers."""
+    yield from _clean(tight_engine)

@@ -1,0 +1,136 @@
+"""What `transformers` computes for one sequence, with forward hooks: the truth of these tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+HIDDEN, LAYERS, VOCAB = 128, 4, 256
+Place = tuple[str, int | None]
+"""A hook point and its layer."""
+
+
+def save_tiny_model(path: Path) -> Path:
+    """A random Qwen2, small enough for a CPU and with states large enough to tell apart."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        bos_token_id=1,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    return path
+
+
+@dataclass
+class Addition:
+    """A vector `[hidden]` added to the tokens at positions `start` to `stop`."""
+
+    place: Place
+    vector: torch.Tensor
+    start: int = 0
+    stop: int | None = None
+
+
+class Reference:
+    """The same model in `transformers`, float32, one sequence at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    def _module(self, place: Place) -> tuple[torch.nn.Module, str]:
+        """The module at whose boundary a hook point lies, and on which side."""
+        point, layer = place
+        if point == "lm_head_in":
+            return self.model.model.norm, "output"
+        block = self.model.model.layers[layer]
+        return {
+            "pre_attn": (block, "input"),
+            "attn_in": (block.self_attn, "input"),
+            "attn_out": (block.self_attn, "output"),
+            "post_attn": (block.post_attention_layernorm, "input"),
+            "mlp_in": (block.mlp, "input"),
+            "mlp_out": (block.mlp, "output"),
+            "post_block": (block, "output"),
+        }[point]
+
+    @contextmanager
+    def _hooked(self, place: Place, touch) -> Iterator[None]:
+        """Call `touch(tensor)` at a hook point; what it returns replaces the tensor."""
+        module, side = self._module(place)
+
+        def before(module, args, kwargs):
+            if args:
+                return (touch(args[0]), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": touch(kwargs["hidden_states"])}
+
+        def after(module, args, output):
+            if isinstance(output, tuple):
+                return touch(output[0]), *output[1:]
+            return touch(output)
+
+        if side == "input":
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        else:
+            handle = module.register_forward_hook(after)
+        with handle:
+            yield
+
+    @torch.no_grad()
+    def run(
+        self,
+        tokens: Sequence[int],
+        places: Sequence[Place] = (),
+        additions: Sequence[Addition] = (),
+    ) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
+        """Logits `[tokens, vocab]`, and the states `[tokens, hidden]` that arrive at each place."""
+        seen: dict[Place, torch.Tensor] = {}
+
+        def capture(place):
+            def touch(tensor):
+                seen[place] = tensor[0].clone()
+                return tensor
+
+            return touch
+
+        def add(addition):
+            def touch(tensor):
+                changed = tensor.clone()
+                changed[:, addition.start : addition.stop] += addition.vector
+                if addition.place[0] == "post_attn":
+                    tensor.copy_(changed)  # the stream itself, not only what the norm reads
+                    return tensor
+                return changed
+
+            return touch
+
+        with ExitStack() as stack:
+            for place in places:  # a capture reads what arrives, before additions there
+                stack.enter_context(self._hooked(place, capture(place)))
+            for addition in additions:
+                stack.enter_context(self._hooked(addition.place, add(addition)))
+            logits = self.model(torch.tensor([list(tokens)])).logits[0]
+        return logits, seen
+
+    def greedy(
+        self, prompt: Sequence[int], count: int, additions: Sequence[Addition] = ()
+    ) -> list[int]:
+        """The `count` most likely tokens after a prompt."""
+        tokens = list(prompt)
+        for _ in range(count):
+            logits, _ = self.run(tokens, additions=additions)
+            tokens.append(int(logits[-1].argmax()))
+        return tokens[len(prompt) :]

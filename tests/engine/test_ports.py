@@ -1,0 +1,160 @@
+"""Each port on a real engine, against `transformers`."""
+
+import threading
+
+import pytest
+import torch
+
+from engine.asking import (
+    RELATIVE,
+    assert_rows_match,
+    error_of,
+    generate,
+    greedy,
+    prompts_of,
+    sampled,
+    tokens_of,
+)
+from engine.recorder import Recorder
+from engine.reference import LAYERS
+from tllm.ports import ConsumerFlow, CpuExport, Logits, RequestMeta, ResidualStream, TokenTarget
+
+POINTS = ["pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
+
+
+class TestResidualStreamRead:
+    def test_every_point_and_layer_gives_the_rows_of_a_forward_hook(self, llm, reference):
+        places = {f"{p}{n}": (p, n) for p in POINTS for n in range(LAYERS)}
+        places["lm_head_in"] = ("lm_head_in", None)
+        reads = [
+            ResidualStream.read(layer=layer or 0, site=point, role=role)
+            for role, (point, layer) in places.items()
+        ]
+        recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=reads)))
+        outputs = generate(llm, prompts_of([5, 40, 1, 17]), greedy(6))
+        assert_rows_match(recorder, outputs, reference, places)
+        expected = [reference.greedy(o.prompt_token_ids, 6) for o in outputs]
+        assert tokens_of(outputs) == expected
+
+    @pytest.mark.parametrize("phase", ["prefill", "decode", "any"])
+    def test_phase_selects_prompt_or_generated_rows(self, llm, reference, phase):
+        flow = ConsumerFlow(reads=[ResidualStream.read(layer=2, phase=phase, role="h")])
+        recorder = llm.register_consumer(Recorder(flow))
+        outputs = generate(llm, prompts_of([30, 3]), greedy(4))
+        assert_rows_match(recorder, outputs, reference, {"h": ("post_block", 2)}, phase=phase)
+
+    def test_negative_layer_counts_from_the_end(self, llm, reference):
+        flow = ConsumerFlow(reads=[ResidualStream.read(layer=-2, role="h")])
+        recorder = llm.register_consumer(Recorder(flow))
+        outputs = generate(llm, prompts_of([4]), greedy(3))
+        assert_rows_match(recorder, outputs, reference, {"h": ("post_block", LAYERS - 2)})
+
+    def test_a_layer_the_model_lacks_is_refused_with_those_it_has(self, llm):
+        flow = ConsumerFlow(reads=[ResidualStream.read(layer=LAYERS)])
+        with pytest.raises(ValueError, match=rf"layer from 0 to {LAYERS - 1}.*got {LAYERS}"):
+            llm.register_consumer(Recorder(flow))
+        generate(llm, prompts_of([4]), greedy(2))
+
+    def test_an_unknown_site_is_refused_with_those_there_are(self):
+        with pytest.raises(ValueError, match=r"'residual'.*post_block.*block_output"):
+            ResidualStream.read(site="residual")
+
+
+def test_request_meta_tells_who_each_row_belongs_to(llm):
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=0, role="h"), RequestMeta.read(role="who")]
+    )
+    recorder = llm.register_consumer(MetaRecorder(flow))
+    outputs = generate(llm, prompts_of([4, 30]), sampled(3, n=2, seed=1))
+    infos = {(i.request_id, i.sample_index): i for i in recorder.log.started}
+    assert len(infos) == 4
+    for output in outputs:
+        both = [infos[output.request_id, sample] for sample in (0, 1)]
+        assert {i.prompt_len for i in both} == {len(output.prompt_token_ids)}
+        assert {i.num_samples for i in both} == {2}
+        assert len({i.prompt_id for i in both}) == 1
+        assert len({i.slot for i in both}) == 2
+    for call in recorder.log.calls:
+        assert call.entries["same"] is True
+        assert (call.meta.is_prefill == (call.key["phase"] == "prefill")).all()
+
+
+class MetaRecorder(Recorder):
+    """Notes whether the entry of `RequestMeta` describes the bundle's rows."""
+
+    def consume_bundle(self, bundle, ctx) -> None:
+        super().consume_bundle(bundle, ctx)
+        self.log.calls[-1].entries["same"] = bundle.entries["who"] is bundle.meta
+
+
+@pytest.mark.parametrize("window", ["same_step", "next_step", "out_of_band", "background"])
+def test_logits_are_the_models_own_in_every_window(llm, reference, window):
+    recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=[Logits.read()], window=window)))
+    params = sampled(4, temperature=0.5, seed=2, presence_penalty=1.0, top_k=5, logit_bias={3: 2.0})
+    outputs = generate(llm, prompts_of([5, 40]), [params, greedy(4)])
+    rows = recorder.rows("logits")
+    assert len(rows) == 8
+    for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        logits, _ = reference.run(tokens[:-1])
+        for position in range(len(output.prompt_token_ids) - 1, len(tokens) - 1):
+            error = error_of(rows[output.request_id, 0, position], logits[position])
+            assert error < RELATIVE
+
+
+def test_logits_rows_align_with_the_residual_rows_of_the_flow(llm, reference):
+    reads = [Logits.read(), ResidualStream.read(site="lm_head_in", role="state")]
+    recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=reads)))
+    generate(llm, prompts_of([5, 40, 3]), greedy(3))
+    for call in recorder.log.calls:
+        with torch.no_grad():
+            expected = reference.model.lm_head(call.entries["state"])
+        torch.testing.assert_close(call.entries["logits"], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", ["same_step", "next_step", "out_of_band", "background"])
+def test_token_target_is_the_next_token_across_chunks_and_sampling(llm, window):
+    reads = [TokenTarget.read(role="next"), ResidualStream.read(layer=0, role="h")]
+    recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=reads, window=window)))
+    outputs = generate(llm, prompts_of([60, 5, 24, 49]), sampled(4, seed=5))
+    rows = recorder.rows("next")
+    for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        found = [int(rows[output.request_id, 0, i]) for i in range(len(tokens) - 1)]
+        assert found == tokens[1:]
+
+
+class Exporter(Recorder):
+    def consume_bundle(self, bundle, ctx) -> None:
+        ctx.export("states", {"h": bundle.entries["h"]}, bundle.meta)
+        bundle.entries["h"].zero_()  # the receiver has a copy
+
+
+def test_exported_tensors_arrive_on_a_delivery_thread(llm, reference):
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    exporter = llm.register_consumer(Exporter(flow))
+    (output,) = generate(llm, prompts_of([9]), greedy(3))
+    exporter.synchronize()
+    tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+    _, states = reference.run(tokens, [("post_block", 1)])
+    positions = []
+    for channel, tensors, meta, thread in exporter.log.exports:
+        assert channel == "states"
+        assert thread != threading.main_thread().name
+        for row, position in zip(tensors["h"], meta.positions, strict=True):
+            assert error_of(row, states["post_block", 1][position]) < RELATIVE
+            positions.append(int(position))
+    assert positions == list(range(len(tokens)))
+
+
+def test_an_undeclared_channel_is_an_error_that_names_the_declared_ones(llm):
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="other")]
+    )
+    llm.register_consumer(Exporter(flow))
+    (output,) = generate(llm, prompts_of([9]), greedy(3))
+    result = output.consumer_results["recorder"]
+    assert result.status == "error"
+    assert "'states'" in result.error and "other" in result.error

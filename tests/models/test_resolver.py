@@ -1,0 +1,261 @@
+"""The resolver on small stand-in models; `tests/oracle` holds the table against real ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tllm.models import resolve
+from tllm.models.families import FAMILIES, Family
+from tllm.spec.hooks import HookPoint
+
+LAYERS = 3
+HIDDEN = 8
+
+
+class Norm(nn.Module):
+    """Like vLLM's: its forward takes `*args`, and adds the residual when it is given one."""
+
+    def forward(self, *args: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if len(args) == 1:
+            return args[0].tanh()
+        stream = args[0] + args[1]
+        return stream.tanh(), stream
+
+
+class Attention(nn.Module):
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        return hidden_states * 0.5
+
+
+class MLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.25
+
+
+class Block(nn.Module):
+    """Moves its stream as `vllm`'s LlamaDecoderLayer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
+        self.self_attn, self.mlp = Attention(), MLP()
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):  # type: ignore[no-untyped-def]
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class ScaledBlock(Block):
+    """Has Llama's parts, but scales its MLP branch."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):  # type: ignore[no-untyped-def]
+        hidden_states, residual = super().forward(positions, hidden_states, residual)
+        return hidden_states * 0.22, residual
+
+
+class Stack(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(LAYERS))
+        self.norm: nn.Module = Norm()
+
+    def forward(self, positions: Tensor, inputs_embeds: Tensor) -> Tensor:
+        hidden_states, residual = inputs_embeds, None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return self.norm(hidden_states, residual)[0]
+
+
+class StackThatAddsBetweenBlocks(Stack):
+    """As Qwen3-VL does with the features of an image."""
+
+    def forward(self, positions: Tensor, inputs_embeds: Tensor) -> Tensor:
+        hidden_states, residual = inputs_embeds, None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+            hidden_states = hidden_states + inputs_embeds
+        return self.norm(hidden_states, residual)[0]
+
+
+class PPMissingLayer(nn.Identity):
+    """Named as vLLM's placeholder for a module on another pipeline rank."""
+
+
+class CausalLM(nn.Module):
+    def __init__(self, stack: nn.Module) -> None:
+        super().__init__()
+        self.model = stack
+        text = SimpleNamespace(hidden_size=HIDDEN, num_hidden_layers=LAYERS, model_type="newcomer")
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+
+class Wrapper(nn.Module):
+    """A multimodal model around a language model."""
+
+    def __init__(self, language_model: CausalLM) -> None:
+        super().__init__()
+        self.tower = Stack(ScaledBlock)
+        self.language_model = language_model
+        self.config = language_model.config
+
+    def get_language_model(self) -> CausalLM:
+        return self.language_model
+
+
+def test_unlisted_model_that_computes_as_llama_has_every_point() -> None:
+    sites = resolve(CausalLM(Stack()))
+    assert sites.points == tuple(HookPoint)
+    assert sites.family == "Stack (like llama)"
+    assert (sites.num_layers, sites.hidden_size) == (LAYERS, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("stack", "reason"),
+    [
+        (Stack(ScaledBlock), "its block computes"),
+        (StackThatAddsBetweenBlocks(), "does more than chain the blocks"),
+        (nn.Linear(HIDDEN, HIDDEN), "not in the table"),
+    ],
+)
+def test_unlisted_model_that_differs_has_no_point_and_says_why(
+    stack: nn.Module, reason: str
+) -> None:
+    sites = resolve(CausalLM(stack))
+    assert sites.points == () and not sites.sites
+    assert all(reason in sites.explain_missing(point) for point in HookPoint)
+
+
+def test_language_model_of_a_multimodal_wrapper_is_found() -> None:
+    assert resolve(Wrapper(CausalLM(Stack()))).points == tuple(HookPoint)
+
+
+def test_sites_are_in_the_order_the_forward_pass_reaches_them() -> None:
+    model = CausalLM(Stack())
+    sites = resolve(model).sites
+    reached: list[object] = []
+    for key, site in sites.items():
+        if site.side == "input":
+            site.module.register_forward_pre_hook(lambda *_, key=key: reached.append(key))
+        else:
+            site.module.register_forward_hook(lambda *_, key=key: reached.append(key))
+    model.model(torch.zeros(2), torch.zeros(2, HIDDEN))
+    assert reached == list(sites)
+
+
+def test_stream_and_residual_of_a_call_are_found_by_position_and_by_keyword() -> None:
+    site = resolve(CausalLM(Stack())).sites[HookPoint.PRE_ATTN, 0]
+    positions, stream, residual = torch.zeros(3, 1)
+    calls = [
+        ((positions, stream, residual), {}),
+        ((positions,), {"residual": residual, "hidden_states": stream}),
+    ]
+    for args, kwargs in calls:
+        assert site.stream.get(args, kwargs) is stream
+        assert site.residual.get(args, kwargs) is residual
+        other = torch.ones(1)
+        args, kwargs = site.stream.replace(args, kwargs, other)
+        assert site.stream.get(args, kwargs) is other
+        assert site.residual.get(args, kwargs) is residual
+    assert site.residual.get((positions, stream), {}) is None
+
+
+def test_what_leaves_a_block_and_enters_the_next_is_one_site() -> None:
+    sites = resolve(CausalLM(Stack()))
+    assert sites.canonical(HookPoint.PRE_ATTN, 2) == sites.canonical(HookPoint.POST_BLOCK, 1)
+    assert sites.canonical(HookPoint.PRE_ATTN, 0) == (HookPoint.PRE_ATTN, 0)
+    assert sites.canonical(HookPoint.POST_BLOCK, -1) == (HookPoint.POST_BLOCK, LAYERS - 1)
+    assert sites.canonical(HookPoint.PRE_ATTN, -LAYERS) == (HookPoint.PRE_ATTN, 0)
+    assert (HookPoint.PRE_ATTN, 1) not in sites.sites
+
+
+@pytest.mark.parametrize(
+    ("point", "layer", "message"),
+    [
+        (HookPoint.MLP_IN, LAYERS, "from 0 to 2"),
+        (HookPoint.MLP_IN, None, "needs a layer"),
+        (HookPoint.LM_HEAD_IN, 0, "belongs to no layer"),
+    ],
+)
+def test_layer_that_a_point_lacks_is_refused(
+    point: HookPoint, layer: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(CausalLM(Stack())).canonical(point, layer)
+
+
+def test_pipeline_rank_holds_the_sites_of_its_own_blocks_only() -> None:
+    stack = Stack()
+    stack.layers[2] = PPMissingLayer()
+    stack.norm = PPMissingLayer()
+    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    sites = resolve(CausalLM(stack), families=[row])
+    assert {layer for _, layer in sites.sites} == {0, 1}
+    assert sites.num_layers == LAYERS
+    assert HookPoint.LM_HEAD_IN in sites.points
+    assert sites.canonical(HookPoint.PRE_ATTN, 2) in sites.sites
+
+
+def test_partial_sums_are_refused_under_tensor_parallelism() -> None:
+    parallel = next(row for row in FAMILIES if row.name == "cohere").layout
+    row = Family("here", "test_resolver.Stack", "test_resolver.Block", parallel)
+    assert HookPoint.ATTN_OUT in resolve(CausalLM(Stack()), 1, families=[row]).points
+    sites = resolve(CausalLM(Stack()), 2, families=[row])
+    assert HookPoint.ATTN_OUT not in sites.points
+    assert "tensor_parallel_size=2" in sites.explain_missing(HookPoint.ATTN_OUT)
+    assert "it has: pre_attn" in sites.explain_missing(HookPoint.MLP_OUT)
+
+
+def test_row_holds_only_with_the_values_it_names() -> None:
+    row = Family(
+        "here",
+        "test_resolver.Stack",
+        "test_resolver.Block",
+        FAMILIES[0].layout,
+        block_is={"training": False},
+    )
+    sites = resolve(CausalLM(Stack()).train(), families=[row])
+    assert "known only with {'training': False}" in sites.explain_missing(HookPoint.PRE_ATTN)
+    assert resolve(CausalLM(Stack()).eval(), families=[row]).points == tuple(HookPoint)
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
+def test_every_row_speaks_of_every_point_of_a_block(row: Family) -> None:
+    assert set(row.layout) == {point for point in HookPoint if point.has_layer}
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
+def test_every_row_names_classes_that_define_a_forward(row: Family) -> None:
+    for name in (row.stack, row.block):
+        module, _, class_name = name.partition(".")
+        if not _source_file(module).exists():
+            pytest.skip(f"this version of vLLM has no {module}.py")
+        definition = next(
+            node
+            for node in ast.parse(_source_file(module).read_text()).body
+            if isinstance(node, ast.ClassDef) and node.name == class_name
+        )
+        assert any(
+            isinstance(node, ast.FunctionDef) and node.name == "forward" for node in definition.body
+        )
+
+
+def _source_file(module: str) -> Path:
+    """The file of a model in vLLM, or in transformers for the `modeling_` ones."""
+    package = "transformers" if module.startswith("modeling_") else "vllm"
+    root = Path(importlib.util.find_spec(package).origin).parent
+    if package == "vllm":
+        return root / "model_executor" / "models" / f"{module}.py"
+    return root / "models" / module.removeprefix("modeling_") / f"{module}.py"

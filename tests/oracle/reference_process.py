@@ -1,0 +1,79 @@
+"""The reference in a process of its own, out of vLLM's reach.
+
+vLLM's Transformers backend changes classes of `transformers` in place when an engine starts, so a
+process that has had an engine can no longer say what plain `transformers` does.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import families
+from .reference import Reference, States, Writes
+
+
+class ReferenceProcess:
+    """Makes the tiny checkpoints under `root` and answers for them as `Reference` does."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+        )
+
+    def checkpoint(self, family: str) -> Path:
+        """The folder of the family's checkpoint, for `LLM(model=...)`."""
+        return self._pool.submit(families.save, family, self.root).result()
+
+    def capture(self, family: str, token_ids: list[int], writes: Writes | None = None) -> States:
+        return self._ask(Reference.capture, family, token_ids, writes)
+
+    def greedy(
+        self, family: str, prompt_ids: list[int], n: int, writes: Writes | None = None
+    ) -> list[int]:
+        return self._ask(Reference.greedy, family, prompt_ids, n, writes)
+
+    def logits(self, family: str, token_ids: list[int], writes: Writes | None = None) -> Tensor:
+        return self._ask(Reference.logits, family, token_ids, writes)
+
+    def hidden_states(self, family: str, token_ids: list[int]) -> tuple[Tensor, ...]:
+        return self._ask(Reference.hidden_states, family, token_ids)
+
+    def generated(self, family: str, prompt_ids: list[int], n: int) -> list[int]:
+        return self._ask(Reference.generated, family, prompt_ids, n)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _ask(self, question: Callable[..., Any], family: str, *args: Any) -> Any:
+        # Bytes, because tensors would be handed over through shared memory, one file each.
+        answer = self._pool.submit(_answer, question, family, self.root, _packed(args)).result()
+        return _unpacked(answer)
+
+
+def _answer(question: Callable[..., Any], family: str, root: Path, args: bytes) -> bytes:
+    return _packed(question(_loaded(family, root), *_unpacked(args)))
+
+
+@cache
+def _loaded(family: str, root: Path) -> Reference:
+    return Reference(family, families.save(family, root))
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data))

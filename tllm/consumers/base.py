@@ -1,0 +1,97 @@
+"""The base of every consumer, shipped or not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tllm.ports import (
+    Candidates,
+    ConsumerContext,
+    ConsumerFlow,
+    PortBundle,
+    RequestInfo,
+    RowMeta,
+)
+
+
+class Consumer(ABC):
+    """Reads, steers or learns from a model's activations while it generates.
+
+    The object the user makes is a description: it is sent to every worker (by cloudpickle) and
+    the copies there do the work. Registration points `synchronize()` and `read_stats()` of the
+    user's object at those copies.
+
+    A consumer that raises is detached: the error is logged once with its traceback, counted, and
+    put into the results of the requests that were using it. Generation goes on.
+    """
+
+    #: Name in results, statistics, `SamplingParams(consumers={...})` and error messages.
+    consumer_id: str = ""
+
+    @abstractmethod
+    def flows(self) -> Sequence[ConsumerFlow]:
+        """What is read and written, and when. Asked once, at registration."""
+
+    def start(self, ctx: ConsumerContext) -> None:
+        """Called once in the worker before anything else: allocate here."""
+
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """Check `SamplingParams(consumers={consumer_id: options})` in the user's process.
+
+        Raise `ValueError` naming the field to refuse the request. `enabled` is always allowed
+        and handled by the runtime.
+        """
+        if unknown := sorted(set(options) - {"enabled"}):
+            raise ValueError(
+                f"consumers[{self.consumer_id!r}] has unknown options {unknown}; it takes only "
+                "'enabled'"
+            )
+
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
+        """A sequence was scheduled for the first time, before its first forward pass."""
+
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        """Rows have arrived. See `ConsumerFlow.window` for when and on which stream."""
+
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None:
+        """Logit deltas `[rows, width]` float32 for the candidates, or None to leave them.
+
+        Called only when a flow has `Sampler.write`, on the compute stream, after the
+        `same_step` bundles of the step.
+        """
+        return None
+
+    def on_step_end(self, ctx: ConsumerContext) -> None:
+        """The step's tokens were sampled and its bundles handed out."""
+
+    def on_export(
+        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+    ) -> None:
+        """Host copies sent by `ctx.export` have arrived; runs on a delivery thread."""
+
+    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
+        """A sequence ended, and all of its bundles were handed out.
+
+        Returns:
+            What goes to the user with the request's output (`output.consumer_results`): plain
+            data, numpy arrays or CPU tensors; None for nothing. Give values that belong to
+            tokens as `PerToken`: rows that the engine computed ahead of a stop are then cut off.
+        """
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until all work handed to this consumer is done. Implemented for the worker; on
+        the registered object of the user it reaches every worker."""
+
+    def read_stats(self) -> Mapping[str, Any]:
+        """Counters and figures, as plain data. Implemented for the worker; on the registered
+        object of the user it returns `merge_stats` of what the workers say."""
+        return {}
+
+    def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """One mapping from those of the workers; the first worker's by default."""
+        return stats[0] if stats else {}

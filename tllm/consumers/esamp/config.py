@@ -1,0 +1,182 @@
+"""What ESamp is asked to do: the configuration, and the options of one request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from tllm.ports.base import require_one_of
+from tllm.spec.hooks import HookPoint
+
+Scope = Literal["prompt", "request", "shared"]
+OnFull = Literal["grow", "unguided"]
+
+#: Targets whose prediction the final norm and the LM head can turn into logits.
+_PROJECTABLE = (
+    HookPoint.LM_HEAD_IN,
+    HookPoint.PRE_ATTN,
+    HookPoint.POST_ATTN,
+    HookPoint.POST_BLOCK,
+)
+
+
+def _require_integer(name: str, given: object, least: int | None = None) -> None:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise ValueError(f"{name}={given!r} is not allowed; it must be an integer")
+    if least is not None and given < least:
+        raise ValueError(f"{name}={given!r} is not allowed; it must be {least} or more")
+
+
+def _require_number(name: str, given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
+        raise ValueError(f"{name}={given!r} is not allowed; it must be a finite number")
+    return float(given)
+
+
+def _require_bool(name: str, given: object) -> None:
+    if not isinstance(given, bool):
+        raise ValueError(f"{name}={given!r} is not allowed; it must be True or False")
+
+
+@dataclass(frozen=True)
+class ESampConsumerConfig:
+    """How distillers learn and how their predictions guide sampling.
+
+    Args:
+        source_layer, source_site: the shallow row x that a distiller reads. Layers count from
+            0; negative ones from the end.
+        target_layer, target_site: the deep row it learns to predict. `lm_head_in` has no layer.
+        rank: width of the distiller's bottleneck.
+        beta: strength of the guidance `l + beta * (l - d)`; a request may choose its own.
+        lr, betas, eps, weight_decay: AdamW's.
+        train_every_n_steps: one optimiser step on the rows of this many engine steps.
+        scope: who shares a distiller: the samples of one `prompt`, nobody (`request`: every
+            sample has its own), or everything that runs (`shared`).
+        slots: distillers there is room for at first.
+        on_full: when every slot is taken, `grow` the bank or leave further prompts `unguided`.
+        persist: keep the distiller of a named group, or the shared one, after its last request.
+        seed: seed of the initial weights, the same for every distiller.
+        width: the most candidates a row may have and still be guided.
+        guide: predict and guide. False only trains.
+        train: learn. False leaves every distiller at its initial weights.
+        cuda_graph: replay the training step as a CUDA graph.
+    """
+
+    source_layer: int = 0
+    source_site: str = "post_block"
+    target_layer: int = -1
+    target_site: str = "lm_head_in"
+    rank: int = 64
+    beta: float = 0.1
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    train_every_n_steps: int = 1
+    scope: Scope = "prompt"
+    slots: int = 8
+    on_full: OnFull = "grow"
+    persist: bool = False
+    seed: int = 0
+    width: int = 1024
+    guide: bool = True
+    train: bool = True
+    cuda_graph: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("source_layer", "target_layer", "seed"):
+            _require_integer(name, getattr(self, name))
+        for name in ("rank", "train_every_n_steps", "slots", "width"):
+            _require_integer(name, getattr(self, name), least=1)
+        for name in ("persist", "guide", "train", "cuda_graph"):
+            _require_bool(name, getattr(self, name))
+        require_one_of("scope", self.scope, get_args(Scope))
+        require_one_of("on_full", self.on_full, get_args(OnFull))
+        _require_number("beta", self.beta)
+        for name in ("lr", "eps"):
+            if _require_number(name, getattr(self, name)) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; it must be > 0")
+        if _require_number("weight_decay", self.weight_decay) < 0:
+            raise ValueError(f"weight_decay={self.weight_decay!r} is not allowed; it must be >= 0")
+        self._check_betas()
+        self._check_sites()
+
+    @property
+    def targets_lm_head(self) -> bool:
+        """Whether distillers learn what the LM head reads, so that their norm is the model's."""
+        return self.target_site == HookPoint.LM_HEAD_IN.value
+
+    @property
+    def needs_final_norm(self) -> bool:
+        """Whether work can only be done where the model's final norm is."""
+        return self.guide or self.targets_lm_head
+
+    def _check_betas(self) -> None:
+        betas = self.betas
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ValueError(f"betas={betas!r} is not allowed; it must be two numbers")
+        for beta in betas:
+            if not 0 <= _require_number("betas", beta) < 1:
+                raise ValueError(f"betas={betas!r} is not allowed; both must be in [0, 1)")
+        object.__setattr__(self, "betas", tuple(betas))
+
+    def _check_sites(self) -> None:
+        source = HookPoint.parse(self.source_site)
+        target = HookPoint.parse(self.target_site)
+        object.__setattr__(self, "source_site", source.value)
+        object.__setattr__(self, "target_site", target.value)
+        if self.guide and target not in _PROJECTABLE:
+            allowed = ", ".join(point.value for point in _PROJECTABLE)
+            raise ValueError(
+                f"target_site={target.value!r} cannot guide: its rows are not states of the "
+                f"residual stream; choose one of {allowed}, or guide=False"
+            )
+        if source is target and (not source.has_layer or self.source_layer == self.target_layer):
+            raise ValueError(
+                f"source and target are both {source.value!r}: there is nothing to learn; "
+                "choose a shallower source_site or source_layer"
+            )
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What one request asks: `SamplingParams(consumers={"esamp": {...}})`.
+
+    Args:
+        enabled: False leaves the request alone (handled by the runtime).
+        beta: strength of its guidance; the configuration's when None.
+        group: requests that name the same group share a distiller.
+        train: whether its rows train the distiller.
+    """
+
+    enabled: bool = True
+    beta: float | None = None
+    group: str | None = None
+    train: bool = True
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> RequestOptions:
+        """Check the options of one request; `ValueError` names the field at fault."""
+        allowed = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in allowed:
+                raise ValueError(
+                    f"consumers['esamp'][{name!r}]={options[name]!r} is not known; the options "
+                    f"are {', '.join(allowed)}"
+                )
+        parsed = cls(**options)
+        try:
+            parsed._check()
+        except ValueError as error:
+            raise ValueError(f"consumers['esamp']: {error}") from None
+        return parsed
+
+    def _check(self) -> None:
+        _require_bool("enabled", self.enabled)
+        _require_bool("train", self.train)
+        if self.beta is not None:
+            _require_number("beta", self.beta)
+        if self.group is not None and (not isinstance(self.group, str) or not self.group):
+            raise ValueError(f"group={self.group!r} is not allowed; it must be a non-empty string")

@@ -1,0 +1,144 @@
+"""ESamp as a consumer: what it reads, and when it predicts, guides and trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from tllm.consumers.base import Consumer
+from tllm.consumers.esamp.config import ESampConsumerConfig, RequestOptions
+from tllm.consumers.esamp.worker import ESampWorker
+from tllm.ports import (
+    Candidates,
+    ConsumerContext,
+    ConsumerFlow,
+    PortBundle,
+    PortRead,
+    RequestInfo,
+    ResidualStream,
+    Sampler,
+)
+
+
+class ESampConsumer(Consumer):
+    """Guides sampling away from what a small distiller, learning meanwhile, can predict.
+
+    "Large Language Models Explore by Latent Distilling", arXiv 2604.24927.
+    """
+
+    consumer_id = "esamp"
+
+    def __init__(self, config: ESampConsumerConfig | None = None) -> None:
+        self.config = config or ESampConsumerConfig()
+        self._worker: ESampWorker | None = None
+
+    def flows(self) -> Sequence[ConsumerFlow]:
+        """Predict before tokens are sampled; train when the step is over."""
+        flows = []
+        if self.config.guide:
+            flows.append(
+                ConsumerFlow(
+                    reads=[self._read_source()],
+                    writes=[Sampler.write(phase="decode", width=self.config.width)],
+                    window="same_step",
+                    delivery="device_lease",
+                )
+            )
+        if self.config.train:
+            steps = self.config.train_every_n_steps
+            target = ResidualStream.read(
+                layer=self.config.target_layer,
+                site=self.config.target_site,
+                phase="decode",
+                role="target",
+            )
+            flows.append(
+                ConsumerFlow(
+                    reads=[self._read_source(), target],
+                    window="out_of_band",
+                    bundle_key=("phase",),
+                    dispatch_every_n_steps=steps,
+                    delivery="device_lease" if steps == 1 else "bundle",
+                )
+            )
+        return flows
+
+    def _read_source(self) -> PortRead:
+        return ResidualStream.read(
+            layer=self.config.source_layer,
+            site=self.config.source_site,
+            phase="decode",
+            role="source",
+        )
+
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """`beta`, `group`, `train` and `enabled`; see `RequestOptions`."""
+        RequestOptions.parse(options)
+
+    # Buffers made in inference mode can only be written in it, whatever the engine does.
+    @torch.inference_mode()
+    def start(self, ctx: ConsumerContext) -> None:
+        """Allocate the bank, unless this is a pipeline rank without the LM head."""
+        if ctx.model.final_norm is not None or not self.config.needs_final_norm:
+            self._worker = ESampWorker(self.config, ctx)
+
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
+        """Reserve a distiller."""
+        if self._worker is not None:
+            self._worker.join(request)
+
+    @torch.inference_mode()
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        """Train when the bundle has targets, predict when it has none."""
+        if self._worker is None:
+            raise RuntimeError(
+                "ESamp works where the LM head is, but its rows arrived on another pipeline "
+                "rank; choose a source_layer of the last rank"
+            )
+        if "target" in bundle.entries:
+            self._worker.train(bundle)
+        else:
+            self._worker.predict(bundle, ctx)
+
+    @torch.inference_mode()
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None:
+        """`beta * (l - d)`, d being the logits of the predictions made in this step."""
+        return self._worker.guide(candidates, ctx) if self._worker is not None else None
+
+    def on_request_finished(
+        self, request: RequestInfo, ctx: ConsumerContext, num_tokens: int | None = None
+    ) -> None:
+        """Give the distiller back, when nobody else needs it."""
+        if self._worker is not None:
+            self._worker.leave(request)
+
+    def synchronize(self) -> None:
+        """Wait for predictions and training enqueued so far."""
+        if self._worker is not None:
+            self._worker.synchronize()
+
+    @torch.inference_mode()
+    def read_stats(self) -> Mapping[str, Any]:
+        """See `doc/reference/esamp-usage.md` for what each figure counts."""
+        return self._worker.read_stats() if self._worker is not None else {}
+
+    def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Those of the worker that did most: tensor parallel ranks all do the same work."""
+
+        def work(worker: Mapping[str, Any]) -> int:
+            return int(worker.get("predictions", 0) + worker.get("rows_trained", 0))
+
+        return max(stats, key=work, default={})
+
+
+def from_options(**options: Any) -> ESampConsumer:
+    """The consumer of a spec string such as `esamp:beta=0.3,rank=32`."""
+    allowed = [field.name for field in fields(ESampConsumerConfig)]
+    if unknown := sorted(set(options) - set(allowed)):
+        raise ValueError(
+            f"consumer 'esamp' has no options {unknown}; it takes {', '.join(allowed)}"
+        )
+    return ESampConsumer(ESampConsumerConfig(**options))

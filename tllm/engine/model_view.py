@@ -1,0 +1,132 @@
+"""What the runtime needs to know of a loaded model: sizes, final norm, LM head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from tllm.models.sites import ModelSites
+from tllm.ports import ModelView
+from tllm.runtime.sampling import LmHead
+from tllm.spec.hooks import HookPoint
+
+
+def is_last_stage() -> bool:
+    """Whether this rank samples."""
+    return bool(get_pp_group().is_last_rank)
+
+
+def describe(
+    vllm_config: Any, model: torch.nn.Module, sites: ModelSites, device: torch.device
+) -> ModelView:
+    """What consumers may know of the model."""
+    norm = None
+    weight: torch.Tensor | None = None
+    eps: float | None = None
+    site = sites.sites.get((HookPoint.LM_HEAD_IN, None))
+    if site is not None:
+        module = site.module
+        if isinstance(module, GemmaRMSNorm):
+            weight, eps = 1.0 + module.weight.detach().float(), module.variance_epsilon
+        elif isinstance(module, RMSNorm) and module.weight is not None:
+            weight, eps = module.weight.detach(), module.variance_epsilon
+
+        def norm(x: torch.Tensor) -> torch.Tensor:
+            # `forward`, not a call: a call would run the tap on rows that are not of the batch.
+            output = module.forward(x)
+            return output[0] if isinstance(output, tuple) else output
+
+    config = vllm_config.model_config
+    return ModelView(
+        hidden_size=sites.hidden_size,
+        num_layers=sites.num_layers,
+        vocab_size=config.get_vocab_size(),
+        dtype=config.dtype,
+        device=device,
+        final_norm=norm,
+        final_norm_weight=weight,
+        final_norm_eps=eps,
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+    )
+
+
+def lm_head(
+    vllm_config: Any,
+    model: torch.nn.Module,
+    sites: ModelSites,
+    device: torch.device,
+    *,
+    shards_batch: bool,
+) -> LmHead | str | None:
+    """The LM head as candidates need it, or why candidates cannot be projected on it.
+
+    Whatever is found is compared with the model's own logits: an LM head that is not understood
+    is never used.
+    """
+    if not is_last_stage() or vllm_config.model_config.runner_type != "generate":
+        return None
+    if shards_batch:
+        return "this engine samples each sequence on one tensor-parallel rank only"
+    root = model.get_language_model() if hasattr(model, "get_language_model") else model
+    processors = [m for m in root.modules() if isinstance(m, LogitsProcessor)]
+    if len(processors) != 1:
+        return f"the model has {len(processors)} logits processors; one was expected"
+    candidates = [m for m in root.modules() if isinstance(m, VocabParallelEmbedding)]
+    heads = [m for n, m in root.named_modules() if m in candidates and n.endswith("lm_head")]
+    for module in [*heads, *candidates]:
+        if isinstance(weight := getattr(module, "weight", None), torch.Tensor):
+            head = _head(module, weight.detach(), processors[0])
+            if _agrees(vllm_config, root, head, sites.hidden_size, device):
+                return head
+    return (
+        "the LM head is quantized or of a form that candidates cannot be projected on "
+        f"({type(root).__name__})"
+    )
+
+
+def _head(module: Any, weight: torch.Tensor, processor: LogitsProcessor) -> LmHead:
+    shards = module.shard_indices
+    rows = shards.org_vocab_end_index - shards.org_vocab_start_index
+    bias = getattr(module, "bias", None)
+    parallel = get_tensor_model_parallel_world_size() > 1
+    return LmHead(
+        weight=weight[:rows],
+        bias=None if bias is None else bias.detach()[:rows].float(),
+        first_id=shards.org_vocab_start_index,
+        scale=float(processor.scale),
+        soft_cap=processor.soft_cap,
+        reduce=tensor_model_parallel_all_reduce if parallel else None,
+    )
+
+
+def _agrees(
+    vllm_config: Any, model: Any, head: LmHead, hidden_size: int, device: torch.device
+) -> bool:
+    """Whether the head gives the logits that the model gives."""
+    dtype = vllm_config.model_config.dtype
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, hidden_size, generator=generator).to(device, dtype)
+    with set_current_vllm_config(vllm_config):
+        logits = model.compute_logits(hidden)
+    if head.weight.dim() != 2 or head.weight.shape[1] != hidden_size:
+        return False
+    vocab = vllm_config.model_config.get_vocab_size()
+    ids = torch.linspace(0, vocab - 1, 8).to(device, torch.int32).expand(2, 8).contiguous()
+    rows = torch.arange(2, dtype=torch.int32, device=device)
+    counts = torch.full((2,), 8, dtype=torch.int32, device=device)
+    ours = head.logits(hidden, rows, ids, counts)
+    if logits is None:  # this rank does not gather logits
+        return True
+    theirs = logits.float().gather(1, ids.long())
+    tolerance = 1e-3 if dtype == torch.float32 else 3e-2
+    return bool((ours - theirs).abs().max() <= tolerance * theirs.abs().max().clamp(min=1e-3))

@@ -1,0 +1,64 @@
+"""The seam between vLLM's model runner and a session; one subclass for each of its two runners."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tllm.runtime.session import Session
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class RunnerAttachment(ABC):
+    """Overrides on one model runner instance, so that the session sees each step.
+
+    Attributes:
+        scheduler_output: of the step that the worker is about to run; None between steps, so
+            that a forward pass that belongs to no request is recognized.
+    """
+
+    scheduler_output: SchedulerOutput | None = None
+
+    def __init__(self, runner: Any, session: Session) -> None:
+        self.runner = runner
+        self.session = session
+
+    @staticmethod
+    def attach(runner: Any, session: Session, *, v2: bool) -> RunnerAttachment:
+        """Attach a session to a loaded model runner."""
+        from tllm.engine.runner_v1 import V1Attachment
+        from tllm.engine.runner_v2 import V2Attachment
+
+        attachment = (V2Attachment if v2 else V1Attachment)(runner, session)
+        attachment.override()
+        return attachment
+
+    @abstractmethod
+    def override(self) -> None:
+        """Replace methods on the runner instance and on objects that it owns."""
+
+
+def candidate_penalty(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    raw: torch.Tensor,
+    counts: torch.Tensor,
+    shape: torch.Size,
+    apply: Any,
+) -> torch.Tensor:
+    """Candidate logits after the engine's own penalties, which work on whole rows.
+
+    Args:
+        apply: takes float32 `[sequences, vocab]` and returns it after penalties.
+    """
+    width = ids.shape[1]
+    valid = torch.arange(width, device=ids.device) < counts[:, None]
+    full = torch.zeros(shape, dtype=torch.float32, device=raw.device)
+    at = rows.long()[:, None].expand(-1, width), ids.long()
+    # Entries beyond the count point at token 0: they must not overwrite a candidate of that id.
+    full.index_put_(at, torch.where(valid, raw, 0.0), accumulate=True)
+    return torch.where(valid, apply(full)[at], raw)

@@ -1,0 +1,98 @@
+"""Attachment to vLLM's V1 model runner (`v1/worker/gpu_model_runner.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from tllm.engine.runner import RunnerAttachment, candidate_penalty
+from tllm.runtime.sampling import SamplerStep
+
+_GREEDY = 1e-5
+
+
+class V1Attachment(RunnerAttachment):
+    """`_model_forward` before the forward pass, `_sample` around sampling, `_dummy_run` aside."""
+
+    def override(self) -> None:
+        runner = self.runner
+        self._model_forward = runner._model_forward
+        self._sample = runner._sample
+        self._dummy_run = runner._dummy_run
+        runner._model_forward = self._on_model_forward
+        runner._sample = self._on_sample
+        runner._dummy_run = self._on_dummy_run
+        if runner.sampler is not None:
+            self._filter_and_draw = runner.sampler.topk_topp_sampler.forward
+            runner.sampler.topk_topp_sampler.forward = self._on_filter_and_draw
+
+    def _on_model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        runner, scheduled = self.runner, self.scheduler_output
+        if scheduled is None:
+            self.session.skip_step()
+            return self._model_forward(*args, **kwargs)
+        self.scheduler_output = None
+        batch = runner.input_batch
+        count = batch.num_reqs
+        ids = batch.req_ids[:count]
+        tokens = scheduled.num_scheduled_tokens
+        self.session.begin_step(
+            ids,
+            batch.num_computed_tokens_cpu[:count].astype(np.int32),
+            np.fromiter((tokens[i] for i in ids), np.int32, count),
+            ~runner.discard_request_mask.np[:count],
+        )
+        return self._model_forward(*args, **kwargs)
+
+    def _on_dummy_run(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.skip_step()
+        return self._dummy_run(*args, **kwargs)
+
+    def _on_sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        self.session.before_sampling(logits)
+        output = self._sample(logits, spec_decode_metadata)
+        self.session.after_sampling(output.sampled_token_ids.view(-1), self.runner.input_ids.gpu)
+        return output
+
+    def _on_filter_and_draw(
+        self, logits: torch.Tensor, generators: Any, k: Any, p: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.session.wants_guidance:
+            logits = apply_top_k_top_p(logits, k, p)
+            k = p = None
+            batch = self.runner.input_batch
+            greedy = batch.temperature_cpu[: batch.num_reqs] < _GREEDY
+            self.session.guide(_V1Step(self.runner, logits, greedy), greedy)
+        return self._filter_and_draw(logits, generators, k, p, *args, **kwargs)
+
+
+class _V1Step(SamplerStep):
+    def __init__(self, runner: Any, logits: torch.Tensor, greedy: np.ndarray) -> None:
+        self.logits = logits
+        self._runner = runner
+        self._metadata = runner.input_batch.sampling_metadata
+        temperature = self._metadata.temperature
+        if greedy.any():
+            temperature = torch.where(temperature < _GREEDY, 1.0, temperature)
+        self.temperature = temperature
+
+    def penalize(
+        self, rows: torch.Tensor, ids: torch.Tensor, raw: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        runner = self._runner
+        biased = any(
+            runner.requests[i].sampling_params.logit_bias for i in runner.input_batch.req_ids
+        )
+        if self._metadata.no_penalties and not biased:
+            return raw
+        return candidate_penalty(
+            rows,
+            ids,
+            raw,
+            counts,
+            self.logits.shape,
+            lambda full: runner.sampler.apply_logits_processors(full, self._metadata, False),
+        )

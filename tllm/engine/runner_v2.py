@@ -1,0 +1,130 @@
+"""Attachment to vLLM's V2 model runner (`v1/worker/gpu/model_runner.py`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from tllm.engine import versions
+from tllm.engine.runner import RunnerAttachment, candidate_penalty
+from tllm.runtime.sampling import SamplerStep
+
+
+class V2Attachment(RunnerAttachment):
+    """`model_state.prepare_inputs` before the forward pass, `sample` around sampling."""
+
+    def override(self) -> None:
+        runner = self.runner
+        self._prepare_inputs = runner.model_state.prepare_inputs
+        self._sample = runner.sample
+        runner.model_state.prepare_inputs = self._on_prepare_inputs
+        runner.sample = self._on_sample
+        if runner.sampler is not None:
+            self._sampler_sample = runner.sampler.sample
+            self._sample_random = runner.sampler._sample_random
+            runner.sampler.sample = self._on_sampler_sample
+            runner.sampler._sample_random = self._on_sample_random
+
+    def _on_prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
+        scheduled = self.scheduler_output
+        if scheduled is None:  # a dummy batch, with request ids of its own
+            self.session.skip_step()
+        else:
+            self.scheduler_output = None
+            count = input_batch.num_reqs
+            starts = input_batch.num_computed_tokens_np[:count].astype(np.int32)
+            counts = input_batch.num_scheduled_tokens[:count].astype(np.int32)
+            self.session.begin_step(
+                input_batch.req_ids[:count],
+                starts,
+                counts,
+                starts + counts >= input_batch.prefill_len_np[:count],
+            )
+        return self._prepare_inputs(input_batch, req_states)
+
+    def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        output = self._sample(hidden_states, input_batch, grammar_output)
+        self.session.after_sampling(output[0].sampled_token_ids.view(-1), input_batch.input_ids)
+        return output
+
+    def _on_sampler_sample(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.session.before_sampling(logits)
+        self._raw_logits = logits
+        self._sample_args = args
+        try:
+            return self._sampler_sample(logits, *args, **kwargs)
+        finally:
+            del self._raw_logits, self._sample_args
+
+    def _on_sample_random(
+        self,
+        processed_logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        pos: torch.Tensor,
+        top_k: torch.Tensor | None,
+        top_p: torch.Tensor | None,
+        *rest: Any,
+    ) -> Any:
+        if self.session.wants_guidance:
+            if processed_logits.data_ptr() == self._raw_logits.data_ptr():
+                processed_logits = processed_logits.to(torch.float32, copy=True)
+            processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
+            top_k = top_p = None
+            # The last argument chooses the fused sampler, which would filter again.
+            rest = (*rest[:-1], False)
+            step = _V2Step(self.runner.sampler, processed_logits, self._sample_args)
+            greedy = self.runner.sampler.sampling_states.temperature.np[idx_mapping_np] == 0.0
+            self.session.guide(step, greedy)
+        return self._sample_random(
+            processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, *rest
+        )
+
+
+class _V2Step(SamplerStep):
+    def __init__(self, sampler: Any, logits: torch.Tensor, args: tuple[Any, ...]) -> None:
+        self.logits = logits
+        self._sampler = sampler
+        # The order of `Sampler.sample`'s arguments after the logits.
+        self._expanded_idx_mapping, self._idx_mapping, self._idx_mapping_np = args[:3]
+        self._pos, self._input_ids, self._local_pos = args[3:6]
+        self._more = args[6:]
+        self.temperature = sampler.sampling_states.temperature.gpu[self._expanded_idx_mapping]
+
+    def penalize(
+        self, rows: torch.Tensor, ids: torch.Tensor, raw: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        penalties = self._sampler.penalties_state
+        bias = versions.logit_bias_state(self._sampler)
+        active = penalties.use_penalty | bias.use_logit_bias
+        if not active[self._idx_mapping_np].any():
+            return raw
+        return candidate_penalty(rows, ids, raw, counts, self.logits.shape, self._apply)
+
+    def _apply(self, full: torch.Tensor) -> torch.Tensor:
+        """Bias, then penalties, as the sampler applies them."""
+        penalties = self._sampler.penalties_state
+        bias = versions.logit_bias_state(self._sampler)
+        if versions.HAS_LOGITS_CONTEXT:
+            context = versions.logits_context(
+                expanded_idx_mapping=self._expanded_idx_mapping,
+                idx_mapping=self._idx_mapping,
+                idx_mapping_np=self._idx_mapping_np,
+                expanded_local_pos=self._local_pos,
+                input_ids=self._input_ids,
+                pos=self._pos,
+                seq_lens_upper_bound_np=self._more[0],
+            )
+            return penalties.apply(bias.apply(full, context), context)
+        bias.apply_logit_bias(full, self._expanded_idx_mapping, self._idx_mapping_np, self._pos)
+        penalties.apply_penalties(
+            full,
+            self._expanded_idx_mapping,
+            self._idx_mapping_np,
+            self._input_ids,
+            self._local_pos,
+        )
+        return full

@@ -1,0 +1,233 @@
+"""The worker: vLLM's own, with a session of tLLM's runtime attached to its model runner."""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from vllm.logger import init_logger
+
+from tllm.engine import limits, model_view
+from tllm.engine.options import EngineOptions
+from tllm.engine.runner import RunnerAttachment
+from tllm.models.resolver import resolve
+from tllm.models.sites import ModelSites
+from tllm.runtime.session import Session
+from tllm.runtime.taps import TapKey, Taps, compile_digest
+from tllm.spec.hooks import HookPoint
+from tllm.spec.request import RequestSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+else:
+    _Base = object
+
+logger = init_logger(__name__)
+
+_DIGEST_KEY = "tllm_digest"
+_MAX_PROGRAMS = 1024
+
+
+class InterventionWorker(_Base):
+    """Mixed into the platform's worker. Everything it changes is on instances it owns.
+
+    Order of a worker's life: `init_device` puts the digest of our taps into the compile-cache
+    key; `load_model` installs the taps before the model is compiled and attaches the session to
+    the model runner; `execute_model` tells the session which sequences come and go.
+    """
+
+    session: Session
+    _attachment: RunnerAttachment
+    _sites: ModelSites
+    _options: EngineOptions
+
+    def init_device(self) -> None:
+        limits.check(self.vllm_config)
+        self._options = EngineOptions.from_config(self.vllm_config.additional_config)
+        points = [point.value for point in self._options.points]
+        digest = compile_digest(points, self.vllm_config.model_config.dtype)
+        self.vllm_config.additional_config = {
+            **(self.vllm_config.additional_config or {}),
+            _DIGEST_KEY: digest,
+        }
+        super().init_device()
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        model = self.model_runner.get_model()
+        parallel = self.vllm_config.parallel_config
+        scheduler = self.vllm_config.scheduler_config
+        self._sites = resolve(model, tensor_parallel_size=parallel.tensor_parallel_size)
+        wanted = set(self._options.points)
+        dtype = self.vllm_config.model_config.dtype
+        row_bytes = self._sites.hidden_size * dtype.itemsize
+        with torch.inference_mode():
+            taps = Taps(
+                {
+                    key: site
+                    for key, site in self._sites.sites.items()
+                    if _serves(key, wanted, self._sites.num_layers)
+                },
+                hidden_size=self._sites.hidden_size,
+                dtype=dtype,
+                device=self.device,
+                max_tokens=max_batch_tokens(self.vllm_config),
+                max_programs=_MAX_PROGRAMS,
+                add_rows=2 * scheduler.max_num_seqs,
+            )
+            taps.install()
+            self.session = Session(
+                taps,
+                self._resolve_tap,
+                model_view.describe(self.vllm_config, model, self._sites, self.device),
+                lm_head=model_view.lm_head(
+                    self.vllm_config,
+                    model,
+                    self._sites,
+                    self.device,
+                    shards_batch=self.use_v2_model_runner
+                    and self.model_runner.batch_sharder is not None,
+                ),
+                samples=model_view.is_last_stage(),
+                max_sequences=scheduler.max_num_seqs,
+                max_programs=_MAX_PROGRAMS,
+                ring_rows=max(64, self._options.capture_mib * 2**20 // row_bytes),
+                max_ring_rows=self._options.max_capture_mib * 2**20 // row_bytes,
+                overflow=self._options.overflow,
+            )
+        self._attachment = RunnerAttachment.attach(
+            self.model_runner, self.session, v2=self.use_v2_model_runner
+        )
+
+    def _resolve_tap(self, site: str, layer: int | None) -> TapKey:
+        """The key of the tap that serves a hook point; `ValueError` when there is none."""
+        point = HookPoint.parse(site)
+        key = self._sites.canonical(point, layer)
+        installed = set(self._options.points)
+        if not _serves(key, installed, self._sites.num_layers):
+            has = ", ".join(p.value for p in self._sites.points if p in installed)
+            raise ValueError(
+                f"hook point {point} has no tap in this engine (it has {has}); start it with "
+                f"hook_points=[..., {point.value!r}] or hook_points='all', or register the "
+                "consumer before the engine starts"
+            )
+        return key
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self._track(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        if output is not None:  # nothing is left for `sample_tokens`
+            self.session.end_step()
+        return output
+
+    @torch.inference_mode()
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        self.session.end_step()
+        return output
+
+    def _track(self, scheduler_output: SchedulerOutput) -> None:
+        """Follow the sequences that end and begin."""
+        has_tokens = scheduler_output.total_num_scheduled_tokens > 0
+        self._attachment.scheduler_output = scheduler_output if has_tokens else None
+        self.session.end_step()
+        for request_id in scheduler_output.finished_req_ids:
+            self.session.finish_sequence(request_id)
+        for new in scheduler_output.scheduled_new_reqs:
+            params = new.sampling_params
+            spec = RequestSpec.from_extra_args(params.extra_args if params else None)
+            self.session.start_sequence(
+                new.req_id,
+                new.prompt_token_ids,
+                _prompt_len(new),
+                spec,
+                _sample_index(new.req_id, spec.num_samples),
+            )
+
+    # -- remote calls --------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def tllm(self, method: str, payload: bytes) -> bytes:
+        """Run a method of `WorkerCalls` for the user's process; never raises."""
+        try:
+            answer = getattr(WorkerCalls(self.session, self._sites), method)(
+                *cloudpickle.loads(payload)
+            )
+            return pickle.dumps(("ok", answer))
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                logger.exception("tLLM call %r failed", method)
+            return pickle.dumps(("error", isinstance(error, ValueError), str(error)))
+
+
+class WorkerCalls:
+    """What the user's process may ask of a worker."""
+
+    def __init__(self, session: Session, sites: ModelSites) -> None:
+        self._session = session
+        self._sites = sites
+
+    def register(self, consumer: Any) -> None:
+        """Add a consumer (a copy made for this worker)."""
+        self._session.register(consumer)
+
+    def unregister(self, consumer_id: str | None) -> None:
+        """Remove a consumer, or all."""
+        self._session.unregister(consumer_id)
+
+    def take_results(self, prompt_ids: list[str]) -> Any:
+        """Results of finished prompts."""
+        return self._session.take_results(prompt_ids)
+
+    def synchronize(self) -> None:
+        """Wait for all consumers."""
+        self._session.synchronize()
+
+    def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
+        """Statistics of one consumer."""
+        return self._session.consumer_stats(consumer_id)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the worker, and what its model has."""
+        return {
+            **self._session.stats(),
+            "family": self._sites.family,
+            "num_layers": self._sites.num_layers,
+            "hidden_size": self._sites.hidden_size,
+            "points": [point.value for point in self._sites.points],
+            "missing": {p.value: why for p, why in self._sites.missing.items()},
+        }
+
+
+def _serves(key: TapKey, wanted: set[HookPoint], num_layers: int) -> bool:
+    """Whether a tap is needed for any of the wanted points."""
+    point, layer = key
+    if point is HookPoint.POST_BLOCK and HookPoint.PRE_ATTN in wanted:
+        return layer != num_layers - 1 or point in wanted
+    return point in wanted
+
+
+def max_batch_tokens(vllm_config: Any) -> int:
+    """The most rows a forward pass has, padding included."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    captured = max(compilation.cudagraph_capture_sizes or [0])
+    tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, captured)
+    return -(-tokens // 256) * 256 + 256
+
+
+def _prompt_len(new: Any) -> int:
+    if new.prompt_token_ids is not None:
+        return len(new.prompt_token_ids)
+    return int(new.prompt_embeds.shape[0])
+
+
+def _sample_index(request_id: str, num_samples: int) -> int:
+    """vLLM names the n samples of a request `{index}_{request id}`."""
+    if num_samples == 1:
+        return 0
+    prefix, _, _ = request_id.partition("_")
+    return int(prefix)

@@ -1,0 +1,111 @@
+"""What the resolver says about a loaded model: which hook points it has, and where each is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from tllm.spec.hooks import HookPoint
+
+SiteKey: TypeAlias = tuple[HookPoint, int | None]
+"""A canonical hook point and its layer (None for `lm_head_in`)."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a module's `forward`, found however the caller passes it.
+
+    name: its keyword, None where `forward` takes `*args`.
+    index: its position, not counting `self`; None where it is keyword-only.
+    """
+
+    name: str | None
+    index: int | None
+
+    def get(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The argument's value in this call; None where the call leaves it out."""
+        if self.index is not None and self.index < len(args):
+            return args[self.index]
+        return None if self.name is None else kwargs.get(self.name)
+
+    def replace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` of the same call with this argument's value replaced."""
+        if self.index is not None and self.index < len(args):
+            return (*args[: self.index], value, *args[self.index + 1 :]), dict(kwargs)
+        assert self.name is not None, "the call does not pass this argument"
+        return args, {**kwargs, self.name: value}
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where one hook point of one layer is found in a loaded vLLM model.
+
+    The tensor is `[tokens, hidden]`, or `[1, tokens, hidden]` in vLLM's Transformers backend.
+    """
+
+    point: HookPoint
+    layer: int | None
+    """None for `lm_head_in`."""
+    module: torch.nn.Module
+    """The module at whose boundary the tensor passes."""
+    side: Literal["input", "output"]
+    stream: Argument | int
+    """Which argument (side "input"), or which item of the output tuple (side "output"; 0 also where
+    the output is a plain tensor), is the tensor."""
+    residual: Argument | int | None = None
+    """In a model with fused residuals, the argument or item that carries the rest of the stream:
+    the point's value is stream + residual. It may be None at run time (the first layer). Adding to
+    `stream` alone adds to the sum."""
+    private: bool = False
+    """The tensor is used elsewhere too (OLMo 2's `attn_in` is the stream itself): a write goes to a
+    copy that only this module receives. Otherwise a write is in place."""
+
+
+@dataclass(frozen=True)
+class ModelSites:
+    """Every hook point of a model, and the sites of those on this pipeline rank.
+
+    sites: by canonical key, in the order the forward pass reaches them. Two sites may share one
+        boundary (OLMo 2's `post_attn` and `mlp_in`): their hooks must run in this order.
+    missing: why, for each hook point the model lacks.
+    """
+
+    family: str
+    num_layers: int
+    """Of the whole model, not of this rank."""
+    hidden_size: int
+    points: tuple[HookPoint, ...]
+    sites: Mapping[SiteKey, Site]
+    missing: Mapping[HookPoint, str]
+
+    def canonical(self, point: HookPoint, layer: int | None) -> SiteKey:
+        """The key under which `sites` holds this point; a negative layer counts from the end.
+
+        `pre_attn(i)` and `post_block(i - 1)` are the same tensor and share the key of the latter,
+        so only `pre_attn(0)` has its own. Raises `ValueError` for a point or layer the model lacks.
+        """
+        if point not in self.points:
+            raise ValueError(self.explain_missing(point))
+        if not point.has_layer:
+            if layer is not None:
+                raise ValueError(f"{point} belongs to no layer; got layer {layer}, leave it out")
+            return point, None
+        if layer is None or not -self.num_layers <= layer < self.num_layers:
+            raise ValueError(
+                f"{point} needs a layer from 0 to {self.num_layers - 1}, "
+                f"or from {-self.num_layers} to -1 counting from the end; got {layer}"
+            )
+        layer %= self.num_layers
+        if point is HookPoint.PRE_ATTN and layer > 0:
+            return HookPoint.POST_BLOCK, layer - 1
+        return point, layer
+
+    def explain_missing(self, point: HookPoint) -> str:
+        """Why the model has no such point, and the points it has."""
+        has = ", ".join(self.points) or "none"
+        return f"{self.family} has no hook point {point}: {self.missing[point]} (it has: {has})"

@@ -1,0 +1,32 @@
+"""The catalogue: what a consumer may read and write."""
+
+from tllm.ports.base import ConsumerFlow, Phase, PortRead, PortWrite, Window
+from tllm.ports.bundle import ConsumerContext, ModelView, PortBundle, ResidualWriter
+from tllm.ports.cpu_export import CpuExport
+from tllm.ports.logits import Logits
+from tllm.ports.request_meta import PerToken, RequestInfo, RequestMeta, RowMeta
+from tllm.ports.residual_stream import ResidualStream
+from tllm.ports.sampler import Candidates, Sampler
+from tllm.ports.token_target import TokenTarget
+
+__all__ = [
+    "Candidates",
+    "ConsumerContext",
+    "ConsumerFlow",
+    "CpuExport",
+    "Logits",
+    "ModelView",
+    "PerToken",
+    "Phase",
+    "PortBundle",
+    "PortRead",
+    "PortWrite",
+    "RequestInfo",
+    "RequestMeta",
+    "ResidualStream",
+    "ResidualWriter",
+    "RowMeta",
+    "Sampler",
+    "TokenTarget",
+    "Window",
+]

@@ -1,0 +1,127 @@
+"""What every port shares: reads, writes, phases, windows and the flow that binds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Phase = Literal["prefill", "decode", "any"]
+Window = Literal["same_step", "next_step", "background", "out_of_band"]
+Delivery = Literal["bundle", "device_lease"]
+BundleKey = Literal["engine_step_id", "phase", "request_id", "prompt_id"]
+
+PORT_NAMES = (
+    "residual_stream",
+    "request_meta",
+    "logits",
+    "sampler",
+    "token_target",
+    "cpu_export",
+)
+
+
+def require_one_of(field_name: str, given: object, allowed: Sequence[str]) -> None:
+    """Raise a `ValueError` that names the field, what was given and what is allowed."""
+    if given not in allowed:
+        raise ValueError(f"{field_name}={given!r} is not known; choose one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class PortRead:
+    """One thing a flow reads. `role` is its key in `PortBundle.entries`."""
+
+    port: str
+    role: str
+    phase: Phase = "any"
+    layer: int | None = None
+    site: str | None = None
+
+
+@dataclass(frozen=True)
+class PortWrite:
+    """One thing a flow may write. `role` is its name in the context's `writer(role)`."""
+
+    port: str
+    role: str
+    phase: Phase = "any"
+    layer: int | None = None
+    site: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConsumerFlow:
+    """Declares what one consumer reads and writes, and when it is called.
+
+    Args:
+        reads: what arrives in each bundle. All residual reads of one flow share a phase:
+            rows of a bundle are aligned across its entries.
+        writes: what the consumer may change (`ResidualStream.write`, `Sampler.write`,
+            `CpuExport.write`).
+        window: when `consume_bundle` runs.
+            `same_step`: on the engine's thread and compute stream, after the forward pass and
+            before this step's tokens are sampled (after sampling, when the flow reads
+            `TokenTarget`). `next_step`: on the engine's thread and compute stream, just before
+            the next forward pass; residual writes made here reach that pass. `out_of_band`:
+            on the engine's thread at the end of the step, on a side stream, so device work
+            overlaps the next forward pass. `background`: on a delivery thread and a side
+            stream, in step order; nothing waits for it.
+        bundle_key: what the rows of one bundle have in common.
+        dispatch_every_n_steps: call once every n engine steps, with the rows of all of them.
+        max_bundle_rows: split larger bundles; 0 is no limit.
+        delivery: `bundle` tensors are the consumer's to keep; `device_lease` tensors are
+            views into the runtime's ring, valid for the work enqueued during the call.
+    """
+
+    reads: Sequence[PortRead] = ()
+    writes: Sequence[PortWrite] = ()
+    window: Window = "same_step"
+    bundle_key: Sequence[BundleKey] = ("engine_step_id", "phase")
+    dispatch_every_n_steps: int = 1
+    max_bundle_rows: int = 0
+    delivery: Delivery = "bundle"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reads", tuple(self.reads))
+        object.__setattr__(self, "writes", tuple(self.writes))
+        object.__setattr__(self, "bundle_key", tuple(self.bundle_key))
+        require_one_of("window", self.window, get_args(Window))
+        require_one_of("delivery", self.delivery, get_args(Delivery))
+        for key in self.bundle_key:
+            require_one_of("bundle_key", key, get_args(BundleKey))
+        if self.dispatch_every_n_steps < 1:
+            raise ValueError(
+                f"dispatch_every_n_steps={self.dispatch_every_n_steps} must be 1 or more"
+            )
+        if self.max_bundle_rows < 0:
+            raise ValueError(f"max_bundle_rows={self.max_bundle_rows} must be 0 (no limit) or more")
+        if self.delivery == "device_lease" and self.dispatch_every_n_steps != 1:
+            raise ValueError(
+                "delivery='device_lease' lends the rows of one step; use "
+                "dispatch_every_n_steps=1 with it, or delivery='bundle'"
+            )
+        roles = [read.role for read in self.reads] + [write.role for write in self.writes]
+        if duplicates := sorted({role for role in roles if roles.count(role) > 1}):
+            raise ValueError(
+                f"roles must differ within a flow, but {duplicates} are used more than once; "
+                "give each read and write its own role="
+            )
+        phases = {read.phase for read in self.reads if read.port == "residual_stream"}
+        if len(phases) > 1:
+            raise ValueError(
+                f"the residual reads of one flow must share a phase, but {sorted(phases)} were "
+                "given; declare one flow for each phase"
+            )
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the rows this flow is given."""
+        for read in self.reads:
+            if read.port in ("residual_stream", "token_target"):
+                return read.phase
+        return "any"
+
+    def reads_port(self, port: str) -> bool:
+        """Whether any read is of this port."""
+        return any(read.port == port for read in self.reads)

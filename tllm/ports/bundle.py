@@ -1,0 +1,100 @@
+"""What a consumer is handed: rows with their description, and what it may do with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tllm.ports.request_meta import RequestInfo, RowMeta
+
+
+@dataclass(frozen=True, eq=False)
+class PortBundle:
+    """The rows of one call of `consume_bundle`.
+
+    Attributes:
+        entries: role to value; tensors have `len(meta)` rows. With `delivery="device_lease"`
+            they are views into the runtime's ring: enqueue the work that reads them during the
+            call, on the current stream, and keep no reference.
+        meta: who each row belongs to.
+        key: the values of the flow's `bundle_key` that all rows share.
+        flow: index of the flow in `Consumer.flows()`.
+    """
+
+    entries: Mapping[str, Any]
+    meta: RowMeta
+    key: Mapping[str, Any]
+    flow: int = 0
+
+
+@dataclass(frozen=True)
+class ModelView:
+    """What a consumer may know of the served model.
+
+    Attributes:
+        hidden_size, num_layers, vocab_size: the model's sizes.
+        dtype: dtype of the residual stream.
+        device: where it lives.
+        final_norm: the model's final norm as a function of `[rows, hidden]`, or None on a
+            pipeline rank without it.
+        final_norm_weight, final_norm_eps: its scale `[hidden]` (as multiplied: Gemma's
+            1 + w is folded in) and epsilon when it is an RMS norm; None otherwise.
+        max_requests: the most sequences that run at once.
+    """
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    dtype: torch.dtype
+    device: torch.device
+    final_norm: Callable[[torch.Tensor], torch.Tensor] | None
+    final_norm_weight: torch.Tensor | None
+    final_norm_eps: float | None
+    max_requests: int
+
+
+class ResidualWriter(ABC):
+    """Sets the vectors that a `ResidualStream.write` adds. Effective from the next forward on."""
+
+    @abstractmethod
+    def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
+        """Add `vectors[i]` (`[len(requests), hidden]`, or `[hidden]` for all) to the rows of
+        request i until it is set again or cleared."""
+
+    @abstractmethod
+    def clear(self, requests: Sequence[RequestInfo]) -> None:
+        """Stop adding to the rows of these requests."""
+
+
+class ConsumerContext(ABC):
+    """What a consumer may use while it is called.
+
+    Attributes:
+        step: number of the engine step.
+        device: the model's device.
+        stream: the stream the call runs on (already current); None on a CPU.
+        model: sizes, dtype and final norm of the served model.
+    """
+
+    step: int
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    model: ModelView
+
+    @abstractmethod
+    def writer(self, role: str) -> ResidualWriter:
+        """The writer of a declared `ResidualStream.write(role=...)`."""
+
+    @abstractmethod
+    def export(
+        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None = None
+    ) -> None:
+        """Send tensors to `Consumer.on_export` on the host, through a declared `CpuExport`."""
+
+    @abstractmethod
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """This consumer's own side stream (the one of `out_of_band`); None on a CPU."""

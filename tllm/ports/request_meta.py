@@ -1,0 +1,119 @@
+"""Who each row of a bundle belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tllm.ports.base import PortRead
+
+IntArray = npt.NDArray[np.int32]
+StepArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """One running sequence: one sample of one prompt.
+
+    Attributes:
+        request_id: the id the caller knows; the n samples of a prompt share it.
+        prompt_id: what the n samples of one prompt share, unique to one call of `generate`.
+        sample_index: which of the n samples, from 0.
+        num_samples: n.
+        slot: small integer, unique among running sequences, recycled afterwards.
+        prompt_len: number of prompt tokens.
+        options: what this request asked of the consumer that is being called.
+    """
+
+    request_id: str
+    prompt_id: str
+    sample_index: int
+    num_samples: int
+    slot: int
+    prompt_len: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class RowMeta:
+    """Row i of every tensor of a bundle is described by element i here. Host arrays.
+
+    Attributes:
+        requests: the distinct sequences, in the order of their first row.
+        request_index: `[rows]`, index into `requests`.
+        positions: `[rows]`, position of the token in its sequence, from 0.
+        steps: `[rows]`, engine step that computed the row.
+    """
+
+    requests: tuple[RequestInfo, ...]
+    request_index: IntArray
+    positions: IntArray
+    steps: StepArray
+
+    def __len__(self) -> int:
+        return len(self.request_index)
+
+    @property
+    def slots(self) -> IntArray:
+        """`[rows]`, the slot of each row's sequence."""
+        return np.array([r.slot for r in self.requests], np.int32)[self.request_index]
+
+    @property
+    def is_prefill(self) -> npt.NDArray[np.bool_]:
+        """`[rows]`, whether the row's token belongs to the prompt."""
+        lengths = np.array([r.prompt_len for r in self.requests], np.int32)
+        return self.positions < lengths[self.request_index]
+
+    @property
+    def request_ids(self) -> list[str]:
+        """`[rows]`, the caller's id of each row's request."""
+        return [self.requests[i].request_id for i in self.request_index]
+
+    def select(self, rows: npt.NDArray[Any]) -> RowMeta:
+        """The description of some of the rows, in the order given."""
+        kept, first, inverse = np.unique(
+            self.request_index[rows], return_index=True, return_inverse=True
+        )
+        order = np.argsort(first)
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        return RowMeta(
+            tuple(self.requests[i] for i in kept[order]),
+            rank[inverse].astype(np.int32),
+            self.positions[rows],
+            self.steps[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PerToken:
+    """A result with one value for each token that passed the model.
+
+    The engine may compute a token ahead of the one that ends a sequence; when a result reaches
+    the user, rows whose token is not part of the output are gone.
+
+    Attributes:
+        positions: `[rows]`, position of each token in the sequence, ascending.
+        values: `[rows, ...]`, numpy array or CPU tensor.
+    """
+
+    positions: npt.NDArray[np.int32]
+    values: Any
+
+    def up_to(self, num_tokens: int) -> PerToken:
+        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""
+        count = int(np.searchsorted(self.positions, num_tokens - 1))
+        return PerToken(self.positions[:count], self.values[:count])
+
+
+class RequestMeta:
+    """Port that puts the bundle's `RowMeta` among its entries (it is always `bundle.meta`)."""
+
+    @staticmethod
+    def read(*, role: str = "request_meta") -> PortRead:
+        """Read who the rows belong to."""
+        return PortRead("request_meta", role)

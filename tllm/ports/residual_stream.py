@@ -1,0 +1,53 @@
+"""The residual stream, and every other hook point, at any layer: read and additive write."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from tllm.ports.base import Phase, PortRead, PortWrite, require_one_of
+from tllm.spec.hooks import HookPoint
+
+
+class ResidualStream:
+    """Rows `[rows, hidden]` of a hook point, in the model's dtype."""
+
+    @staticmethod
+    def read(
+        *, layer: int = -1, site: str = "post_block", phase: Phase = "any", role: str = "hidden"
+    ) -> PortRead:
+        """Read the rows that arrive at a hook point.
+
+        Args:
+            layer: index of the block; negative counts from the end. Ignored by `lm_head_in`.
+            site: one of the eight hook points, or its alias.
+            phase: `prefill` (the token belongs to the prompt), `decode`, or `any`.
+            role: key of the tensor in `PortBundle.entries`.
+        """
+        point = HookPoint.parse(site)
+        require_one_of("phase", phase, get_args(Phase))
+        return PortRead(
+            "residual_stream",
+            role,
+            phase,
+            None if point is HookPoint.LM_HEAD_IN else layer,
+            point.value,
+        )
+
+    @staticmethod
+    def write(
+        *, layer: int = -1, site: str = "post_block", phase: Phase = "any", role: str = "delta"
+    ) -> PortWrite:
+        """Add a vector to the rows of a hook point, from the next forward pass on.
+
+        The vectors are given per request through `ctx.writer(role)`; a request that has none
+        is not touched.
+        """
+        point = HookPoint.parse(site)
+        require_one_of("phase", phase, get_args(Phase))
+        return PortWrite(
+            "residual_stream",
+            role,
+            phase,
+            None if point is HookPoint.LM_HEAD_IN else layer,
+            point.value,
+        )

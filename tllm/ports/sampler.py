@@ -1,0 +1,64 @@
+"""The candidates that survived top-k, top-p and min-p, and a say in which is drawn."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import get_args
+
+import torch
+
+from tllm.ports.base import Phase, PortWrite, require_one_of
+from tllm.ports.request_meta import RowMeta
+
+
+class Candidates(ABC):
+    """The tokens that may still be drawn this step, as compact rows on the device.
+
+    Attributes:
+        meta: the sequence of each row. Only sampled (not greedy) sequences that have this
+            consumer enabled and are in the declared phase are here.
+        token_ids: `[rows, width]` int32; meaningless from `counts` on.
+        logits: `[rows, width]` float32, after penalties and temperature; `-inf` from `counts` on.
+        counts: `[rows]` int32, on the device. 0 for a row that had more than `width`
+            candidates: it is sampled unguided, and counted.
+        temperature: `[rows]` float32, on the device.
+    """
+
+    meta: RowMeta
+    token_ids: torch.Tensor
+    logits: torch.Tensor
+    counts: torch.Tensor
+    temperature: torch.Tensor
+
+    @abstractmethod
+    def project(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits that other final states would give these candidates.
+
+        Args:
+            hidden: `[n, hidden]`, in place of what the LM head reads.
+            rows: `[rows]` int32 on the device: which row of `hidden` belongs to each row here,
+                -1 for none. By default row i belongs to row i.
+
+        Returns:
+            `[rows, width]` float32 after the same penalties and temperature as `logits`;
+            `-inf` where there is no candidate, NaN-free; equal to `logits` for rows with none.
+            Only the candidates' rows of the LM head are read.
+        """
+
+
+class Sampler:
+    """Lets a consumer's `guide(candidates, ctx)` change the candidates' logits."""
+
+    @staticmethod
+    def write(*, phase: Phase = "decode", role: str = "sampler", width: int = 1024) -> PortWrite:
+        """Ask to guide sampling.
+
+        Args:
+            phase: `decode` guides tokens that follow a generated token, `prefill` the first
+                generated token, `any` both.
+            width: the most candidates a row may have and still be guided.
+        """
+        require_one_of("phase", phase, get_args(Phase))
+        if width < 1:
+            raise ValueError(f"width={width} must be 1 or more")
+        return PortWrite("sampler", role, phase, options={"width": width})

@@ -1,0 +1,21 @@
+"""The token that follows each row: what a training algorithm predicts."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from tllm.ports.base import Phase, PortRead, require_one_of
+
+
+class TokenTarget:
+    """`[rows]` int64: the token after each row's token.
+
+    For a row that is sampled from, the sampled token; for an earlier prompt row, the prompt's
+    next token. A flow that reads it is called after sampling.
+    """
+
+    @staticmethod
+    def read(*, phase: Phase = "any", role: str = "token_target") -> PortRead:
+        """Read the token that follows each row."""
+        require_one_of("phase", phase, get_args(Phase))
+        return PortRead("token_target", role, phase)

@@ -1,0 +1,96 @@
+"""Consumers before an engine exists: registration, entry points, and `name:key=value` specs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from importlib.metadata import entry_points
+from typing import Any
+
+from tllm.consumers.base import Consumer
+
+ENTRY_POINT_GROUP = "tllm.consumers"
+
+
+class Registry:
+    """Consumers that the next engine starts with."""
+
+    def __init__(self) -> None:
+        self._consumers: dict[str, Consumer] = {}
+
+    def add(self, consumer: Consumer | str) -> Consumer:
+        """Register a consumer or a spec string; refuses a second one of the same id."""
+        made = consumer_from_spec(consumer) if isinstance(consumer, str) else consumer
+        check(made)
+        if made.consumer_id in self._consumers:
+            raise ValueError(
+                f"a consumer with consumer_id={made.consumer_id!r} is registered; call "
+                "clear_consumers() first, or give this one another consumer_id"
+            )
+        self._consumers[made.consumer_id] = made
+        return made
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._consumers.clear()
+
+    def all(self) -> list[Consumer]:
+        """In the order of registration."""
+        return list(self._consumers.values())
+
+
+def check(consumer: Any) -> None:
+    """Raise `TypeError` or `ValueError` for what cannot be registered."""
+    if not isinstance(consumer, Consumer):
+        raise TypeError(
+            f"{consumer!r} is not a consumer; give an instance of a subclass of "
+            "tllm.consumers.base.Consumer, or a spec such as 'esamp:beta=0.2'"
+        )
+    if not consumer.consumer_id:
+        raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
+
+
+def available_consumers() -> dict[str, Any]:
+    """Names that spec strings may use, from the entry points of installed packages."""
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def consumer_from_spec(spec: str) -> Consumer:
+    """A consumer from `name` or `name:key=value,key=value`.
+
+    The name is one of the entry-point group `tllm.consumers`; it names a function that takes the
+    keys as keyword arguments and returns a consumer. Values are numbers, `true`, `false`, `null`,
+    or text.
+    """
+    name, _, rest = spec.partition(":")
+    known = available_consumers()
+    if name not in known:
+        raise ValueError(
+            f"unknown consumer {name!r} in {spec!r}; installed are "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
+    options: dict[str, Any] = {}
+    for item in filter(None, rest.split(",")):
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError(f"{item!r} in {spec!r} is not key=value")
+        options[key.strip()] = _scalar(value)
+    factory = known[name].load()
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if not takes_any and (unknown := sorted(set(options) - set(parameters))):
+        raise ValueError(
+            f"consumer {name!r} has no options {unknown}; it takes "
+            f"{', '.join(parameters) or 'none'}"
+        )
+    consumer = factory(**options)
+    check(consumer)
+    return consumer
+
+
+def _scalar(text: str) -> Any:
+    """A value of a spec string."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,1 @@
+"""What runs in a worker: taps, row plans, rings, dispatch, guidance. Torch, no vLLM."""

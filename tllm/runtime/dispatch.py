@@ -1,0 +1,542 @@
+"""Hands the rows of each step to the consumers that asked for them, when they asked for them."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tllm.ports import (
+    Candidates,
+    ConsumerContext,
+    ConsumerFlow,
+    ModelView,
+    PortBundle,
+    PortRead,
+    RequestInfo,
+    ResidualWriter,
+    RowMeta,
+)
+from tllm.runtime.batch import DECODE, PREFILL, Frame, ProgramRows
+from tllm.runtime.ring import Span
+from tllm.runtime.slots import Sequence as RunningSequence
+from tllm.runtime.slots import Slots
+from tllm.runtime.taps import TapKey
+from tllm.runtime.transfer import DeliveryThread, upload
+
+logger = logging.getLogger(__name__)
+
+PHASES: Mapping[str, tuple[int, ...]] = {
+    "prefill": (PREFILL,),
+    "decode": (DECODE,),
+    "any": (PREFILL, DECODE),
+}
+_PHASE_NAMES = ("prefill", "decode")
+
+
+class Consumer(Protocol):
+    """What the runtime calls of a consumer (`tllm.consumers.base.Consumer` is its public base)."""
+
+    consumer_id: str
+
+    def flows(self) -> Sequence[ConsumerFlow]: ...
+    def start(self, ctx: ConsumerContext) -> None: ...
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None: ...
+    def on_step_end(self, ctx: ConsumerContext) -> None: ...
+    def on_export(
+        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+    ) -> None: ...
+    def on_request_finished(
+        self, request: RequestInfo, ctx: ConsumerContext, num_tokens: int | None = None
+    ) -> Any: ...
+    def synchronize(self) -> None: ...
+    def read_stats(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(eq=False)
+class BoundFlow:
+    """A flow of a registered consumer, with its reads resolved to taps."""
+
+    owner: BoundConsumer
+    number: int
+    flow: ConsumerFlow
+    taps: tuple[tuple[str, TapKey], ...]
+    """`(role, tap)` of each residual read."""
+    held: list[tuple[dict[str, Any], RowMeta]] = field(default_factory=list)
+    """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
+    steps_seen: int = 0
+
+    @property
+    def phases(self) -> tuple[int, ...]:
+        """The phases whose rows it reads."""
+        return PHASES[self.flow.phase] if self.flow.reads else ()
+
+    @property
+    def after_sampling(self) -> bool:
+        """Whether its rows are complete only once the step's tokens are sampled."""
+        return self.flow.reads_port("token_target")
+
+    @property
+    def before_sampling(self) -> bool:
+        """Whether it is called before the step's tokens are sampled."""
+        return self.flow.window == "same_step" and not self.after_sampling
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether it reads the logits after the sampler has worked on them in place."""
+        return self.flow.reads_port("logits") and not self.before_sampling
+
+
+class BoundConsumer:
+    """A registered consumer in this worker: its flows, its streams and how it fares."""
+
+    def __init__(self, consumer: Consumer, context: Context) -> None:
+        self.consumer = consumer
+        self.id = consumer.consumer_id
+        self.context = context
+        self.flows: list[BoundFlow] = []
+        self.thread = DeliveryThread(f"tllm-{self.id}")
+        self.export_thread = DeliveryThread(f"tllm-{self.id}-export")
+        self.error: str | None = None
+        self.calls = 0
+        self.rows = 0
+        self.rows_dropped = 0
+        self._infos: dict[int, RequestInfo] = {}
+        self._requests: dict[bytes, tuple[RequestInfo, ...]] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not raised."""
+        return self.error is None
+
+    def info(self, sequence: RunningSequence) -> RequestInfo:
+        """The sequence as this consumer sees it, with the options meant for it."""
+        slot = sequence.info.slot
+        info = self._infos.get(slot)
+        if info is None:
+            options = sequence.consumers.get(self.id, {})
+            info = replace(sequence.info, options=options) if options else sequence.info
+            self._infos[slot] = info
+        return info
+
+    def requests(self, at: np.ndarray, slots: Slots) -> tuple[RequestInfo, ...]:
+        """The sequences in these slots. Those of a steady decode batch are looked up once."""
+        key = at.tobytes()
+        requests = self._requests.get(key)
+        if requests is None:
+            if len(self._requests) >= 64:
+                self._requests.clear()
+            owners = (slots.by_slot[slot] for slot in at)
+            requests = tuple(self.info(owner) for owner in owners if owner is not None)
+            self._requests[key] = requests
+        return requests
+
+    def meta(self, rows: ProgramRows, slots: Slots, step: int) -> RowMeta:
+        """Who the rows of a program belong to."""
+        requests = self.requests(rows.slots, slots)
+        index = np.repeat(np.arange(len(rows.counts), dtype=np.int32), rows.counts)
+        return RowMeta(
+            requests,
+            index,
+            rows.positions[index] + rows.offsets,
+            np.full(len(index), step, np.int64),
+        )
+
+    def forget(self, slot: int) -> None:
+        """A slot has a new owner, or none."""
+        self._infos.pop(slot, None)
+        self._requests.clear()
+
+
+class Context(ConsumerContext):
+    """The context of one consumer; `at` gives the one of a call."""
+
+    def __init__(
+        self,
+        model: ModelView,
+        writers: Mapping[str, ResidualWriter],
+        export: Callable[[str, Mapping[str, torch.Tensor], RowMeta | None], None],
+    ) -> None:
+        self.step = 0
+        self.model = model
+        self.device = model.device
+        self.stream: torch.cuda.Stream | None = None
+        self._writers = writers
+        self._export = export
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def at(self, step: int) -> Context:
+        """The context of one call, on the current stream: threads do not share one."""
+        own = copy(self)
+        own.step = step
+        if self.device.type == "cuda":
+            own.stream = torch.cuda.current_stream(self.device)
+        return own
+
+    def writer(self, role: str) -> ResidualWriter:
+        try:
+            return self._writers[role]
+        except KeyError:
+            raise ValueError(
+                f"no ResidualStream.write with role={role!r} was declared; declared are "
+                f"{sorted(self._writers) or 'none'}"
+            ) from None
+
+    def export(
+        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None = None
+    ) -> None:
+        self._export(channel, tensors, meta)
+
+    def side_stream(self) -> torch.cuda.Stream | None:
+        return self._side
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows of one program that go into a bundle.
+
+    selection: which of the program's rows, None for all.
+    """
+
+    rows: ProgramRows
+    meta: RowMeta
+    selection: np.ndarray | None
+
+    @property
+    def batch_rows(self) -> np.ndarray:
+        """`[rows]`, where each lies in the batch."""
+        rows = self.rows.batch_rows.repeat(self.rows.counts) + self.rows.offsets
+        return rows if self.selection is None else rows[self.selection]
+
+    def sampled(self, frame: Frame) -> Piece | None:
+        """Only the rows that a token is sampled from; None when there are none."""
+        batch = frame.batch
+        last = np.full(int(batch.counts.sum()), False)
+        last[batch.last_rows[batch.samples]] = True
+        kept = np.flatnonzero(last[self.batch_rows])
+        return Piece(self.rows, self.meta.select(kept), kept) if len(kept) else None
+
+
+class Dispatcher:
+    """Calls consumers with the rows of each step, and keeps their mistakes to themselves.
+
+    Args:
+        on_failure: told when a consumer raised, after it was marked dead.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        device: torch.device,
+        on_failure: Callable[[BoundConsumer], None],
+    ) -> None:
+        self._slots = slots
+        self._device = device
+        self._on_failure = on_failure
+        self._waiting_for_next_step: list[tuple[BoundFlow, Frame, list[Piece]]] = []
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def call(
+        self, owner: BoundConsumer, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call into a consumer. What it raises is logged and counted; it is then detached."""
+        if not owner.alive:
+            return None
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            self.fail(owner, error)
+            return None
+
+    def fail(self, owner: BoundConsumer, error: BaseException) -> None:
+        """Detach a consumer because of an error; any later one of its is the same mistake."""
+        if not owner.alive:
+            return
+        owner.error = f"{type(error).__name__}: {error}"
+        logger.error(
+            "consumer %r raised and is detached; generation goes on without it.\n%s",
+            owner.id,
+            "".join(traceback.format_exception(error)),
+        )
+        self._on_failure(owner)
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def before_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
+        """Windows that see the forward pass before its tokens are drawn."""
+        for flow in flows:
+            if flow.before_sampling:
+                self._deliver(flow, frame, self._pieces(flow, frame))
+
+    def after_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
+        """Everything else, now that the step is complete."""
+        for flow in flows:
+            if flow.before_sampling or not flow.owner.alive:
+                continue
+            # Now: the slots may have new owners by the time the window opens.
+            pieces = self._pieces(flow, frame)
+            if not pieces and flow.flow.dispatch_every_n_steps == 1:
+                continue
+            if flow.flow.window == "same_step":
+                self._deliver(flow, frame, pieces)
+            elif flow.flow.window == "next_step":
+                self._hold(frame)
+                self._waiting_for_next_step.append((flow, frame, pieces))
+            elif flow.flow.window == "out_of_band":
+                self._deliver_on_side_stream(flow, frame, pieces)
+            else:
+                self._deliver_in_background(flow, frame, pieces)
+
+    def before_forward(self) -> None:
+        """Deliver what waited for the next step."""
+        waiting, self._waiting_for_next_step = self._waiting_for_next_step, []
+        for flow, frame, pieces in waiting:
+            self._deliver(flow, frame, pieces)
+            self._release(frame)
+
+    def flush(self, owner: BoundConsumer) -> None:
+        """Hand out rows that wait for an n-th step, and wait for the delivery thread."""
+        for flow in owner.flows:
+            if flow.flow.dispatch_every_n_steps > 1:
+                self._in_window(flow, partial(self._hand_out_safely, flow))
+        owner.thread.drain()
+
+    # -- windows -------------------------------------------------------------------------------
+
+    def _in_window(self, flow: BoundFlow, work: Callable[[], None]) -> None:
+        """Run work on the stream and thread of the flow's window."""
+        if flow.flow.window == "background":
+            flow.owner.thread.submit(work)
+        elif flow.flow.window == "out_of_band":
+            with self._on_side_stream(flow.owner):
+                work()
+        else:
+            work()
+
+    def _on_side_stream(self, owner: BoundConsumer) -> AbstractContextManager[Any]:
+        side = owner.context.side_stream()
+        if side is None:
+            return nullcontext()
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(side)
+
+    def _deliver_on_side_stream(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+        with self._on_side_stream(flow.owner):
+            self._deliver(flow, frame, pieces)
+            self._fence(frame.span)
+
+    def _deliver_in_background(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+        owner = flow.owner
+        self._hold(frame)
+        side = owner.context.side_stream()
+        if side is not None:
+            ready = torch.cuda.Event()
+            ready.record(torch.cuda.current_stream(self._device))
+
+        def job() -> None:
+            try:
+                if side is None:
+                    self._deliver(flow, frame, pieces)
+                else:
+                    with torch.cuda.stream(side):
+                        side.wait_event(ready)
+                        self._deliver(flow, frame, pieces)
+                        self._fence(frame.span)
+            finally:
+                self._release(frame)
+
+        owner.thread.submit(job)
+
+    def _fence(self, span: Span | None) -> None:
+        if span is not None and self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+            span.fences.append(event)
+
+    @staticmethod
+    def _hold(frame: Frame) -> None:
+        if frame.span is not None:
+            frame.span.hold()
+
+    @staticmethod
+    def _release(frame: Frame) -> None:
+        if frame.span is not None:
+            frame.span.release()
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _deliver(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+        self.call(flow.owner, self._hand_out, flow, frame, pieces)
+
+    def _pieces(self, flow: BoundFlow, frame: Frame) -> list[Piece]:
+        """The rows of this step that the flow reads, those of a program together."""
+        if flow.flow.reads_port("logits") and frame.logits is None:
+            return []
+        pieces = []
+        for rows in frame.rows:
+            if flow in rows.program.flows:
+                pieces.append(Piece(rows, flow.owner.meta(rows, self._slots, frame.step), None))
+        if flow.flow.reads_port("logits"):
+            pieces = [sampled for piece in pieces if (sampled := piece.sampled(frame))]
+        return pieces
+
+    def _hand_out(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+        """Make the step's bundles and call the consumer with them."""
+        spec = flow.flow
+        groups = [pieces]
+        if "phase" in spec.bundle_key:
+            groups = [[p for p in pieces if p.rows.program.phase == n] for n in (PREFILL, DECODE)]
+        for group in groups:
+            if not group:
+                continue
+            meta = _joined([piece.meta for piece in group])
+            entries = {read.role: self._entry(flow, read, frame, group) for read in spec.reads}
+            for read in spec.reads:
+                if read.port == "request_meta":
+                    entries[read.role] = meta
+            if spec.dispatch_every_n_steps > 1:
+                flow.held.append((entries, meta))
+            else:
+                self._call_with_bundles(flow, entries, meta, group[0].rows.program.phase)
+        if spec.dispatch_every_n_steps > 1:
+            flow.steps_seen += 1
+            if flow.steps_seen % spec.dispatch_every_n_steps == 0:
+                self._hand_out_held(flow)
+
+    def _hand_out_safely(self, flow: BoundFlow) -> None:
+        self.call(flow.owner, self._hand_out_held, flow)
+
+    def _hand_out_held(self, flow: BoundFlow) -> None:
+        """Hand out the rows of several steps."""
+        held, flow.held = flow.held, []
+        if "phase" in flow.flow.bundle_key:
+            by_phase = [[h for h in held if bool(h[1].is_prefill[0]) == p] for p in (True, False)]
+        else:
+            by_phase = [held]
+        for group in by_phase:
+            if not group:
+                continue
+            meta = _joined([m for _, m in group])
+            entries = {
+                role: meta
+                if isinstance(value, RowMeta)
+                else torch.cat([entries[role] for entries, _ in group])
+                for role, value in group[0][0].items()
+            }
+            phase = PREFILL if meta.is_prefill[0] else DECODE
+            self._call_with_bundles(flow, entries, meta, phase)
+
+    def _entry(
+        self, flow: BoundFlow, read: PortRead, frame: Frame, group: list[Piece]
+    ) -> torch.Tensor | None:
+        """The tensor of one read, rows in the order of the group's pieces."""
+        if read.port == "residual_stream":
+            tap = dict(flow.taps)[read.role]
+            parts = [self._captured(piece, tap) for piece in group]
+        elif read.port == "token_target":
+            assert frame.targets is not None
+            parts = [self._rows_of(frame.targets, piece.batch_rows) for piece in group]
+        elif read.port == "logits":
+            assert frame.logits is not None
+            parts = [
+                self._rows_of(frame.logits, frame.batch_index[piece.meta.slots]) for piece in group
+            ]
+        else:
+            return None
+        if len(parts) > 1:
+            return torch.cat(parts)
+        own = read.port != "residual_stream" or group[0].selection is not None
+        return parts[0] if own or flow.flow.delivery == "device_lease" else parts[0].clone()
+
+    def _captured(self, piece: Piece, tap: TapKey) -> torch.Tensor:
+        assert piece.rows.tensor is not None
+        column = piece.rows.tensor[:, piece.rows.program.taps.index(tap)]
+        return column if piece.selection is None else column[self._on_device(piece.selection)]
+
+    def _rows_of(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+        """Rows of a tensor that was allocated on the compute stream, on the current one."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
+        return tensor[self._on_device(index)]
+
+    def _on_device(self, index: np.ndarray) -> torch.Tensor:
+        return upload(index.astype(np.int64), self._device)
+
+    def _call_with_bundles(
+        self, flow: BoundFlow, entries: dict[str, Any], meta: RowMeta, phase: int
+    ) -> None:
+        """Split rows by the rest of the bundle key and by the row limit, and call."""
+        spec, owner = flow.flow, flow.owner
+        step = int(meta.steps[-1])
+        shared = {"engine_step_id": step, "phase": _PHASE_NAMES[phase]}
+        context = owner.context.at(step)
+        for group_key, rows in _split(meta, spec.bundle_key, spec.max_bundle_rows):
+            part, part_meta = entries, meta
+            if rows is not None:
+                part_meta = meta.select(rows)
+                index = self._on_device(rows)
+                part = {
+                    role: part_meta if isinstance(value, RowMeta) else value[index]
+                    for role, value in entries.items()
+                }
+            key: dict[str, Any] = {
+                k: shared[k] if k in shared else group_key[k] for k in spec.bundle_key
+            }
+            owner.calls += 1
+            owner.rows += len(part_meta)
+            owner.consumer.consume_bundle(PortBundle(part, part_meta, key, flow.number), context)
+
+
+def _joined(metas: list[RowMeta]) -> RowMeta:
+    """Rows after rows; a sequence that has rows in several is there once."""
+    if len(metas) == 1:
+        return metas[0]
+    numbers: dict[tuple[str, int], int] = {}
+    requests: list[RequestInfo] = []
+    indices = []
+    for meta in metas:
+        each = []
+        for request in meta.requests:
+            sequence = (request.prompt_id, request.sample_index)
+            if sequence not in numbers:
+                numbers[sequence] = len(requests)
+                requests.append(request)
+            each.append(numbers[sequence])
+        indices.append(np.array(each, np.int32)[meta.request_index])
+    return RowMeta(
+        tuple(requests),
+        np.concatenate(indices),
+        np.concatenate([meta.positions for meta in metas]),
+        np.concatenate([meta.steps for meta in metas]),
+    )
+
+
+def _split(
+    meta: RowMeta, bundle_key: Sequence[str], max_rows: int
+) -> Iterator[tuple[dict[str, Any], np.ndarray | None]]:
+    """Rows of each bundle, with the key values they share; None is all rows."""
+    names = [k for k in ("request_id", "prompt_id") if k in bundle_key]
+    if not names and not (max_rows and len(meta) > max_rows):
+        yield {}, None
+        return
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, request in enumerate(meta.requests):
+        sequence = (request.request_id, request.sample_index) if "request_id" in names else ()
+        groups.setdefault((*sequence, request.prompt_id if names else ""), []).append(i)
+    for members in groups.values():
+        first = meta.requests[members[0]]
+        values = {"request_id": first.request_id, "prompt_id": first.prompt_id}
+        rows = np.flatnonzero(np.isin(meta.request_index, members))
+        for begin in range(0, len(rows), max_rows or len(rows)):
+            yield values, rows[begin : begin + (max_rows or len(rows))]

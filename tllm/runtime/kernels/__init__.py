@@ -1,0 +1,1 @@
+"""Triton kernels, each beside the PyTorch reference it is tested against."""

@@ -1,0 +1,19 @@
+"""Which implementation of a kernel a tensor gets."""
+
+from __future__ import annotations
+
+import torch
+
+try:
+    import triton
+except ImportError:  # a CPU build of torch has no Triton unless it was installed beside it
+    INTERPRETED = False
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Whether kernels run as Triton on this device: CUDA, or anywhere when interpreted."""
+    return HAS_TRITON and (device.type == "cuda" or INTERPRETED)

@@ -1,0 +1,39 @@
+"""`torch.ops.tllm.tap`: the one op that tLLM puts into a model's graph."""
+
+from __future__ import annotations
+
+import torch
+
+from tllm.runtime.kernels import tap as tap_kernel
+from tllm.runtime.kernels.backend import INTERPRETED
+
+#: Keep few enough programs that an idle tap costs one small launch, enough to fill the card.
+_PROGRAMS = 1056
+
+
+def _tap_cuda(stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor) -> None:
+    tap_kernel.launch(stream, residual, desc, _PROGRAMS)
+
+
+def _tap_cpu(stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor) -> None:
+    if INTERPRETED:
+        if int(desc[0]):  # launching an interpreted kernel is slow even when it returns at once
+            tap_kernel.launch(stream, residual, desc, 1)
+    else:
+        tap_kernel.reference(stream, residual, desc)
+
+
+def _tap_meta(stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor) -> None:
+    pass
+
+
+_library = torch.library.Library("tllm", "FRAGMENT")
+_library.define(
+    "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("tap", _tap_cuda, "CUDA")
+_library.impl("tap", _tap_cpu, "CPU")
+_library.impl("tap", _tap_meta, "Meta")
+
+tap = torch.ops.tllm.tap

@@ -1,0 +1,140 @@
+"""The capture ring: where the rows of a forward pass wait until everyone has read them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+Overflow = Literal["block", "drop"]
+
+
+class Span:
+    """Consecutive ring rows of one step, and who still reads them.
+
+    Readers on the compute stream need not say so: the next forward pass is ordered behind them.
+
+    Attributes:
+        fences: recorded behind device work on other streams that reads the rows.
+    """
+
+    def __init__(self, start: int, rows: int) -> None:
+        self.start = start
+        self.rows = rows
+        self.fences: list[torch.cuda.Event] = []
+        self._holds = 0
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        """One more reader has not enqueued its work yet."""
+        with self._lock:
+            self._holds += 1
+
+    def release(self) -> None:
+        """A reader has enqueued its work, and left a fence behind it."""
+        with self._lock:
+            self._holds -= 1
+
+    @property
+    def held(self) -> bool:
+        """Whether a reader has not enqueued its work yet."""
+        return self._holds > 0
+
+    @property
+    def free(self) -> bool:
+        """Whether every reader is done, on the host and on the device. Never waits."""
+        return not self.held and all(fence.query() for fence in self.fences)
+
+
+class Ring:
+    """A ring of rows `[capacity, hidden]` that never overwrites what somebody still reads.
+
+    Spans are freed in the order they were taken. A request that does not fit is met by growing
+    (up to `max_rows`), and then by the overflow policy.
+
+    Args:
+        hidden_size, dtype, device: of the rows.
+        rows: rows to begin with.
+        max_rows: the most rows it grows to.
+        overflow: `block` waits for readers, `drop` gives up the step's rows (the caller counts).
+        on_move: told the new tensor whenever the ring is reallocated.
+        make_progress: called while blocked, to let readers on the same thread finish.
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: int,
+        max_rows: int,
+        overflow: Overflow,
+        on_move: Callable[[torch.Tensor], None],
+        make_progress: Callable[[], bool],
+    ) -> None:
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
+        self._max_rows = max(rows, max_rows)
+        self._overflow = overflow
+        self._on_move = on_move
+        self._make_progress = make_progress
+        self._spans: deque[Span] = deque()
+        self._retired: list[tuple[torch.Tensor, list[Span]]] = []
+        self._head = 0
+        self.arena: torch.Tensor
+        self._allocate(rows)
+
+    def _allocate(self, rows: int) -> None:
+        if self._spans:
+            self._retired.append((self.arena, list(self._spans)))
+        self.arena = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
+        self._spans.clear()
+        self._head = 0
+        self._on_move(self.arena)
+
+    @property
+    def capacity(self) -> int:
+        """Rows the ring holds now."""
+        return self.arena.shape[0]
+
+    def take(self, rows: int) -> Span | None:
+        """Rows for one step, consecutive; None when they were dropped."""
+        if rows > self._max_rows:
+            return None
+        # An outgrown tensor lives on until its readers are done with it.
+        self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
+        while (start := self._find(rows)) is None:
+            if self.capacity < self._max_rows:
+                self._allocate(min(self._max_rows, max(2 * self.capacity, 2 * rows)))
+            elif self._overflow == "drop" or not self._wait():
+                return None
+        span = Span(start, rows)
+        self._spans.append(span)
+        self._head = start + rows
+        return span
+
+    def _find(self, rows: int) -> int | None:
+        while self._spans and self._spans[0].free:
+            self._spans.popleft()
+        if not self._spans:
+            return 0 if rows <= self.capacity else None
+        tail = self._spans[0].start
+        if self._head > tail:
+            if self.capacity - self._head >= rows:
+                return self._head
+            return 0 if tail >= rows else None
+        return self._head if tail - self._head >= rows else None
+
+    def _wait(self) -> bool:
+        oldest = self._spans[0]
+        while oldest.held:
+            if not self._make_progress():
+                return False
+        for fence in oldest.fences:
+            fence.synchronize()
+        return True

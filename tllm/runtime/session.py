@@ -1,0 +1,558 @@
+"""What runs in a worker: the running sequences, the registered consumers, and each step of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tllm.ports import ConsumerFlow, ModelView, PortWrite, RequestInfo, RowMeta
+from tllm.runtime.batch import DECODE, PREFILL, Frame, RowPlanner, StepBatch
+from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Context, Dispatcher
+from tllm.runtime.programs import Programs
+from tllm.runtime.ring import Overflow, Ring
+from tllm.runtime.sampling import LmHead, SamplerStep, StepCandidates
+from tllm.runtime.slots import Sequence, Slots
+from tllm.runtime.taps import TapKey, Taps
+from tllm.runtime.transfer import HostCopy, upload
+from tllm.runtime.writer import Additions, TapWriter
+from tllm.spec.request import RequestSpec
+
+#: Results nobody came for are forgotten beyond this many prompts.
+_MAX_KEPT_RESULTS = 65536
+
+
+class Session:
+    """The worker's half of tLLM. All methods run on the engine's thread.
+
+    Args:
+        taps: the installed taps.
+        resolve: from a hook point's name and a layer to the tap that serves it; raises
+            `ValueError` with what the model has.
+        model: what consumers may know of the model.
+        lm_head: None on a pipeline rank without it, or a string that says why candidates
+            cannot be projected on it.
+        samples: whether this rank samples tokens.
+        max_sequences: the most that run at once.
+        ring_rows, max_ring_rows, overflow: see `Ring`.
+    """
+
+    def __init__(
+        self,
+        taps: Taps,
+        resolve: Callable[[str, int | None], TapKey],
+        model: ModelView,
+        *,
+        lm_head: LmHead | str | None,
+        samples: bool,
+        max_sequences: int,
+        max_programs: int,
+        ring_rows: int,
+        max_ring_rows: int,
+        overflow: Overflow,
+    ) -> None:
+        self._taps = taps
+        self._resolve = resolve
+        self._model = model
+        self._lm_head = lm_head
+        self._samples = samples
+        self._consumers: dict[str, BoundConsumer] = {}
+        self._flows: list[BoundFlow] = []
+        self._slots = Slots(max_sequences)
+        self._programs = Programs(taps, max_programs)
+        self._additions = Additions(taps, self._slots)
+        self._writers: dict[str, list[TapWriter]] = {}
+        self._dispatcher = Dispatcher(self._slots, model.device, self._note_failure)
+        self._failed: list[BoundConsumer] = []
+        ring = Ring(
+            hidden_size=taps.hidden_size,
+            dtype=taps.dtype,
+            device=taps.device,
+            rows=ring_rows,
+            max_rows=max_ring_rows,
+            overflow=overflow,
+            on_move=taps.set_arena,
+            make_progress=self._make_progress,
+        )
+        self._ring = ring
+        self._planner = RowPlanner(self._slots, taps, self._programs, ring)
+        self._frame: Frame | None = None
+        self._bundled = False
+        self._step = 0
+        self._results: OrderedDict[str, dict[int, dict[str, Any]]] = OrderedDict()
+        self.rows_captured = 0
+        self.rows_dropped = 0
+        self.results_forgotten = 0
+        self.candidate_overflow: torch.Tensor | None = None
+
+    # -- consumers -----------------------------------------------------------------------------
+
+    def register(self, consumer: Consumer) -> None:
+        """Add a consumer; it sees rows from the next forward pass on.
+
+        Raises `ValueError` when a flow asks for what this engine does not have.
+        """
+        if consumer.consumer_id in self._consumers:
+            raise ValueError(
+                f"a consumer with consumer_id={consumer.consumer_id!r} is registered; unregister "
+                "it first, or give this one another consumer_id"
+            )
+        flows = [self._bind(flow) for flow in consumer.flows()]
+        writes = [w for flow, _ in flows for w in flow.writes if w.port == "residual_stream"]
+        places = [(write, self._tap(write.site, write.layer)) for write in writes]
+        writers = {
+            write.role: self._additions.add_writer(tap, PHASES[write.phase])
+            for write, tap in places
+            if tap is not None
+        }
+        context = Context(self._model, writers, self._exporter(consumer))
+        owner = BoundConsumer(consumer, context)
+        owner.flows = [
+            BoundFlow(owner, number, flow, taps)
+            for number, (flow, taps) in enumerate(flows)
+            if taps is not None
+        ]
+        self._consumers[owner.id] = owner
+        self._writers[owner.id] = list(writers.values())
+        try:
+            consumer.start(context)
+        except Exception:
+            self._remove(owner.id)
+            raise
+        self._follow_consumers()
+        for sequence in self._slots:
+            self._introduce(sequence, [owner])
+
+    def unregister(self, consumer_id: str | None = None) -> None:
+        """Remove a consumer, or all of them, after its pending rows were handed out."""
+        self.flush()
+        for name in [consumer_id] if consumer_id is not None else list(self._consumers):
+            self._remove(self._registered(name).id)
+        self._follow_consumers()
+
+    def _registered(self, consumer_id: str) -> BoundConsumer:
+        owner = self._consumers.get(consumer_id)
+        if owner is None:
+            raise ValueError(
+                f"no consumer {consumer_id!r} is registered; registered are "
+                f"{sorted(self._consumers) or 'none'}"
+            )
+        return owner
+
+    def _remove(self, consumer_id: str) -> None:
+        owner = self._consumers[consumer_id]
+        owner.thread.close()
+        owner.export_thread.close()
+        self._remove_writers(owner)
+        del self._consumers[consumer_id]
+
+    def _remove_writers(self, owner: BoundConsumer) -> None:
+        """Add nothing more in a consumer's name."""
+        for writer in self._writers.pop(owner.id, ()):
+            self._additions.remove_writer(writer)
+
+    def _follow_consumers(self) -> None:
+        """Capture for the consumers that are there and did not raise, and for no other."""
+        alive = [owner for owner in self._consumers.values() if owner.alive]
+        self._flows = [flow for owner in alive for flow in owner.flows]
+        self._programs.clear()
+        for sequence in self._slots:
+            self._follow_programs(sequence)
+
+    def _bind(
+        self, flow: ConsumerFlow
+    ) -> tuple[ConsumerFlow, tuple[tuple[str, TapKey], ...] | None]:
+        """Find the taps of a flow. None instead of taps: the flow belongs to another rank."""
+        reads = [r for r in flow.reads if r.port == "residual_stream"]
+        taps = [(read.role, self._tap(read.site, read.layer)) for read in reads]
+        here = [(role, tap) for role, tap in taps if tap is not None]
+        needs_sampling = flow.reads_port("logits") or flow.reads_port("token_target")
+        guides = any(write.port == "sampler" for write in flow.writes)
+        if guides and self._samples and isinstance(self._lm_head, str):
+            raise ValueError(f"Sampler.write is not possible: {self._lm_head}")
+        if not self._samples and (needs_sampling or guides):
+            if here:
+                raise ValueError(
+                    "a flow reads a hook point of one pipeline stage together with the logits, "
+                    "the sampler or the sampled token of another; split it into two flows"
+                )
+            return flow, None
+        if here and len(here) < len(taps):
+            raise ValueError(
+                f"a flow reads hook points of several pipeline stages ({len(here)} of "
+                f"{len(taps)} are here); declare one flow for each stage"
+            )
+        if taps and not here:
+            return flow, None
+        return flow, tuple(here)
+
+    def _tap(self, site: str | None, layer: int | None) -> TapKey | None:
+        """The installed tap of a hook point; None when another pipeline rank has it."""
+        assert site is not None
+        key = self._resolve(site, layer)
+        return key if key in self._taps.index else None
+
+    def _exporter(
+        self, consumer: Consumer
+    ) -> Callable[[str, Mapping[str, torch.Tensor], RowMeta | None], None]:
+        channels = {
+            write.options["channel"]
+            for flow in consumer.flows()
+            for write in flow.writes
+            if write.port == "cpu_export"
+        }
+
+        def export(channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None) -> None:
+            if channel not in channels:
+                raise ValueError(
+                    f"channel={channel!r} was not declared with CpuExport.write; declared are "
+                    f"{sorted(map(str, channels)) or 'none'}"
+                )
+            owner = self._consumers[consumer.consumer_id]
+            copy = HostCopy(tensors)
+            owner.export_thread.submit(
+                lambda: self._dispatcher.call(
+                    owner, lambda: owner.consumer.on_export(channel, copy.wait(), meta)
+                )
+            )
+
+        return export
+
+    def _note_failure(self, owner: BoundConsumer) -> None:
+        """A consumer raised, on any thread: note it where its users will look."""
+        for sequence in self._slots.snapshot():
+            if sequence.uses(owner.id):
+                sequence.errors[owner.id] = owner.error or ""
+        self._failed.append(owner)
+
+    def _detach_failed(self) -> None:
+        """Stop capturing and adding for consumers that raised."""
+        if not self._failed:
+            return
+        failed, self._failed = self._failed, []
+        for owner in failed:
+            self._remove_writers(owner)
+        self._follow_consumers()
+
+    # -- sequences -----------------------------------------------------------------------------
+
+    def start_sequence(
+        self,
+        engine_id: str,
+        prompt_token_ids: list[int] | None,
+        prompt_len: int,
+        spec: RequestSpec,
+        sample_index: int,
+    ) -> None:
+        """The engine scheduled a sequence, for the first time or again after a preemption."""
+        known = self._slots.get(engine_id)
+        if known is not None:
+            if known.info.prompt_len != prompt_len:  # streaming input: the prompt has grown
+                known.info = replace(known.info, prompt_len=prompt_len)
+                known.prompt_token_ids = prompt_token_ids
+                self._slots.prompt_len[known.info.slot] = prompt_len
+                for owner in self._consumers.values():
+                    owner.forget(known.info.slot)
+            return
+        self._detach_failed()
+        info = RequestInfo(
+            request_id=spec.request_id or engine_id,
+            prompt_id=spec.prompt_id or engine_id,
+            sample_index=sample_index,
+            num_samples=spec.num_samples,
+            slot=self._slots.take_slot(),
+            prompt_len=prompt_len,
+        )
+        sequence = Sequence(engine_id, info, spec.consumers, bool(spec.prompt_id), prompt_token_ids)
+        self._slots.add_sequence(sequence)
+        self._follow_programs(sequence)
+        self._introduce(sequence, list(self._consumers.values()))
+
+    def _introduce(self, sequence: Sequence, owners: list[BoundConsumer]) -> None:
+        for owner in owners:
+            if sequence.uses(owner.id):
+                self._dispatcher.call(
+                    owner,
+                    owner.consumer.on_request_started,
+                    owner.info(sequence),
+                    owner.context.at(self._step),
+                )
+            if owner.error and sequence.uses(owner.id):
+                sequence.errors[owner.id] = owner.error
+
+    def _follow_programs(self, sequence: Sequence) -> None:
+        slot = sequence.info.slot
+        for phase in (PREFILL, DECODE):
+            flows = [
+                flow
+                for flow in self._flows
+                if phase in flow.phases and sequence.uses(flow.owner.id)
+            ]
+            self._slots.program[phase, slot] = self._programs.number_for(phase, flows)
+
+    def finish_sequence(self, engine_id: str) -> None:
+        """The engine let go of a sequence, whatever ended it."""
+        sequence = self._slots.get(engine_id)
+        if sequence is not None:
+            self._conclude(sequence)
+            self._slots.remove(engine_id)
+
+    def _conclude(self, sequence: Sequence) -> None:
+        """Make the results of a sequence. If the engine still computes it, nobody looks."""
+        if sequence.ended:
+            return
+        self._dispatcher.before_forward()
+        results: dict[str, Any] = {}
+        for owner in self._consumers.values():
+            if sequence.uses(owner.id):
+                self._dispatcher.flush(owner)
+                payload = self._dispatcher.call(
+                    owner,
+                    owner.consumer.on_request_finished,
+                    owner.info(sequence),
+                    owner.context.at(self._step),
+                )
+                if payload is not None:
+                    results[owner.id] = {"status": "ok", "error": None, "payload": payload}
+            owner.forget(sequence.info.slot)
+        for name, error in sequence.errors.items():
+            results[name] = {"status": "error", "error": error, "payload": None}
+        self._additions.forget(sequence.info.slot)
+        sequence.ended = True
+        self._follow_programs(sequence)
+        if sequence.keep_results and results:
+            kept = self._results.setdefault(sequence.info.prompt_id, {})
+            kept[sequence.info.sample_index] = results
+            while len(self._results) > _MAX_KEPT_RESULTS:
+                self._results.popitem(last=False)
+                self.results_forgotten += 1
+
+    def take_results(self, prompt_ids: list[str]) -> dict[str, dict[int, dict[str, Any]]]:
+        """The results of finished prompts, by prompt, sample and consumer; each is given once."""
+        self.flush()
+        wanted = set(prompt_ids)
+        for sequence in list(self._slots):
+            if sequence.info.prompt_id in wanted:
+                self._conclude(sequence)
+        return {p: self._results.pop(p) for p in prompt_ids if p in self._results}
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do for anybody."""
+        return not self._consumers
+
+    def begin_step(self, engine_ids: list[str], starts: Any, counts: Any, samples: Any) -> None:
+        """Before the forward pass: what waited for it, and the row plan.
+
+        Args:
+            engine_ids: in batch order; arrays as in `StepBatch`.
+        """
+        if self._frame is not None:
+            self.end_step()
+        self._step += 1
+        if self.idle:
+            self._planner.clear()
+            return
+        self._dispatcher.before_forward()
+        self._detach_failed()
+        self._additions.commit()
+        batch = StepBatch(self._slots.of(engine_ids), starts, counts, samples)
+        self._frame = self._planner.plan(self._step, batch)
+        self._taps.commit()
+        self._bundled = False
+        self.rows_captured += sum(int(rows.counts.sum()) for rows in self._frame.rows)
+        self.rows_dropped += self._frame.dropped
+
+    def skip_step(self) -> None:
+        """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
+        self._planner.clear()
+
+    def before_sampling(self, logits: torch.Tensor | None) -> None:
+        """After the forward pass, before its tokens are drawn.
+
+        Args:
+            logits: `[sequences, vocab]` as the LM head gave them, or None when there are none.
+        """
+        frame = self._frame
+        if frame is None or self._bundled:
+            return
+        self._bundled = True
+        if logits is not None and any(flow.keeps_logits for flow in self._flows):
+            logits = logits.clone()
+        frame.logits = logits
+        self._dispatcher.before_sampling(self._flows, frame)
+
+    @property
+    def wants_guidance(self) -> bool:
+        """Whether any row of this step is guided."""
+        return self._frame is not None and any(len(self._guided(g)) for g in self._guides)
+
+    @property
+    def _guides(self) -> list[tuple[BoundFlow, PortWrite]]:
+        return [
+            (flow, write)
+            for flow in self._flows
+            if flow.owner.alive
+            for write in flow.flow.writes
+            if write.port == "sampler"
+        ]
+
+    def _guided(self, guide: tuple[BoundFlow, PortWrite], greedy: Any = None) -> np.ndarray:
+        """Batch indices that a guide applies to."""
+        assert self._frame is not None
+        (flow, write), batch = guide, self._frame.batch
+        decode = batch.ends > self._slots.prompt_len[batch.slots]
+        wanted = batch.samples & np.isin(decode, [p == DECODE for p in PHASES[write.phase]])
+        if greedy is not None:
+            wanted &= ~greedy
+        indices = np.flatnonzero(wanted)
+        owners = [self._slots.by_slot[slot] for slot in batch.slots[indices]]
+        uses = [owner is not None and owner.uses(flow.owner.id) for owner in owners]
+        return indices[np.array(uses, bool)] if len(uses) else indices
+
+    def guide(self, step: SamplerStep, greedy: np.ndarray) -> None:
+        """Let consumers edit the candidates of this step, one after the other.
+
+        Args:
+            step: the engine's processed logits.
+            greedy: `[sequences]` bool; these are not touched.
+        """
+        frame = self._frame
+        if frame is None or not isinstance(self._lm_head, LmHead):
+            return
+        for guide in self._guides:
+            flow, write = guide
+            indices = self._guided(guide, greedy)
+            if len(indices):
+                self._dispatcher.call(
+                    flow.owner, self._guide_one, flow, write, frame, step, indices
+                )
+
+    def _guide_one(
+        self,
+        flow: BoundFlow,
+        write: PortWrite,
+        frame: Frame,
+        step: SamplerStep,
+        indices: np.ndarray,
+    ) -> None:
+        assert isinstance(self._lm_head, LmHead)
+        batch, owner = frame.batch, flow.owner
+        meta = RowMeta(
+            owner.requests(batch.slots[indices], self._slots),
+            np.arange(len(indices), dtype=np.int32),
+            batch.ends[indices] - 1,
+            np.full(len(indices), frame.step, np.int64),
+        )
+        rows = upload(indices.astype(np.int32), self._model.device)
+        width = min(int(str(write.options["width"])), self._model.vocab_size)
+        candidates = StepCandidates(step, self._lm_head, rows, meta, width)
+        overflow = (candidates.found > width).sum()
+        if self.candidate_overflow is None:
+            self.candidate_overflow = torch.zeros_like(overflow)
+        self.candidate_overflow += overflow
+        delta = owner.consumer.guide(candidates, owner.context.at(frame.step))
+        if delta is not None:
+            candidates.apply(delta)
+
+    def after_sampling(self, sampled: torch.Tensor | None, input_ids: torch.Tensor | None) -> None:
+        """The step's tokens are drawn.
+
+        Args:
+            sampled: int64 `[sequences]` on the device, None when nothing was sampled here.
+            input_ids: `[tokens]` of the forward pass, on the device.
+        """
+        frame = self._frame
+        if frame is None:
+            return
+        self.before_sampling(None)
+        frame.sampled = sampled
+        wanted = any(flow.after_sampling for flow in self._flows)
+        if wanted and sampled is not None and input_ids is not None:
+            frame.targets = self._targets(frame, sampled, input_ids)
+
+    def _targets(
+        self, frame: Frame, sampled: torch.Tensor, input_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The token after each token of the batch."""
+        batch = frame.batch
+        tokens = int(batch.counts.sum())
+        targets = torch.empty(tokens, dtype=torch.int64, device=sampled.device)
+        targets[:-1] = input_ids[1:tokens]
+        following = np.full(len(batch.slots), -1, np.int64)
+        for i in np.flatnonzero(~batch.samples):
+            owner = self._slots.by_slot[batch.slots[i]]
+            if owner is not None and owner.prompt_token_ids is not None:
+                end = int(batch.ends[i])
+                if end < len(owner.prompt_token_ids):
+                    following[i] = owner.prompt_token_ids[end]
+        known = upload(following, sampled.device)
+        last = upload(batch.last_rows.astype(np.int64), sampled.device)
+        targets[last] = torch.where(known >= 0, known, sampled.view(-1).long())
+        return targets
+
+    def end_step(self) -> None:
+        """Everything of the step is enqueued: hand out the rest. Safe to call again."""
+        frame = self._frame
+        if frame is None:
+            return
+        self.before_sampling(None)
+        self._frame = None
+        flows = [f for f in self._flows if frame.targets is not None or not f.after_sampling]
+        self._dispatcher.after_sampling(flows, frame)
+        for owner in self._consumers.values():
+            context = owner.context.at(frame.step)
+            self._dispatcher.call(owner, owner.consumer.on_step_end, context)
+
+    # -- from outside --------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hand out all rows there are, and wait for the delivery threads."""
+        self.end_step()
+        self._dispatcher.before_forward()
+        for owner in self._consumers.values():
+            self._dispatcher.flush(owner)
+
+    def synchronize(self) -> None:
+        """Wait until every consumer is done with what it was given."""
+        self.flush()
+        for owner in self._consumers.values():
+            self._dispatcher.call(owner, owner.consumer.synchronize)
+            owner.export_thread.drain()
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
+
+    def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
+        """A consumer's own statistics, with the runtime's under `runtime`."""
+        owner = self._registered(consumer_id)
+        stats = dict(self._dispatcher.call(owner, owner.consumer.read_stats) or {})
+        stats["runtime"] = {
+            "calls": owner.calls,
+            "rows": owner.rows,
+            "rows_dropped": self.rows_dropped,
+            "rows_with_too_many_candidates": int(self.candidate_overflow or 0),
+            "error": owner.error,
+        }
+        return stats
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this worker."""
+        return {
+            "consumers": {name: owner.error or "ok" for name, owner in self._consumers.items()},
+            "hook_points": [f"{p}" if n is None else f"{p}:{n}" for p, n in self._taps.index],
+            "rows_captured": self.rows_captured,
+            "rows_dropped": self.rows_dropped,
+            "ring_rows": self._ring.capacity,
+            "results_forgotten": self.results_forgotten,
+            "running_sequences": sum(not sequence.ended for sequence in self._slots),
+        }
+
+    def _make_progress(self) -> bool:
+        """Let a delivery thread finish a job; False when none has one."""
+        return any(owner.thread.wait_for_one() for owner in self._consumers.values())

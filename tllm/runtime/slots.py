@@ -1,0 +1,109 @@
+"""The running sequences, by slot: a small integer each, and what the row plan needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tllm.ports.request_meta import RequestInfo
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One running sequence, and what it asked."""
+
+    engine_id: str
+    """The engine's own id of it."""
+    info: RequestInfo
+    consumers: Mapping[str, Mapping[str, Any]]
+    """Options by consumer id."""
+    keep_results: bool
+    """Whether somebody will come for its results."""
+    prompt_token_ids: list[int] | None = None
+    errors: dict[str, str] = field(default_factory=dict)
+    ended: bool = False
+    """Its results were made; the engine may not have let go of it yet."""
+
+    def uses(self, consumer_id: str) -> bool:
+        """Whether the consumer is enabled for this sequence (it is unless turned off)."""
+        return not self.ended and bool(self.consumers.get(consumer_id, {}).get("enabled", True))
+
+
+class Slots:
+    """Sequences by the engine's id and by slot. The arrays are indexed by slot.
+
+    Attributes:
+        prompt_len: prompt tokens.
+        delivered: positions below this were delivered; they are not captured again when the
+            engine recomputes them after a preemption.
+        program: `[2, slots]`, the capture program of prefill and of decode rows; 0 for none.
+        add: `[2, slots]`, the intervention row of prefill and of decode rows; -1 for none.
+    """
+
+    def __init__(self, max_sequences: int) -> None:
+        self._sequences: dict[str, Sequence] = {}
+        self._free = list(range(max_sequences - 1, -1, -1))
+        self.by_slot: list[Sequence | None] = [None] * max_sequences
+        self.prompt_len = np.zeros(max_sequences, np.int32)
+        self.delivered = np.zeros(max_sequences, np.int32)
+        self.program = np.zeros((2, max_sequences), np.int32)
+        self.add = np.full((2, max_sequences), -1, np.int32)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def snapshot(self) -> list[Sequence]:
+        """The sequences that run now; unlike iterating, safe on any thread."""
+        return list(self._sequences.values())
+
+    def get(self, engine_id: str) -> Sequence | None:
+        """The sequence the engine knows by this id."""
+        return self._sequences.get(engine_id)
+
+    def is_current(self, info: RequestInfo) -> bool:
+        """Whether the sequence still runs (its slot may have a new owner)."""
+        owner = self.by_slot[info.slot]
+        return owner is not None and (
+            owner.info.prompt_id == info.prompt_id and owner.info.sample_index == info.sample_index
+        )
+
+    def take_slot(self) -> int:
+        """A free slot; doubles the tables when there is none."""
+        if not self._free:
+            size = len(self.by_slot)
+            self._free = list(range(2 * size - 1, size - 1, -1))
+            self.by_slot += [None] * size
+            self.prompt_len = np.concatenate([self.prompt_len, np.zeros(size, np.int32)])
+            self.delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
+            self.program = np.concatenate([self.program, np.zeros((2, size), np.int32)], 1)
+            self.add = np.concatenate([self.add, np.full((2, size), -1, np.int32)], 1)
+        return self._free.pop()
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Enter a sequence whose slot was taken."""
+        slot = sequence.info.slot
+        self._sequences[sequence.engine_id] = sequence
+        self.by_slot[slot] = sequence
+        self.prompt_len[slot] = sequence.info.prompt_len
+        self.delivered[slot] = 0
+        self.program[:, slot] = 0
+        self.add[:, slot] = -1
+
+    def remove(self, engine_id: str) -> Sequence | None:
+        """Forget a sequence and free its slot."""
+        sequence = self._sequences.pop(engine_id, None)
+        if sequence is not None:
+            self.by_slot[sequence.info.slot] = None
+            self._free.append(sequence.info.slot)
+        return sequence
+
+    def of(self, engine_ids: list[str]) -> np.ndarray:
+        """`[len(engine_ids)]`, the slot of each."""
+        sequences = self._sequences
+        return np.fromiter((sequences[i].info.slot for i in engine_ids), np.int32, len(engine_ids))

@@ -1,0 +1,111 @@
+"""Between host and device without waiting: small uploads, pinned copies, delivery threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on the device; enqueued on the current stream, never waited for."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    # The caching host allocator reuses a pinned block only once the copies from it are done.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """Pinned host copies of device tensors, under way on the current stream."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._fence: torch.cuda.Event | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.device.type == "cpu":
+                self._copies[name] = tensor.clone()
+            else:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copy.copy_(tensor, non_blocking=True)
+                self._copies[name] = copy
+                self._fence = self._fence or torch.cuda.Event()
+        if self._fence is not None:
+            self._fence.record()
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """The copies, once they have arrived. Blocks the calling thread only."""
+        if self._fence is not None:
+            self._fence.synchronize()
+        return self._copies
+
+
+class DeliveryThread:
+    """Runs jobs in order on a thread of its own.
+
+    A job must not raise. The thread is made with the first job and ends with `close`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._running = False
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is waiting or running."""
+        with self._changed:
+            return bool(self._jobs) or self._running
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Enqueue a job; returns at once."""
+        with self._changed:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait_for_one(self) -> bool:
+        """Wait until a job has ended; False at once when there is none."""
+        with self._changed:
+            if not (self._jobs or self._running):
+                return False
+            before = len(self._jobs)
+            self._changed.wait_for(
+                lambda: len(self._jobs) < before or not (self._jobs or self._running)
+            )
+            return True
+
+    def drain(self) -> None:
+        """Wait until all jobs have ended. From the thread itself it returns at once."""
+        if threading.current_thread() is self._thread:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._jobs or self._running))
+
+    def close(self) -> None:
+        """End the thread after the jobs it has."""
+        self.drain()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._running = True
+            job()
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()

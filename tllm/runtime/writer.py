@@ -1,0 +1,149 @@
+"""Residual writes of consumers: vectors per sequence, summed where several write at one tap."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tllm.ports import RequestInfo, ResidualWriter
+from tllm.runtime.slots import Slots
+from tllm.runtime.taps import TapKey, Taps
+from tllm.runtime.transfer import upload
+
+
+class Additions:
+    """All writers of a worker, and the sums that the taps add.
+
+    A sequence's rows of phase p follow intervention `2 * slot + p`.
+    """
+
+    def __init__(self, taps: Taps, slots: Slots) -> None:
+        self._taps = taps
+        self._slots = slots
+        self._writers: dict[TapKey, list[TapWriter]] = {}
+        self._staged: list[tuple[TapWriter, list[RequestInfo], torch.Tensor | None, object]] = []
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
+        self._stream = self._current_stream()
+
+    def _current_stream(self) -> torch.cuda.Stream | None:
+        if self._taps.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self._taps.device)
+
+    def add_writer(self, tap: TapKey, phases: tuple[int, ...]) -> TapWriter:
+        """A writer for one declared `ResidualStream.write`."""
+        writer = TapWriter(self, tap, phases)
+        self._writers.setdefault(tap, []).append(writer)
+        return writer
+
+    def remove_writer(self, writer: TapWriter) -> None:
+        """Forget a writer and all it added."""
+        self._writers[writer.tap].remove(writer)
+        self._refresh(writer.tap, np.array(sorted(writer.values), np.int64))
+
+    def submit(
+        self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
+    ) -> None:
+        """Apply a write now, or before the next forward pass when another thread or stream made
+        it: a forward pass in flight must not see half of it."""
+        stream = self._current_stream()
+        if threading.get_ident() == self._thread and stream == self._stream:
+            self._apply(writer, requests, vectors)
+            return
+        fence = None
+        if stream is not None:
+            fence = torch.cuda.Event()
+            fence.record(stream)
+        with self._lock:
+            self._staged.append((writer, list(requests), vectors, fence))
+
+    def commit(self) -> None:
+        """Apply what other threads and streams wrote. On the engine's thread, before a forward."""
+        self._thread, self._stream = threading.get_ident(), self._current_stream()
+        if not self._staged:
+            return
+        with self._lock:
+            staged, self._staged = self._staged, []
+        for writer, requests, vectors, fence in staged:
+            if isinstance(fence, torch.cuda.Event):
+                assert self._stream is not None
+                self._stream.wait_event(fence)
+                if vectors is not None:
+                    vectors.record_stream(self._stream)
+            self._apply(writer, requests, vectors)
+
+    def _apply(
+        self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
+    ) -> None:
+        running = [i for i, r in enumerate(requests) if self._slots.is_current(r)]
+        if not running:
+            return
+        touched = []
+        for i in running:
+            for phase in writer.phases:
+                intervention = 2 * requests[i].slot + phase
+                touched.append(intervention)
+                if vectors is None:
+                    writer.values.pop(intervention, None)
+                else:
+                    writer.values[intervention] = vectors[i] if vectors.dim() == 2 else vectors
+        self._refresh(writer.tap, np.array(touched, np.int64))
+
+    def _refresh(self, tap: TapKey, interventions: np.ndarray) -> None:
+        """Bring the sums of these interventions at a tap to the device."""
+        self._taps.reserve_additions(int(interventions.max(initial=-1)) + 1)
+        summed: dict[int, list[torch.Tensor]] = {
+            int(i): [w.values[i] for w in self._writers[tap] if i in w.values]
+            for i in interventions
+        }
+        if present := [i for i, parts in summed.items() if parts]:
+            vectors = torch.stack([torch.stack(summed[i]).sum(0) for i in present])
+            at = upload(np.array(present, np.int64), self._taps.device)
+            self._taps.set_additions(tap, at, vectors)
+        if absent := [i for i, parts in summed.items() if not parts]:
+            at = upload(np.array(absent, np.int64), self._taps.device)
+            self._taps.clear_additions(tap, at)
+        for i in interventions:
+            used = any(int(i) in w.values for ws in self._writers.values() for w in ws)
+            self._slots.add[i % 2, i // 2] = i if used else -1
+
+    def forget(self, slot: int) -> None:
+        """A sequence ended: nothing is added to whoever has its slot next."""
+        for tap, writers in self._writers.items():
+            stale = [2 * slot + p for p in (0, 1) if any(2 * slot + p in w.values for w in writers)]
+            if stale:
+                for writer in writers:
+                    for intervention in stale:
+                        writer.values.pop(intervention, None)
+                self._refresh(tap, np.array(stale, np.int64))
+
+
+class TapWriter(ResidualWriter):
+    """The writer of one flow at one tap.
+
+    Attributes:
+        values: vector `[hidden]` by intervention.
+    """
+
+    def __init__(self, additions: Additions, tap: TapKey, phases: tuple[int, ...]) -> None:
+        self.tap = tap
+        self.phases = phases
+        self.values: dict[int, torch.Tensor] = {}
+        self._additions = additions
+
+    def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
+        hidden = self._additions._taps.hidden_size
+        shape = list(vectors.shape)
+        if shape not in ([hidden], [len(requests), hidden]):
+            raise ValueError(
+                f"vectors have shape {shape}; give [{hidden}] for all requests or "
+                f"[{len(requests)}, {hidden}], one row a request"
+            )
+        self._additions.submit(self, requests, vectors.detach().to(self._additions._taps.device))
+
+    def clear(self, requests: Sequence[RequestInfo]) -> None:
+        self._additions.submit(self, requests, None)

@@ -1,0 +1,1 @@
+"""What may be asked, as data. Pure Python: no torch, no vLLM."""
