@@ -8,6 +8,7 @@ On a GPU the model is Qwen/Qwen2.5-7B-Instruct, without one the demo model of th
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--model-name", help=f"default: {GPU_MODEL}; without a GPU, demo/model")
     engine.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="bfloat16")
-    engine.add_argument("--gpu-memory-utilization", type=float, default=0.8)
+    engine.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        help="default: 0.8. Without a GPU, of the RAM; default: 1 GiB of cache, or "
+        "VLLM_CPU_KVCACHE_SPACE",
+    )
     engine.add_argument("--max-model-len", type=int, default=512)
     engine.add_argument(
         "--graph-scratch-rows",
@@ -102,9 +108,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     esamp.add_argument(
         "--model-bank-flush-interval", type=int, default=1, help="train every n steps"
     )
-    esamp.add_argument(
-        "--model-bank-train-cudagraph", action=switch, help="default: on a GPU, yes"
-    )
+    esamp.add_argument("--model-bank-train-cudagraph", action=switch, help="default: on a GPU, yes")
     esamp.add_argument(
         "--model-bank-forward-backend",
         choices=("auto", "torch", "triton_grouped"),
@@ -199,10 +203,15 @@ def start(arguments: argparse.Namespace) -> tuple[LLM, ESampConsumer]:
     esamp = ESampConsumer(esamp_config(arguments))
     clear_consumers()
     register_consumer(esamp)
+    utilization = arguments.gpu_memory_utilization
+    if utilization is None:
+        utilization = 0.8
+        if current_platform.is_cpu():
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return make_llm(
         model_name=arguments.model_name,
         dtype=arguments.dtype,
-        gpu_memory_utilization=arguments.gpu_memory_utilization,
+        gpu_memory_utilization=utilization,
         max_model_len=arguments.max_model_len,
         max_num_seqs=arguments.num_answers,
         seed=arguments.seed,

@@ -5,6 +5,9 @@ exactly, and sharpens the distribution where it predicts little. All samples of 
 state when they choose their answer's first token, so a distiller that has learned leaves that
 choice alone; it can only tell samples apart by what they have written already. These answers are
 one to four tokens long: a hard case for ESamp, measured as it is.
+
+Seeds make the samples without ESamp the same in every run. With it they differ a little: what a
+distiller knows when a token is drawn depends on which samples the engine has computed by then.
 """
 
 from __future__ import annotations

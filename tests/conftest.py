@@ -59,3 +59,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("kernels"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETED)
+def _filters_without_triton():
+    """vLLM's own top-k and top-p kernel is beyond Triton's interpreter."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+        yield

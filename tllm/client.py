@@ -124,7 +124,11 @@ class Client:
             if options.get(name, {}).get("enabled", True)
         ]
         flows = [flow for consumer in active for flow in consumer.flows()]
-        reads_prompt = any(flow.reads and flow.phase != "decode" for flow in flows)
+        # Rows of a flow that reads the logits are sampled from: the cache never holds those.
+        reads_prompt = any(
+            flow.reads and flow.phase != "decode" and not flow.reads_port("logits")
+            for flow in flows
+        )
         writes = any(w.port == "residual_stream" for flow in flows for w in flow.writes)
         spec = RequestSpec(
             request_id=request_id,

@@ -141,9 +141,8 @@ class LLM(vllm.LLM):
         if not finished:
             return
         keys = [self._prompt_ids[o.request_id] for o in finished]
-        results: dict[str, Any] = {}
-        if self._tllm.consumers:
-            results = self._tllm.merge_results(self._call("take_results", keys))
+        # Without consumers too: workers then know at once that these sequences are over.
+        results = self._tllm.merge_results(self._call("take_results", keys))
         for output, key in zip(finished, keys, strict=True):
             attach_results(output, results.get(key))
 

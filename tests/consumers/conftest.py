@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 @pytest.fixture(scope="session")
@@ -64,24 +59,22 @@ def reference(tiny_qwen2: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
-def llm(tiny_qwen2: Path, reference: Any) -> Iterator[Any]:
+def llm(tiny_qwen2: Path, reference: Any) -> Any:
     """An engine in this process, without consumers; the reference model was built before it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        from tllm import LLM
+    from tllm import LLM
 
-        yield LLM(
-            str(tiny_qwen2),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=256,
-            max_num_seqs=8,
-            # Small, so that long prompts arrive in chunks, in one batch with decoding rows.
-            max_num_batched_tokens=32,
-            hook_points=["pre_attn", "post_block", "mlp_out", "lm_head_in"],
-            disable_log_stats=True,
-        )
+    return LLM(
+        str(tiny_qwen2),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        # Small, so that long prompts arrive in chunks, in one batch with decoding rows.
+        max_num_batched_tokens=32,
+        hook_points=["pre_attn", "post_block", "mlp_out", "lm_head_in"],
+        disable_log_stats=True,
+    )
 
 
 @pytest.fixture

@@ -91,9 +91,7 @@ def test_a_request_that_turns_the_probe_off_has_no_result(
     llm: Any, with_consumer: Any, weights: torch.Tensor
 ) -> None:
     with_consumer(ProbeConsumer(weights[1]))
-    (output,) = generate(
-        llm, [PROMPTS[0]], temperature=0, consumers={"probe": {"enabled": False}}
-    )
+    (output,) = generate(llm, [PROMPTS[0]], temperature=0, consumers={"probe": {"enabled": False}})
     assert output.consumer_results == {}
 
 

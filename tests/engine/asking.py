@@ -66,6 +66,7 @@ def assert_rows_match(
         places: where each role was read.
         additions: by request id, what was added in the model.
     """
+    rows = {role: recorder.rows(role, flow) for role in places}
     expected_keys = set()
     for output in outputs:
         prompt = list(output.prompt_token_ids)
@@ -79,8 +80,7 @@ def assert_rows_match(
                 key = (output.request_id, completion.index, position)
                 expected_keys.add(key)
                 for role, place in places.items():
-                    row = recorder.rows(role, flow)[key]
-                    error = error_of(row, states[place][position])
+                    error = error_of(rows[role][key], states[place][position])
                     assert error < RELATIVE, f"{role} of {key} is off by {error}"
     for role in places:
-        assert set(recorder.rows(role, flow)) == expected_keys
+        assert set(rows[role]) == expected_keys

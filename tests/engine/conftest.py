@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from vllm.platforms.cpu import CpuPlatform
 
 from engine.reference import Reference, save_tiny_model
 from tllm import LLM
@@ -38,8 +39,23 @@ def engine(tiny_model):
 
 @pytest.fixture(scope="session")
 def tight_engine(tiny_model):
-    """8 blocks of 32 tokens for 8 sequences: they preempt each other."""
-    return LLM(tiny_model, max_num_batched_tokens=24, num_gpu_blocks_override=8, **TINY_ENGINE)
+    """7 blocks of 32 tokens for 8 sequences, which preempt each other; schedules a step ahead.
+
+    vLLM schedules ahead on GPUs, and turns that off for a CPU although it works there.
+    """
+    settle = CpuPlatform.check_and_update_config
+
+    @staticmethod
+    def settle_and_schedule_ahead(vllm_config):
+        settle(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    options = TINY_ENGINE | {"max_model_len": 160}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", settle_and_schedule_ahead)
+        llm = LLM(tiny_model, max_num_batched_tokens=24, num_gpu_blocks_override=8, **options)
+    assert llm.llm_engine.engine_core.engine_core.async_scheduling
+    return llm
 
 
 def _clean(llm):

@@ -65,7 +65,7 @@ def test_request_meta_tells_who_each_row_belongs_to(llm):
         reads=[ResidualStream.read(layer=0, role="h"), RequestMeta.read(role="who")]
     )
     recorder = llm.register_consumer(MetaRecorder(flow))
-    outputs = generate(llm, prompts_of([4, 30]), sampled(3, n=2, seed=1))
+    outputs = generate(llm, prompts_of([4, 30]), sampled(3, n=2))
     infos = {(i.request_id, i.sample_index): i for i in recorder.log.started}
     assert len(infos) == 4
     for output in outputs:
@@ -116,7 +116,7 @@ def test_logits_rows_align_with_the_residual_rows_of_the_flow(llm, reference):
 def test_token_target_is_the_next_token_across_chunks_and_sampling(llm, window):
     reads = [TokenTarget.read(role="next"), ResidualStream.read(layer=0, role="h")]
     recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=reads, window=window)))
-    outputs = generate(llm, prompts_of([60, 5, 24, 49]), sampled(4, seed=5))
+    outputs = generate(llm, prompts_of([60, 5, 24, 49]), sampled(4))
     rows = recorder.rows("next")
     for output in outputs:
         tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]

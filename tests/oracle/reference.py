@@ -129,18 +129,18 @@ class Reference:
 
     def capture(self, token_ids: list[int], writes: Writes | None = None) -> States:
         """What arrives at every hook point, before a write at that same point."""
-        return self._run(token_ids, writes or {})[0]
+        return self.run(token_ids, writes or {})[0]
 
     def greedy(self, prompt_ids: list[int], n: int, writes: Writes | None = None) -> list[int]:
         """The `n` tokens that follow the prompt, each the most likely one."""
         token_ids = list(prompt_ids)
         for _ in range(n):
-            token_ids.append(int(self._run(token_ids, writes or {})[1][-1].argmax()))
+            token_ids.append(int(self.run(token_ids, writes or {})[1][-1].argmax()))
         return token_ids[len(prompt_ids) :]
 
     def logits(self, token_ids: list[int], writes: Writes | None = None) -> Tensor:
         """`[tokens, vocab]`."""
-        return self._run(token_ids, writes or {})[1]
+        return self.run(token_ids, writes or {})[1]
 
     @torch.no_grad()
     def hidden_states(self, token_ids: list[int]) -> tuple[Tensor, ...]:
@@ -157,7 +157,8 @@ class Reference:
         return output[0, len(prompt_ids) :].tolist()
 
     @torch.no_grad()
-    def _run(self, token_ids: list[int], writes: Writes) -> tuple[States, Tensor]:
+    def run(self, token_ids: list[int], writes: Writes) -> tuple[States, Tensor]:
+        """The states as `capture` gives them, and the logits `[tokens, vocab]`."""
         states: States = {}
 
         def visit(point: str, layer: Layer, tensor: Tensor) -> Tensor:

@@ -24,15 +24,19 @@ from .reference import Reference, States, Writes
 class ReferenceProcess:
     """Makes the tiny checkpoints under `root` and answers for them as `Reference` does."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, variant: families.Variant = families.Variant()) -> None:  # noqa: B008
         self.root = root
+        self.variant = variant
         self._pool = ProcessPoolExecutor(
             1, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
         )
 
     def checkpoint(self, family: str) -> Path:
         """The folder of the family's checkpoint, for `LLM(model=...)`."""
-        return self._pool.submit(families.save, family, self.root).result()
+        return self._pool.submit(families.save, family, self.root, self.variant).result()
+
+    def run(self, family: str, token_ids: list[int], writes: Writes) -> tuple[States, Tensor]:
+        return self._ask(Reference.run, family, token_ids, writes)
 
     def capture(self, family: str, token_ids: list[int], writes: Writes | None = None) -> States:
         return self._ask(Reference.capture, family, token_ids, writes)
@@ -56,17 +60,25 @@ class ReferenceProcess:
 
     def _ask(self, question: Callable[..., Any], family: str, *args: Any) -> Any:
         # Bytes, because tensors would be handed over through shared memory, one file each.
-        answer = self._pool.submit(_answer, question, family, self.root, _packed(args)).result()
-        return _unpacked(answer)
+        answer = self._pool.submit(
+            _answer, question, family, self.root, self.variant, _packed(args)
+        )
+        return _unpacked(answer.result())
 
 
-def _answer(question: Callable[..., Any], family: str, root: Path, args: bytes) -> bytes:
-    return _packed(question(_loaded(family, root), *_unpacked(args)))
+def _answer(
+    question: Callable[..., Any],
+    family: str,
+    root: Path,
+    variant: families.Variant,
+    args: bytes,
+) -> bytes:
+    return _packed(question(_loaded(family, root, variant), *_unpacked(args)))
 
 
 @cache
-def _loaded(family: str, root: Path) -> Reference:
-    return Reference(family, families.save(family, root))
+def _loaded(family: str, root: Path, variant: families.Variant) -> Reference:
+    return Reference(family, families.save(family, root, variant))
 
 
 def _packed(value: Any) -> bytes:

@@ -41,8 +41,9 @@ class LoggingConsumer(Consumer):
         layers: the layers to look at, the last one by default; negative ones count from the end.
             As a string, ranges and numbers with spaces between: `"0-27"`, `"0-3 12 -1"`.
         site: hook point, or its alias.
-        every_n_steps: write a line to the log every n engine steps; 0 writes none.
-        level: of that line, to the logger `tllm.consumers.logging`.
+        every_n_steps: log the figures so far every n engine steps, a line for each layer and phase;
+            0 logs nothing.
+        level: of these lines, of the logger `tllm.consumers.logging`.
         window: `background` works on a thread of its own, `out_of_band` on the engine's.
         consumer_id: its name, for a second one in the same engine.
     """
@@ -167,9 +168,7 @@ class _Tables:
         with self._lock:
             self._rows[layer, phase] += len(hidden)
             self._sums[layer, phase] += norms.sum(dtype=torch.float64)
-            torch.maximum(
-                self._largest[layer, phase], norms.max(), out=self._largest[layer, phase]
-            )
+            torch.maximum(self._largest[layer, phase], norms.max(), out=self._largest[layer, phase])
             if self._added is not None:
                 self._added.record()
 

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from tllm.models.sites import ModelSites
 from tllm.ports import ModelView
+from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.sampling import LmHead
 from tllm.spec.hooks import HookPoint
 
@@ -66,7 +67,7 @@ def lm_head(
     sites: ModelSites,
     device: torch.device,
     *,
-    shards_batch: bool,
+    refusal: str | None,
 ) -> LmHead | str | None:
     """The LM head as candidates need it, or why candidates cannot be projected on it.
 
@@ -75,8 +76,8 @@ def lm_head(
     """
     if not is_last_stage() or vllm_config.model_config.runner_type != "generate":
         return None
-    if shards_batch:
-        return "this engine samples each sequence on one tensor-parallel rank only"
+    if refusal is not None:
+        return refusal
     root = model.get_language_model() if hasattr(model, "get_language_model") else model
     processors = [m for m in root.modules() if isinstance(m, LogitsProcessor)]
     if len(processors) != 1:
@@ -124,7 +125,8 @@ def _agrees(
     ids = torch.linspace(0, vocab - 1, 8).to(device, torch.int32).expand(2, 8).contiguous()
     rows = torch.arange(2, dtype=torch.int32, device=device)
     counts = torch.full((2,), 8, dtype=torch.int32, device=device)
-    ours = head.logits(hidden, rows, ids, counts)
+    found = Collected(rows, ids, torch.zeros(2, 8, device=device), counts)
+    ours = head.raw_logits(hidden, rows, found)
     if logits is None:  # this rank does not gather logits
         return True
     theirs = logits.float().gather(1, ids.long())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -42,23 +44,22 @@ class RunnerAttachment(ABC):
         """Replace methods on the runner instance and on objects that it owns."""
 
 
-def candidate_penalty(
-    rows: torch.Tensor,
-    ids: torch.Tensor,
+def penalized(
     raw: torch.Tensor,
-    counts: torch.Tensor,
+    found: Collected,
     shape: torch.Size,
-    apply: Any,
+    apply: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Candidate logits after the engine's own penalties, which work on whole rows.
 
     Args:
         apply: takes float32 `[sequences, vocab]` and returns it after penalties.
     """
-    width = ids.shape[1]
-    valid = torch.arange(width, device=ids.device) < counts[:, None]
+    width = found.ids.shape[1]
+    valid = torch.arange(width, device=raw.device) < found.counts[:, None]
+    # Ids beyond the count mean nothing: point them at token 0, and add nothing there.
+    ids = torch.where(valid, found.ids, 0).long()
     full = torch.zeros(shape, dtype=torch.float32, device=raw.device)
-    at = rows.long()[:, None].expand(-1, width), ids.long()
-    # Entries beyond the count point at token 0: they must not overwrite a candidate of that id.
+    at = found.rows.long()[:, None].expand(-1, width), ids
     full.index_put_(at, torch.where(valid, raw, 0.0), accumulate=True)
     return torch.where(valid, apply(full)[at], raw)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from tllm.engine.runner import RunnerAttachment, candidate_penalty
+from tllm.engine.runner import RunnerAttachment, penalized
+from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.sampling import SamplerStep
 
 _GREEDY = 1e-5
@@ -60,7 +61,7 @@ class V1Attachment(RunnerAttachment):
     def _on_filter_and_draw(
         self, logits: torch.Tensor, generators: Any, k: Any, p: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.session.wants_guidance:
+        if self.session.guidance_width:
             logits = apply_top_k_top_p(logits, k, p)
             k = p = None
             batch = self.runner.input_batch
@@ -79,20 +80,18 @@ class _V1Step(SamplerStep):
             temperature = torch.where(temperature < _GREEDY, 1.0, temperature)
         self.temperature = temperature
 
-    def penalize(
-        self, rows: torch.Tensor, ids: torch.Tensor, raw: torch.Tensor, counts: torch.Tensor
-    ) -> torch.Tensor:
+    @property
+    def penalizes(self) -> bool:
         runner = self._runner
-        biased = any(
+        return not self._metadata.no_penalties or any(
             runner.requests[i].sampling_params.logit_bias for i in runner.input_batch.req_ids
         )
-        if self._metadata.no_penalties and not biased:
-            return raw
-        return candidate_penalty(
-            rows,
-            ids,
+
+    def penalize(self, raw: torch.Tensor, found: Collected) -> torch.Tensor:
+        sampler = self._runner.sampler
+        return penalized(
             raw,
-            counts,
+            found,
             self.logits.shape,
-            lambda full: runner.sampler.apply_logits_processors(full, self._metadata, False),
+            lambda full: sampler.apply_logits_processors(full, self._metadata, False),
         )

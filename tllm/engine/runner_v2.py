@@ -9,12 +9,15 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from tllm.engine import versions
-from tllm.engine.runner import RunnerAttachment, candidate_penalty
+from tllm.engine.runner import RunnerAttachment, penalized
+from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.sampling import SamplerStep
 
 
 class V2Attachment(RunnerAttachment):
     """`model_state.prepare_inputs` before the forward pass, `sample` around sampling."""
+
+    _collected: Collected | None = None
 
     def override(self) -> None:
         runner = self.runner
@@ -25,8 +28,10 @@ class V2Attachment(RunnerAttachment):
         if runner.sampler is not None:
             self._sampler_sample = runner.sampler.sample
             self._sample_random = runner.sampler._sample_random
+            self._apply_sampling_params = runner.sampler.apply_sampling_params
             runner.sampler.sample = self._on_sampler_sample
             runner.sampler._sample_random = self._on_sample_random
+            runner.sampler.apply_sampling_params = self._on_apply_sampling_params
 
     def _on_prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
         scheduled = self.scheduler_output
@@ -58,6 +63,32 @@ class V2Attachment(RunnerAttachment):
             return self._sampler_sample(logits, *args, **kwargs)
         finally:
             del self._raw_logits, self._sample_args
+            self._collected = None
+
+    def _on_apply_sampling_params(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: np.ndarray,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """With nothing but temperature and min-p to apply, do it together with the collection of
+        candidates: two passes over the logits instead of six."""
+        sampler, width = self.runner.sampler, self.session.guidance_width
+        if not width or not versions.only_temperature_and_min_p(sampler, idx_mapping_np):
+            return self._apply_sampling_params(
+                logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
+            )
+        states = sampler.sampling_states
+        processed, self._collected = self.session.filter(
+            logits,
+            states.temperature.gpu[expanded_idx_mapping],
+            states.min_p.gpu[expanded_idx_mapping],
+            width,
+        )
+        return processed
 
     def _on_sample_random(
         self,
@@ -69,14 +100,17 @@ class V2Attachment(RunnerAttachment):
         top_p: torch.Tensor | None,
         *rest: Any,
     ) -> Any:
-        if self.session.wants_guidance:
+        if self.session.guidance_width:
             if processed_logits.data_ptr() == self._raw_logits.data_ptr():
                 processed_logits = processed_logits.to(torch.float32, copy=True)
-            processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
+            if top_k is not None or top_p is not None:
+                processed_logits = apply_top_k_top_p(processed_logits, top_k, top_p)
+                self._collected = None
             top_k = top_p = None
             # The last argument chooses the fused sampler, which would filter again.
             rest = (*rest[:-1], False)
             step = _V2Step(self.runner.sampler, processed_logits, self._sample_args)
+            step.collected = self._collected
             greedy = self.runner.sampler.sampling_states.temperature.np[idx_mapping_np] == 0.0
             self.session.guide(step, greedy)
         return self._sample_random(
@@ -94,15 +128,15 @@ class _V2Step(SamplerStep):
         self._more = args[6:]
         self.temperature = sampler.sampling_states.temperature.gpu[self._expanded_idx_mapping]
 
-    def penalize(
-        self, rows: torch.Tensor, ids: torch.Tensor, raw: torch.Tensor, counts: torch.Tensor
-    ) -> torch.Tensor:
+    @property
+    def penalizes(self) -> bool:
         penalties = self._sampler.penalties_state
         bias = versions.logit_bias_state(self._sampler)
         active = penalties.use_penalty | bias.use_logit_bias
-        if not active[self._idx_mapping_np].any():
-            return raw
-        return candidate_penalty(rows, ids, raw, counts, self.logits.shape, self._apply)
+        return bool(active[self._idx_mapping_np].any())
+
+    def penalize(self, raw: torch.Tensor, found: Collected) -> torch.Tensor:
+        return penalized(raw, found, self.logits.shape, self._apply)
 
     def _apply(self, full: torch.Tensor) -> torch.Tensor:
         """Bias, then penalties, as the sampler applies them."""

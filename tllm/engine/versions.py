@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import numpy as np
 from packaging.version import Version
 
 OLDEST = Version("0.30.0")
@@ -120,6 +121,33 @@ else:
 def logit_bias_state(sampler: Any) -> Any:
     """The V2 sampler's logit-bias stage: an attribute until 0.31, the first processor since."""
     return sampler.logits_processors[0] if HAS_LOGITS_CONTEXT else sampler.logit_bias_state
+
+
+def guidance_refusal(runner: Any, *, v2: bool) -> str | None:
+    """Why candidates cannot be guided by this model runner; None when they can."""
+    if not v2 or runner.sampler is None:
+        return None
+    if runner.batch_sharder is not None:
+        return "this engine samples each sequence on one tensor-parallel rank only"
+    if type(runner.sampler).__name__ != "Sampler":
+        return f"this engine samples with {type(runner.sampler).__name__}, which is not known"
+    return None
+
+
+def only_temperature_and_min_p(sampler: Any, idx_mapping_np: np.ndarray) -> bool:
+    """Whether the V2 sampler has nothing else to apply to these requests before top-k and top-p.
+
+    Never said of a sampler whose stages are not the known ones.
+    """
+    if not HAS_LOGITS_CONTEXT or len(sampler.logits_processors) != 3:
+        return False
+    bias, penalties, bad_words = sampler.logits_processors
+    return not (
+        sampler.thinking_budget_state.enabled
+        or bias.use_logit_bias[idx_mapping_np].any()
+        or penalties.use_penalty[idx_mapping_np].any()
+        or bad_words.num_bad_words.np[idx_mapping_np].any()
+    )
 
 
 def sequence_parallel(pass_config: Any) -> bool:

@@ -9,7 +9,7 @@ import cloudpickle
 import torch
 from vllm.logger import init_logger
 
-from tllm.engine import limits, model_view
+from tllm.engine import limits, model_view, versions
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
 from tllm.models.resolver import resolve
@@ -88,8 +88,9 @@ class InterventionWorker(_Base):
                     model,
                     self._sites,
                     self.device,
-                    shards_batch=self.use_v2_model_runner
-                    and self.model_runner.batch_sharder is not None,
+                    refusal=versions.guidance_refusal(
+                        self.model_runner, v2=self.use_v2_model_runner
+                    ),
                 ),
                 samples=model_view.is_last_stage(),
                 max_sequences=scheduler.max_num_seqs,

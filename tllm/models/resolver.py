@@ -99,11 +99,10 @@ def _row(stack: nn.Module, block: nn.Module, rows: Sequence[Family]) -> Family:
     for row in candidates:
         if _has_values(stack, row.stack_is) and _has_values(block, row.block_is):
             return row
-    known = (
-        " or ".join(str({**row.stack_is, **row.block_is}) for row in candidates)
-        or "in other stacks"
-    )
-    raise ValueError(f"its block {owner} is known only with {known}")
+    if not candidates:
+        raise ValueError(f"its block {owner} is not in the table, though other blocks of it are")
+    needs = " or ".join(str({**row.stack_is, **row.block_is}) for row in candidates)
+    raise ValueError(f"its block {owner} is known only with {needs}")
 
 
 def _llama_like_stack(root: nn.Module) -> _Stack:
@@ -115,7 +114,7 @@ def _llama_like_stack(root: nn.Module) -> _Stack:
     else:
         raise ValueError("it is not in the table of model families, and is not built like Llama")
     blocks = _blocks_here(parts["layers"])
-    for block in {type(block): block for block in blocks.values()}.values():
+    for block in blocks.values():
         check_llama_block(block)
     check_llama_stack(stack, min(blocks), max(blocks) + 1)
     return _Stack(

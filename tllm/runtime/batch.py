@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -101,11 +102,61 @@ class Frame:
         return index
 
 
+@dataclass(eq=False)
+class Layout:
+    """What the segments of a batch are, apart from where in the ring their rows go.
+
+    A decode batch keeps its layout from step to step while nothing about its sequences changes,
+    so it is made, and brought to the device, once.
+
+    Attributes:
+        batch: the batch it was made for, or last used for.
+        version: of the slots, when it was made.
+        segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
+            are relative to the step's first ring row.
+        owners: `[segments]`, which sequence of the batch.
+        positions: `[segments]`, position of the first token; None when it is the sequence's start.
+        groups: `(number, low, high)` of the segments of each program.
+        rows: ring rows of the whole step.
+        tokens: tokens of the batch.
+        on_device: the segments with absolute destinations, by first ring row.
+    """
+
+    batch: StepBatch
+    version: int
+    segments: IntArray
+    owners: IntArray
+    positions: IntArray | None
+    groups: tuple[tuple[int, int, int], ...]
+    rows: int
+    tokens: int
+    on_device: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def captured(self) -> int:
+        """Tokens that are captured or described to a flow."""
+        chosen = self.segments[:, Segment.PROGRAM] > 0
+        tokens = self.segments[:, Segment.COUNT] - self.segments[:, Segment.SKIP]
+        return int(tokens[chosen].sum())
+
+    def continues(self, batch: StepBatch, version: int) -> bool:
+        """Whether a batch is the next step of the same decoding sequences."""
+        before = self.batch
+        return (
+            self.positions is None
+            and version == self.version
+            and np.array_equal(batch.slots, before.slots)
+            and np.array_equal(batch.counts, before.counts)
+            and np.array_equal(batch.starts, before.starts + 1)
+        )
+
+
 class RowPlanner:
     """Turns a `StepBatch` into the row plan on the device, and a `Frame` on the host.
 
-    The host knows every position before the forward pass, so a step costs one small upload and
-    one kernel; work here is per sequence, never per token. With nothing to do it costs nothing.
+    The host knows every position before the forward pass, so a step costs at most one small
+    upload and one kernel; work here is per sequence, never per token. With nothing to do it
+    costs nothing.
     """
 
     def __init__(self, slots: Slots, taps: Taps, programs: Programs, ring: Ring) -> None:
@@ -115,16 +166,25 @@ class RowPlanner:
         self._ring = ring
         self._use_kernel = uses_triton(taps.device)
         self._dirty = 0  # tokens of the plan that may say something else than "nothing"
+        self._layout: Layout | None = None
 
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
+        layout = self._layout
+        if layout is not None and layout.continues(batch, self._slots.version):
+            layout.batch = batch
+        else:
+            layout = self._layout = self._lay_out(batch)
         frame = Frame(step, batch)
-        segments, first_positions, slots = self._segments(batch)
-        tokens = int(batch.counts.sum())
-        if len(segments):
-            self._allocate(frame, segments, first_positions, slots)
-        if len(segments) or self._dirty:
-            self._write(segments, tokens)
+        if layout.rows:
+            frame.span = self._ring.take(layout.rows)
+            if frame.span is None:
+                frame.dropped = layout.captured
+                layout = self._layout = layout_without_capture(layout)
+        start = frame.span.start if frame.span else 0
+        self._enter_rows(frame, layout, start)
+        self._write(layout, start)
+        # A recomputed position stays delivered.
         self._slots.delivered[batch.slots] = np.maximum(
             self._slots.delivered[batch.slots], batch.ends
         )
@@ -133,10 +193,12 @@ class RowPlanner:
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""
         if self._dirty:
-            self._write(np.zeros((0, SEGMENT_WIDTH), np.int32), 0)
+            blank = _blank_segments([(0, self._dirty)])
+            self._expand(upload(blank, self._taps.device))
+            self._dirty = 0
 
-    def _segments(self, batch: StepBatch) -> tuple[IntArray, IntArray, IntArray]:
-        """Segments of the batch that do something, those of a program together."""
+    def _lay_out(self, batch: StepBatch) -> Layout:
+        """The segments of a batch that do something."""
         table, at = self._slots, batch.slots
         prompt_len, delivered = table.prompt_len[at], table.delivered[at]
         first_rows = np.cumsum(batch.counts) - batch.counts
@@ -150,100 +212,132 @@ class RowPlanner:
                 continue
             low, high, program = low[keep], high[keep], program[keep]
             skip = np.maximum(delivered[keep] - low, 0)
-            program = np.where(skip < high - low, program, 0)
             part = np.zeros((len(keep), SEGMENT_WIDTH), np.int32)
             part[:, Segment.ROW] = first_rows[keep] + low - batch.starts[keep]
             part[:, Segment.COUNT] = high - low
             part[:, Segment.SKIP] = skip
-            part[:, Segment.PROGRAM] = program
+            part[:, Segment.PROGRAM] = np.where(skip < high - low, program, 0)
             part[:, Segment.ADD] = add[keep]
             parts.append(part)
             positions.append(low)
-            owners.append(at[keep])
-        if not parts:
-            empty = np.zeros(0, np.int32)
-            return np.zeros((0, SEGMENT_WIDTH), np.int32), empty, empty
-        segments = np.concatenate(parts)
-        first_positions, slots = np.concatenate(positions), np.concatenate(owners)
+            owners.append(keep)
+        segments = np.concatenate(parts) if parts else _blank_segments([])
+        owner = np.concatenate(owners) if owners else np.zeros(0, np.int64)
+        first = np.concatenate(positions) if positions else np.zeros(0, np.int32)
         program = segments[:, Segment.PROGRAM]
-        if (program != program[0]).any():
+        if len(program) and (program != program[0]).any():
             order = np.argsort(program, kind="stable")
-            segments, first_positions, slots = (
+            segments, owner, first, program = (
                 segments[order],
-                first_positions[order],
-                slots[order],
+                owner[order],
+                first[order],
+                program[order],
             )
-        return segments, first_positions, slots
+        width = np.where(program > 0, self._programs.widths[program], 0)
+        taken = (segments[:, Segment.COUNT] - segments[:, Segment.SKIP]) * width
+        segments[:, Segment.WIDTH] = width
+        segments[:, Segment.DESTINATION] = np.cumsum(taken) - taken
+        bounds = [*np.flatnonzero(np.diff(program, prepend=-1)), len(program)]
+        decoding = (batch.counts == 1).all() and (batch.starts >= prompt_len).all()
+        return Layout(
+            batch=batch,
+            version=table.version,
+            segments=segments,
+            owners=owner.astype(np.int32),
+            positions=None
+            if decoding and not segments[:, Segment.SKIP].any()
+            else (first + segments[:, Segment.SKIP]).astype(np.int32),
+            groups=tuple(
+                (int(program[low]), int(low), int(high))
+                for low, high in pairwise(bounds)
+                if program[low] > 0
+            ),
+            rows=int(taken.sum()),
+            tokens=int(batch.counts.sum()),
+        )
 
-    def _allocate(
-        self,
-        frame: Frame,
-        segments: IntArray,
-        first_positions: IntArray,
-        slots: IntArray,
-    ) -> None:
-        """Give captured rows their place in the ring, and enter them in the frame."""
-        widths = self._programs.widths
-        program = segments[:, Segment.PROGRAM]
-        captured = np.where(program > 0, segments[:, Segment.COUNT] - segments[:, Segment.SKIP], 0)
-        taken = captured * widths[program]
-        total = int(taken.sum())
-        if total:
-            frame.span = self._ring.take(total)
-            if frame.span is None:
-                frame.dropped = int(captured.sum())
-                segments[:, Segment.PROGRAM] = 0
-                return
-        start = frame.span.start if frame.span else 0
-        segments[:, Segment.WIDTH] = np.where(program > 0, widths[program], 0)
-        segments[:, Segment.DESTINATION] = start + np.cumsum(taken) - taken
-        skip = segments[:, Segment.SKIP]
-        bounds = np.flatnonzero(np.diff(program, prepend=-1))
-        for low, high in zip(bounds, [*bounds[1:], len(program)], strict=True):
-            number = int(program[low])
-            if number == 0:
-                continue
-            of = slice(low, high)
-            rows, width = int(captured[of].sum()), int(widths[number])
-            tensor = None
+    def _enter_rows(self, frame: Frame, layout: Layout, start: int) -> None:
+        """Say in the frame which rows of the ring are whose."""
+        batch, segments = layout.batch, layout.segments
+        positions = layout.positions
+        if positions is None:
+            positions = batch.starts[layout.owners]
+        for number, low, high in layout.groups:
+            program, of = self._programs[number], slice(low, high)
+            skip = segments[of, Segment.SKIP]
+            counts = segments[of, Segment.COUNT] - skip
+            tensor, width = None, len(program.taps)
             if width:
-                begin = int(segments[low, Segment.DESTINATION])
+                begin = start + int(segments[low, Segment.DESTINATION])
+                rows = int(counts.sum())
                 tensor = self._ring.arena[begin : begin + rows * width].view(rows, width, -1)
             frame.rows.append(
                 ProgramRows(
-                    self._programs[number],
+                    program,
                     tensor,
-                    slots[of],
-                    first_positions[of] + skip[of],
-                    captured[of],
-                    segments[of, Segment.ROW] + skip[of],
+                    batch.slots[layout.owners[of]],
+                    positions[of],
+                    counts,
+                    segments[of, Segment.ROW] + skip,
                 )
             )
 
-    def _write(self, segments: IntArray, tokens: int) -> None:
-        """Bring the segments to the device and expand them; rows no segment covers do nothing."""
-        covered = int(segments[:, Segment.COUNT].sum())
-        blanks = self._blanks(segments, tokens) if covered < max(tokens, self._dirty) else []
-        if blanks:
-            blank = np.zeros((len(blanks), SEGMENT_WIDTH), np.int32)
-            blank[:, [Segment.ROW, Segment.COUNT]] = blanks
-            blank[:, Segment.ADD] = -1
-            segments = np.concatenate([segments, blank])
-        self._dirty = tokens if covered else 0
-        if not len(segments):
+    def _write(self, layout: Layout, start: int) -> None:
+        """Expand the layout into the plan; rows that no segment covers do nothing."""
+        end = max(layout.tokens, self._dirty)
+        if not len(layout.segments) and not self._dirty:
             return
-        on_device = upload(segments, self._taps.device)
-        if self._use_kernel:
-            row_plan.launch(on_device, self._taps.plan)
-        else:
-            row_plan.reference(on_device, self._taps.plan)
+        segments = None
+        if end == layout.tokens:
+            segments = layout.on_device.get(start)
+        if segments is None:
+            placed = layout.segments.copy()
+            placed[:, Segment.DESTINATION] += start
+            blank = _blank_segments(_gaps(layout.segments, end))
+            segments = upload(np.concatenate([placed, blank]), self._taps.device)
+            if end == layout.tokens and len(layout.on_device) < 16:
+                layout.on_device[start] = segments
+        self._expand(segments)
+        self._dirty = layout.tokens if len(layout.segments) else 0
 
-    def _blanks(self, segments: IntArray, tokens: int) -> Sequence[tuple[int, int]]:
-        """`(row, count)` of the stretches of the plan that no segment covers."""
-        order = np.argsort(segments[:, Segment.ROW])
-        begins = segments[order, Segment.ROW]
-        ends = begins + segments[order, Segment.COUNT]
-        gap_begin = np.concatenate([[0], ends])
-        gap_end = np.concatenate([begins, [max(tokens, self._dirty)]])
-        gaps = gap_end > gap_begin
-        return list(zip(gap_begin[gaps], (gap_end - gap_begin)[gaps], strict=True))
+    def _expand(self, segments: torch.Tensor) -> None:
+        if self._use_kernel:
+            row_plan.launch(segments, self._taps.plan)
+        else:
+            row_plan.reference(segments, self._taps.plan)
+
+
+def layout_without_capture(layout: Layout) -> Layout:
+    """The same batch when its rows found no place: additions only."""
+    segments = layout.segments.copy()
+    segments[:, [Segment.PROGRAM, Segment.WIDTH, Segment.DESTINATION]] = 0
+    return Layout(
+        batch=layout.batch,
+        version=-1,
+        segments=segments,
+        owners=layout.owners,
+        positions=layout.positions,
+        groups=(),
+        rows=0,
+        tokens=layout.tokens,
+    )
+
+
+def _blank_segments(gaps: Sequence[tuple[int, int]]) -> IntArray:
+    """Segments that make the rows of each `(row, count)` do nothing."""
+    blank = np.zeros((len(gaps), SEGMENT_WIDTH), np.int32)
+    if gaps:
+        blank[:, [Segment.ROW, Segment.COUNT]] = gaps
+        blank[:, Segment.ADD] = -1
+    return blank
+
+
+def _gaps(segments: IntArray, end: int) -> list[tuple[int, int]]:
+    """`(row, count)` of the stretches of rows below `end` that no segment covers."""
+    order = np.argsort(segments[:, Segment.ROW])
+    begins = segments[order, Segment.ROW]
+    ends = begins + segments[order, Segment.COUNT]
+    gap_begin = np.concatenate([[0], ends])
+    gap_end = np.concatenate([begins, [end]])
+    chosen = gap_end > gap_begin
+    return list(zip(gap_begin[chosen], (gap_end - gap_begin)[chosen], strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -75,6 +75,11 @@ class BoundFlow:
     held: list[tuple[dict[str, Any], RowMeta]] = field(default_factory=list)
     """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
     steps_seen: int = 0
+
+    @cached_property
+    def tap_by_role(self) -> dict[str, TapKey]:
+        """The tap that each residual read is served by."""
+        return dict(self.taps)
 
     @property
     def phases(self) -> tuple[int, ...]:
@@ -442,7 +447,7 @@ class Dispatcher:
     ) -> torch.Tensor | None:
         """The tensor of one read, rows in the order of the group's pieces."""
         if read.port == "residual_stream":
-            tap = dict(flow.taps)[read.role]
+            tap = flow.tap_by_role[read.role]
             parts = [self._captured(piece, tap) for piece in group]
         elif read.port == "token_target":
             assert frame.targets is not None
@@ -461,7 +466,7 @@ class Dispatcher:
 
     def _captured(self, piece: Piece, tap: TapKey) -> torch.Tensor:
         assert piece.rows.tensor is not None
-        column = piece.rows.tensor[:, piece.rows.program.taps.index(tap)]
+        column = piece.rows.tensor[:, piece.rows.program.columns[tap]]
         return column if piece.selection is None else column[self._on_device(piece.selection)]
 
     def _rows_of(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,11 @@ class Program:
     phase: int
     taps: tuple[TapKey, ...]
     flows: tuple[BoundFlow, ...]
+
+    @cached_property
+    def columns(self) -> dict[TapKey, int]:
+        """Which of a token's ring rows holds each tap."""
+        return {tap: column for column, tap in enumerate(self.taps)}
 
 
 class Programs:

@@ -125,9 +125,11 @@ class Ring:
             return 0 if rows <= self.capacity else None
         tail = self._spans[0].start
         if self._head > tail:
-            if self.capacity - self._head >= rows:
-                return self._head
-            return 0 if tail >= rows else None
+            # Wrap as soon as the front is free: few rows, always the same, stay in the cache,
+            # and the row plan of a steady batch repeats.
+            if tail >= rows:
+                return 0
+            return self._head if self.capacity - self._head >= rows else None
         return self._head if tail - self._head >= rows else None
 
     def _wait(self) -> bool:

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from tllm.ports import ConsumerFlow, ModelView, PortWrite, RequestInfo, RowMeta
+from tllm.ports import ConsumerFlow, ModelView, RequestInfo, RowMeta
 from tllm.runtime.batch import DECODE, PREFILL, Frame, RowPlanner, StepBatch
 from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Context, Dispatcher
+from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.programs import Programs
 from tllm.runtime.ring import Overflow, Ring
-from tllm.runtime.sampling import LmHead, SamplerStep, StepCandidates
+from tllm.runtime.sampling import Guidance, LmHead, SamplerStep
 from tllm.runtime.slots import Sequence, Slots
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import HostCopy, upload
-from tllm.runtime.writer import Additions, TapWriter
+from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
 from tllm.spec.request import RequestSpec
 
 #: Results nobody came for are forgotten beyond this many prompts.
@@ -58,7 +59,6 @@ class Session:
         self._taps = taps
         self._resolve = resolve
         self._model = model
-        self._lm_head = lm_head
         self._samples = samples
         self._consumers: dict[str, BoundConsumer] = {}
         self._flows: list[BoundFlow] = []
@@ -67,6 +67,7 @@ class Session:
         self._additions = Additions(taps, self._slots)
         self._writers: dict[str, list[TapWriter]] = {}
         self._dispatcher = Dispatcher(self._slots, model.device, self._note_failure)
+        self._guidance = Guidance(lm_head, model, self._slots, self._dispatcher)
         self._failed: list[BoundConsumer] = []
         ring = Ring(
             hidden_size=taps.hidden_size,
@@ -87,7 +88,6 @@ class Session:
         self.rows_captured = 0
         self.rows_dropped = 0
         self.results_forgotten = 0
-        self.candidate_overflow: torch.Tensor | None = None
 
     # -- consumers -----------------------------------------------------------------------------
 
@@ -104,12 +104,13 @@ class Session:
         flows = [self._bind(flow) for flow in consumer.flows()]
         writes = [w for flow, _ in flows for w in flow.writes if w.port == "residual_stream"]
         places = [(write, self._tap(write.site, write.layer)) for write in writes]
-        writers = {
+        own = {
             write.role: self._additions.add_writer(tap, PHASES[write.phase])
             for write, tap in places
             if tap is not None
         }
-        context = Context(self._model, writers, self._exporter(consumer))
+        elsewhere = {write.role: AbsentWriter() for write, tap in places if tap is None}
+        context = Context(self._model, {**own, **elsewhere}, self._exporter(consumer))
         owner = BoundConsumer(consumer, context)
         owner.flows = [
             BoundFlow(owner, number, flow, taps)
@@ -117,7 +118,7 @@ class Session:
             if taps is not None
         ]
         self._consumers[owner.id] = owner
-        self._writers[owner.id] = list(writers.values())
+        self._writers[owner.id] = list(own.values())
         try:
             consumer.start(context)
         except Exception:
@@ -159,7 +160,9 @@ class Session:
         """Capture for the consumers that are there and did not raise, and for no other."""
         alive = [owner for owner in self._consumers.values() if owner.alive]
         self._flows = [flow for owner in alive for flow in owner.flows]
+        self._guidance.set_flows(self._flows)
         self._programs.clear()
+        self._slots.invalidate()
         for sequence in self._slots:
             self._follow_programs(sequence)
 
@@ -172,8 +175,8 @@ class Session:
         here = [(role, tap) for role, tap in taps if tap is not None]
         needs_sampling = flow.reads_port("logits") or flow.reads_port("token_target")
         guides = any(write.port == "sampler" for write in flow.writes)
-        if guides and self._samples and isinstance(self._lm_head, str):
-            raise ValueError(f"Sampler.write is not possible: {self._lm_head}")
+        if guides and self._samples and self._guidance.refusal:
+            raise ValueError(f"Sampler.write is not possible: {self._guidance.refusal}")
         if not self._samples and (needs_sampling or guides):
             if here:
                 raise ValueError(
@@ -254,7 +257,7 @@ class Session:
             if known.info.prompt_len != prompt_len:  # streaming input: the prompt has grown
                 known.info = replace(known.info, prompt_len=prompt_len)
                 known.prompt_token_ids = prompt_token_ids
-                self._slots.prompt_len[known.info.slot] = prompt_len
+                self._slots.set_prompt_len(known.info.slot, prompt_len)
                 for owner in self._consumers.values():
                     owner.forget(known.info.slot)
             return
@@ -292,7 +295,9 @@ class Session:
                 for flow in self._flows
                 if phase in flow.phases and sequence.uses(flow.owner.id)
             ]
-            self._slots.program[phase, slot] = self._programs.number_for(phase, flows)
+            self._slots.follow(slot, phase, self._programs.number_for(phase, flows))
+        for name in self._consumers:
+            self._slots.users(name)[slot] = sequence.uses(name)
 
     def finish_sequence(self, engine_id: str) -> None:
         """The engine let go of a sequence, whatever ended it."""
@@ -389,77 +394,25 @@ class Session:
         self._dispatcher.before_sampling(self._flows, frame)
 
     @property
-    def wants_guidance(self) -> bool:
-        """Whether any row of this step is guided."""
-        return self._frame is not None and any(len(self._guided(g)) for g in self._guides)
+    def guidance_width(self) -> int:
+        """The widest candidate rows that this step's guides ask for; 0 when nothing is guided."""
+        return self._guidance.width(self._frame)
 
-    @property
-    def _guides(self) -> list[tuple[BoundFlow, PortWrite]]:
-        return [
-            (flow, write)
-            for flow in self._flows
-            if flow.owner.alive
-            for write in flow.flow.writes
-            if write.port == "sampler"
-        ]
-
-    def _guided(self, guide: tuple[BoundFlow, PortWrite], greedy: Any = None) -> np.ndarray:
-        """Batch indices that a guide applies to."""
-        assert self._frame is not None
-        (flow, write), batch = guide, self._frame.batch
-        decode = batch.ends > self._slots.prompt_len[batch.slots]
-        wanted = batch.samples & np.isin(decode, [p == DECODE for p in PHASES[write.phase]])
-        if greedy is not None:
-            wanted &= ~greedy
-        indices = np.flatnonzero(wanted)
-        owners = [self._slots.by_slot[slot] for slot in batch.slots[indices]]
-        uses = [owner is not None and owner.uses(flow.owner.id) for owner in owners]
-        return indices[np.array(uses, bool)] if len(uses) else indices
+    def filter(
+        self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, Collected]:
+        """The engine's temperature and min-p, gathering the candidates in the same pass."""
+        return self._guidance.filter(logits, temperature, min_p, width)
 
     def guide(self, step: SamplerStep, greedy: np.ndarray) -> None:
-        """Let consumers edit the candidates of this step, one after the other.
+        """Let consumers edit the candidates of this step.
 
         Args:
             step: the engine's processed logits.
             greedy: `[sequences]` bool; these are not touched.
         """
-        frame = self._frame
-        if frame is None or not isinstance(self._lm_head, LmHead):
-            return
-        for guide in self._guides:
-            flow, write = guide
-            indices = self._guided(guide, greedy)
-            if len(indices):
-                self._dispatcher.call(
-                    flow.owner, self._guide_one, flow, write, frame, step, indices
-                )
-
-    def _guide_one(
-        self,
-        flow: BoundFlow,
-        write: PortWrite,
-        frame: Frame,
-        step: SamplerStep,
-        indices: np.ndarray,
-    ) -> None:
-        assert isinstance(self._lm_head, LmHead)
-        batch, owner = frame.batch, flow.owner
-        meta = RowMeta(
-            owner.requests(batch.slots[indices], self._slots),
-            np.arange(len(indices), dtype=np.int32),
-            batch.ends[indices] - 1,
-            np.full(len(indices), frame.step, np.int64),
-        )
-        rows = upload(indices.astype(np.int32), self._model.device)
-        width = min(int(str(write.options["width"])), self._model.vocab_size)
-        candidates = StepCandidates(step, self._lm_head, rows, meta, width)
-        overflow = (candidates.found > width).sum()
-        if self.candidate_overflow is None:
-            self.candidate_overflow = torch.zeros_like(overflow)
-        self.candidate_overflow += overflow
-        delta = owner.consumer.guide(candidates, owner.context.at(frame.step))
-        if delta is not None:
-            candidates.apply(delta)
+        if self._frame is not None:
+            self._guidance.run(step, self._frame, greedy)
 
     def after_sampling(self, sampled: torch.Tensor | None, input_ids: torch.Tensor | None) -> None:
         """The step's tokens are drawn.
@@ -536,7 +489,7 @@ class Session:
             "calls": owner.calls,
             "rows": owner.rows,
             "rows_dropped": self.rows_dropped,
-            "rows_with_too_many_candidates": int(self.candidate_overflow or 0),
+            "rows_with_too_many_candidates": int(self._guidance.overflow),
             "error": owner.error,
         }
         return stats

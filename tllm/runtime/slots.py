@@ -41,6 +41,7 @@ class Slots:
             engine recomputes them after a preemption.
         program: `[2, slots]`, the capture program of prefill and of decode rows; 0 for none.
         add: `[2, slots]`, the intervention row of prefill and of decode rows; -1 for none.
+        version: changes whenever `prompt_len`, `program` or `add` do.
     """
 
     def __init__(self, max_sequences: int) -> None:
@@ -51,6 +52,9 @@ class Slots:
         self.delivered = np.zeros(max_sequences, np.int32)
         self.program = np.zeros((2, max_sequences), np.int32)
         self.add = np.full((2, max_sequences), -1, np.int32)
+        self.version = 0
+        self._asked: tuple[list[str], np.ndarray] = ([], np.zeros(0, np.int32))
+        self._users: dict[str, np.ndarray] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -73,6 +77,16 @@ class Slots:
             owner.info.prompt_id == info.prompt_id and owner.info.sample_index == info.sample_index
         )
 
+    def users(self, consumer_id: str) -> np.ndarray:
+        """`[slots]` bool, which sequences use a consumer. To be kept true by the caller."""
+        users = self._users.get(consumer_id)
+        if users is None or len(users) < len(self.by_slot):
+            grown = np.zeros(len(self.by_slot), bool)
+            if users is not None:
+                grown[: len(users)] = users
+            self._users[consumer_id] = users = grown
+        return users
+
     def take_slot(self) -> int:
         """A free slot; doubles the tables when there is none."""
         if not self._free:
@@ -89,11 +103,34 @@ class Slots:
         """Enter a sequence whose slot was taken."""
         slot = sequence.info.slot
         self._sequences[sequence.engine_id] = sequence
+        self._asked = [], np.zeros(0, np.int32)
         self.by_slot[slot] = sequence
         self.prompt_len[slot] = sequence.info.prompt_len
         self.delivered[slot] = 0
         self.program[:, slot] = 0
         self.add[:, slot] = -1
+        self.version += 1
+
+    def set_prompt_len(self, slot: int, length: int) -> None:
+        """The sequence's prompt has grown (streaming input)."""
+        self.prompt_len[slot] = length
+        self.version += 1
+
+    def follow(self, slot: int, phase: int, program: int) -> None:
+        """Let the rows of a phase follow a capture program."""
+        if self.program[phase, slot] != program:
+            self.program[phase, slot] = program
+            self.version += 1
+
+    def invalidate(self) -> None:
+        """The meaning of capture programs has changed."""
+        self.version += 1
+
+    def intervene(self, slot: int, phase: int, row: int) -> None:
+        """Let the rows of a phase follow an intervention row; -1 for none."""
+        if self.add[phase, slot] != row:
+            self.add[phase, slot] = row
+            self.version += 1
 
     def remove(self, engine_id: str) -> Sequence | None:
         """Forget a sequence and free its slot."""
@@ -104,6 +141,10 @@ class Slots:
         return sequence
 
     def of(self, engine_ids: list[str]) -> np.ndarray:
-        """`[len(engine_ids)]`, the slot of each."""
+        """`[len(engine_ids)]`, the slot of each. A steady batch is looked up once."""
+        if engine_ids == self._asked[0]:
+            return self._asked[1]
         sequences = self._sequences
-        return np.fromiter((sequences[i].info.slot for i in engine_ids), np.int32, len(engine_ids))
+        slots = np.fromiter((sequences[i].info.slot for i in engine_ids), np.int32, len(engine_ids))
+        self._asked = engine_ids, slots
+        return slots

@@ -109,7 +109,7 @@ class Additions:
             self._taps.clear_additions(tap, at)
         for i in interventions:
             used = any(int(i) in w.values for ws in self._writers.values() for w in ws)
-            self._slots.add[i % 2, i // 2] = i if used else -1
+            self._slots.intervene(i // 2, i % 2, int(i) if used else -1)
 
     def forget(self, slot: int) -> None:
         """A sequence ended: nothing is added to whoever has its slot next."""
@@ -147,3 +147,13 @@ class TapWriter(ResidualWriter):
 
     def clear(self, requests: Sequence[RequestInfo]) -> None:
         self._additions.submit(self, requests, None)
+
+
+class AbsentWriter(ResidualWriter):
+    """The writer of a hook point that another pipeline stage has; its copy there does the work."""
+
+    def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
+        pass
+
+    def clear(self, requests: Sequence[RequestInfo]) -> None:
+        pass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from tllm.runtime.kernels.backend import HAS_TRITON, uses_triton
@@ -11,13 +13,73 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
+    def _row_max_kernel(
+        logits_ptr, logits_stride, max_ptr, vocab, SPAN: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        first = tl.program_id(1) * SPAN
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        for start in range(first, min(first + SPAN, vocab), BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(
+                logits_ptr + row * logits_stride + at, mask=at < vocab, other=float("-inf")
+            )
+            best = tl.maximum(best, value.to(tl.float32))
+        tl.store(max_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, axis=0))
+
+    @triton.jit
+    def _filter_kernel(
+        logits_ptr,
+        logits_stride,
+        out_ptr,
+        out_stride,
+        max_ptr,
+        temperature_ptr,
+        min_p_ptr,
+        ids_ptr,
+        values_ptr,
+        found_ptr,
+        vocab,
+        width,
+        SPAN: tl.constexpr,
+        BLOCK: tl.constexpr,
+        MAX_BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.where(temperature == 0.0, 1.0, temperature)
+        min_p = tl.load(min_p_ptr + row)
+        splits = tl.num_programs(1)
+        m = tl.arange(0, MAX_BLOCK)
+        maxima = tl.load(max_ptr + row * splits + m, mask=m < splits, other=float("-inf"))
+        threshold = tl.max(maxima, axis=0) / temperature + tl.log(min_p)
+        first = tl.program_id(1) * SPAN
+        for start in range(first, min(first + SPAN, vocab), BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            inside = at < vocab
+            value = tl.load(
+                logits_ptr + row * logits_stride + at, mask=inside, other=float("-inf")
+            ).to(tl.float32)
+            value = value / temperature
+            value = tl.where(value < threshold, float("-inf"), value)
+            tl.store(out_ptr + row * out_stride + at, value, mask=inside)
+            keep = value > float("-inf")
+            found = tl.sum(keep.to(tl.int32), axis=0)
+            if found > 0:
+                base = tl.atomic_add(found_ptr + row, found)
+                place = base + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+                store = keep & (place < width)
+                tl.store(ids_ptr + row * width + place, at, mask=store)
+                tl.store(values_ptr + row * width + place, value, mask=store)
+
+    @triton.jit
     def _collect_kernel(
         logits_ptr,
         logits_stride,
         rows_ptr,
         ids_ptr,
         values_ptr,
-        counts_ptr,
+        found_ptr,
         vocab,
         width,
         SPAN: tl.constexpr,
@@ -25,19 +87,32 @@ if HAS_TRITON:
     ):
         out = tl.program_id(0)
         row = tl.load(rows_ptr + out).to(tl.int64)
-        logits = logits_ptr + row * logits_stride
         first = tl.program_id(1) * SPAN
         for start in range(first, min(first + SPAN, vocab), BLOCK):
             at = start + tl.arange(0, BLOCK)
-            value = tl.load(logits + at, mask=at < vocab, other=float("-inf"))
+            value = tl.load(
+                logits_ptr + row * logits_stride + at, mask=at < vocab, other=float("-inf")
+            )
             keep = value > float("-inf")
             found = tl.sum(keep.to(tl.int32), axis=0)
             if found > 0:
-                base = tl.atomic_add(counts_ptr + out, found)
+                base = tl.atomic_add(found_ptr + out, found)
                 place = base + tl.cumsum(keep.to(tl.int32), axis=0) - 1
                 store = keep & (place < width)
                 tl.store(ids_ptr + out * width + place, at, mask=store)
                 tl.store(values_ptr + out * width + place, value, mask=store)
+
+    @triton.jit
+    def _settle_kernel(found_ptr, counts_ptr, overflow_ptr, values_ptr, width, BLOCK: tl.constexpr):
+        row = tl.program_id(0)
+        found = tl.load(found_ptr + row)
+        count = tl.where(found > width, 0, found)
+        if tl.program_id(1) == 0:
+            tl.store(counts_ptr + row, count)
+            if found > width:
+                tl.atomic_add(overflow_ptr, 1)
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(values_ptr + row * width + c, float("-inf"), mask=(c >= count) & (c < width))
 
     @triton.jit
     def _project_kernel(
@@ -46,6 +121,7 @@ if HAS_TRITON:
         rows_ptr,
         weight_ptr,
         weight_stride,
+        bias_ptr,
         ids_ptr,
         counts_ptr,
         out_ptr,
@@ -53,32 +129,57 @@ if HAS_TRITON:
         first_id,
         last_id,
         HIDDEN: tl.constexpr,
-        BLOCK_C: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
         BLOCK_H: tl.constexpr,
     ):
         out_row = tl.program_id(0)
         count = tl.load(counts_ptr + out_row)
-        begin = tl.program_id(1) * BLOCK_C
         row = tl.load(rows_ptr + out_row).to(tl.int64)
-        if (begin < count) & (row >= 0):
-            c = begin + tl.arange(0, BLOCK_C)
-            ids = tl.load(ids_ptr + out_row * width + c, mask=c < count, other=-1)
-            here = (ids >= first_id) & (ids < last_id)
-            local = tl.where(here, ids - first_id, 0).to(tl.int64)
-            total = tl.zeros((BLOCK_C,), tl.float32)
-            for start in range(0, HIDDEN, BLOCK_H):
-                h = start + tl.arange(0, BLOCK_H)
-                inside = h < HIDDEN
-                state = tl.load(hidden_ptr + row * hidden_stride + h, mask=inside, other=0.0).to(
-                    tl.float32
-                )
-                weight = tl.load(
-                    weight_ptr + local[:, None] * weight_stride + h[None, :],
-                    mask=here[:, None] & inside[None, :],
-                    other=0.0,
-                ).to(tl.float32)
-                total += tl.sum(weight * state[None, :], axis=1)
-            tl.store(out_ptr + out_row * width + c, total, mask=c < count)
+        if row >= 0:
+            # One candidate at a time, its whole row in flight at once: this is all latency.
+            h = tl.arange(0, BLOCK_H)
+            inside = h < HIDDEN
+            state = tl.load(hidden_ptr + row * hidden_stride + h, mask=inside, other=0.0)
+            for c in range(tl.program_id(1), count, tl.num_programs(1)):
+                token = tl.load(ids_ptr + out_row * width + c)
+                here = (token >= first_id) & (token < last_id)
+                local = tl.where(here, token - first_id, 0).to(tl.int64)
+                size = tl.where(here, HIDDEN, 0)
+                weight = tl.load(weight_ptr + local * weight_stride + h, mask=h < size, other=0.0)
+                total = tl.sum(weight.to(tl.float32) * state.to(tl.float32), axis=0)
+                if HAS_BIAS:
+                    total += tl.load(bias_ptr + local, mask=here, other=0.0)
+                tl.store(out_ptr + out_row * width + c, total)
+
+    @triton.jit
+    def _finish_kernel(
+        raw_ptr,
+        rows_ptr,
+        logits_ptr,
+        counts_ptr,
+        temperature_ptr,
+        out_ptr,
+        width,
+        scale,
+        soft_cap,
+        HAS_CAP: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        row = tl.program_id(0)
+        count = tl.where(tl.load(rows_ptr + row) >= 0, tl.load(counts_ptr + row), 0)
+        temperature = tl.load(temperature_ptr + row)
+        c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = c < width
+        valid = c < count
+        raw = tl.load(raw_ptr + row * width + c, mask=valid, other=0.0)
+        if HAS_CAP:
+            # tanh, in a form that does not overflow
+            e = tl.exp(-2.0 * tl.abs(raw / soft_cap))
+            bounded = soft_cap * (1.0 - e) / (1.0 + e)
+            raw = tl.where(raw < 0, -bounded, bounded)
+        logits = tl.load(logits_ptr + row * width + c, mask=inside, other=0.0)
+        value = tl.where(valid, raw * scale / temperature, logits)
+        tl.store(out_ptr + row * width + c, value, mask=inside)
 
     @triton.jit
     def _edit_kernel(
@@ -93,9 +194,8 @@ if HAS_TRITON:
     ):
         of = tl.program_id(0)
         count = tl.load(counts_ptr + of)
-        begin = tl.program_id(1) * BLOCK
-        if begin < count:
-            row = tl.load(rows_ptr + of).to(tl.int64)
+        row = tl.load(rows_ptr + of).to(tl.int64)
+        for begin in range(0, count, BLOCK):
             c = begin + tl.arange(0, BLOCK)
             mask = c < count
             ids = tl.load(ids_ptr + of * width + c, mask=mask, other=0)
@@ -104,33 +204,103 @@ if HAS_TRITON:
             tl.store(at, tl.load(at, mask=mask) + delta, mask=mask)
 
 
+@dataclass(frozen=True, eq=False)
+class Collected:
+    """The finite entries of some rows of logits, in no particular order.
+
+    Attributes:
+        rows: int32 `[rows]`, the row of the logits that each row here is.
+        ids: int32 `[rows, width]`, token ids; meaningless from `counts` on.
+        logits: float32 `[rows, width]`, `-inf` from `counts` on.
+        counts: int32 `[rows]`; 0 for a row that has more than `width`.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    logits: torch.Tensor
+    counts: torch.Tensor
+
+    def select(self, rows: torch.Tensor) -> Collected:
+        """Some of the rows (int32 indices into these)."""
+        at = rows.long()
+        return Collected(rows, self.ids[at], self.logits[at], self.counts[at])
+
+
 def collect(
-    logits: torch.Tensor, rows: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The finite entries of some rows, in no particular order.
+    logits: torch.Tensor, rows: torch.Tensor, width: int, overflow: torch.Tensor
+) -> Collected:
+    """Gather the finite entries of some rows.
 
     Args:
         logits: float32 `[n, vocab]`, `-inf` where filtered.
         rows: int32 `[rows]`, which rows to look at.
-        width: the most candidates kept of a row.
-
-    Returns:
-        Token ids int32 `[rows, width]`, their logits float32 `[rows, width]` (`-inf` beyond the
-        count) and the number found int32 `[rows]`, which may exceed `width`.
+        width: the most candidates a row may have.
+        overflow: int32 `[1]`, counts rows that had more.
     """
-    count, vocab = len(rows), logits.shape[1]
-    values = torch.full((count, width), float("-inf"), device=logits.device)
-    ids = torch.zeros((count, width), dtype=torch.int32, device=logits.device)
-    found = torch.zeros(count, dtype=torch.int32, device=logits.device)
     if not uses_triton(logits.device):
-        _collect_reference(logits, rows, ids, values, found)
-        return ids, values, found
-    block = min(4096, triton.next_power_of_2(vocab))
-    span = 4 * block
-    _collect_kernel[(count, triton.cdiv(vocab, span))](
+        return _collect_reference(logits, rows, width, overflow)
+    ids, values, found = _buffers(len(rows), width, logits.device)
+    block, splits = _blocks(logits.shape[1])
+    _collect_kernel[(len(rows), splits)](
         logits,
         logits.stride(0),
         rows,
+        ids,
+        values,
+        found,
+        logits.shape[1],
+        width,
+        SPAN=_BLOCKS_PER_PROGRAM * block,
+        BLOCK=block,
+        num_warps=8,
+    )
+    return _settled(rows, ids, values, found, overflow)
+
+
+def filter_and_collect(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    min_p: torch.Tensor,
+    width: int,
+    overflow: torch.Tensor,
+) -> tuple[torch.Tensor, Collected]:
+    """Temperature and min-p as vLLM applies them, gathering what is left in the same pass.
+
+    `l' = l / T`, then `-inf` where `l' < max(l') + log(min_p)`.
+
+    Args:
+        logits: `[n, vocab]`, any float dtype; not changed.
+        temperature: float32 `[n]`; 0 (greedy) divides by nothing.
+        min_p: float32 `[n]`; 0 filters nothing.
+        width, overflow: as in `collect`.
+
+    Returns:
+        The processed logits, float32 `[n, vocab]`, and their candidates, all rows.
+    """
+    count, vocab = logits.shape
+    rows = torch.arange(count, dtype=torch.int32, device=logits.device)
+    if not uses_triton(logits.device):
+        divisor = torch.where(temperature == 0.0, 1.0, temperature)
+        processed = logits.float() / divisor[:, None]
+        threshold = processed.max(dim=1).values + min_p.log()
+        processed.masked_fill_(processed < threshold[:, None], float("-inf"))
+        return processed, _collect_reference(processed, rows, width, overflow)
+    processed = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
+    ids, values, found = _buffers(count, width, logits.device)
+    block, splits = _blocks(vocab)
+    span = _BLOCKS_PER_PROGRAM * block
+    maxima = torch.empty((count, splits), dtype=torch.float32, device=logits.device)
+    _row_max_kernel[(count, splits)](
+        logits, logits.stride(0), maxima, vocab, SPAN=span, BLOCK=block, num_warps=8
+    )
+    _filter_kernel[(count, splits)](
+        logits,
+        logits.stride(0),
+        processed,
+        processed.stride(0),
+        maxima,
+        temperature,
+        min_p,
         ids,
         values,
         found,
@@ -138,69 +308,106 @@ def collect(
         width,
         SPAN=span,
         BLOCK=block,
+        MAX_BLOCK=triton.next_power_of_2(splits),
         num_warps=8,
     )
-    return ids, values, found
+    return processed, _settled(rows, ids, values, found, overflow)
 
 
-def _collect_reference(
-    logits: torch.Tensor,
+_BLOCKS_PER_PROGRAM = 4
+
+
+def _blocks(vocab: int) -> tuple[int, int]:
+    """Entries a program handles at a time, and the number of programs to a row."""
+    block = min(4096, triton.next_power_of_2(vocab))
+    return block, triton.cdiv(vocab, _BLOCKS_PER_PROGRAM * block)
+
+
+def _buffers(
+    count: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, values and number found, for kernels to fill."""
+    return (
+        torch.empty((count, width), dtype=torch.int32, device=device),
+        torch.empty((count, width), dtype=torch.float32, device=device),
+        torch.zeros(count, dtype=torch.int32, device=device),
+    )
+
+
+def _settled(
     rows: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
     found: torch.Tensor,
-) -> None:
-    width = ids.shape[1]
+    overflow: torch.Tensor,
+) -> Collected:
+    """Give up rows with too many, and blank what lies beyond the count."""
+    count, width = ids.shape
+    counts = torch.empty_like(found)
+    _settle_kernel[(count, triton.cdiv(width, 1024))](
+        found, counts, overflow, values, width, BLOCK=1024, num_warps=4
+    )
+    return Collected(rows, ids, values, counts)
+
+
+def _collect_reference(
+    logits: torch.Tensor, rows: torch.Tensor, width: int, overflow: torch.Tensor
+) -> Collected:
     chosen = logits[rows.long()]
     keep = torch.isfinite(chosen)
-    found.copy_(keep.sum(1))
+    found = keep.sum(1)
+    overflow += (found > width).sum()
+    keep &= (found <= width)[:, None]
     row, token = keep.nonzero(as_tuple=True)
     place = keep.long().cumsum(1)[row, token] - 1
-    fits = place < width
-    row, token, place = row[fits], token[fits], place[fits]
+    ids = torch.zeros((len(rows), width), dtype=torch.int32, device=logits.device)
+    values = torch.full((len(rows), width), float("-inf"), device=logits.device)
     ids[row, place] = token.int()
     values[row, place] = chosen[row, token]
+    return Collected(rows, ids, values, keep.sum(1).int())
 
 
 def project(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     first_id: int,
-    ids: torch.Tensor,
-    counts: torch.Tensor,
+    found: Collected,
 ) -> torch.Tensor:
-    """`weight[ids] . hidden[rows]` for the candidates only.
+    """`weight[ids] . hidden[rows] + bias[ids]` for the candidates only.
 
     Args:
         hidden: `[n, hidden]`.
-        rows: int32 `[rows]`, the row of `hidden` for each row of `ids`; -1 gives 0.
+        rows: int32 `[rows]`, the row of `hidden` for each row of candidates; -1 for none.
         weight: `[local vocab, hidden]`, the LM head's rows from token `first_id` on.
-        ids, counts: as `collect` gives them, counts no larger than the width.
+        bias: float32 `[local vocab]` or None.
 
     Returns:
-        float32 `[rows, width]`; 0 for tokens that other ranks hold, and beyond the count.
+        float32 `[rows, width]`: 0 for tokens that other ranks hold; undefined beyond the count
+        and for rows without a state.
     """
+    ids, counts = found.ids, found.counts
     if not uses_triton(hidden.device):
-        return _project_reference(hidden, rows, weight, first_id, ids, counts)
-    out = torch.zeros(ids.shape, dtype=torch.float32, device=hidden.device)
-    width, size = ids.shape[1], hidden.shape[1]
-    block_c = 8
-    _project_kernel[(len(rows), triton.cdiv(width, block_c))](
+        return _project_reference(hidden, rows, weight, bias, first_id, found)
+    out = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
+    size = hidden.shape[1]
+    _project_kernel[(len(rows), 16)](
         hidden,
         hidden.stride(0),
         rows,
         weight,
         weight.stride(0),
+        bias if bias is not None else weight,
         ids,
         counts,
         out,
-        width,
+        ids.shape[1],
         first_id,
         first_id + weight.shape[0],
         HIDDEN=size,
-        BLOCK_C=block_c,
-        BLOCK_H=min(512, triton.next_power_of_2(size)),
+        HAS_BIAS=bias is not None,
+        BLOCK_H=triton.next_power_of_2(size),
         num_warps=4,
     )
     return out
@@ -210,42 +417,82 @@ def _project_reference(
     hidden: torch.Tensor,
     rows: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     first_id: int,
-    ids: torch.Tensor,
-    counts: torch.Tensor,
+    found: Collected,
 ) -> torch.Tensor:
-    valid = torch.arange(ids.shape[1], device=ids.device) < counts[:, None]
+    ids = found.ids
+    valid = torch.arange(ids.shape[1], device=ids.device) < found.counts[:, None]
     here = valid & (ids >= first_id) & (ids < first_id + weight.shape[0]) & (rows >= 0)[:, None]
     row, place = here.nonzero(as_tuple=True)
     out = torch.zeros(ids.shape, dtype=torch.float32, device=hidden.device)
-    local = weight[(ids[row, place] - first_id).long()].float()
-    out[row, place] = (local * hidden[rows[row].long()].float()).sum(1)
+    local = (ids[row, place] - first_id).long()
+    out[row, place] = (weight[local].float() * hidden[rows[row].long()].float()).sum(1)
+    if bias is not None:
+        out[row, place] += bias[local]
     return out
 
 
-def edit(
-    logits: torch.Tensor,
+def finish(
+    raw: torch.Tensor,
     rows: torch.Tensor,
-    ids: torch.Tensor,
-    delta: torch.Tensor,
-    counts: torch.Tensor,
-) -> None:
-    """Add `delta` to the candidates' entries of `logits`, in place."""
-    width = ids.shape[1]
+    found: Collected,
+    temperature: torch.Tensor,
+    scale: float,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Projected logits as the sampler would hold them: capped, scaled, over the temperature.
+
+    Args:
+        raw: as `project` gives it.
+        rows: int32 `[rows]`, -1 for rows without a state, which get the sampler's own logits.
+        temperature: float32 `[rows]`.
+
+    Returns:
+        float32 `[rows, width]`, `-inf` beyond the count.
+    """
+    width = raw.shape[1]
+    if not uses_triton(raw.device):
+        if soft_cap is not None:
+            raw = soft_cap * torch.tanh(raw / soft_cap)
+        valid = torch.arange(width, device=raw.device) < found.counts[:, None]
+        valid &= (rows >= 0)[:, None]
+        return torch.where(valid, raw * scale / temperature[:, None], found.logits)
+    out = torch.empty_like(raw)
+    _finish_kernel[(len(rows), triton.cdiv(width, 1024))](
+        raw,
+        rows,
+        found.logits,
+        found.counts,
+        temperature,
+        out,
+        width,
+        scale,
+        soft_cap if soft_cap is not None else 1.0,
+        HAS_CAP=soft_cap is not None,
+        BLOCK=1024,
+        num_warps=4,
+    )
+    return out
+
+
+def edit(logits: torch.Tensor, found: Collected, delta: torch.Tensor) -> None:
+    """Add `delta` (float32 `[rows, width]`) to the candidates' entries of `logits`, in place."""
+    width = found.ids.shape[1]
     if not uses_triton(logits.device):
-        valid = torch.arange(width, device=ids.device) < counts[:, None]
+        valid = torch.arange(width, device=logits.device) < found.counts[:, None]
         row, place = valid.nonzero(as_tuple=True)
-        logits[rows[row].long(), ids[row, place].long()] += delta[row, place]
+        at = found.rows[row].long(), found.ids[row, place].long()
+        logits[at] += delta[row, place]
         return
-    block = 128
-    _edit_kernel[(len(rows), triton.cdiv(width, block))](
+    _edit_kernel[(len(found.rows),)](
         logits,
         logits.stride(0),
-        rows,
-        ids,
+        found.rows,
+        found.ids,
         delta.contiguous(),
-        counts,
+        found.counts,
         width,
-        BLOCK=block,
+        BLOCK=128,
         num_warps=4,
     )

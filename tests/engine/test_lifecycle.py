@@ -1,0 +1,292 @@
+"""Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
+
+import pytest
+import torch
+
+from engine.asking import assert_rows_match, generate, greedy, prompts_of, sampled, tokens_of
+from engine.recorder import Recorder
+from tllm import SamplingParams
+from tllm.ports import ConsumerFlow, CpuExport, Logits, ResidualStream, Sampler
+
+HALF = {"mid": ("post_block", 1)}
+
+
+def flow(window="same_step", **kwargs) -> ConsumerFlow:
+    return ConsumerFlow(reads=[ResidualStream.read(layer=1, role="mid")], window=window, **kwargs)
+
+
+def start(llm, name: str, prompt, params) -> None:
+    llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+
+def finish(llm) -> dict[str, list[int]]:
+    """Step until all requests have ended; their generated tokens."""
+    tokens = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+    llm.llm_engine.step()
+    return tokens
+
+
+class TestRegistration:
+    def test_a_consumer_registered_mid_traffic_sees_rows_from_the_next_step_on(self, llm):
+        start(llm, "early", prompts_of([5])[0], greedy(8))
+        for _ in range(3):
+            llm.llm_engine.step()
+        recorder = llm.register_consumer(Recorder(flow()))
+        start(llm, "late", prompts_of([4])[0], greedy(3))
+        finish(llm)
+        positions = recorder.positions("mid")
+        assert positions["late", 0] == list(range(6))
+        early = positions["early", 0]
+        assert early == list(range(early[0], 12)) and early[0] > 5
+        assert [i.request_id for i in recorder.log.started] == ["early", "late"]
+
+    def test_a_consumer_unregistered_mid_traffic_gets_what_was_computed(self, llm):
+        recorder = llm.register_consumer(Recorder(flow("background")))
+        start(llm, "a", prompts_of([5])[0], greedy(8))
+        for _ in range(4):
+            llm.llm_engine.step()
+        llm.unregister_consumer(recorder)
+        before = recorder.positions("mid")["a", 0]
+        assert before == list(range(len(before))) and len(before) > 5
+        finish(llm)
+        assert recorder.positions("mid")["a", 0] == before
+
+    def test_a_second_consumer_of_the_same_id_is_refused(self, llm):
+        llm.register_consumer(Recorder(flow()))
+        with pytest.raises(ValueError, match=r"recorder.*another consumer_id"):
+            llm.register_consumer(Recorder(flow()))
+
+    def test_an_id_is_free_again_after_unregistering(self, llm, reference):
+        llm.unregister_consumer(llm.register_consumer(Recorder(flow())))
+        recorder = llm.register_consumer(Recorder(flow()))
+        outputs = generate(llm, prompts_of([5]), greedy(3))
+        assert_rows_match(recorder, outputs, reference, HALF)
+
+    def test_unregistering_an_unknown_consumer_names_those_there_are(self, llm):
+        llm.register_consumer(Recorder(flow()))
+        with pytest.raises(ValueError, match=r"'nobody'.*recorder"):
+            llm.unregister_consumer("nobody")
+
+    def test_a_consumer_that_fails_to_start_leaves_nothing_behind(self, llm):
+        class Broken(Recorder):
+            def start(self, ctx):
+                raise OSError("no such file")
+
+        with pytest.raises(RuntimeError, match="no such file"):
+            llm.register_consumer(Broken(flow()))
+        assert llm.intervention_stats()[0]["consumers"] == {}
+        llm.register_consumer(Recorder(flow()))
+
+    def test_clearing_consumers_ends_all_capture(self, llm):
+        recorder = llm.register_consumer(Recorder(flow()))
+        llm.clear_consumers()
+        before = llm.intervention_stats()[0]["rows_captured"]
+        generate(llm, prompts_of([5]), greedy(3))
+        assert recorder.log.calls == []
+        assert llm.intervention_stats()[0]["rows_captured"] == before
+
+    def test_the_users_object_answers_for_its_copies_while_registered(self, llm):
+        recorder = llm.register_consumer(Recorder(flow()))
+        generate(llm, prompts_of([5]), greedy(3))
+        recorder.synchronize()
+        assert recorder.read_stats()["runtime"]["rows"] == 7
+        llm.unregister_consumer(recorder)
+        assert recorder.read_stats() == {}
+
+    def test_a_flow_of_many_roles_fails_as_a_whole(self, llm):
+        reads = [ResidualStream.read(layer=1), ResidualStream.read(layer=9, role="far")]
+        writes = [ResidualStream.write(layer=1)]
+        with pytest.raises(ValueError, match="layer"):
+            llm.register_consumer(Recorder(ConsumerFlow(reads=reads, writes=writes)))
+        assert llm.intervention_stats()[0]["consumers"] == {}
+
+
+class TestRequestOptions:
+    def test_a_disabled_consumer_sees_nothing_of_the_request(self, llm, reference):
+        recorder = llm.register_consumer(Recorder(flow()))
+        off = greedy(3, consumers={"recorder": {"enabled": False}})
+        outputs = generate(llm, prompts_of([5, 6, 7]), [greedy(3), off, greedy(3)])
+        assert_rows_match(recorder, [outputs[0], outputs[2]], reference, HALF)
+        assert outputs[1].consumer_results == {}
+        assert outputs[1].request_id not in {i.request_id for i in recorder.log.started}
+
+    @pytest.mark.parametrize(
+        ("consumers", "message"),
+        [
+            ({"nobody": {}}, r"consumers\['nobody'\].*registered are recorder"),
+            ({"recorder": {"strength": 1}}, r"consumers\['recorder'\].*strength.*enabled"),
+            ({"recorder": {"enabled": 1}}, r"consumers\['recorder'\]\['enabled'\] is 1"),
+        ],
+    )
+    def test_a_wrong_option_is_refused_by_name_and_the_engine_goes_on(
+        self, llm, consumers, message
+    ):
+        recorder = llm.register_consumer(Recorder(flow()))
+        with pytest.raises(ValueError, match=message):
+            generate(llm, prompts_of([5]), greedy(3, consumers=consumers))
+        recorder.log.calls.clear()
+        generate(llm, prompts_of([5]), greedy(3))
+        assert len(recorder.rows("mid")) == 7
+
+    def test_options_reach_the_consumer_with_each_request(self, llm):
+        class Optional(Recorder):
+            def validate_options(self, options):
+                pass
+
+        recorder = llm.register_consumer(Optional(flow()))
+        params = [greedy(3, consumers={"recorder": {"strength": i}}) for i in range(2)]
+        outputs = generate(llm, prompts_of([5, 5]), [*params])
+        given = {i.request_id: i.options for i in recorder.log.started}
+        assert [given[o.request_id]["strength"] for o in outputs] == [0, 1]
+        assert all(
+            info.options == given[info.request_id]
+            for call in recorder.log.calls
+            for info in call.meta.requests
+        )
+
+
+class TestEnds:
+    def test_results_arrive_with_requests_that_stop_early(self, llm, reference):
+        recorder = llm.register_consumer(Recorder(flow()))
+        prompts = prompts_of([5, 8])
+        full = [reference.greedy(prompt, 6) for prompt in prompts]
+        stops = [
+            SamplingParams(
+                temperature=0, max_tokens=6, detokenize=False, stop_token_ids=[tokens[2]]
+            )
+            for tokens in full
+        ]
+        outputs = generate(llm, prompts, stops)
+        for output, tokens in zip(outputs, full, strict=True):
+            stop = tokens.index(tokens[2])
+            assert list(output.outputs[0].token_ids) == tokens[: stop + 1]
+            assert output.consumer_results["recorder"].status == "ok"
+        # A step computed ahead of the stop may have given one more row.
+        for (name, _), positions in recorder.positions("mid").items():
+            output = next(o for o in outputs if o.request_id == name)
+            passed = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+            assert positions in (list(range(passed)), list(range(passed + 1)))
+
+    def test_an_aborted_request_frees_its_slot_and_its_consumers_hear_of_it(self, llm):
+        recorder = llm.register_consumer(Recorder(flow("next_step")))
+        for name in ("a", "b"):
+            start(llm, name, prompts_of([30])[0], greedy(20))
+        for _ in range(4):
+            llm.llm_engine.step()
+        assert llm.intervention_stats()[0]["running_sequences"] == 2
+        llm.llm_engine.abort_request(["a"])
+        tokens = finish(llm)
+        assert len(tokens["b"]) == 20 and "a" not in tokens
+        assert {i.request_id for i in recorder.log.finished} == {"a", "b"}
+        assert llm.intervention_stats()[0]["running_sequences"] == 0
+        assert recorder.positions("mid")["b", 0] == list(range(49))
+        last = max(i for i, e in enumerate(recorder.log.events) if e.startswith("bundle"))
+        assert recorder.log.events.index("finished a") < last
+
+    def test_a_sequence_finishes_after_all_of_its_bundles(self, llm):
+        flows = [flow(w) for w in ("same_step", "next_step", "out_of_band", "background")]
+        recorder = llm.register_consumer(Recorder(*flows, flow("background", max_bundle_rows=2)))
+        (output,) = generate(llm, prompts_of([5]), greedy(4))
+        assert recorder.log.events[-1] == f"finished {output.request_id}"
+        for number in range(5):
+            assert recorder.positions("mid", number)[output.request_id, 0] == list(range(8))
+
+    def test_generations_follow_each_other_without_leaving_anything(self, llm):
+        llm.register_consumer(Recorder(flow()))
+        for _ in range(3):
+            outputs = generate(llm, prompts_of([5, 6]), sampled(3, n=2))
+            assert all(c.consumer_results for o in outputs for c in o.outputs)
+        assert llm.intervention_stats()[0]["running_sequences"] == 0
+
+
+class Raising(Recorder):
+    """Raises in one of its callbacks, from the second sequence on."""
+
+    def __init__(self, callback: str, *flows: ConsumerFlow) -> None:
+        super().__init__(*flows, consumer_id="raising")
+        setattr(self, callback, self._raise)
+
+    def _raise(self, *args):
+        raise ZeroDivisionError("my mistake")
+
+
+CALLBACKS = {
+    "on_request_started": flow(),
+    "consume_bundle": flow(),
+    "on_step_end": flow(),
+    "on_request_finished": flow(),
+    "guide": ConsumerFlow(writes=[Sampler.write(phase="any")]),
+}
+
+
+class TestMistakes:
+    @pytest.mark.parametrize("callback", CALLBACKS)
+    def test_a_consumer_that_raises_harms_nobody_else(self, llm, reference, caplog, callback):
+        recorder = llm.register_consumer(Recorder(flow()))
+        raising = llm.register_consumer(Raising(callback, CALLBACKS[callback]))
+        off = {"raising": {"enabled": False}}
+        params = [sampled(4), greedy(4), greedy(4, consumers=off)]
+        outputs = generate(llm, prompts_of([5, 40, 6]), params)
+        assert_rows_match(recorder, outputs, reference, HALF)
+        for output in outputs[:2]:
+            result = output.consumer_results["raising"]
+            if callback != "guide" or output is outputs[0]:
+                assert (result.status, result.error) == ("error", "ZeroDivisionError: my mistake")
+            assert output.consumer_results["recorder"].status == "ok"
+        assert set(outputs[2].consumer_results) == {"recorder"}
+        assert tokens_of(outputs)[1] == reference.greedy(outputs[1].prompt_token_ids, 4)
+        reports = [r for r in caplog.records if "raised and is detached" in r.getMessage()]
+        assert len(reports) == 1
+        assert raising.read_stats()["runtime"]["error"] == "ZeroDivisionError: my mistake"
+
+    @pytest.mark.parametrize("window", ["next_step", "out_of_band", "background"])
+    def test_a_consumer_that_raises_in_a_later_window_is_reported_once(self, llm, caplog, window):
+        llm.register_consumer(Raising("consume_bundle", flow(window)))
+        (output,) = generate(llm, prompts_of([5]), greedy(6))
+        assert output.consumer_results["raising"].error == "ZeroDivisionError: my mistake"
+        reports = [r for r in caplog.records if "raised and is detached" in r.getMessage()]
+        assert len(reports) == 1
+
+    def test_nothing_is_captured_for_a_detached_consumer(self, llm):
+        llm.register_consumer(Raising("consume_bundle", flow()))
+        generate(llm, prompts_of([5]), greedy(6))
+        before = llm.intervention_stats()[0]["rows_captured"]
+        (output,) = generate(llm, prompts_of([5]), greedy(6))
+        assert llm.intervention_stats()[0]["rows_captured"] == before
+        assert output.consumer_results["raising"].status == "error"
+
+    def test_a_detached_consumer_steers_no_more(self, llm, reference):
+        class Steering(Raising):
+            def on_request_started(self, request, ctx):
+                ctx.writer("delta").set([request], torch.full((128,), 9.0))
+
+        steering = ConsumerFlow(
+            reads=[ResidualStream.read(layer=0)], writes=[ResidualStream.write(layer=0)]
+        )
+        llm.register_consumer(Steering("on_step_end", steering))
+        prompts = prompts_of([5])
+        generate(llm, prompts, greedy(4))
+        assert tokens_of(generate(llm, prompts, greedy(4)))[0] == reference.greedy(prompts[0], 4)
+
+    def test_an_error_in_on_export_is_reported_like_any_other(self, llm):
+        class Exporting(Raising):
+            def consume_bundle(self, bundle, ctx):
+                ctx.export("states", {"h": bundle.entries["mid"]})
+
+        reads = [ResidualStream.read(layer=1, role="mid")]
+        exporting = Exporting(
+            "on_export", ConsumerFlow(reads=reads, writes=[CpuExport.write(channel="states")])
+        )
+        llm.register_consumer(exporting)
+        generate(llm, prompts_of([5]), greedy(6))
+        exporting.synchronize()
+        assert exporting.read_stats()["runtime"]["error"] == "ZeroDivisionError: my mistake"
+
+    def test_logits_are_not_missed_by_a_reader_beside_one_that_raises(self, llm):
+        recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=[Logits.read()])))
+        llm.register_consumer(Raising("consume_bundle", flow()))
+        generate(llm, prompts_of([5]), greedy(4))
+        assert len(recorder.rows("logits")) == 4

@@ -1,0 +1,65 @@
+"""The same answers from one process, an engine process, two ranks, two stages, compiled or not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import modes
+from engine.asking import RELATIVE, error_of
+from engine.reference import HIDDEN, Addition
+
+MODES = {
+    "engine process": ({"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    "compiled": ({"enforce_eager": False}, {}),
+    "two tensor-parallel ranks": (
+        {"enforce_eager": True, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
+    "two pipeline stages": (
+        {"enforce_eager": False, "pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+    ),
+}
+
+pytestmark = pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    reason="the interpreted V2 runner is set up in this process only",
+)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
+    options, environment = MODES[mode]
+    output = tmp_path / "saved.pt"
+    done = subprocess.run(
+        [sys.executable, modes.__file__, tiny_model, str(output), json.dumps(options)],
+        env=os.environ | environment,
+        cwd=Path(modes.__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    saved = torch.load(output, weights_only=False)
+    assert saved["errors"] == []
+    steering = Addition(("post_block", 2), torch.linspace(-3, 3, HIDDEN))
+    for i, prompt in enumerate(modes.PROMPTS):
+        additions = [steering] if i == modes.STEERED else []
+        tokens = reference.greedy(prompt, modes.TOKENS, additions)
+        assert [run[i] for run in saved["tokens"]] == [tokens] * 3
+        passed = [*prompt, *tokens][:-1]
+        places = {"early": ("post_block", 0), "late": ("lm_head_in", None)}
+        logits, states = reference.run(passed, list(places.values()), additions)
+        expected = {name: states[place] for name, place in places.items()} | {"logits": logits}
+        for name, (positions, rows) in saved["rows"][i].items():
+            first = len(prompt) - 1 if name == "logits" else 0
+            assert positions == list(range(first, len(passed)))
+            for position, row in zip(positions, rows, strict=True):
+                assert error_of(row, expected[name][position]) < RELATIVE
+        assert set(saved["rows"][i]) == {*modes.READERS}
+    assert all(worker["running_sequences"] == 0 for worker in saved["stats"])

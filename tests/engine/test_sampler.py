@@ -1,0 +1,135 @@
+"""`Sampler.write`: the candidates a guide sees, and what its deltas do to the draw."""
+
+import pytest
+import torch
+
+from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
+from engine.guides import GUIDES, Guide, processed
+from engine.recorder import Recorder
+from tllm.ports import ConsumerFlow, Sampler
+
+LENGTHS = [5, 3, 9]
+
+PARAMS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 7},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.2},
+    "all filters": {"temperature": 1.5, "top_k": 30, "top_p": 0.8, "min_p": 0.02},
+    "repetition": {"repetition_penalty": 1.7, "top_k": 40},
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.8, "top_p": 0.9},
+    "bias": {"logit_bias": {7: 6.0, 11: -4.0}, "top_k": 20, "temperature": 0.8},
+}
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_candidates_are_what_the_filters_leave(llm, reference, name):
+    guide = llm.register_consumer(Guide())
+    params = sampled(6, **PARAMS[name])
+    outputs = {o.request_id: o for o in generate(llm, prompts_of(LENGTHS, seed=1), params)}
+    assert len(guide.seen) == 6 * len(LENGTHS)
+    for row in guide.seen:
+        output = outputs[row.request_id]
+        prompt = list(output.prompt_token_ids)
+        generated = list(output.outputs[0].token_ids)[: row.position + 1 - len(prompt)]
+        logits, _ = reference.run([*prompt, *generated])
+        expected = processed(logits[-1], params, prompt, generated)
+        assert set(row.token_ids) == set(expected.isfinite().nonzero().flatten().tolist())
+        torch.testing.assert_close(row.logits, expected[row.token_ids], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_projecting_what_the_lm_head_read_gives_the_candidates_logits(llm, name):
+    guide = llm.register_consumer(Guide())
+    params = sampled(6, **PARAMS[name])
+    generate(llm, prompts_of(LENGTHS, seed=2), params)
+    assert len(guide.seen) == 6 * len(LENGTHS)
+    for row in guide.seen:
+        torch.testing.assert_close(row.projected, row.logits, rtol=1e-4, atol=1e-4)
+    assert all(GUIDES["guide"].projected_unknown), "rows of -1 keep the engine's logits"
+
+
+def test_penalties_of_one_request_do_not_reach_another(llm):
+    guide = llm.register_consumer(Guide())
+    params = [sampled(6, **PARAMS[n]) for n in ("repetition", "plain", "bias")]
+    generate(llm, prompts_of(LENGTHS, seed=3), params)
+    for row in guide.seen:
+        torch.testing.assert_close(row.projected, row.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_deltas_decide_the_draw_and_compose(llm):
+    one = llm.register_consumer(Guide(boost=1000.0))
+    outputs = {o.request_id: o for o in generate(llm, prompts_of(LENGTHS), sampled(5, top_k=9))}
+    for row in one.seen:
+        output = outputs[row.request_id]
+        drawn = output.outputs[0].token_ids[row.position + 1 - len(output.prompt_token_ids)]
+        assert drawn == row.token_ids[int(row.logits.argmin())]
+    two = llm.register_consumer(Guide(consumer_id="second"))
+    generate(llm, prompts_of(LENGTHS), sampled(5, top_k=9))
+    assert all(float(row.logits.max()) > 500 for row in two.seen)
+
+
+@pytest.mark.parametrize(("phase", "drawn"), [("prefill", [0]), ("decode", [1, 2, 3])])
+def test_phase_selects_the_first_token_or_the_later_ones(llm, phase, drawn):
+    guide = llm.register_consumer(Guide(phase=phase))
+    outputs = {o.request_id: o for o in generate(llm, prompts_of([5, 40]), sampled(4))}
+    lengths = {name: len(o.prompt_token_ids) for name, o in outputs.items()}
+    assert sorted((r.request_id, r.position) for r in guide.seen) == sorted(
+        (name, length - 1 + i) for name, length in lengths.items() for i in drawn
+    )
+
+
+def test_greedy_rows_of_a_mixed_batch_are_not_guided(llm, reference):
+    guide = llm.register_consumer(Guide(boost=1000.0))
+    params = [greedy(5), sampled(5, top_k=9), greedy(5)]
+    outputs = generate(llm, prompts_of(LENGTHS), params)
+    for i in (0, 2):
+        assert tokens_of(outputs)[i] == reference.greedy(outputs[i].prompt_token_ids, 5)
+    assert {row.request_id for row in guide.seen} == {outputs[1].request_id}
+
+
+def test_a_row_with_more_candidates_than_the_width_is_drawn_unguided_and_counted(llm):
+    params = sampled(5, seed=4)
+    plain = tokens_of(generate(llm, prompts_of(LENGTHS), params))
+    guide = llm.register_consumer(Guide(boost=1000.0, width=4))
+    assert tokens_of(generate(llm, prompts_of(LENGTHS), params)) == plain
+    assert all(row.token_ids == [] for row in guide.seen)
+    assert guide.read_stats()["runtime"]["rows_with_too_many_candidates"] == 15
+
+
+def test_seeded_requests_draw_the_same_when_nothing_is_added(llm):
+    params = [sampled(8, seed=5, top_k=20), sampled(8, seed=6, top_p=0.9), sampled(8, seed=7)]
+    plain = tokens_of(generate(llm, prompts_of(LENGTHS), params))
+    llm.register_consumer(Guide())
+    assert tokens_of(generate(llm, prompts_of(LENGTHS), params)) == plain
+
+
+def test_unguided_requests_of_a_mixed_batch_draw_as_without_a_guide(llm):
+    plain_params = [sampled(8, seed=i, top_k=20) for i in range(3)]
+    plain = tokens_of(generate(llm, prompts_of(LENGTHS), plain_params))
+    llm.register_consumer(Guide(boost=1000.0))
+    mixed = [
+        sampled(8, seed=i, top_k=20, consumers={"guide": {"enabled": i == 1}}) for i in range(3)
+    ]
+    tokens = tokens_of(generate(llm, prompts_of(LENGTHS), mixed))
+    assert (tokens[0], tokens[2]) == (plain[0], plain[2])
+    assert tokens[1] != plain[1]
+
+
+def test_seeded_guided_requests_are_reproducible(llm):
+    llm.register_consumer(Guide(boost=1.5))
+    params = [sampled(8, seed=i, top_k=20) for i in range(3)]
+    first = tokens_of(generate(llm, prompts_of(LENGTHS), params))
+    assert tokens_of(generate(llm, prompts_of(LENGTHS), params)) == first
+
+
+def test_deltas_of_another_shape_are_an_error_that_names_the_shapes(llm):
+    class Wrong(Recorder):
+        def guide(self, candidates, ctx):
+            return torch.zeros(1, 1)
+
+    llm.register_consumer(Wrong(ConsumerFlow(writes=[Sampler.write(phase="any", width=8)])))
+    (output,) = generate(llm, prompts_of([4]), sampled(3, top_k=4))
+    assert len(output.outputs[0].token_ids) == 3
+    assert "[1, 8]" in output.consumer_results["recorder"].error

@@ -1,0 +1,47 @@
+"""What is refused when an engine starts, and that a plain vLLM is left alone."""
+
+import pytest
+import vllm
+
+from engine.asking import generate, greedy, prompts_of, tokens_of
+from engine.conftest import TINY_ENGINE
+from tllm import LLM
+
+
+def test_a_plain_vllm_beside_tllm_is_untouched(tiny_model, reference):
+    options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
+    llm = vllm.LLM(tiny_model, **options)
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    assert type(worker).__module__.startswith("vllm.")
+    assert type(core.scheduler).__module__.startswith("vllm.")
+    model = worker.model_runner.get_model()
+    assert not any(name.split(".")[-1].startswith("tllm") for name, _ in model.named_buffers())
+    prompts = prompts_of([5, 40])
+    expected = [reference.greedy(prompt, 5) for prompt in prompts]
+    assert tokens_of(generate(llm, prompts, greedy(5))) == expected
+
+
+def test_speculative_decoding_is_refused_with_what_to_leave_out(tiny_model):
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    with pytest.raises(Exception, match=r"speculative decoding .*leave out speculative_config"):
+        LLM(tiny_model, speculative_config=ngram, **TINY_ENGINE)
+
+
+@pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls"])
+def test_another_worker_or_scheduler_is_refused_by_name(tiny_model, name):
+    with pytest.raises(ValueError, match=f"{name}='mine.Own'.*vllm.LLM"):
+        LLM(tiny_model, **{name: "mine.Own"}, **TINY_ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"overflow": "spill"}, r"overflow='spill'.*block, drop"),
+        ({"capture_mib": 0}, r"capture_mib=0 must be 1 or more"),
+        ({"hook_points": ["middle"]}, r"'middle'.*post_block"),
+    ],
+)
+def test_a_wrong_engine_option_is_refused_by_name(tiny_model, options, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(tiny_model, **TINY_ENGINE | options)

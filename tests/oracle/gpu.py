@@ -1,0 +1,194 @@
+"""The oracle on a CUDA machine: vLLM's V2 runner, compiled, with CUDA graphs, in bfloat16.
+
+    PYTHONPATH=. python -m tests.oracle.gpu --dtype bfloat16
+
+The reference stays `transformers` in float32 on the CPU. Both sides have the same weights, because
+every weight is rounded to the served dtype before it is saved. Without CUDA the same runs on the
+V1 runner: that is how the tolerances were first measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import traceback
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": str(int(HAS_CUDA)),
+}
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+
+FAMILIES = ("qwen2", "llama", "gemma2", "gemma3", "olmo2", "phi3", "gpt2", "mixtral")
+
+# FlashAttention takes heads of 64, and not of 32 everywhere.
+WIDTH = 2
+
+# The largest error to accept, as a multiple of the dtype's unit roundoff u (bfloat16: 2^-8), which
+# is the error of rounding one value once. Errors are relative to the largest value of the tensor.
+UNITS = {
+    # A stream is a sum of rounded branches, rounded after each addition: an error grows with the
+    # square root of the number of additions, at most six here, and by what the branches bring.
+    "pre_attn": 16.0,
+    "post_attn": 16.0,
+    "post_block": 16.0,
+    # A norm rounds once more. What follows it sees the stream's error, relative to the stream's
+    # typical value rather than to its largest.
+    "attn_in": 20.0,
+    "mlp_in": 20.0,
+    "lm_head_in": 20.0,
+    # A branch passes three matrix products whose inputs and outputs are rounded, a softmax or a
+    # gate that magnifies what its input is off by, and here no stream hides it.
+    "attn_out": 32.0,
+    "mlp_out": 32.0,
+    # One more product, of a state that is off already.
+    "logits": 20.0,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table at the end."""
+
+    family: str
+    batch: str
+    report: Any = None
+    note: str = ""
+    failed: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--cudagraph-mode", help="vLLM's own choice by default")
+    parser.add_argument("--eager", action="store_true", help="neither compile nor capture graphs")
+    given = parser.parse_args(arguments)
+    dtype = getattr(torch, given.dtype)
+
+    from .families import Variant
+    from .reference_process import ReferenceProcess
+
+    engine: dict[str, Any] = {"dtype": given.dtype, "enforce_eager": given.eager}
+    if HAS_CUDA:
+        engine["gpu_memory_utilization"] = 0.2
+    if given.cudagraph_mode:
+        engine["compilation_config"] = {"cudagraph_mode": given.cudagraph_mode}
+    lines: list[Line] = []
+    with tempfile.TemporaryDirectory() as root:
+        reference = ReferenceProcess(Path(root), Variant(WIDTH, dtype))
+        for family in given.families:
+            try:
+                lines += serve(family, dtype, reference, engine)
+            except Exception as error:  # the other families are still of interest
+                traceback.print_exc()
+                first_line = str(error).partition("\n")[0]
+                note = f"{type(error).__name__}: {first_line}"
+                lines.append(Line(family, "", note=note, failed=True))
+        reference.close()
+    print_table(lines, dtype)
+    return int(any(line.failed for line in lines))
+
+
+def serve(
+    family: str, dtype: torch.dtype, reference: Any, engine: dict[str, Any]
+) -> Iterator[Line]:
+    """Serve one family; yields a line for each batch."""
+    from .differential import PHASES, Tolerance, mixed_batch, serving, written_batch
+    from .reference import points
+
+    if family == "mixtral" and (why := _why_no_experts()):
+        yield Line(family, "", note=f"skipped: {why}")
+        return
+    units = {point: UNITS[point] * _roundoff(dtype) for point in [*points(family), "logits"]}
+    # Two logits are compared to find the likeliest token, and both may be off.
+    accepted = Tolerance(units, regret=2 * units["logits"])
+    checkpoint = reference.checkpoint(family)
+    with serving(
+        family, points(family), reference, checkpoint, seeded=HAS_CUDA, **engine
+    ) as served:
+        for batch in ("mixed", "mixed, again"):
+            with served.consumers():
+                report = served.compare(mixed_batch(served.vocab), accepted)
+            report.check(report.preemptions > 0, "nothing was preempted")
+            if batch == "mixed, again":
+                report.check(report.cached_tokens > 0, "the prefix cache served nothing")
+            yield _line(family, batch, report)
+        writes = [(place, phase) for place in served.places for phase in PHASES]
+        with served.consumers(writer=True):
+            report = served.compare(written_batch(writes, served.vocab), accepted)
+        for problem in served.refusals():
+            report.check(False, problem)
+        yield _line(family, "written", report)
+
+
+def _line(family: str, batch: str, report: Any) -> Line:
+    for problem in report.problems[:10]:
+        print(f"{family}, {batch}: {problem}", file=sys.stderr)
+    return Line(family, batch, report, failed=bool(report.problems))
+
+
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def _why_no_experts() -> str:
+    """Why this machine's vLLM cannot run a mixture of experts, or nothing."""
+    import vllm._custom_ops  # noqa: F401  registers the kernels there are
+
+    if HAS_CUDA and not hasattr(torch.ops._moe_C, "topk_softmax"):
+        return "this build of vLLM has no MoE kernels (make_bundle.py --moe)"
+    return ""
+
+
+def print_table(lines: Sequence[Line], dtype: torch.dtype) -> None:
+    points = list(UNITS)
+    head = ["family", "batch", *points, "rows", "tokens", "other", "preempt", "cached", ""]
+    rows = [head, ["", "limit", *(f"{UNITS[p] * _roundoff(dtype):.3f}" for p in points)]]
+    mixed_up: dict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        if line.report is None:
+            rows.append([line.family, line.note])
+            continue
+        report = line.report
+        for point, errors in report.mixed_up.items():
+            mixed_up[point] += errors
+        rows.append(
+            [
+                line.family,
+                line.batch,
+                *(f"{report.worst[p]:.4f}" if p in report.worst else "-" for p in points),
+                *map(str, (report.rows, report.tokens, report.differing)),
+                *map(str, (report.preemptions, report.cached_tokens)),
+                f"FAILED ({len(report.problems)})" if line.failed else "ok",
+            ]
+        )
+    rows.append(["", "mixed up", *(f"{median(mixed_up[p]):.3f}" for p in points if mixed_up)])
+    full = [row for row in rows if len(row) > 2]
+    widths = [max(len(row[i]) for row in full if i < len(row)) for i in range(len(head))]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)))
+    print(
+        f"\n{dtype} against transformers in float32: largest error of any row, relative to the "
+        "largest value of its request's tensor.\nmixed up: the median of these errors if rows of "
+        "neighbouring tokens were exchanged. other: greedy tokens that are not the likeliest of "
+        "the reference, within the error of its logits."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

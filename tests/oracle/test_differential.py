@@ -1,0 +1,102 @@
+"""tLLM against plain `transformers`: every family, hook point and layer, in mixed batches."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from .differential import PHASES, Engine, Report, Tolerance, mixed_batch, serving, written_batch
+from .families import CONFIGS, tolerance
+from .reference import points
+from .reference_process import ReferenceProcess
+
+RUNNER = os.environ["TLLM_TEST_RUNNER"]
+
+# Triton's interpreter needs 20 to 30 s a family, so the V2 pass takes one of each kind. The table
+# and the resolver do not depend on the runner.
+KINDS = {
+    "qwen2": "fused residuals",
+    "gemma2": "fused residuals and normed branches, two KV cache groups",
+    "gpt2": "unfused residuals",
+    # Not Cohere, whose norm vLLM compiles for a backend that the interpreter lacks.
+    "falcon_one_norm": "parallel attention",
+    "olmo2": "norms after the branches, through vLLM's Transformers backend",
+    "mixtral": "mixture of experts",
+}
+COMPILED = ("qwen2", "olmo2")
+_ONE_OF_EACH_KIND = pytest.mark.skipif(
+    RUNNER == "v2", reason=f"interpreted kernels are slow; v2 runs only {', '.join(KINDS)}"
+)
+_NOT_INTERPRETED = pytest.mark.skipif(
+    RUNNER == "v2", reason="the interpreted kernels cannot be compiled; tests/oracle/gpu.py does"
+)
+ENGINES = [
+    *(
+        pytest.param((family, "eager"), marks=() if family in KINDS else _ONE_OF_EACH_KIND)
+        for family in CONFIGS
+    ),
+    *(pytest.param((family, "compiled"), marks=_NOT_INTERPRETED) for family in COMPILED),
+]
+
+
+@pytest.fixture(scope="session")
+def frozen() -> None:
+    """What was imported lives on anyway; the collections at each engine's end need not see it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids="-".join)
+def engine(
+    request: pytest.FixtureRequest, reference: ReferenceProcess, frozen: None
+) -> Iterator[Engine]:
+    family, mode = request.param
+    with serving(
+        family,
+        points(family),
+        reference,
+        reference.checkpoint(family),
+        seeded=RUNNER == "v2",
+        dtype="float32",
+        enforce_eager=mode == "eager",
+    ) as served:
+        yield served
+
+
+@pytest.fixture
+def accepted(engine: Engine) -> Tolerance:
+    return Tolerance(dict.fromkeys([*points(engine.family), "logits"], tolerance(engine.family)))
+
+
+def assert_agrees(report: Report) -> None:
+    shown = "\n".join(report.problems[:20])
+    assert not report.problems, f"{len(report.problems)} problems:\n{shown}"
+
+
+def test_rows_and_tokens_of_a_mixed_batch_are_those_of_transformers(
+    engine: Engine, accepted: Tolerance
+) -> None:
+    with engine.consumers():
+        first, again = (engine.compare(mixed_batch(engine.vocab), accepted) for _ in range(2))
+    assert_agrees(first)
+    assert_agrees(again)
+    assert first.preemptions and again.preemptions
+    assert again.cached_tokens
+
+
+def test_writes_reach_their_requests_as_hooks_would_and_no_others(
+    engine: Engine, accepted: Tolerance
+) -> None:
+    writes = [(place, phase) for place in engine.places for phase in PHASES]
+    if RUNNER == "v2":  # each place once, with phase and layer changing in turn
+        writes = [writes[3 * i + (i + i // 3) % 3] for i in range(len(engine.places))]
+    with engine.consumers(writer=True):
+        report = engine.compare(written_batch(writes, engine.vocab), accepted)
+    assert_agrees(report)
+
+
+def test_points_that_the_family_lacks_are_refused_with_those_it_has(engine: Engine) -> None:
+    assert engine.refusals() == []

@@ -1,0 +1,161 @@
+"""Every Triton kernel against the PyTorch reference beside it, on random shapes."""
+
+import random
+
+import pytest
+import torch
+
+from tllm.runtime.descriptor import SEGMENT_WIDTH, Segment
+from tllm.runtime.kernels import candidates, row_plan, tap
+from tllm.runtime.taps import Taps
+from tllm.spec.hooks import HookPoint
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_row_plan(seed):
+    pick = random.Random(seed)
+    segments, row, destination = [], 0, 0
+    for _ in range(pick.randint(1, 6)):
+        count, width = pick.randint(1, 700), pick.choice([0, 1, 3])
+        skip = pick.choice([0, 0, count // 2])
+        segment = [0] * SEGMENT_WIDTH
+        segment[Segment.ROW], segment[Segment.COUNT], segment[Segment.SKIP] = row, count, skip
+        segment[Segment.DESTINATION], segment[Segment.WIDTH] = destination, width
+        segment[Segment.PROGRAM], segment[Segment.ADD] = pick.randint(0, 5), pick.randint(-1, 9)
+        segments.append(segment)
+        row += count + pick.choice([0, 5])
+        destination += (count - skip) * width
+    segments = torch.tensor(segments, dtype=torch.int32)
+    plans = [torch.full((3, 5000), -7, dtype=torch.int32) for _ in range(2)]
+    row_plan.launch(segments, plans[0])
+    row_plan.reference(segments, plans[1])
+    assert torch.equal(*plans)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["stream", "fused residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_tap(seed, dtype, fused):
+    generator = torch.Generator().manual_seed(seed)
+    hidden, rows = [24, 64, 100, 7][seed], 9
+    key = (HookPoint.POST_BLOCK, 0)
+    results = []
+    for run in (tap.reference, lambda *args: tap.launch(*args, 4)):
+        generator.manual_seed(seed)
+        taps = Taps(
+            {key: None},
+            hidden_size=hidden,
+            dtype=dtype,
+            device=torch.device("cpu"),
+            max_tokens=16,
+            max_programs=4,
+            add_rows=4,
+        )
+        arena = torch.zeros(40, hidden, dtype=dtype)
+        taps.set_arena(arena)
+        taps.set_program(1, [key])
+        taps.set_capturing([key])
+        vectors = torch.randn(2, hidden, generator=generator)
+        taps.set_additions(key, torch.tensor([1, 3]), vectors)
+        taps.plan[0] = torch.randperm(40, generator=generator)[:16].int()
+        taps.plan[0, ::3] = -1
+        taps.plan[1] = torch.randint(0, 2, (16,), generator=generator)
+        taps.plan[2] = torch.randint(-1, 4, (16,), generator=generator)
+        taps.commit()
+        stream = torch.randn(rows, hidden, generator=generator).to(dtype)
+        residual = torch.randn(rows, hidden, generator=generator).to(dtype) if fused else None
+        run(stream, residual, taps._descriptors[0])
+        results.append((arena, stream, residual if fused else stream))
+    # Triton's interpreter cuts bfloat16 off where devices round.
+    tolerance = 0.0 if dtype == torch.float32 else 2**-6
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+def sorted_by_token(found):
+    """Candidates with tokens ascending, and zeros beyond the count: kernels gather in any order."""
+    valid = torch.arange(found.ids.shape[1]) < found.counts[:, None]
+    assert (found.logits.isfinite() == valid).all()
+    order = found.ids.masked_fill(~valid, 10**6).argsort(1)
+    valid = valid.gather(1, order)
+    return (
+        found.ids.gather(1, order) * valid,
+        found.logits.gather(1, order).where(valid, 0.0),
+        found.counts,
+    )
+
+
+def both(monkeypatch, work):
+    """What `work` gives with the kernels and with the references."""
+    answers = []
+    for use_triton in (True, False):
+        monkeypatch.setattr(candidates, "uses_triton", lambda device, use=use_triton: use)
+        answers.append(work())
+    for ours, expected in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.fixture
+def logits(seed):
+    """Filtered logits of 5 sequences; sequence 2 has more candidates than `WIDTH`."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 300, generator=generator)
+    logits[torch.rand(5, 300, generator=generator) > 0.04] = -torch.inf
+    logits[2, :40] = 1.0
+    return logits
+
+
+WIDTH = 32
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_collect(logits, monkeypatch):
+    def work():
+        overflow = torch.zeros(1, dtype=torch.int32)
+        rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+        found = candidates.collect(logits, rows, WIDTH, overflow)
+        assert int(overflow) == 1
+        return sorted_by_token(found)
+
+    both(monkeypatch, work)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filter_and_collect(seed, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(seed)
+    raw = (4 * torch.randn(4, 300, generator=generator)).to(dtype)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.0])
+    min_p = torch.tensor([0.1, 0.05, 0.0, 0.3])
+
+    def work():
+        overflow = torch.zeros(1, dtype=torch.int32)
+        processed, found = candidates.filter_and_collect(raw, temperature, min_p, 64, overflow)
+        assert int(overflow) == 1  # the row that nothing filters
+        return processed, *sorted_by_token(found)
+
+    both(monkeypatch, work)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_project_and_edit(seed, logits, has_bias, monkeypatch):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(200, 40, generator=generator)
+    bias = torch.randn(200, generator=generator) if has_bias else None
+    states = torch.randn(3, 40, generator=generator)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+    which = torch.tensor([1, -1, 2], dtype=torch.int32)
+    monkeypatch.setattr(candidates, "uses_triton", lambda device: False)
+    found = candidates.collect(logits, rows, WIDTH, torch.zeros(1, dtype=torch.int32))
+    known = (torch.arange(WIDTH) < found.counts[:, None]) & (which >= 0)[:, None]
+
+    def work():
+        projected = candidates.project(states, which, weight, bias, 60, found)
+        edited = logits.clone()
+        candidates.edit(edited, found, torch.ones_like(found.logits))
+        return projected.where(known, 0.0), edited
+
+    both(monkeypatch, work)

@@ -1,0 +1,89 @@
+"""Who rows belong to, when they are selected, split and joined."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from tllm.ports import PerToken, RequestInfo, RowMeta
+from tllm.runtime.dispatch import _joined, _split
+from tllm.runtime.transfer import DeliveryThread
+
+
+def info(name: str, sample: int = 0) -> RequestInfo:
+    return RequestInfo(name, f"prompt {name}", sample, 2, slot=ord(name) + sample, prompt_len=3)
+
+
+def meta(requests, index) -> RowMeta:
+    count = len(index)
+    return RowMeta(
+        tuple(requests),
+        np.array(index, np.int32),
+        np.arange(count, dtype=np.int32),
+        np.full(count, 1, np.int64),
+    )
+
+
+def test_selected_rows_keep_their_sequences_in_the_order_of_their_first_row():
+    chosen = meta([info("a"), info("b"), info("c")], [0, 1, 2, 1]).select(np.array([3, 2, 1]))
+    assert [r.request_id for r in chosen.requests] == ["b", "c"]
+    assert chosen.request_ids == ["b", "c", "b"]
+    assert chosen.positions.tolist() == [3, 2, 1]
+
+
+def test_joined_rows_list_a_sequence_once():
+    joined = _joined([meta([info("a"), info("b")], [0, 1]), meta([info("b"), info("c")], [0, 1])])
+    assert [r.request_id for r in joined.requests] == ["a", "b", "c"]
+    assert joined.request_ids == ["a", "b", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("key", "groups"),
+    [
+        (("engine_step_id",), [[0, 1, 2, 3]]),
+        (("prompt_id",), [[0, 1, 3], [2]]),
+        (("request_id",), [[0, 3], [1], [2]]),
+    ],
+)
+def test_rows_are_split_by_the_bundle_key(key, groups):
+    rows = meta([info("a"), info("a", 1), info("b")], [0, 1, 2, 0])
+    found = [list(range(4)) if part is None else part.tolist() for _, part in _split(rows, key, 0)]
+    assert found == groups
+
+
+def test_rows_are_split_by_the_row_limit():
+    parts = [part.tolist() for _, part in _split(meta([info("a")], [0] * 5), (), 2)]
+    assert parts == [[0, 1], [2, 3], [4]]
+
+
+def test_values_of_tokens_computed_ahead_of_the_end_are_cut_off():
+    values = PerToken(np.arange(2, 8, dtype=np.int32), np.arange(6))
+    cut = values.up_to(6)
+    assert cut.positions.tolist() == [2, 3, 4] and cut.values.tolist() == [0, 1, 2]
+
+
+class TestDeliveryThread:
+    def test_jobs_run_in_order_on_one_thread_and_drain_waits_for_them(self):
+        thread = DeliveryThread("jobs")
+        done = []
+        for i in range(50):
+            thread.submit(lambda i=i: done.append((i, threading.current_thread().name)))
+        thread.drain()
+        assert done == [(i, "jobs") for i in range(50)]
+        assert not thread.busy
+        thread.close()
+
+    def test_waiting_for_one_returns_when_a_job_has_ended(self):
+        thread, gate, done = DeliveryThread("jobs"), threading.Event(), []
+        assert not thread.wait_for_one()
+        thread.submit(lambda: gate.wait(60) and done.append(1))
+        threading.Timer(0.05, gate.set).start()
+        assert thread.wait_for_one()
+        assert done == [1]
+        thread.close()
+
+    def test_draining_from_a_job_does_not_wait_for_itself(self):
+        thread = DeliveryThread("jobs")
+        thread.submit(thread.drain)
+        thread.drain()
+        thread.close()

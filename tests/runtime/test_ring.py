@@ -1,0 +1,94 @@
+"""The ring never gives out rows that somebody still reads."""
+
+import random
+
+import pytest
+import torch
+
+from tllm.runtime.ring import Ring
+
+
+def make_ring(rows=8, max_rows=8, overflow="drop", make_progress=lambda: False, moves=None):
+    return Ring(
+        hidden_size=4,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        rows=rows,
+        max_rows=max_rows,
+        overflow=overflow,
+        on_move=(moves if moves is not None else []).append,
+        make_progress=make_progress,
+    )
+
+
+def held(ring, rows):
+    span = ring.take(rows)
+    if span is not None:
+        span.hold()
+    return span
+
+
+def test_rows_nobody_holds_are_given_again():
+    ring = make_ring()
+    assert [ring.take(8).start for _ in range(3)] == [0, 0, 0]
+
+
+def test_it_wraps_around_when_the_oldest_rows_are_free():
+    ring = make_ring()
+    first, second = held(ring, 4), held(ring, 3)
+    first.release()
+    assert held(ring, 4).start == 0
+    assert second.start == 4
+
+
+def test_drop_gives_up_when_it_is_full():
+    ring = make_ring()
+    span = held(ring, 6)
+    assert ring.take(3) is None
+    span.release()
+    assert ring.take(3).start == 0
+
+
+def test_block_waits_for_the_oldest_reader():
+    waiting = []
+    ring = make_ring(overflow="block", make_progress=lambda: waiting.pop(0).release() or True)
+    waiting += [held(ring, 4), held(ring, 4)]
+    assert ring.take(6).start == 0
+    assert waiting == []
+
+
+def test_block_gives_up_when_nothing_can_make_progress():
+    ring = make_ring(overflow="block")
+    held(ring, 8)
+    assert ring.take(1) is None
+
+
+def test_it_grows_before_it_drops_and_keeps_what_is_read():
+    moves = []
+    ring = make_ring(rows=4, max_rows=16, moves=moves)
+    span = held(ring, 4)
+    old = ring.arena
+    old.fill_(7.0)
+    assert ring.take(5).start == 0
+    assert ring.capacity == 10 and moves[-1] is ring.arena
+    assert ring.arena is not old and (old == 7.0).all() and span.held
+
+
+def test_more_rows_than_it_may_ever_hold_are_dropped_at_once():
+    assert make_ring(overflow="block").take(9) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_spans_that_are_held_never_overlap(seed):
+    pick = random.Random(seed)
+    ring = make_ring(rows=16, max_rows=64)
+    alive = []
+    for _ in range(300):
+        if alive and pick.random() < 0.5:
+            alive.pop(pick.randrange(len(alive)))[1].release()
+        span = held(ring, pick.randint(1, 12))
+        if span is not None:
+            assert span.start >= 0 and span.start + span.rows <= ring.capacity
+            alive.append((ring.arena, span))
+        taken = [(id(arena), row) for arena, s in alive for row in range(s.start, s.start + s.rows)]
+        assert len(taken) == len(set(taken))

@@ -1,0 +1,116 @@
+"""The planner against a model that goes through the batch token by token."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tllm.runtime.batch import RowPlanner, StepBatch
+from tllm.runtime.descriptor import PlanRow
+from tllm.runtime.slots import Slots
+
+SLOTS, TOKENS, RING = 6, 64, 200
+WIDTHS = np.array([0, 1, 3, 0], np.int32)
+"""Ring rows a token takes, by program; program 3 captures no tap."""
+
+
+class StubRing:
+    def __init__(self):
+        self.arena = torch.zeros(RING, 2)
+        self.head = 0
+
+    def take(self, rows):
+        if rows > RING:
+            return None
+        start = self.head if self.head + rows <= RING else 0
+        self.head = start + rows
+        return SimpleNamespace(start=start)
+
+
+class StubPrograms:
+    widths = WIDTHS
+
+    def __getitem__(self, number):
+        return SimpleNamespace(number=number, taps=range(WIDTHS[number]))
+
+
+@st.composite
+def traffic(draw):
+    """What each slot asks, and some steps: `(slot, tokens computed, jump back)` each."""
+    phases = st.tuples(st.integers(0, 3), st.integers(0, 3))
+    asks = draw(st.lists(phases, min_size=SLOTS, max_size=SLOTS))
+    adds = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
+    lengths = draw(st.lists(st.integers(1, 12), min_size=SLOTS, max_size=SLOTS))
+    step = st.lists(
+        st.tuples(st.integers(0, SLOTS - 1), st.integers(1, 9), st.booleans()),
+        min_size=1,
+        max_size=SLOTS,
+        unique_by=lambda entry: entry[0],
+    )
+    steps = draw(st.lists(step, min_size=1, max_size=6))
+    steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
+    return asks, adds, lengths, steps + draw(st.integers(0, 15)) * [steady]
+
+
+@settings(max_examples=150, deadline=None)
+@given(traffic())
+def test_each_token_does_what_its_sequence_asked(case):
+    asks, adds, lengths, steps = case
+    table = Slots(SLOTS)
+    table.prompt_len[:] = lengths
+    table.program[:] = np.array(asks, np.int32).T
+    table.add[:] = np.array(adds, np.int32).reshape(2, SLOTS)
+    plan = torch.full((len(PlanRow), TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan)
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing())
+    computed = np.zeros(SLOTS, np.int32)
+    delivered = np.zeros(SLOTS, np.int32)
+    for number, step in enumerate(steps):
+        for slot, _, jump_back in step:
+            if jump_back:  # preempted: everything is computed again
+                computed[slot] = 0
+        slots = np.array([slot for slot, _, _ in step], np.int32)
+        counts = np.array([count for _, count, _ in step], np.int32)
+        batch = StepBatch(slots, computed[slots].copy(), counts, np.ones(len(slots), bool))
+        frame = planner.plan(number, batch)
+
+        row, expected, places = 0, {}, set()
+        for slot, count in zip(slots, counts, strict=True):
+            for position in range(computed[slot], computed[slot] + count):
+                phase = int(position >= lengths[slot])
+                program = table.program[phase, slot]
+                program = 0 if position < delivered[slot] else program
+                destination, what, add = plan[:, row].tolist()
+                assert add == table.add[phase, slot]
+                if WIDTHS[program]:
+                    assert what == program
+                    rows = range(destination, destination + WIDTHS[program])
+                    assert not places & set(rows)
+                    places |= set(rows)
+                else:
+                    assert destination == -1
+                if program:
+                    expected.setdefault(int(program), []).append((slot, position, row))
+                row += 1
+            computed[slot] += count
+            delivered[slot] = max(delivered[slot], computed[slot])
+        assert (plan[[PlanRow.DESTINATION, PlanRow.ADD], row:] == -1).all()
+
+        found = {}
+        for rows in frame.rows:
+            which = np.repeat(np.arange(len(rows.counts)), rows.counts)
+            found[rows.program.number] = list(
+                zip(
+                    rows.slots[which],
+                    rows.positions[which] + rows.offsets,
+                    rows.batch_rows[which] + rows.offsets,
+                    strict=True,
+                )
+            )
+            if rows.tensor is not None:
+                assert len(rows.tensor) == len(which)
+        assert {k: sorted(v) for k, v in found.items() if v} == {
+            k: sorted(v) for k, v in expected.items()
+        }

