@@ -8,12 +8,13 @@ LOCK ?= requirements/cpu.lock
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+V2_TESTS := tests/engine tests/oracle tests/runtime tests/esamp tests/consumers
 
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: demo test test-oldest lint format clean
+.PHONY: demo test test-v1 test-v2 test-oldest lint format clean
 
 $(STAMP): $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,8 +26,15 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: $(STAMP)
 	$(BIN)/python -m demo
 
+# Side by side: vLLM's V1 runner, and its V2 runner with every Triton kernel interpreted.
 test: lint
+	$(MAKE) --no-print-directory -j2 -Otarget test-v1 test-v2
+
+test-v1: $(STAMP)
 	$(BIN)/python -m pytest -q
+
+test-v2: $(STAMP)
+	TLLM_TEST_RUNNER=v2 $(BIN)/python -m pytest -q $(V2_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -36,8 +44,8 @@ lint: $(STAMP)
 
 # The oldest vLLM that is supported.
 test-oldest:
-	$(MAKE) VENV=.venv-oldest LOCK=requirements/cpu-oldest.lock .venv-oldest/installed
-	.venv-oldest/bin/python -m pytest -q
+	$(MAKE) --no-print-directory -j2 -Otarget VENV=.venv-oldest \
+	  LOCK=requirements/cpu-oldest.lock test-v1 test-v2
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -105,7 +105,9 @@ class EngineProcess:
             workers = self.llm.intervention_stats()
             counters = {k: workers[0][k] for k in ("rows_captured", "rows_dropped", "consumers")}
             if self.consumer is not None:
-                counters["stats"] = self.consumer.read_stats()
+                stats = dict(self.consumer.read_stats())
+                stats.pop("loss_per_prompt", None)  # grows with every prompt ever served
+                counters["stats"] = stats
         return {"seconds": seconds, "tokens": tokens, "counters": counters}
 
 

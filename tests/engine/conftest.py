@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import vllm
 from vllm.platforms.cpu import CpuPlatform
 
 from engine.reference import Reference, save_tiny_model
@@ -56,6 +57,13 @@ def tight_engine(tiny_model):
         llm = LLM(tiny_model, max_num_batched_tokens=24, num_gpu_blocks_override=8, **options)
     assert llm.llm_engine.engine_core.engine_core.async_scheduling
     return llm
+
+
+@pytest.fixture(scope="session")
+def plain_engine(tiny_model):
+    """vLLM as it is. Kept to the end: a collected engine takes vLLM's process groups with it."""
+    options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
+    return vllm.LLM(tiny_model, **options)
 
 
 def _clean(llm):

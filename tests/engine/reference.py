@@ -134,3 +134,10 @@ class Reference:
             logits, _ = self.run(tokens, additions=additions)
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(prompt) :]
+
+    def would_generate(
+        self, prompt: Sequence[int], tokens: Sequence[int], additions: Sequence[Addition] = ()
+    ) -> bool:
+        """Whether greedy sampling gives these tokens: `greedy` in one forward pass."""
+        logits, _ = self.run([*prompt, *tokens][:-1], additions=additions)
+        return logits[len(prompt) - 1 :].argmax(-1).tolist() == list(tokens)

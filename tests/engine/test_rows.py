@@ -146,8 +146,8 @@ def test_a_preempted_sequence_is_steered_as_before(tight_llm, reference, preempt
     outputs = generate(tight_llm, prompts_of([30, 20, 40, 25, 35], seed=2), greedy(40))
     assert preemptions
     for output, tokens in zip(outputs, tokens_of(outputs), strict=True):
-        prompt = output.prompt_token_ids
-        assert tokens == reference.greedy(prompt, 40, [Addition(place, vector)])
+        addition = Addition(place, vector)
+        assert reference.would_generate(output.prompt_token_ids, tokens, [addition])
 
 
 class Traffic:
@@ -162,8 +162,8 @@ class Traffic:
         self.waiting = []
         for number in range(count):
             # Some prompts begin alike, so that the prefix cache has something to give.
-            prompt = shared[: self.pick.randrange(100)] if self.pick.random() < 0.4 else []
-            prompt = prompt + prompts_of([self.pick.randint(1, 40)], seed=seed + number)[0]
+            prompt = shared[: self.pick.randrange(70)] if self.pick.random() < 0.4 else []
+            prompt = prompt + prompts_of([self.pick.randint(1, 30)], seed=seed + number)[0]
             self.waiting.append((str(number), prompt))
         self.prompt_len = {name: len(prompt) for name, prompt in self.waiting}
         self.off: dict[str, set[str]] = {}
@@ -183,7 +183,7 @@ class Traffic:
     def _add(self, name: str, prompt: list[int]) -> None:
         off = {reader for reader in self.READERS if self.pick.random() < 0.3}
         consumers = {reader: {"enabled": False} for reader in off}
-        params = greedy(self.pick.randint(1, 20), consumers=consumers)
+        params = greedy(self.pick.randint(1, 14), consumers=consumers)
         self.off[name] = off
         self.tokens[name] = list(prompt)
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)

@@ -1,17 +1,14 @@
 """What is refused when an engine starts, and that a plain vLLM is left alone."""
 
 import pytest
-import vllm
 
 from engine.asking import generate, greedy, prompts_of, tokens_of
 from engine.conftest import TINY_ENGINE
 from tllm import LLM
 
 
-def test_a_plain_vllm_beside_tllm_is_untouched(tiny_model, reference):
-    options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
-    llm = vllm.LLM(tiny_model, **options)
-    core = llm.llm_engine.engine_core.engine_core
+def test_a_plain_vllm_beside_tllm_is_untouched(plain_engine, reference):
+    core = plain_engine.llm_engine.engine_core.engine_core
     worker = core.model_executor.driver_worker.worker
     assert type(worker).__module__.startswith("vllm.")
     assert type(core.scheduler).__module__.startswith("vllm.")
@@ -19,7 +16,7 @@ def test_a_plain_vllm_beside_tllm_is_untouched(tiny_model, reference):
     assert not any(name.split(".")[-1].startswith("tllm") for name, _ in model.named_buffers())
     prompts = prompts_of([5, 40])
     expected = [reference.greedy(prompt, 5) for prompt in prompts]
-    assert tokens_of(generate(llm, prompts, greedy(5))) == expected
+    assert tokens_of(generate(plain_engine, prompts, greedy(5))) == expected
 
 
 def test_speculative_decoding_is_refused_with_what_to_leave_out(tiny_model):

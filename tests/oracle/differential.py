@@ -125,9 +125,14 @@ def mixed_batch(vocab: int) -> list[Ask]:
 
 
 def written_batch(writes: Sequence[tuple[Place, Phase]], vocab: int) -> list[Ask]:
-    """A request for each write, with others that nothing is written to between them."""
+    """A request for each write, with others that nothing is written to between them.
+
+    The first ones have one prompt, longer than a block: they would share what they must not.
+    """
     pick = random.Random(1)
-    asks = []
+    common = [pick.randrange(2, vocab) for _ in range(BLOCK + 3)]
+    middle = writes[len(writes) // 2]
+    asks = [Ask(common, "decode", write=write) for write in (writes[0], None, middle, None)]
     for number, write in enumerate(writes):
         prompt = [pick.randrange(2, vocab) for _ in range(pick.randrange(4, 12))]
         asks.append(Ask(prompt, write=write, max_tokens=4))

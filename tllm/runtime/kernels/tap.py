@@ -36,16 +36,16 @@ if HAS_TRITON:
         ROWS: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
     ):
-        # Independent loads first: an active tap is a chain of latencies, so keep it short.
         flags = tl.load(desc_ptr + FLAGS)
+        if flags == 0:
+            return
+        # Independent loads first: an active tap is a chain of latencies, so keep it short.
         plan_address = tl.load(desc_ptr + PLAN)
         plan_stride = tl.load(desc_ptr + PLAN_STRIDE)
         arena_address = tl.load(desc_ptr + ARENA)
         columns_address = tl.load(desc_ptr + COLUMNS)
         add_index_address = tl.load(desc_ptr + ADD_INDEX)
         add_table_address = tl.load(desc_ptr + ADD_TABLE)
-        if flags == 0:
-            return
         dtype = stream_ptr.dtype.element_ty
         int_ptr = tl.pointer_type(tl.int32)
         row_ptr = tl.pointer_type(dtype)

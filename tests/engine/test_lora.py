@@ -1,0 +1,78 @@
+"""Adapters: rows belong to the request, and to the adapter, that they were computed for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+
+from engine.conftest import TINY_ENGINE
+from engine.modes import Reader
+from engine.reference import HIDDEN, LAYERS, Reference
+from tllm import LLM, SamplingParams
+from tllm.ports import ResidualStream
+
+RANK = 4
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A random adapter of the attention's output projections, as PEFT saves one."""
+    path = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for layer in range(LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=generator) / 8
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def merged(reference: Reference, adapter) -> None:
+    """Add the adapter to the reference's weights."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for layer, block in enumerate(reference.model.model.layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+        delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+        block.self_attn.o_proj.weight.data += delta
+
+
+def test_rows_belong_to_the_request_and_its_adapter(tiny_model, adapter):
+    """One adapter a batch: vLLM 0.32 on a CPU gives a batch's adapter to its plain requests too."""
+    read = ResidualStream.read(layer=LAYERS - 2, site="post_block", role="hidden")
+    llm = LLM(
+        tiny_model,
+        max_num_batched_tokens=24,
+        enable_lora=True,
+        max_lora_rank=8,
+        consumers=[Reader("reader", read)],
+        **TINY_ENGINE,
+    )
+    prompts = [list(range(10, 40)), [7, 8, 9]]
+    plain, changed = Reference(tiny_model), Reference(tiny_model)
+    merged(changed, adapter)
+    for lora, reference in ((LoRARequest("adapter", 1, str(adapter)), changed), (None, plain)):
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, detokenize=False),
+            lora_request=lora,
+            use_tqdm=False,
+        )
+        for output, prompt in zip(outputs, prompts, strict=True):
+            tokens = [*prompt, *output.outputs[0].token_ids]
+            with torch.no_grad():
+                states = reference.model(torch.tensor([tokens]), output_hidden_states=True)
+            rows = output.consumer_results["reader"].payload
+            assert rows.positions.tolist() == list(range(len(tokens) - 1))
+            expected = states.hidden_states[LAYERS - 1][0, :-1]
+            assert (rows.values - expected).abs().max() < 2e-5 * expected.abs().max()
+            greedy = states.logits[0, len(prompt) - 1 : -1].argmax(-1)
+            assert greedy.tolist() == list(output.outputs[0].token_ids)
