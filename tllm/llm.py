@@ -212,15 +212,25 @@ class AsyncLLM(VllmAsyncLLM):
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's: streams outputs. The last one carries the consumers' results."""
+        """As vLLM's: streams outputs. The last one carries the consumers' results.
+
+        With a prompt that is itself a stream, which output is the last is known only when the
+        stream has ended: it gets the results then, after it was given out.
+        """
         params, prompt_id = self._tllm.prepare(sampling_params, request_id)
+        output: RequestOutput | None = None
         async for output in super().generate(prompt, params, request_id, **kwargs):
-            if output.finished and self._tllm.consumers:
-                taken = self._tllm.merge_results(await self._call("take_results", [prompt_id]))
-                attach_results(output, taken.get(prompt_id))
-            else:
-                attach_results(output, None)
+            attach_results(output, None)
+            if output.finished:
+                await self._attach(output, prompt_id)
             yield output
+        if output is not None and not output.finished:
+            await self._attach(output, prompt_id)
+
+    async def _attach(self, output: RequestOutput, prompt_id: str) -> None:
+        if self._tllm.consumers:
+            taken = self._tllm.merge_results(await self._call("take_results", [prompt_id]))
+            attach_results(output, taken.get(prompt_id))
 
 
 AsyncLLMEngine = AsyncLLM

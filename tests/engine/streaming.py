@@ -1,0 +1,93 @@
+"""`python streaming.py MODEL OUTPUT`: `AsyncLLM` as a server would use it; saves what came back."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import torch
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
+
+from engine.modes import Reader
+from tllm import AsyncLLM, SamplingParams
+from tllm.ports import ResidualStream
+
+READ = ResidualStream.read(layer=1, site="post_block", role="hidden")
+TURNS = [[5, 6, 7, 8], [30, 31, 32]]
+"""What the user of a streaming session says, one after the other."""
+ANSWER = 2
+"""Tokens of the answer to each."""
+
+
+def params(max_tokens: int, **options) -> SamplingParams:
+    return SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.CUMULATIVE,
+        **options,
+    )
+
+
+async def collect(engine, prompt, asked, request_id):
+    """All outputs of a request."""
+    return [output async for output in engine.generate(prompt, asked, request_id)]
+
+
+async def turns():
+    """A prompt that arrives in parts."""
+    for turn in TURNS:
+        yield StreamingInput(prompt={"prompt_token_ids": turn})
+        await asyncio.sleep(0.5)
+
+
+async def main(model: str, output: str) -> None:
+    engine = await AsyncLLM.create(
+        model,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        consumers=[Reader("reader", READ)],
+    )
+    saved = {}
+    plain = [
+        collect(engine, {"prompt_token_ids": prompt}, params(6), f"request-{i}")
+        for i, prompt in enumerate(([10, 11, 12], list(range(40, 60))))
+    ]
+    saved["streamed"] = [
+        {
+            "steps": len(outputs),
+            "tokens": list(outputs[-1].outputs[0].token_ids),
+            "positions": outputs[-1].consumer_results["reader"].payload.positions.tolist(),
+            "rows": outputs[-1].consumer_results["reader"].payload.values,
+            "early": [o.consumer_results for o in outputs[:-1]],
+        }
+        for outputs in await asyncio.gather(*plain)
+    ]
+    seen = 0
+    async for _ in engine.generate({"prompt_token_ids": [1, 2]}, params(200), "aborted"):
+        seen += 1
+        if seen == 3:
+            await engine.abort("aborted")
+            break
+    session = await collect(engine, turns(), params(ANSWER), "session")
+    saved["session"] = {
+        "tokens": [list(o.outputs[0].token_ids) for o in session],
+        "result": session[-1].consumer_results.get("reader"),
+    }
+    try:
+        await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")
+    except ValueError as error:
+        saved["refusal"] = str(error)
+    await collect(engine, {"prompt_token_ids": [3]}, params(2), "last")
+    saved["stats"] = await engine.intervention_stats()
+    engine.shutdown()
+    torch.save(saved, output)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,62 @@
+"""`AsyncLLM`: streaming outputs, streaming input, abort, and what the last output carries."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import streaming
+from engine.asking import RELATIVE, error_of
+
+pytestmark = pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    reason="the interpreted V2 runner is set up in this process only",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model, tmp_path_factory):
+    """What a process with an `AsyncLLM` saw."""
+    output = tmp_path_factory.mktemp("streaming") / "saved.pt"
+    done = subprocess.run(
+        [sys.executable, streaming.__file__, tiny_model, str(output)],
+        env=os.environ | {"PYTHONPATH": str(Path(streaming.__file__).parents[1])},
+        cwd=Path(streaming.__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(output, weights_only=False)
+
+
+def test_the_last_of_the_streamed_outputs_carries_the_rows(saved, reference):
+    prompts = [[10, 11, 12], list(range(40, 60))]
+    for prompt, got in zip(prompts, saved["streamed"], strict=True):
+        assert got["steps"] > 1
+        assert not any(got["early"])
+        assert got["tokens"] == reference.greedy(prompt, 6)
+        passed = [*prompt, *got["tokens"]][:-1]
+        assert got["positions"] == list(range(len(passed)))
+        _, states = reference.run(passed, [("post_block", 1)])
+        for row, expected in zip(got["rows"], states["post_block", 1], strict=True):
+            assert error_of(row, expected) < RELATIVE
+
+
+def test_an_aborted_request_leaves_no_sequence_behind(saved):
+    assert saved["stats"][0]["running_sequences"] == 0
+
+
+def test_rows_of_a_streaming_session_are_delivered_once(saved):
+    """A turn's last token never passes the model: vLLM drops it when the next turn comes."""
+    passed = sum(map(len, streaming.TURNS)) + len(streaming.TURNS) * (streaming.ANSWER - 1)
+    result = saved["session"]["result"]
+    assert result.payload.positions.tolist() == list(range(passed))
+
+
+def test_an_unknown_consumer_is_refused_and_the_engine_lives(saved):
+    assert "consumers['nobody']" in saved["refusal"]
+    assert "reader" in saved["refusal"]
