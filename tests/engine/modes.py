@@ -37,13 +37,13 @@ class Reader(Consumer):
 
     def consume_bundle(self, bundle, ctx):
         rows = bundle.entries[self._read.role]
-        for i, (name, position) in enumerate(
-            zip(bundle.meta.request_ids, bundle.meta.positions, strict=True)
+        for i, (slot, position) in enumerate(
+            zip(bundle.meta.slots, bundle.meta.positions, strict=True)
         ):
-            self._rows.setdefault(name, []).append((int(position), rows[i].cpu()))
+            self._rows.setdefault(int(slot), []).append((int(position), rows[i].cpu()))
 
     def on_request_finished(self, request, ctx):
-        rows = self._rows.pop(request.request_id, None)
+        rows = self._rows.pop(request.slot, None)
         if rows is None:  # another pipeline stage has the hook point
             return None
         positions, values = zip(*rows, strict=True)

@@ -1,0 +1,72 @@
+"""Requests in words: chat, stop strings and the end-of-text token, on the demo model."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.modes import Reader
+from tllm import LLM, SamplingParams
+from tllm.ports import ResidualStream
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
+READ = ResidualStream.read(layer=2, site="post_block", role="hidden")
+
+
+@pytest.fixture(scope="module")
+def demo_engine():
+    return LLM(
+        str(DEMO_MODEL),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=8,
+        disable_log_stats=True,
+    )
+
+
+@pytest.fixture
+def llm(demo_engine):
+    demo_engine.register_consumer(Reader("reader", READ))
+    yield demo_engine
+    demo_engine.clear_consumers()
+
+
+def rows(output, sample=0):
+    """Positions of the rows that came back with one sample."""
+    return output.outputs[sample].consumer_results["reader"].payload.positions.tolist()
+
+
+def passed(output, sample=0):
+    """Positions of the tokens that passed the model and belong to the output."""
+    return list(range(len(output.prompt_token_ids) + len(output.outputs[sample].token_ids) - 1))
+
+
+def test_chat_is_read_like_generate(llm):
+    params = SamplingParams(temperature=0, max_tokens=12)
+    (chatted,) = llm.chat(
+        [{"role": "user", "content": "Tell me a story about Leo."}], params, use_tqdm=False
+    )
+    (generated,) = llm.generate(
+        {"prompt_token_ids": chatted.prompt_token_ids}, params, use_tqdm=False
+    )
+    assert chatted.outputs[0].token_ids == generated.outputs[0].token_ids
+    assert rows(chatted) == rows(generated) == passed(chatted)
+
+
+def test_a_stop_string_cuts_the_rows_with_the_output(llm):
+    whole = SamplingParams(temperature=0, max_tokens=40)
+    (free,) = llm.generate("Leo walked to the garden.", whole, use_tqdm=False)
+    word = free.outputs[0].text.split()[3]
+    params = SamplingParams(temperature=0, max_tokens=40, stop=[word])
+    (stopped,) = llm.generate("Leo walked to the garden.", params, use_tqdm=False)
+    assert stopped.outputs[0].finish_reason == "stop"
+    assert len(stopped.outputs[0].token_ids) < len(free.outputs[0].token_ids)
+    assert rows(stopped) == passed(stopped)
+
+
+def test_samples_that_end_by_themselves_have_their_own_rows(llm):
+    params = SamplingParams(temperature=1.0, max_tokens=120, n=4)
+    (output,) = llm.generate("Leo walked to the garden.", params, use_tqdm=False)
+    assert any(sample.finish_reason == "stop" for sample in output.outputs)
+    for sample in range(4):
+        assert rows(output, sample) == passed(output, sample)
