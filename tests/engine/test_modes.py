@@ -42,7 +42,7 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
         cwd=Path(modes.__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     saved = torch.load(output, weights_only=False)

@@ -27,7 +27,7 @@ def saved(tiny_model, tmp_path_factory):
         cwd=Path(streaming.__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(output, weights_only=False)
