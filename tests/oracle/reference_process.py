@@ -28,7 +28,7 @@ class ReferenceProcess:
         self.root = root
         self.variant = variant
         self._pool = ProcessPoolExecutor(
-            1, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+            1, mp_context=get_context("spawn"), initializer=_use_one_thread
         )
 
     def checkpoint(self, family: str) -> Path:
@@ -64,6 +64,11 @@ class ReferenceProcess:
             _answer, question, family, self.root, self.variant, _packed(args)
         )
         return _unpacked(answer.result())
+
+
+def _use_one_thread() -> None:
+    # By a name of ours: vLLM's CPU worker puts a local function in place of torch's.
+    torch.set_num_threads(1)
 
 
 def _answer(
