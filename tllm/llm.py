@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,10 +13,15 @@ import vllm
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 
-from tllm.client import Client, decode_answers, encode_call, engine_arguments
+from tllm.client import Client, Prepared, collect, decode_answers, encode_call, engine_arguments
 from tllm.consumers.base import Consumer
 from tllm.outputs import attach_results
 from tllm.registry import Registry, consumer_from_spec
+from tllm.spec.steering import Group, RequestSteering
+from tllm.steering_control import AsyncSteeringControl, SteeringControl
+from tllm.steering_state import Facts
+
+logger = logging.getLogger(__name__)
 
 _registry = Registry()
 
@@ -51,11 +59,19 @@ class LLM(vllm.LLM):
     Args:
         model: as in vLLM.
         consumers: instances or spec strings, beside those of `register_consumer`.
+        capture_consumers: the same; their results are also in `output.capture_results`.
+        result_timeout_s: how long `generate` waits for results that consumers are still working on
+            (writing to disk, for example); after that they are `pending`.
         hook_points: the hook points to install in every layer (default: `pre_attn`,
             `post_block`, `lm_head_in`, and what the consumers need), or `"all"`.
         capture_mib, max_capture_mib, overflow: size of the capture ring, and what happens when
             consumers are slower than the model (`"block"` or `"drop"`).
+        max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
+            rest waits; 0 turns steering off), and the device memory for their vectors.
         **kwargs: any other argument of `vllm.LLM`.
+
+    Attributes:
+        steering: global steering and named modules (`SteeringControl`).
     """
 
     def __init__(
@@ -63,19 +79,37 @@ class LLM(vllm.LLM):
         model: str,
         *,
         consumers: Iterable[Consumer | str] = (),
+        capture_consumers: Iterable[Consumer | str] = (),
+        result_timeout_s: float = 600.0,
         hook_points: Iterable[str] | str | None = None,
         capture_mib: int | None = None,
         max_capture_mib: int | None = None,
         overflow: str | None = None,
+        max_steering_configs: int | None = None,
+        max_steering_mib: int | None = None,
         **kwargs: Any,
     ) -> None:
-        chosen = [*_registry.all(), *map(_made, consumers)]
-        options = _options(hook_points, capture_mib, max_capture_mib, overflow)
+        capturing = list(map(_made, capture_consumers))
+        chosen = [*_registry.all(), *map(_made, consumers), *capturing]
+        options = _options(
+            hook_points=hook_points,
+            capture_mib=capture_mib,
+            max_capture_mib=max_capture_mib,
+            overflow=overflow,
+            max_steering_configs=max_steering_configs,
+            max_steering_mib=max_steering_mib,
+        )
         self._tllm = Client()
-        self._prompt_ids: dict[str, str] = {}
+        self.steering = SteeringControl(
+            self._tllm.steering, self._ready_to_steer, lambda: self._send_steering(None)
+        )
+        self._tllm.capture_consumers = {consumer.consumer_id for consumer in capturing}
+        self._result_timeout_s = result_timeout_s
+        self._prepared: dict[str, Prepared] = {}
         super().__init__(model, **engine_arguments(kwargs, options, chosen))
         self._add_request_of_engine = self.llm_engine.add_request
         self.llm_engine.add_request = self._add_request_with_spec
+        _check_positions_of(self.llm_engine)
         for consumer in chosen:
             self.register_consumer(consumer)
 
@@ -119,32 +153,80 @@ class LLM(vllm.LLM):
         """Counters of each worker: hook points, rows captured and dropped, consumers."""
         return self._call("stats")
 
+    # -- steering ------------------------------------------------------------------------------
+
+    def _ready_to_steer(self) -> None:
+        if self._tllm.steering.facts is None:
+            self._tllm.steering.facts = Facts(**self._call("steering_facts")[0])
+
+    def _send_steering(self, asked: RequestSteering | None) -> tuple[Group, ...]:
+        """What is done to a request, after the workers have it."""
+        state = self._tllm.steering
+        if not state.concerns(asked):
+            return ()
+        self._ready_to_steer()
+        groups = state.groups(asked)
+        upload = state.upload(groups)
+        if upload is not None:
+            try:
+                self._call("update_steering", *upload.call)
+            except BaseException:
+                state.undo(upload)
+                raise
+        return groups
+
     # -- requests ------------------------------------------------------------------------------
 
     def _add_request_with_spec(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> str:
         if isinstance(params, vllm.SamplingParams):
-            params, self._prompt_ids[request_id] = self._tllm.prepare(params, request_id)
+            for consumer in self._tllm.built_in(params):
+                self.register_consumer(consumer)
+            if self._tllm.consumers and not self._tllm.knows_model:
+                self._tllm.learn_model(self._call("stats"))
+            groups = self._send_steering(Client.asked_steering(params))
+            prepared = self._tllm.prepare(params, request_id, groups)
+            self._prepared[request_id] = prepared
+            params = prepared.params
         return self._add_request_of_engine(request_id, prompt, params, *args, **kwargs)
 
     def _run_engine(self, *args: Any, **kwargs: Any) -> list[Any]:
         try:
             outputs = super()._run_engine(*args, **kwargs)
-            self._attach(outputs)
+            finished = [o for o in outputs if isinstance(o, RequestOutput)]
+            for output in finished:
+                output.tllm_request = self._prepared[output.request_id]  # type: ignore[attr-defined]
+            # Without consumers too: workers then know at once that these sequences are over.
+            self._attach(finished, self._result_timeout_s)
         finally:
-            self._prompt_ids.clear()
+            for prepared in self._prepared.values():
+                self._tllm.steering.release(prepared.prompt_id)
+            self._prepared.clear()
         return outputs
 
-    def _attach(self, outputs: list[Any]) -> None:
-        finished = [o for o in outputs if isinstance(o, RequestOutput)]
-        if not finished:
+    def wait_for_results(self, outputs: Iterable[Any], timeout_s: float | None = None) -> None:
+        """Ask again for results that were `pending`, and put them on the outputs.
+
+        Args:
+            timeout_s: how long to wait for them; without limit by default.
+        """
+        self._attach([output for output in outputs if _pending(output)], timeout_s)
+
+    def _attach(self, outputs: list[Any], timeout_s: float | None) -> None:
+        if not outputs:
             return
-        keys = [self._prompt_ids[o.request_id] for o in finished]
-        # Without consumers too: workers then know at once that these sequences are over.
-        results = self._tllm.merge_results(self._call("take_results", keys))
-        for output, key in zip(finished, keys, strict=True):
-            attach_results(output, results.get(key))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        prepared = {output.tllm_request.prompt_id: output.tllm_request for output in outputs}
+        pending, wait_s = list(prepared), 0.0
+        while pending:
+            pending = collect(prepared, self._call("take_results", pending, wait_s))
+            wait_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if wait_s <= 0:
+                break
+        for output in outputs:
+            request = output.tllm_request
+            attach_results(output, request.results.joined(), request.captures)
 
 
 class AsyncLLM(VllmAsyncLLM):
@@ -158,26 +240,68 @@ class AsyncLLM(VllmAsyncLLM):
         model: str,
         *,
         consumers: Iterable[Consumer | str] = (),
+        capture_consumers: Iterable[Consumer | str] = (),
+        result_timeout_s: float = 600.0,
         hook_points: Iterable[str] | str | None = None,
         capture_mib: int | None = None,
         max_capture_mib: int | None = None,
         overflow: str | None = None,
+        max_steering_configs: int | None = None,
+        max_steering_mib: int | None = None,
         **kwargs: Any,
     ) -> AsyncLLM:
         """An engine for a model; arguments as `LLM` takes them."""
         from vllm.engine.arg_utils import AsyncEngineArgs
 
-        chosen = [*_registry.all(), *map(_made, consumers)]
-        options = _options(hook_points, capture_mib, max_capture_mib, overflow)
+        capturing = list(map(_made, capture_consumers))
+        chosen = [*_registry.all(), *map(_made, consumers), *capturing]
+        options = _options(
+            hook_points=hook_points,
+            capture_mib=capture_mib,
+            max_capture_mib=max_capture_mib,
+            overflow=overflow,
+            max_steering_configs=max_steering_configs,
+            max_steering_mib=max_steering_mib,
+        )
         arguments = engine_arguments(kwargs, options, chosen)
         engine = cls.from_engine_args(AsyncEngineArgs(model=model, **arguments))
+        engine._tllm.capture_consumers = {consumer.consumer_id for consumer in capturing}
+        engine._result_timeout_s = result_timeout_s
         for consumer in chosen:
             await engine.register_consumer(consumer)
         return engine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._tllm = Client()
+        self._result_timeout_s = 600.0
+        self._registering = asyncio.Lock()
+        self._discarding: set[asyncio.Future[None]] = set()
+        self.steering = AsyncSteeringControl(
+            self._tllm.steering, self._ready_to_steer, lambda: self._send_steering(None)
+        )
         super().__init__(*args, **kwargs)
+        _check_positions_of(self)
+
+    async def _ready_to_steer(self) -> None:
+        if self._tllm.steering.facts is None:
+            self._tllm.steering.facts = Facts(**(await self._call("steering_facts"))[0])
+
+    async def _send_steering(self, asked: RequestSteering | None) -> tuple[Group, ...]:
+        """What is done to a request, after the workers have it, or will have it before the
+        request reaches them."""
+        state = self._tllm.steering
+        if not state.concerns(asked):
+            return ()
+        await self._ready_to_steer()
+        groups = state.groups(asked)
+        upload = state.upload(groups)
+        if upload is not None:
+            try:
+                await self._call("update_steering", *upload.call)
+            except BaseException:
+                state.undo(upload)
+                raise
+        return groups
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
         answers = await self.collective_rpc("tllm", args=(method, encode_call(*args)))
@@ -217,20 +341,61 @@ class AsyncLLM(VllmAsyncLLM):
         With a prompt that is itself a stream, which output is the last is known only when the
         stream has ended: it gets the results then, after it was given out.
         """
-        params, prompt_id = self._tllm.prepare(sampling_params, request_id)
+        if self._tllm.built_in(sampling_params):
+            await self._register_built_in(sampling_params)
+        if self._tllm.consumers and not self._tllm.knows_model:
+            self._tllm.learn_model(await self._call("stats"))
+        groups = await self._send_steering(Client.asked_steering(sampling_params))
+        prepared = self._tllm.prepare(sampling_params, request_id, groups)
         output: RequestOutput | None = None
-        async for output in super().generate(prompt, params, request_id, **kwargs):
-            attach_results(output, None)
-            if output.finished:
-                await self._attach(output, prompt_id)
-            yield output
-        if output is not None and not output.finished:
-            await self._attach(output, prompt_id)
+        attached = False
+        try:
+            async for output in super().generate(prompt, prepared.params, request_id, **kwargs):
+                attach_results(output, None)
+                if output.finished:
+                    await self._attach(output, prepared, self._result_timeout_s)
+                    attached = True
+                yield output
+            if output is not None and not output.finished:
+                await self._attach(output, prepared, self._result_timeout_s)
+            attached = True
+        finally:
+            self._tllm.steering.release(prepared.prompt_id)
+            if not attached and self._tllm.consumers:
+                # The caller gave up: nobody will come for the results.
+                task = asyncio.ensure_future(self._discard(prepared.prompt_id))
+                self._discarding.add(task)
+                task.add_done_callback(self._discarding.discard)
 
-    async def _attach(self, output: RequestOutput, prompt_id: str) -> None:
-        if self._tllm.consumers:
-            taken = self._tllm.merge_results(await self._call("take_results", [prompt_id]))
-            attach_results(output, taken.get(prompt_id))
+    async def _register_built_in(self, params: Any) -> None:
+        async with self._registering:
+            for consumer in self._tllm.built_in(params):
+                await self.register_consumer(consumer)
+
+    async def wait_for_results(self, output: Any, timeout_s: float = 600.0) -> None:
+        """Ask again for results that were `pending`, and put them on the output."""
+        if _pending(output):
+            await self._attach(output, output.tllm_request, timeout_s)
+
+    async def _attach(self, output: RequestOutput, prepared: Prepared, timeout_s: float) -> None:
+        output.tllm_request = prepared  # type: ignore[attr-defined]
+        if not self._tllm.consumers:
+            return
+        deadline, pause = time.monotonic() + timeout_s, 0.001
+        asked = {prepared.prompt_id: prepared}
+        # Asked without waiting: other requests use the engine's thread meanwhile.
+        while collect(asked, await self._call("take_results", list(asked))):
+            if time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        attach_results(output, prepared.results.joined(), prepared.captures)
+
+    async def _discard(self, prompt_id: str) -> None:
+        try:
+            await self._call("take_results", [prompt_id])
+        except Exception as error:  # the engine is going down
+            logger.debug("results of an aborted request were not discarded: %s", error)
 
 
 AsyncLLMEngine = AsyncLLM
@@ -240,25 +405,36 @@ def _made(consumer: Consumer | str) -> Consumer:
     return consumer_from_spec(consumer) if isinstance(consumer, str) else consumer
 
 
+def _check_positions_of(engine: Any) -> None:
+    """Let an engine refuse positions that a prompt does not have, once it has tokenized it."""
+    process = engine.input_processor.process_inputs
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        request = process(*args, **kwargs)
+        Client.check_positions(request)
+        return request
+
+    engine.input_processor.process_inputs = checked
+
+
+def _pending(output: Any) -> bool:
+    """Whether a consumer was still working on a result of this output."""
+    return isinstance(output, RequestOutput) and any(
+        result.status == "pending"
+        for completion in output.outputs
+        for result in completion.consumer_results.values()  # type: ignore[attr-defined]
+    )
+
+
 def _release(consumer: Consumer) -> None:
     """A consumer that is no longer registered answers for itself again."""
     for name in ("synchronize", "read_stats"):
         vars(consumer).pop(name, None)
 
 
-def _options(
-    hook_points: Iterable[str] | str | None,
-    capture_mib: int | None,
-    max_capture_mib: int | None,
-    overflow: str | None,
-) -> dict[str, Any]:
+def _options(hook_points: Iterable[str] | str | None = None, **options: Any) -> dict[str, Any]:
     """The engine options that were given."""
     if hook_points is not None and hook_points != "all":
         hook_points = (hook_points,) if isinstance(hook_points, str) else tuple(hook_points)
-    given = {
-        "hook_points": hook_points,
-        "capture_mib": capture_mib,
-        "max_capture_mib": max_capture_mib,
-        "overflow": overflow,
-    }
+    given = {"hook_points": hook_points, **options}
     return {name: value for name, value in given.items() if value is not None}

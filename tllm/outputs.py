@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from vllm.outputs import RequestOutput
 
-from tllm.ports import PerToken
+from tllm.ports import Payload
 
-Status = Literal["ok", "error"]
+Status = Literal["ok", "partial_error", "error", "pending"]
+
+#: The consumer whose results are an output's `activations`.
+_MEMORY = "memory"
 
 
 @dataclass(frozen=True)
@@ -18,8 +21,10 @@ class ConsumerResult:
     """What one consumer has to say about one sequence.
 
     Attributes:
-        status: `error` when the consumer raised while the sequence used it.
-        error: the consumer's error, or None.
+        status: `error` when the consumer raised while the sequence used it, or has no result;
+            `partial_error` when some of its rows are missing; `pending` when it was not done in
+            time (`llm.wait_for_results` asks again).
+        error: why the status is not `ok`, or None.
         payload: what its `on_request_finished` returned.
     """
 
@@ -29,33 +34,65 @@ class ConsumerResult:
 
 
 def attach_results(
-    output: RequestOutput, results: Mapping[int, Mapping[str, Mapping[str, Any]]] | None
+    output: RequestOutput,
+    results: Mapping[int, Mapping[str, ConsumerResult]] | None,
+    captures: Iterable[str] = (),
 ) -> None:
     """Put results on an output: on each completion its own, on the output those of sample 0.
 
-    Sets `output.consumer_results` and `output.outputs[i].consumer_results`, mappings from consumer
-    id to `ConsumerResult`; empty when no consumer had anything to say.
+    Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
+    of `captures`, the consumers that the request asked to capture; and `activations`, what the
+    consumer `memory` captured (None when it captured nothing).
     """
     prompt_len = len(output.prompt_token_ids or ())
+    named = list(captures)
+    given = results or {}
     for completion in output.outputs:
-        given = (results or {}).get(completion.index, {})
+        own = dict(given.get(completion.index, {}))
+        if results is not None:
+            for name in named:
+                own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         num_tokens = prompt_len + len(completion.token_ids)
-        completion.consumer_results = {  # type: ignore[attr-defined]
-            name: _trimmed(ConsumerResult(**result), num_tokens) for name, result in given.items()
+        aborted = completion.finish_reason == "abort"
+        final = {
+            name: _final(result, given.get(0, {}).get(name), num_tokens, aborted)
+            for name, result in own.items()
         }
+        _set(completion, final, named)
     first = output.outputs[0].consumer_results if output.outputs else {}  # type: ignore[attr-defined]
-    output.consumer_results = first  # type: ignore[attr-defined]
+    _set(output, first, named)
 
 
-def _trimmed(result: ConsumerResult, num_tokens: int) -> ConsumerResult:
-    """Without rows of tokens that were computed ahead of the sequence's end."""
-    payload = result.payload
-    if isinstance(payload, PerToken):
-        return replace(result, payload=payload.up_to(num_tokens))
-    if isinstance(payload, Mapping):
-        cut = {
-            key: value.up_to(num_tokens) if isinstance(value, PerToken) else value
+def _set(target: Any, results: Mapping[str, ConsumerResult], captures: Iterable[str]) -> None:
+    target.consumer_results = results
+    target.capture_results = {name: results[name] for name in captures if name in results}
+    target.activations = results[_MEMORY].payload if _MEMORY in results else None
+
+
+def _final(
+    result: ConsumerResult, first: ConsumerResult | None, num_tokens: int, aborted: bool
+) -> ConsumerResult:
+    """With the prompt rows of sample 0 where they are shared, and without rows of tokens that were
+    computed ahead of the sequence's end."""
+    payload, problems = result.payload, [result.error]
+    if isinstance(payload, Payload):
+        if first is not None and first is not result:
+            payload = payload.with_prompt_of(first.payload)
+            if first.status not in ("ok", result.status) or first.error != result.error:
+                problems.append(
+                    first.error and f"of sample 0, whose prompt rows these are: {first.error}"
+                )
+        payload = payload.up_to(num_tokens)
+        problems.append(payload.problem if isinstance(payload, Payload) else None)
+    elif isinstance(payload, Mapping):
+        payload = {
+            key: value.up_to(num_tokens) if isinstance(value, Payload) else value
             for key, value in payload.items()
         }
-        return replace(result, payload=cut)
-    return result
+    if aborted and payload is not None:
+        problems.append("the request was aborted; this is what was captured until then")
+    status: Status = result.status
+    text = "; ".join(filter(None, problems)) or None
+    if status == "ok" and text:
+        status = "partial_error"
+    return replace(result, status=status, error=text, payload=payload)

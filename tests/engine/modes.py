@@ -16,10 +16,29 @@ from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, Logits, PerToken, ResidualStream
 
-PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200]]
+PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66))]
 STEERED = 2
 """Of the prompts, the one that the steering consumer is enabled for."""
+ASKED = 3
+"""Of the prompts, the one that asks for steering itself: in all phases at layer 0, when decoding at
+layer 3, and by a module, of twice its effect, at layer 2."""
 TOKENS = 5
+
+
+def vectors(hidden: int) -> list[torch.Tensor]:
+    """What is added at layers 0, 3 and 2."""
+    generator = torch.Generator().manual_seed(8)
+    return list(4 * torch.randn(3, hidden, generator=generator))
+
+
+def asked(hidden: int) -> dict:
+    """The request's keywords."""
+    early, late, _ = vectors(hidden)
+    return {
+        "steering_vectors": {"post_block": {0: early}},
+        "decode_steering_vectors": {"pre_attn": {-1: {"vector": late / 2, "scale": 2}}},
+        "steering_module_ref": ("in the middle", 2.0),
+    }
 
 
 class Reader(Consumer):
@@ -70,16 +89,6 @@ READERS = {
 
 
 def main(model: str, output: str, options: str) -> None:
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=TOKENS,
-            ignore_eos=True,
-            detokenize=False,
-            consumers={"steering": {"enabled": i == STEERED}},
-        )
-        for i in range(len(PROMPTS))
-    ]
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     llm = LLM(
         model,
@@ -91,6 +100,19 @@ def main(model: str, output: str, options: str) -> None:
         disable_log_stats=True,
         **json.loads(options),
     )
+    hidden = llm.llm_engine.model_config.get_hidden_size()
+    llm.steering.register_module("in the middle", {"post_block": {2: vectors(hidden)[2] / 2}})
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=TOKENS,
+            ignore_eos=True,
+            detokenize=False,
+            consumers={"steering": {"enabled": i == STEERED}},
+            **(asked(hidden) if i == ASKED else {}),
+        )
+        for i in range(len(PROMPTS))
+    ]
     llm.register_consumer(Steering())
     before = llm.generate(prompts, params, use_tqdm=False)
     readers = [llm.register_consumer(Reader(name, read)) for name, read in READERS.items()]

@@ -32,6 +32,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def asked_additions(prompt):
+    early, late, middle = modes.vectors(HIDDEN)
+    return [
+        Addition(("post_block", 0), early),
+        Addition(("pre_attn", 3), late, start=len(prompt)),
+        Addition(("post_block", 2), middle),
+    ]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
     options, environment = MODES[mode]
@@ -49,7 +58,7 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
     assert saved["errors"] == []
     steering = Addition(("post_block", 2), torch.linspace(-3, 3, HIDDEN))
     for i, prompt in enumerate(modes.PROMPTS):
-        additions = [steering] if i == modes.STEERED else []
+        additions = {modes.STEERED: [steering], modes.ASKED: asked_additions(prompt)}.get(i, [])
         tokens = reference.greedy(prompt, modes.TOKENS, additions)
         assert [run[i] for run in saved["tokens"]] == [tokens] * 3
         passed = [*prompt, *tokens][:-1]

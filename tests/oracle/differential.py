@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from tllm.ports import Phase
 
 from .consumers import Gatherer, Place, Writer
 from .families import engine_arguments
-from .reference import Writes
+from .reference import Change, Writes
 from .reference_process import ReferenceProcess
 
 BLOCK = 32
@@ -58,6 +58,78 @@ ENGINE: dict[str, Any] = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Steered:
+    """One operation of a request.
+
+    kind: whether it is asked among the vectors or the clamps; these come last.
+    """
+
+    place: Place
+    method: str
+    vector: Tensor
+    given: Mapping[str, float] = field(default_factory=dict)
+    phase: Phase = "any"
+    positions: str = "all"
+    kind: str = "vectors"
+
+    def mask(self, prompt: list[int]) -> Tensor:
+        """Which positions it is done to."""
+        n = len(prompt)
+        chosen = [
+            POSITIONS[self.positions][1](p, n, prompt[p] if p < n else -1) for p in range(MAX_LEN)
+        ]
+        in_phase = [self.phase in ("any", "prefill" if p < n else "decode") for p in range(MAX_LEN)]
+        return torch.tensor(chosen) & torch.tensor(in_phase)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.method} {self.place} {self.phase} {self.positions}"
+
+
+TOKENS = tuple(range(2, 90))
+"""Chosen by token: about half of the vocabulary."""
+
+POSITIONS: dict[str, tuple[Any, Callable[[int, int, int], bool]]] = {
+    "all": ("all", lambda p, n, token: True),
+    "last prompt": ("last_prompt", lambda p, n, token: p == n - 1),
+    "listed": ([0, -2], lambda p, n, token: p in (0, n - 2)),
+    "generated": ("all_generated", lambda p, n, token: p >= n),
+    "window": (
+        {"phase": "generation", "windows": [[1, 3]]},
+        lambda p, n, token: n + 1 <= p < n + 3,
+    ),
+    "range without": (
+        {"ranges": [[-4, None]], "exclude": {"positions": [-2]}},
+        lambda p, n, token: p >= n - 4 and p != n - 2,
+    ),
+    "tokens": (
+        {"phase": "prompt", "token_ids": TOKENS, "exclude": {"windows": [[0, 2]]}},
+        lambda p, n, token: token in TOKENS and p >= 2,
+    ),
+}
+"""As users write it, and whether a position is meant: (position, prompt length, prompt token)."""
+
+
+def _steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
+    """The keywords of `SamplingParams`, with several operations at a place in their order."""
+    fields: dict[str, Any] = {}
+    for each in steering:
+        prefix = "" if each.phase == "any" else f"{each.phase}_"
+        tier = fields.setdefault(f"{prefix}steering_{each.kind}", {})
+        point, layer = each.place
+        entry = {
+            "vector": each.vector,
+            "method": each.method,
+            "positions": POSITIONS[each.positions][0],
+            **each.given,
+        }
+        if layer is None:
+            tier.setdefault(point, []).append(entry)
+        else:
+            tier.setdefault(point, {}).setdefault(layer, []).append(entry)
+    return fields
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request.
@@ -73,6 +145,7 @@ class Ask:
     seed: int | None = None
     max_tokens: int = MAX_TOKENS
     write: tuple[Place, Phase] | None = None
+    steering: tuple[Steered, ...] = ()
 
     def params(self, registered: Sequence[str], *, seeded: bool) -> Any:
         consumers: dict[str, Mapping[str, Any]] = {
@@ -90,11 +163,13 @@ class Ask:
             ignore_eos=True,
             detokenize=False,
             consumers=consumers,
+            **_steering_fields(self.steering),
         )
 
     def __str__(self) -> str:
         written = f", written at {self.write}" if self.write else ""
-        return f"prompt of {len(self.prompt)}, reads {self.reads}{written}"
+        steered = f", steered {[str(each) for each in self.steering]}" if self.steering else ""
+        return f"prompt of {len(self.prompt)}, reads {self.reads}{written}{steered}"
 
 
 def mixed_batch(vocab: int) -> list[Ask]:
@@ -138,6 +213,64 @@ def written_batch(writes: Sequence[tuple[Place, Phase]], vocab: int) -> list[Ask
         asks.append(Ask(prompt, write=write, max_tokens=4))
         if number % 4 == 0:
             asks.append(Ask(prompt, max_tokens=4))
+    return asks
+
+
+METHODS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("add", {"scale": 1.5}),
+    ("norm_match", {"scale": 0.4}),
+    ("clamp", {"min": -0.3, "max": 0.2, "strength": 0.8}),
+    ("ablate", {}),
+    ("project", {"value": 1.2}),
+    ("multiply", {"factor": -1.5}),
+    ("clamp", {"value": 0.7}),
+)
+
+
+def steered_batch(places: Sequence[Place], vector: Tensor, vocab: int) -> list[Ask]:
+    """Every place once, with method, phase and positions changing in turn; and compositions.
+
+    Half of them share a prompt longer than a block with requests that are not steered, and read
+    no prompt rows: they would share cached blocks that they must not.
+    """
+    pick = random.Random(2)
+    generator = torch.Generator().manual_seed(6)
+    common = [pick.randrange(2, vocab) for _ in range(BLOCK + 6)]
+
+    def direction() -> Tensor:
+        return vector * torch.randn(len(vector), generator=generator)
+
+    def steered(number: int, place: Place, phase: Phase) -> Steered:
+        method, given = METHODS[number % len(METHODS)]
+        kind = "clamps" if method == "clamp" else "vectors"
+        positions = list(POSITIONS)[number % len(POSITIONS)]
+        return Steered(place, method, direction(), given, phase, positions, kind)
+
+    asks = []
+    for number, place in enumerate(places):
+        prompt = [pick.randrange(2, vocab) for _ in range(pick.randrange(5, 14))]
+        phase = PHASES[(number // 2) % 3] if number % len(POSITIONS) in (0, 5) else "any"
+        shares = number % 2 == 1
+        asks.append(
+            Ask(
+                common if shares else prompt,
+                "decode" if shares else "any",
+                steering=(steered(number, place, phase),),
+                max_tokens=4,
+            )
+        )
+        if number % 4 == 1:
+            asks.append(Ask(common, "decode", max_tokens=4))
+    for number in range(4):
+        chosen = [pick.choice(list(places)) for _ in range(3)]
+        chosen += [("post_block", 0), ("pre_attn", 1), ("post_block", 0)]
+        several = sorted(
+            (steered(number + i, place, PHASES[i % 3]) for i, place in enumerate(chosen)),
+            # As they are composed: vectors before clamps, the base tier before its phases.
+            key=lambda each: (each.kind != "vectors", PHASES.index(each.phase)),
+        )
+        asks.append(Ask(common, "any", steering=tuple(several), max_tokens=3))
+        asks.append(Ask(common, None, steering=tuple(several), n=2, seed=3, max_tokens=3))
     return asks
 
 
@@ -273,7 +406,11 @@ class Engine:
         report.check(len(new) == ask.max_tokens, f"{name}: {len(new)} tokens")
         passed = [*ask.prompt, *new][:-1]  # the last token never passes the model
         first = len(ask.prompt)
-        states, logits = self.reference.run(self.family, passed, self._writes(ask))
+        steers: dict[Place, list[Change]] = {}
+        for each in ask.steering:
+            change = each.method, each.vector, each.given, each.mask(ask.prompt)
+            steers.setdefault(each.place, []).append(change)
+        states, logits = self.reference.run(self.family, passed, self._writes(ask), steers)
         if ask.seed is None:
             chosen = logits[first - 1 :]
             regret = chosen.amax(1) - chosen.gather(1, torch.tensor(new)[:, None])[:, 0]
@@ -359,8 +496,9 @@ def serving(
 
     Its KV cache is as small as the family allows, so that sequences preempt each other.
     """
-    # Blocks of Gemma 2 and EXAONE 4 are of two groups of layers: sliding and full attention.
-    blocks = {"gemma2": 14, "exaone4": 14}.get(family, 7)
+    # These have sliding and full attention: three groups of layers, each with blocks of its own.
+    # One sequence needs 14 and the null block where steps are scheduled ahead.
+    blocks = {"gemma2": 15, "gemma3": 15, "exaone4": 15}.get(family, 7)
     given = {"num_gpu_blocks_override": blocks, **engine_arguments(family), **arguments}
     llm = LLM(str(checkpoint), **ENGINE, **given)
     served = Engine(family, points, reference, llm, seeded=seeded)

@@ -67,7 +67,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma3": (
         "gemma3_text",
-        _BASE | _HEAD_DIM | {"query_pre_attn_scalar": 32, "sliding_window": WINDOW},
+        # As in every released Gemma 3, layers of both kinds: they differ in their rotary base too.
+        # Were all of them sliding, plain vLLM 0.32 would be wrong on Hopper, under full CUDA graphs
+        # and while no sequence is longer than the window: FlashAttention 3's schedule is then
+        # computed as if there were no window, for a graph that was captured with one.
+        _BASE
+        | _HEAD_DIM
+        | {
+            "query_pre_attn_scalar": 32,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
     ),
     "phi3": ("phi3", _BASE | {"original_max_position_embeddings": 256}),
     "olmo2": ("olmo2", _BASE),

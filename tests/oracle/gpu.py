@@ -32,7 +32,10 @@ os.environ |= {
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-FAMILIES = ("qwen2", "llama", "gemma2", "gemma3", "olmo2", "phi3", "gpt2", "mixtral")
+FAMILIES = (
+    *("qwen2", "llama", "olmo2", "phi3", "gpt2", "gemma3", "gemma2", "mistral", "qwen3"),
+    *("starcoder2", "stablelm", "falcon", "glm4", "cohere", "mixtral"),
+)
 
 # FlashAttention takes heads of 64, and not of 32 everywhere.
 WIDTH = 2
@@ -61,7 +64,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One row of the table at the end."""
+    """One row of the table."""
 
     family: str
     batch: str
@@ -84,23 +87,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     engine: dict[str, Any] = {"dtype": given.dtype, "enforce_eager": given.eager}
     if HAS_CUDA:
-        engine["gpu_memory_utilization"] = 0.2
+        # Said, not profiled: then several of these can share the card.
+        engine |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28}
     if given.cudagraph_mode:
         engine["compilation_config"] = {"cudagraph_mode": given.cudagraph_mode}
-    lines: list[Line] = []
+    table = Table(dtype)
     with tempfile.TemporaryDirectory() as root:
         reference = ReferenceProcess(Path(root), Variant(WIDTH, dtype))
         for family in given.families:
             try:
-                lines += serve(family, dtype, reference, engine)
+                for line in serve(family, dtype, reference, engine):
+                    table.add(line)
             except Exception as error:  # the other families are still of interest
                 traceback.print_exc()
                 first_line = str(error).partition("\n")[0]
                 note = f"{type(error).__name__}: {first_line}"
-                lines.append(Line(family, "", note=note, failed=True))
+                table.add(Line(family, "", note=note, failed=True))
         reference.close()
-    print_table(lines, dtype)
-    return int(any(line.failed for line in lines))
+    table.close()
+    return int(table.failed)
 
 
 def serve(
@@ -154,40 +159,47 @@ def _why_no_experts() -> str:
     return ""
 
 
-def print_table(lines: Sequence[Line], dtype: torch.dtype) -> None:
-    points = list(UNITS)
-    head = ["family", "batch", *points, "rows", "tokens", "other", "preempt", "cached", ""]
-    rows = [head, ["", "limit", *(f"{UNITS[p] * _roundoff(dtype):.3f}" for p in points)]]
-    mixed_up: dict[str, list[float]] = defaultdict(list)
-    for line in lines:
-        if line.report is None:
-            rows.append([line.family, line.note])
-            continue
+class Table:
+    """Printed row by row, so that a run that is cut off loses no more than what it was doing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.failed = False
+        self._mixed_up: dict[str, list[float]] = defaultdict(list)
+        counts = ("rows", "tokens", "other", "preempt", "cached", "")
+        self._print("family", "batch", *UNITS, *counts)
+        self._print("", "limit", *(f"{units * _roundoff(dtype):.3f}" for units in UNITS.values()))
+
+    def add(self, line: Line) -> None:
+        self.failed |= line.failed
         report = line.report
+        if report is None:
+            print(f"{line.family:16}  {line.note}", flush=True)
+            return
         for point, errors in report.mixed_up.items():
-            mixed_up[point] += errors
-        rows.append(
-            [
-                line.family,
-                line.batch,
-                *(f"{report.worst[p]:.4f}" if p in report.worst else "-" for p in points),
-                *map(str, (report.rows, report.tokens, report.differing)),
-                *map(str, (report.preemptions, report.cached_tokens)),
-                f"FAILED ({len(report.problems)})" if line.failed else "ok",
-            ]
+            self._mixed_up[point] += errors
+        self._print(
+            line.family,
+            line.batch,
+            *(f"{report.worst[p]:.4f}" if p in report.worst else "-" for p in UNITS),
+            *map(str, (report.rows, report.tokens, report.differing)),
+            *map(str, (report.preemptions, report.cached_tokens)),
+            f"FAILED ({len(report.problems)})" if line.failed else "ok",
         )
-    rows.append(["", "mixed up", *(f"{median(mixed_up[p]):.3f}" for p in points if mixed_up)])
-    full = [row for row in rows if len(row) > 2]
-    widths = [max(len(row[i]) for row in full if i < len(row)) for i in range(len(head))]
-    print()
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)))
-    print(
-        f"\n{dtype} against transformers in float32: largest error of any row, relative to the "
-        "largest value of its request's tensor.\nmixed up: the median of these errors if rows of "
-        "neighbouring tokens were exchanged. other: greedy tokens that are not the likeliest of "
-        "the reference, within the error of its logits."
-    )
+
+    def close(self) -> None:
+        errors = (self._mixed_up.get(point) for point in UNITS)
+        self._print("", "mixed up", *(f"{median(e):.3f}" if e else "-" for e in errors))
+        print(
+            f"\n{self.dtype} against transformers in float32: largest error of any row, relative "
+            "to the largest value of its request's tensor.\nmixed up: the median of these errors "
+            "if rows of neighbouring tokens were exchanged. other: greedy tokens that are not the "
+            "likeliest of the reference, within the error of its logits.",
+            flush=True,
+        )
+
+    def _print(self, family: str, batch: str, *cells: str) -> None:
+        print(f"{family:16}  {batch:12}", *(f"{cell:>10}" for cell in cells), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,10 @@ from transformers import AutoModelForCausalLM
 Layer = int | None
 Writes = Mapping[tuple[str, Layer], tuple[Tensor, Tensor]]
 """(hook point, layer) -> a vector [hidden] to add, and a mask [positions], False beyond its end."""
+Change = tuple[str, Tensor, Mapping[str, float], Tensor]
+"""A way to steer, its vector [hidden], its parameters, and a mask [positions] as in `Writes`."""
+Steers = Mapping[tuple[str, Layer], Sequence[Change]]
+"""(hook point, layer) -> what is done there, in order."""
 States = dict[str, dict[Layer, Tensor]]
 """Hook point -> layer -> [tokens, hidden]; the layer of `lm_head_in` is None."""
 
@@ -70,6 +74,44 @@ _FALCON = _NO_POST_ATTN | {
     "attn_in": _into("self_attention"),
     "attn_out": _out_of("self_attention"),
 }
+
+
+def _component(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """How far rows lie along a direction, [rows, 1], and the direction."""
+    v = w / w.norm()
+    return (h @ v)[:, None], v
+
+
+def _clamped(h: Tensor, w: Tensor, lowest: float, highest: float, strength: float) -> Tensor:
+    p, v = _component(h, w)
+    return h + strength * (p.clamp(lowest, highest) - p) * v
+
+
+def _projected(h: Tensor, w: Tensor, value: float) -> Tensor:
+    p, v = _component(h, w)
+    return h - p * v + value * v
+
+
+def _multiplied(h: Tensor, w: Tensor, factor: float) -> Tensor:
+    p, v = _component(h, w)
+    return h - p * v + factor * p * v
+
+
+STEERED: dict[str, Callable[..., Tensor]] = {
+    "add": lambda h, w, scale: h + scale * w,
+    "norm_match": lambda h, w, scale: h + scale * h.norm(dim=1, keepdim=True) * w / w.norm(),
+    "clamp": lambda h, w, **given: _clamped(
+        h,
+        w,
+        given.get("min", given.get("value", -torch.inf)),
+        given.get("max", given.get("value", torch.inf)),
+        given.get("strength", 1.0),
+    ),
+    "ablate": lambda h, w: _projected(h, w, 0.0),
+    "project": _projected,
+    "multiply": _multiplied,
+}
+"""The rows after each way of steering, from the rows before it and the vector as it was given."""
 
 PLACES: dict[str, dict[str, Place]] = {
     "gemma2": _SANDWICH,
@@ -157,25 +199,30 @@ class Reference:
         return output[0, len(prompt_ids) :].tolist()
 
     @torch.no_grad()
-    def run(self, token_ids: list[int], writes: Writes) -> tuple[States, Tensor]:
+    def run(
+        self, token_ids: list[int], writes: Writes, steers: Steers | None = None
+    ) -> tuple[States, Tensor]:
         """The states as `capture` gives them, and the logits `[tokens, vocab]`."""
         states: States = {}
 
         def visit(point: str, layer: Layer, tensor: Tensor) -> Tensor:
             """Keeps a copy of the tensor `[1, tokens, hidden]`; returns what to add to it."""
-            states.setdefault(point, {})[layer] = tensor.reshape(-1, tensor.shape[-1]).clone()
-            vector, mask = writes.get(
-                (point, layer), (torch.zeros(tensor.shape[-1]), torch.zeros(0))
-            )
-            rows = torch.zeros(len(token_ids))
-            rows[: len(mask)] = mask[: len(token_ids)].float()
-            return (rows[:, None] * vector).view_as(tensor)
+            arrived = tensor.reshape(-1, tensor.shape[-1]).clone()
+            states.setdefault(point, {})[layer] = arrived
+            changes = list((steers or {}).get((point, layer), ()))
+            if (point, layer) in writes:
+                vector, mask = writes[point, layer]
+                changes.insert(0, ("add", vector, {"scale": 1.0}, mask))
+            leaving = arrived
+            for method, vector, given, mask in changes:
+                rows = torch.zeros(len(token_ids), dtype=torch.bool)
+                rows[: len(mask)] = mask[: len(token_ids)]
+                steered = STEERED[method](leaving, vector, **given)
+                leaving = torch.where(rows[:, None], steered, leaving)
+            return (leaving - arrived).view_as(tensor)
 
         with self._hooked(visit):
             logits = self.model(torch.tensor([token_ids]), use_cache=False).logits[0]
-        # What leaves a block enters the next: one point, read before a write under either name.
-        for layer in range(1, len(self.blocks)):
-            states["pre_attn"][layer] = states["post_block"][layer - 1]
         return states, logits
 
     @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import families
-from .reference import Reference, States, Writes
+from .reference import Reference, States, Steers, Writes
 
 
 class ReferenceProcess:
@@ -35,8 +35,10 @@ class ReferenceProcess:
         """The folder of the family's checkpoint, for `LLM(model=...)`."""
         return self._pool.submit(families.save, family, self.root, self.variant).result()
 
-    def run(self, family: str, token_ids: list[int], writes: Writes) -> tuple[States, Tensor]:
-        return self._ask(Reference.run, family, token_ids, writes)
+    def run(
+        self, family: str, token_ids: list[int], writes: Writes, steers: Steers | None = None
+    ) -> tuple[States, Tensor]:
+        return self._ask(Reference.run, family, token_ids, writes, steers)
 
     def capture(self, family: str, token_ids: list[int], writes: Writes | None = None) -> States:
         return self._ask(Reference.capture, family, token_ids, writes)

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from .differential import PHASES, Engine, Report, Tolerance, mixed_batch, serving, written_batch
+from .differential import (
+    PHASES,
+    Engine,
+    Report,
+    Tolerance,
+    mixed_batch,
+    serving,
+    steered_batch,
+    written_batch,
+)
 from .families import CONFIGS, tolerance
 from .reference import points
 from .reference_process import ReferenceProcess
@@ -96,6 +105,16 @@ def test_writes_reach_their_requests_as_hooks_would_and_no_others(
     with engine.consumers(writer=True):
         report = engine.compare(written_batch(writes, engine.vocab), accepted)
     assert_agrees(report)
+
+
+def test_steered_rows_and_tokens_are_those_of_transformers_with_hooks(
+    engine: Engine, accepted: Tolerance
+) -> None:
+    with engine.consumers():
+        asks = steered_batch(engine.places, engine.vector, engine.vocab)
+        report = engine.compare(asks, accepted)
+    assert_agrees(report)
+    assert report.cached_tokens
 
 
 def test_points_that_the_family_lacks_are_refused_with_those_it_has(engine: Engine) -> None:

@@ -2,13 +2,16 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from tllm.runtime.descriptor import SEGMENT_WIDTH, Segment
+from tllm.runtime.descriptor import CHAIN_UNIT, SEGMENT_WIDTH, Operation, Segment
 from tllm.runtime.kernels import candidates, row_plan, tap
+from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
 from tllm.spec.hooks import HookPoint
+from tllm.spec.steering import METHODS, Coefficients, Tiers
 
 pytestmark = pytest.mark.kernels
 
@@ -24,14 +27,39 @@ def test_row_plan(seed):
         segment[Segment.ROW], segment[Segment.COUNT], segment[Segment.SKIP] = row, count, skip
         segment[Segment.DESTINATION], segment[Segment.WIDTH] = destination, width
         segment[Segment.PROGRAM], segment[Segment.ADD] = pick.randint(0, 5), pick.randint(-1, 9)
+        segment[Segment.STEER] = pick.randint(-1, 9)
         segments.append(segment)
         row += count + pick.choice([0, 5])
         destination += (count - skip) * width
     segments = torch.tensor(segments, dtype=torch.int32)
-    plans = [torch.full((3, 5000), -7, dtype=torch.int32) for _ in range(2)]
+    plans = [torch.full((4, 5000), -7, dtype=torch.int32) for _ in range(2)]
     row_plan.launch(segments, plans[0])
     row_plan.reference(segments, plans[1])
     assert torch.equal(*plans)
+
+
+def steering_tables(taps, keys, generator, dtype):
+    """Steering rows 0 to 3 with none, one, three and one operation at a point, of all kinds."""
+    count, hidden = taps.num_points, taps.hidden_size
+    tables = torch.zeros(count, 4, int(Operation.SIZE), dtype=torch.int32)
+    operations = torch.zeros(8, int(Operation.SIZE), dtype=torch.int32)
+    vectors = torch.nn.functional.normalize(torch.randn(5, hidden, generator=generator), dim=1)
+
+    def fill(words, vector, coefficients, chain=0):
+        words[Operation.CHAIN], words[Operation.VECTOR] = chain, vector
+        words[Operation.ADD :] = torch.tensor(coefficients).view(torch.int32)
+
+    for key in keys:
+        table = tables[taps.index[key]]
+        fill(table[1], 0, Coefficients(add=2.5), 1)
+        fill(table[2], 1, Coefficients(norm=0.7), 3 + CHAIN_UNIT * 4)
+        fill(operations[4], 2, Coefficients(strength=0.9, low=-0.2, high=0.1))
+        fill(operations[5], 3, Coefficients(add=1.5, component=-0.5))
+        fill(table[3], 4, Coefficients(strength=1.0, low=0.0, high=0.0), 1)
+    vectors = vectors.to(dtype)
+    taps.place_steering(tables, operations, vectors)
+    taps.set_steering(np.array([taps.index[key] for key in keys], np.int64))
+    return tables, operations, vectors  # to be kept alive
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["stream", "fused residual"])
@@ -40,12 +68,13 @@ def test_row_plan(seed):
 def test_tap(seed, dtype, fused):
     generator = torch.Generator().manual_seed(seed)
     hidden, rows = [24, 64, 100, 7][seed], 9
-    key = (HookPoint.POST_BLOCK, 0)
+    first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
     results = []
     for run in (tap.reference, lambda *args: tap.launch(*args, 4)):
         generator.manual_seed(seed)
         taps = Taps(
-            {key: None},
+            {first: None},
+            second={first: second},
             hidden_size=hidden,
             dtype=dtype,
             device=torch.device("cpu"),
@@ -55,23 +84,73 @@ def test_tap(seed, dtype, fused):
         )
         arena = torch.zeros(40, hidden, dtype=dtype)
         taps.set_arena(arena)
-        taps.set_program(1, [key])
-        taps.set_capturing([key])
-        vectors = torch.randn(2, hidden, generator=generator)
-        taps.set_additions(key, torch.tensor([1, 3]), vectors)
-        taps.plan[0] = torch.randperm(40, generator=generator)[:16].int()
+        taps.set_program(1, [first])
+        taps.set_program(2, [first, second])
+        taps.set_capturing([first, second] if seed % 2 else [first])
+        for key in (first, second)[: 1 + seed // 2]:
+            vectors = torch.randn(2, hidden, generator=generator)
+            taps.set_additions(key, torch.tensor([1, 3]), vectors)
+        kept = steering_tables(taps, (first, second)[seed % 3 :], generator, dtype)
+        taps.plan[0] = (2 * torch.randperm(20, generator=generator)[:16]).int()
         taps.plan[0, ::3] = -1
-        taps.plan[1] = torch.randint(0, 2, (16,), generator=generator)
+        taps.plan[1] = torch.randint(0, 3, (16,), generator=generator)
         taps.plan[2] = torch.randint(-1, 4, (16,), generator=generator)
+        taps.plan[3] = torch.randint(-1, 4, (16,), generator=generator)
         taps.commit()
         stream = torch.randn(rows, hidden, generator=generator).to(dtype)
         residual = torch.randn(rows, hidden, generator=generator).to(dtype) if fused else None
-        run(stream, residual, taps._descriptors[0])
+        run(stream, residual, taps._descriptors[0], taps.plan)
         results.append((arena, stream, residual if fused else stream))
+        del kept
     # Triton's interpreter cuts bfloat16 off where devices round.
-    tolerance = 0.0 if dtype == torch.float32 else 2**-6
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-6
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_computes_its_formula(method):
+    """The one kernel, with a method's coefficients, against the method's formula written out."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, key = 48, (HookPoint.POST_BLOCK, 0)
+    given = {"scale": 1.7, "min": -0.4, "max": 0.3, "strength": 0.8, "value": 2.0, "factor": -1.5}
+    chosen = {k: given[k] for k in METHODS[method].parameters if (method, k) != ("clamp", "value")}
+    w = torch.randn(hidden, generator=generator)
+    entry = {"vector": w, "method": method, **chosen}
+    parsed = next(iter(Tiers.parse(vectors={"post_block": {0: entry}})))
+    taps = Taps(
+        {key: None},
+        second={},
+        hidden_size=hidden,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_tokens=4,
+        max_programs=1,
+        add_rows=1,
+    )
+    steering = Steering(taps, lambda hook, layer: key, 4)
+    steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
+    row = steering.acquire(("g",))
+    steering.commit()
+    taps.plan[3, :] = row
+    taps.commit()
+    h = torch.randn(4, hidden, generator=generator)
+    out = {}
+    for name, run in (("kernel", lambda *a: tap.launch(*a, 4)), ("reference", tap.reference)):
+        out[name] = h.clone()
+        run(out[name], None, taps._descriptors[0], taps.plan)
+    v = w / w.norm()
+    p = (h @ v)[:, None]
+    expected = {
+        "add": h + 1.7 * w,
+        "norm_match": h + 1.7 * h.norm(dim=1, keepdim=True) * v,
+        "clamp": h + 0.8 * (p.clip(-0.4, 0.3) - p) * v,
+        "ablate": h - 0.8 * p * v,
+        "project": h + 0.8 * (2.0 - p) * v,
+        "multiply": h + 0.8 * (-1.5 - 1) * p * v,
+    }[method]
+    torch.testing.assert_close(out["kernel"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out["reference"], expected, rtol=1e-5, atol=1e-5)
 
 
 def sorted_by_token(found):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tllm.runtime.batch import RowPlanner, StepBatch
 from tllm.runtime.descriptor import PlanRow
 from tllm.runtime.slots import Slots
+from tllm.runtime.timeline import Timeline
 
 SLOTS, TOKENS, RING = 6, 64, 200
 WIDTHS = np.array([0, 1, 3, 0], np.int32)
@@ -42,6 +43,9 @@ def traffic(draw):
     phases = st.tuples(st.integers(0, 3), st.integers(0, 3))
     asks = draw(st.lists(phases, min_size=SLOTS, max_size=SLOTS))
     adds = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
+    steers = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
+    stretch = st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(-1, 3))
+    timelines = draw(st.lists(st.lists(stretch, max_size=5), min_size=SLOTS, max_size=SLOTS))
     lengths = draw(st.lists(st.integers(1, 12), min_size=SLOTS, max_size=SLOTS))
     step = st.lists(
         st.tuples(st.integers(0, SLOTS - 1), st.integers(1, 9), st.booleans()),
@@ -51,17 +55,35 @@ def traffic(draw):
     )
     steps = draw(st.lists(step, min_size=1, max_size=6))
     steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
-    return asks, adds, lengths, steps + draw(st.integers(0, 15)) * [steady]
+    return asks, adds, steers, timelines, lengths, steps + draw(st.integers(0, 15)) * [steady]
+
+
+def timeline_of(stretches, prompt_len):
+    """Stretches of these lengths, cut where the prompt ends."""
+    starts, rows, at = [], [], 0
+    for length, program, steer in stretches:
+        starts += [at, prompt_len] if at < prompt_len < at + length else [at]
+        rows += [(program, steer)] * (2 if at < prompt_len < at + length else 1)
+        at += length
+    if prompt_len > starts[-1]:
+        starts.append(prompt_len)
+        rows.append(rows[-1])
+    program, steer = np.array(rows, np.int32).T
+    return Timeline(np.array(starts, np.int32), program, steer)
 
 
 @settings(max_examples=150, deadline=None)
 @given(traffic())
 def test_each_token_does_what_its_sequence_asked(case):
-    asks, adds, lengths, steps = case
+    asks, adds, steers, timelines, lengths, steps = case
     table = Slots(SLOTS)
     table.prompt_len[:] = lengths
     table.program[:] = np.array(asks, np.int32).T
     table.add[:] = np.array(adds, np.int32).reshape(2, SLOTS)
+    table.steer[:] = np.array(steers, np.int32).reshape(2, SLOTS)
+    for slot, stretches in enumerate(timelines):
+        if stretches:
+            table.set_timeline(slot, timeline_of(stretches, lengths[slot]))
     plan = torch.full((len(PlanRow), TOKENS), -1, dtype=torch.int32)
     taps = SimpleNamespace(device=torch.device("cpu"), plan=plan)
     planner = RowPlanner(table, taps, StubPrograms(), StubRing())
@@ -80,10 +102,14 @@ def test_each_token_does_what_its_sequence_asked(case):
         for slot, count in zip(slots, counts, strict=True):
             for position in range(computed[slot], computed[slot] + count):
                 phase = int(position >= lengths[slot])
-                program = table.program[phase, slot]
+                program, steer = table.program[phase, slot], table.steer[phase, slot]
+                if timelines[slot]:
+                    of = table.timelines[slot]
+                    at = max(i for i, start in enumerate(of.starts) if start <= position)
+                    program, steer = of.program[at], of.steer[at]
                 program = 0 if position < delivered[slot] else program
-                destination, what, add = plan[:, row].tolist()
-                assert add == table.add[phase, slot]
+                destination, what, add, steered = plan[:, row].tolist()
+                assert (add, steered) == (table.add[phase, slot], steer)
                 if WIDTHS[program]:
                     assert what == program
                     rows = range(destination, destination + WIDTHS[program])
@@ -96,7 +122,8 @@ def test_each_token_does_what_its_sequence_asked(case):
                 row += 1
             computed[slot] += count
             delivered[slot] = max(delivered[slot], computed[slot])
-        assert (plan[[PlanRow.DESTINATION, PlanRow.ADD], row:] == -1).all()
+        nothing = [PlanRow.DESTINATION, PlanRow.ADD, PlanRow.STEER]
+        assert (plan[nothing, row:] == -1).all()
 
         found = {}
         for rows in frame.rows:

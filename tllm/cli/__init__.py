@@ -9,8 +9,10 @@ from rich.console import Console
 
 import tllm
 from tllm.cli.doctor import examine, render
+from tllm.cli.store import app as store_app
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
+app.add_typer(store_app, name="store")
 
 
 def _print_version(wanted: bool) -> None:

@@ -32,9 +32,22 @@ class Consumer(ABC):
     #: Name in results, statistics, `SamplingParams(consumers={...})` and error messages.
     consumer_id: str = ""
 
+    #: Only requests that name it use it; else every request does that does not turn it off.
+    on_request_only: bool = False
+
     @abstractmethod
     def flows(self) -> Sequence[ConsumerFlow]:
         """What is read and written, and when. Asked once, at registration."""
+
+    def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
+        """What is read of one sequence beside `flows()`, by the options of its request and the
+        model's number of layers.
+
+        Asked for every sequence that uses the consumer, in the user's process and in each worker:
+        the answer may depend on nothing else. These flows write nothing. Sequences that ask for
+        the same rows at different `positions` share a flow.
+        """
+        return ()
 
     def start(self, ctx: ConsumerContext) -> None:
         """Called once in the worker before anything else: allocate here."""
@@ -80,6 +93,8 @@ class Consumer(ABC):
             What goes to the user with the request's output (`output.consumer_results`): plain
             data, numpy arrays or CPU tensors; None for nothing. Give values that belong to
             tokens as `PerToken`: rows that the engine computed ahead of a stop are then cut off.
+            A `RequestResult` says that something is missing. A `concurrent.futures.Future` of
+            any of these lets the engine go on: whoever takes the result waits for it.
         """
         return None
 

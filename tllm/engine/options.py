@@ -26,12 +26,17 @@ class EngineOptions:
         max_capture_mib: the most it grows to.
         overflow: what happens when consumers are slower than the model and the ring is full:
             `block` waits for them, `drop` gives up rows and counts them.
+        max_steering_configs: how many distinct ways of steering run at once; requests that would
+            need more wait. 0 turns steering off.
+        max_steering_mib: the most memory that steering vectors take on the device, in MiB.
     """
 
     hook_points: tuple[str, ...] | str = DEFAULT_HOOK_POINTS
     capture_mib: int = 64
     max_capture_mib: int = 2048
     overflow: Overflow = "block"
+    max_steering_configs: int = 512
+    max_steering_mib: int = 1024
 
     def __post_init__(self) -> None:
         if self.hook_points != "all":
@@ -43,9 +48,13 @@ class EngineOptions:
                 f"overflow={self.overflow!r} is not known; choose one of "
                 f"{', '.join(get_args(Overflow))}"
             )
-        for name in ("capture_mib", "max_capture_mib"):
+        for name in ("capture_mib", "max_capture_mib", "max_steering_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.max_steering_configs < 0:
+            raise ValueError(
+                f"max_steering_configs={self.max_steering_configs} must be 0 (no steering) or more"
+            )
 
     @property
     def points(self) -> tuple[HookPoint, ...]:

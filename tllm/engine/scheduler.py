@@ -1,36 +1,111 @@
-"""The scheduler: vLLM's own, with prefix-cache rules for rows that are read or changed."""
+"""The scheduler: vLLM's own, with prefix-cache and admission rules for rows read or changed."""
 
 from __future__ import annotations
 
-import uuid
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tllm.engine import prefix_cache
+from tllm.engine.options import EngineOptions
 from tllm.spec.request import RequestSpec
+from tllm.spec.steering import steering_stretches
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as _Base
     from vllm.v1.request import Request
+else:
+    _Base = object
+
+Configuration = tuple[str, ...]
+"""Digests of the groups that steer a token: one row of the workers' steering tables."""
 
 
-class _Rules:
+class _Rules(_Base):
     """Mixed into vLLM's schedulers."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = EngineOptions.from_config(self.vllm_config.additional_config)
+        self._tllm_max_configurations = options.max_steering_configs
+        self._tllm_configurations: dict[str, frozenset[Configuration]] = {}
+        self._tllm_admitted: set[str] = set()
+        self._tllm_reuse_limits: dict[str, int] = {}
+        self._tllm_block_size = self.hash_block_size
+        prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
+
     def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests  # more of a streamed prompt
         params = request.sampling_params
         spec = RequestSpec.from_extra_args(params.extra_args if params else None)
-        if spec.rows_from is not None:
-            # A cached block's rows would never pass the model. Blocks are still written, under
-            # the plain key: reading changes nothing in them.
-            request.skip_reading_prefix_cache = True
-        if spec.isolated:
-            # Changed rows change the cache: nobody else may read these blocks, nor this request
-            # those of others.
-            request.cache_salt = f"{request.cache_salt or ''}tllm-{uuid.uuid4().hex}"
-            request.block_hashes.clear()
-            request.update_block_hashes()
-        super().add_request(request)  # type: ignore[misc]
+        if not known:
+            first = spec.rows_from(
+                request.num_prompt_tokens,
+                request.prompt_token_ids or (),
+                spec.sample_index(request.request_id),
+            )
+            if first is not None:
+                # A cached block's rows would never pass the model. Blocks are still written, under
+                # the plain key: reading changes nothing in them.
+                self._tllm_reuse_limits[request.request_id] = first
+            prefix_cache.apply(request, spec, self._tllm_block_size)
+        if spec.steering:
+            stretches = steering_stretches(
+                spec.steering, request.num_prompt_tokens, request.prompt_token_ids or ()
+            )
+            needed = frozenset(groups for _, groups in stretches if groups)
+            before = self._tllm_configurations.get(request.request_id, frozenset())
+            self._tllm_configurations[request.request_id] = needed | before
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self._tllm_reuse_limits or self._tllm_configurations:
+            self._tllm_forget_finished()
+        held = self._tllm_hold_back()
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            if held:
+                self.waiting.prepend_requests(reversed(held))
+        if self._tllm_configurations:
+            self._tllm_admitted.update(
+                new.req_id
+                for new in output.scheduled_new_reqs
+                if new.req_id in self._tllm_configurations
+            )
+        return output
+
+    def _tllm_forget_finished(self) -> None:
+        for table in (self._tllm_reuse_limits, self._tllm_configurations):
+            for request_id in [i for i in table if i not in self.requests]:
+                del table[request_id]
+        self._tllm_admitted &= self._tllm_configurations.keys()
+
+    def _tllm_hold_back(self) -> list[Request]:
+        """Take requests out of the queue for which the workers' steering tables have no room.
+
+        The newest wait; whoever ran already keeps its rows. A request that alone needs more than
+        the limit is let through, since waiting would not help it.
+        """
+        limit, wanted = self._tllm_max_configurations, self._tllm_configurations
+        if sum(map(len, wanted.values())) <= limit:
+            return []
+        in_use: set[Configuration] = set()
+        for request_id in self._tllm_admitted:
+            in_use |= wanted[request_id]
+        held = []
+        for request in self.waiting:
+            needed = wanted.get(request.request_id)
+            if needed is None or request.request_id in self._tllm_admitted:
+                continue
+            if len(in_use | needed) <= limit or len(needed) > limit:
+                in_use |= needed
+            else:
+                held.append(request)
+        if held:
+            self.waiting.remove_requests(held)
+        return held
 
 
 class _Sync(_Rules, Scheduler):

@@ -65,12 +65,14 @@ class InterventionWorker(_Base):
         dtype = self.vllm_config.model_config.dtype
         row_bytes = self._sites.hidden_size * dtype.itemsize
         with torch.inference_mode():
+            installed = {
+                key: site
+                for key, site in self._sites.sites.items()
+                if _serves(key, wanted, self._sites.num_layers)
+            }
             taps = Taps(
-                {
-                    key: site
-                    for key, site in self._sites.sites.items()
-                    if _serves(key, wanted, self._sites.num_layers)
-                },
+                installed,
+                second={k: second for k, second in self._sites.second.items() if k in installed},
                 hidden_size=self._sites.hidden_size,
                 dtype=dtype,
                 device=self.device,
@@ -95,6 +97,7 @@ class InterventionWorker(_Base):
                 samples=model_view.is_last_stage(),
                 max_sequences=scheduler.max_num_seqs,
                 max_programs=_MAX_PROGRAMS,
+                steering_rows=self._options.max_steering_configs,
                 ring_rows=max(64, self._options.capture_mib * 2**20 // row_bytes),
                 max_ring_rows=self._options.max_capture_mib * 2**20 // row_bytes,
                 overflow=self._options.overflow,
@@ -104,11 +107,12 @@ class InterventionWorker(_Base):
         )
 
     def _resolve_tap(self, site: str, layer: int | None) -> TapKey:
-        """The key of the tap that serves a hook point; `ValueError` when there is none."""
+        """The hook point as the taps know it; `ValueError` when no tap serves it."""
         point = HookPoint.parse(site)
-        key = self._sites.canonical(point, layer)
+        key = self._sites.locate(point, layer)
         installed = set(self._options.points)
-        if not _serves(key, installed, self._sites.num_layers):
+        tap = self._sites.canonical(point, layer)
+        if not _serves(tap, installed, self._sites.num_layers):
             has = ", ".join(p.value for p in self._sites.points if p in installed)
             raise ValueError(
                 f"hook point {point} has no tap in this engine (it has {has}); start it with "
@@ -146,7 +150,7 @@ class InterventionWorker(_Base):
                 new.prompt_token_ids,
                 _prompt_len(new),
                 spec,
-                _sample_index(new.req_id, spec.num_samples),
+                spec.sample_index(new.req_id),
             )
 
     # -- remote calls --------------------------------------------------------------------------
@@ -155,10 +159,9 @@ class InterventionWorker(_Base):
     def tllm(self, method: str, payload: bytes) -> bytes:
         """Run a method of `WorkerCalls` for the user's process; never raises."""
         try:
-            answer = getattr(WorkerCalls(self.session, self._sites), method)(
-                *cloudpickle.loads(payload)
-            )
-            return pickle.dumps(("ok", answer))
+            calls = WorkerCalls(self.session, self._sites, self._options)
+            answer = getattr(calls, method)(*cloudpickle.loads(payload))
+            return pickle.dumps(("ok", answer), protocol=5)
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("tLLM call %r failed", method)
@@ -168,9 +171,10 @@ class InterventionWorker(_Base):
 class WorkerCalls:
     """What the user's process may ask of a worker."""
 
-    def __init__(self, session: Session, sites: ModelSites) -> None:
+    def __init__(self, session: Session, sites: ModelSites, options: EngineOptions) -> None:
         self._session = session
         self._sites = sites
+        self._options = options
 
     def register(self, consumer: Any) -> None:
         """Add a consumer (a copy made for this worker)."""
@@ -180,9 +184,9 @@ class WorkerCalls:
         """Remove a consumer, or all."""
         self._session.unregister(consumer_id)
 
-    def take_results(self, prompt_ids: list[str]) -> Any:
-        """Results of finished prompts."""
-        return self._session.take_results(prompt_ids)
+    def take_results(self, prompt_ids: list[str], wait_s: float = 0.0) -> Any:
+        """Results of finished prompts; those not made within `wait_s` seconds are pending."""
+        return self._session.take_results(prompt_ids, wait_s)
 
     def synchronize(self) -> None:
         """Wait for all consumers."""
@@ -191,6 +195,31 @@ class WorkerCalls:
     def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
         """Statistics of one consumer."""
         return self._session.consumer_stats(consumer_id)
+
+    def update_steering(
+        self,
+        vectors: Any,
+        groups: Any,
+        forgotten_groups: list[str],
+        forgotten_vectors: list[str],
+    ) -> None:
+        """Forget steering groups and vectors, then keep new ones, by digest."""
+        self._session.steering.drop(forgotten_groups, forgotten_vectors)
+        self._session.steering.put(vectors, groups)
+
+    def steering_facts(self) -> dict[str, Any]:
+        """What may be steered in this engine (`tllm.steering_state.Facts`)."""
+        dtype = self._session.dtype
+        return {
+            "num_layers": self._sites.num_layers,
+            "hidden_size": self._sites.hidden_size,
+            "points": [p.value for p in self._sites.points if p in self._options.points],
+            "missing": {p.value: why for p, why in self._sites.missing.items()},
+            "row_bytes": self._sites.hidden_size * dtype.itemsize,
+            "max_value": torch.finfo(dtype).max,
+            "max_configs": self._options.max_steering_configs,
+            "max_mib": self._options.max_steering_mib,
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counters of the worker, and what its model has."""
@@ -224,11 +253,3 @@ def _prompt_len(new: Any) -> int:
     if new.prompt_token_ids is not None:
         return len(new.prompt_token_ids)
     return int(new.prompt_embeds.shape[0])
-
-
-def _sample_index(request_id: str, num_samples: int) -> int:
-    """vLLM names the n samples of a request `{index}_{request id}`."""
-    if num_samples == 1:
-        return 0
-    prefix, _, _ = request_id.partition("_")
-    return int(prefix)

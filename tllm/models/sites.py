@@ -89,6 +89,27 @@ class ModelSites:
         `pre_attn(i)` and `post_block(i - 1)` are the same tensor and share the key of the latter,
         so only `pre_attn(0)` has its own. Raises `ValueError` for a point or layer the model lacks.
         """
+        point, layer = self.locate(point, layer)
+        if point is HookPoint.PRE_ATTN and layer:
+            return HookPoint.POST_BLOCK, layer - 1
+        return point, layer
+
+    @property
+    def second(self) -> dict[SiteKey, SiteKey]:
+        """By key of `sites`: the hook point that is the same tensor, reached right after it."""
+        if HookPoint.PRE_ATTN not in self.points:
+            return {}
+        return {
+            (point, layer): (HookPoint.PRE_ATTN, layer + 1)
+            for point, layer in self.sites
+            if point is HookPoint.POST_BLOCK and layer is not None and layer + 1 < self.num_layers
+        }
+
+    def locate(self, point: HookPoint, layer: int | None) -> SiteKey:
+        """The point with its layer counted from the start.
+
+        Raises `ValueError` for a point or layer the model lacks.
+        """
         if point not in self.points:
             raise ValueError(self.explain_missing(point))
         if not point.has_layer:
@@ -100,10 +121,7 @@ class ModelSites:
                 f"{point} needs a layer from 0 to {self.num_layers - 1}, "
                 f"or from {-self.num_layers} to -1 counting from the end; got {layer}"
             )
-        layer %= self.num_layers
-        if point is HookPoint.PRE_ATTN and layer > 0:
-            return HookPoint.POST_BLOCK, layer - 1
-        return point, layer
+        return point, layer % self.num_layers
 
     def explain_missing(self, point: HookPoint) -> str:
         """Why the model has no such point, and the points it has."""

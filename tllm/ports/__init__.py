@@ -1,10 +1,17 @@
 """The catalogue: what a consumer may read and write."""
 
-from tllm.ports.base import ConsumerFlow, Phase, PortRead, PortWrite, Window
+from tllm.ports.base import ConsumerFlow, Phase, Place, PortRead, PortWrite, Window
 from tllm.ports.bundle import ConsumerContext, ModelView, PortBundle, ResidualWriter
 from tllm.ports.cpu_export import CpuExport
 from tllm.ports.logits import Logits
-from tllm.ports.request_meta import PerToken, RequestInfo, RequestMeta, RowMeta
+from tllm.ports.request_meta import (
+    Payload,
+    PerToken,
+    RequestInfo,
+    RequestMeta,
+    RequestResult,
+    RowMeta,
+)
 from tllm.ports.residual_stream import ResidualStream
 from tllm.ports.sampler import Candidates, Sampler
 from tllm.ports.token_target import TokenTarget
@@ -16,13 +23,16 @@ __all__ = [
     "CpuExport",
     "Logits",
     "ModelView",
+    "Payload",
     "PerToken",
     "Phase",
+    "Place",
     "PortBundle",
     "PortRead",
     "PortWrite",
     "RequestInfo",
     "RequestMeta",
+    "RequestResult",
     "ResidualStream",
     "ResidualWriter",
     "RowMeta",

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, get_args
+
+from tllm.spec.selection import Selection
 
 Phase = Literal["prefill", "decode", "any"]
 Window = Literal["same_step", "next_step", "background", "out_of_band"]
 Delivery = Literal["bundle", "device_lease"]
+PromptRows = Literal["each_sample", "once"]
+Ranks = Literal["all", "first"]
 BundleKey = Literal["engine_step_id", "phase", "request_id", "prompt_id"]
+
+Place: TypeAlias = tuple[str, int | None]
+"""A hook point's name, and its layer (None for `lm_head_in`)."""
 
 PORT_NAMES = (
     "residual_stream",
@@ -29,13 +36,17 @@ def require_one_of(field_name: str, given: object, allowed: Sequence[str]) -> No
 
 @dataclass(frozen=True)
 class PortRead:
-    """One thing a flow reads. `role` is its key in `PortBundle.entries`."""
+    """One thing a flow reads. `role` is its key in `PortBundle.entries`.
+
+    places: of a residual read: where its rows are read. With `block`, the entry is
+        `[rows, places, hidden]`; else there is one place, and it is `[rows, hidden]`.
+    """
 
     port: str
     role: str
     phase: Phase = "any"
-    layer: int | None = None
-    site: str | None = None
+    places: tuple[Place, ...] = ()
+    block: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,16 @@ class ConsumerFlow:
         max_bundle_rows: split larger bundles; 0 is no limit.
         delivery: `bundle` tensors are the consumer's to keep; `device_lease` tensors are
             views into the runtime's ring, valid for the work enqueued during the call.
+        positions: which tokens of a sequence, beside what the phases of the reads say: anything
+            `tllm.spec.selection.Selection.parse` takes.
+        label: text of the consumer's own, given back as `PortBundle.label`; rows of flows with
+            different labels never share a bundle.
+        prompt_rows: with n > 1, prompt rows are given for `each_sample`, or `once` (as those of
+            sample 0; the other samples may then use the prefix cache).
+        ranks: `all` ranks of a tensor-parallel group have the same rows and are all called;
+            `first`: only one of them is.
+        split_by_stage: the hook points may lie on several pipeline stages; each stage is given
+            the places it has (`PortBundle.reads` says which).
     """
 
     reads: Sequence[PortRead] = ()
@@ -81,13 +102,21 @@ class ConsumerFlow:
     dispatch_every_n_steps: int = 1
     max_bundle_rows: int = 0
     delivery: Delivery = "bundle"
+    positions: Any = "all"
+    label: str = ""
+    prompt_rows: PromptRows = "each_sample"
+    ranks: Ranks = "all"
+    split_by_stage: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads", tuple(self.reads))
         object.__setattr__(self, "writes", tuple(self.writes))
         object.__setattr__(self, "bundle_key", tuple(self.bundle_key))
+        object.__setattr__(self, "positions", Selection.parse(self.positions))
         require_one_of("window", self.window, get_args(Window))
         require_one_of("delivery", self.delivery, get_args(Delivery))
+        require_one_of("prompt_rows", self.prompt_rows, get_args(PromptRows))
+        require_one_of("ranks", self.ranks, get_args(Ranks))
         for key in self.bundle_key:
             require_one_of("bundle_key", key, get_args(BundleKey))
         if self.dispatch_every_n_steps < 1:
@@ -113,6 +142,36 @@ class ConsumerFlow:
                 f"the residual reads of one flow must share a phase, but {sorted(phases)} were "
                 "given; declare one flow for each phase"
             )
+        if self.selection.depends_on_generated_tokens:
+            raise ValueError(
+                "positions: token_ids of generated tokens are not known when the rows are "
+                "captured; add 'phase': 'prompt', or read all of them and choose by the tokens of "
+                "the output"
+            )
+        if not self.selection.everything and (
+            self.reads_port("logits") or self.reads_port("token_target")
+        ):
+            raise ValueError(
+                "positions: a flow that reads the logits or the token target is given every row; "
+                "choose among them by bundle.meta.positions"
+            )
+
+    @property
+    def selection(self) -> Selection:
+        """`positions`, parsed."""
+        assert isinstance(self.positions, Selection)
+        return self.positions
+
+    @property
+    def kind(self) -> ConsumerFlow:
+        """The flow without what differs from sequence to sequence: those of a kind share
+        capture programs and bundles."""
+        return self if self.selection.everything else replace(self, positions="all")
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every hook point it reads."""
+        return tuple(place for read in self.reads for place in read.places)
 
     @property
     def phase(self) -> Phase:

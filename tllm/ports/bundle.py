@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tllm.ports.base import PortRead
 from tllm.ports.request_meta import RequestInfo, RowMeta
 
 
@@ -22,13 +23,18 @@ class PortBundle:
             call, on the current stream, and keep no reference.
         meta: who each row belongs to.
         key: the values of the flow's `bundle_key` that all rows share.
-        flow: index of the flow in `Consumer.flows()`.
+        flow: index of the flow in `Consumer.flows()`; -1 for one of `Consumer.request_flows()`.
+        label: the flow's `label`.
+        reads: the flow's reads as this worker has them: layers are counted from the start, and a
+            flow with `split_by_stage` has only the places of this pipeline stage.
     """
 
     entries: Mapping[str, Any]
     meta: RowMeta
     key: Mapping[str, Any]
     flow: int = 0
+    label: str = ""
+    reads: tuple[PortRead, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class ModelView:
         final_norm_weight, final_norm_eps: its scale `[hidden]` (as multiplied: Gemma's
             1 + w is folded in) and epsilon when it is an RMS norm; None otherwise.
         max_requests: the most sequences that run at once.
+        worker: name of this worker, unique in the engine (and among data-parallel engines).
+        first_rank: whether it is the first of its tensor-parallel group; the others have the
+            same rows.
     """
 
     hidden_size: int
@@ -55,6 +64,8 @@ class ModelView:
     final_norm_weight: torch.Tensor | None
     final_norm_eps: float | None
     max_requests: int
+    worker: str = "worker"
+    first_rank: bool = True
 
 
 class ResidualWriter(ABC):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tllm.ports.base import PortRead
+
+ResultStatus = Literal["ok", "partial_error", "error"]
 
 IntArray = npt.NDArray[np.int32]
 StepArray = npt.NDArray[np.int64]
@@ -89,8 +91,49 @@ class RowMeta:
         )
 
 
+class Payload:
+    """A result that knows how to become the one that the user is given.
+
+    What a worker returns is joined with what other pipeline stages return, gets the prompt rows
+    of sample 0 where prompt rows are given once, and is cut at the sequence's end. Each method
+    returns a new payload; by default, the same one.
+    """
+
+    def joined(self, other: Any) -> Any:
+        """This payload together with that of another pipeline stage."""
+        return self
+
+    def with_prompt_of(self, first: Any) -> Any:
+        """This payload of a later sample with the prompt rows of sample 0's."""
+        return self
+
+    def up_to(self, num_tokens: int) -> Any:
+        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""
+        return self
+
+    @property
+    def problem(self) -> str | None:
+        """What is missing or wrong in it, in words; None when nothing is."""
+        return None
+
+
 @dataclass(frozen=True, eq=False)
-class PerToken:
+class RequestResult:
+    """What `Consumer.on_request_finished` may return instead of a bare payload.
+
+    Attributes:
+        payload: for the user.
+        status: `ok`, `partial_error` (some rows are missing) or `error`.
+        error: why it is not `ok`.
+    """
+
+    payload: Any
+    status: ResultStatus = "ok"
+    error: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PerToken(Payload):
     """A result with one value for each token that passed the model.
 
     The engine may compute a token ahead of the one that ends a sequence; when a result reaches

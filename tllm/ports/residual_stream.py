@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
-from tllm.ports.base import Phase, PortRead, PortWrite, require_one_of
+from tllm.ports.base import Phase, Place, PortRead, PortWrite, require_one_of
 from tllm.spec.hooks import HookPoint
 
 
@@ -23,15 +24,26 @@ class ResidualStream:
             phase: `prefill` (the token belongs to the prompt), `decode`, or `any`.
             role: key of the tensor in `PortBundle.entries`.
         """
-        point = HookPoint.parse(site)
         require_one_of("phase", phase, get_args(Phase))
-        return PortRead(
-            "residual_stream",
-            role,
-            phase,
-            None if point is HookPoint.LM_HEAD_IN else layer,
-            point.value,
-        )
+        return PortRead("residual_stream", role, phase, (_place(site, layer),))
+
+    @staticmethod
+    def read_block(
+        places: Sequence[Place], *, phase: Phase = "any", role: str = "hidden"
+    ) -> PortRead:
+        """Read many hook points as one tensor `[rows, places, hidden]`.
+
+        It costs no more than reading one: the rows of a token lie side by side in the ring.
+
+        Args:
+            places: `(site, layer)` of each; the layer of `lm_head_in` is ignored.
+            phase, role: as in `read`.
+        """
+        require_one_of("phase", phase, get_args(Phase))
+        if not places:
+            raise ValueError("places=[] reads nothing; give one or more (site, layer)")
+        located = tuple(_place(site, layer) for site, layer in places)
+        return PortRead("residual_stream", role, phase, located, block=True)
 
     @staticmethod
     def write(
@@ -51,3 +63,10 @@ class ResidualStream:
             None if point is HookPoint.LM_HEAD_IN else layer,
             point.value,
         )
+
+
+def _place(site: str, layer: int | None) -> Place:
+    point = HookPoint.parse(site)
+    if point.has_layer and layer is None:
+        raise ValueError(f"{point} needs a layer; give its index, negative from the end")
+    return point.value, layer if point.has_layer else None

@@ -19,6 +19,7 @@ from tllm.runtime.ring import Ring, Span
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
+from tllm.spec.selection import END
 
 PREFILL, DECODE = 0, 1
 
@@ -85,8 +86,8 @@ class Frame:
     batch: StepBatch
     rows: list[ProgramRows] = field(default_factory=list)
     span: Span | None = None
-    dropped: int = 0
-    """Rows given up because the ring was full."""
+    lost: list[ProgramRows] = field(default_factory=list)
+    """Rows given up because the ring was full; they have no tensor."""
     input_ids: torch.Tensor | None = None
     """`[tokens]`, on the device."""
     logits: torch.Tensor | None = None
@@ -119,6 +120,7 @@ class Layout:
         groups: `(number, low, high)` of the segments of each program.
         rows: ring rows of the whole step.
         tokens: tokens of the batch.
+        steps_left: for how many more decode steps no timeline begins a new stretch.
         on_device: the segments with absolute destinations, by first ring row.
     """
 
@@ -130,14 +132,8 @@ class Layout:
     groups: tuple[tuple[int, int, int], ...]
     rows: int
     tokens: int
+    steps_left: int = END
     on_device: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def captured(self) -> int:
-        """Tokens that are captured or described to a flow."""
-        chosen = self.segments[:, Segment.PROGRAM] > 0
-        tokens = self.segments[:, Segment.COUNT] - self.segments[:, Segment.SKIP]
-        return int(tokens[chosen].sum())
 
     def continues(self, batch: StepBatch, version: int) -> bool:
         """Whether a batch is the next step of the same decoding sequences."""
@@ -145,6 +141,7 @@ class Layout:
         return (
             self.positions is None
             and version == self.version
+            and self.steps_left > 0
             and np.array_equal(batch.slots, before.slots)
             and np.array_equal(batch.counts, before.counts)
             and np.array_equal(batch.starts, before.starts + 1)
@@ -173,16 +170,17 @@ class RowPlanner:
         layout = self._layout
         if layout is not None and layout.continues(batch, self._slots.version):
             layout.batch = batch
+            layout.steps_left -= 1
         else:
             layout = self._layout = self._lay_out(batch)
         frame = Frame(step, batch)
         if layout.rows:
             frame.span = self._ring.take(layout.rows)
             if frame.span is None:
-                frame.dropped = layout.captured
+                frame.lost = self._rows(layout, None)
                 layout = self._layout = layout_without_capture(layout)
         start = frame.span.start if frame.span else 0
-        self._enter_rows(frame, layout, start)
+        frame.rows = self._rows(layout, start)
         self._write(layout, start)
         # A recomputed position stays delivered.
         self._slots.delivered[batch.slots] = np.maximum(
@@ -203,22 +201,43 @@ class RowPlanner:
         prompt_len, delivered = table.prompt_len[at], table.delivered[at]
         first_rows = np.cumsum(batch.counts) - batch.counts
         parts, positions, owners = [], [], []
+        by_phase = np.ones(len(at), bool)
+        steps_left = END
+        if table.timelines:
+            own = [i for i, slot in enumerate(at) if int(slot) in table.timelines]
+            by_phase[own] = False
+            stretches = [self._stretches(batch, i) for i in own]
+            steps_left = min((left for *_, left in stretches), default=END)
+            for i, (low, high, program, add, steer, _) in zip(own, stretches, strict=True):
+                keep = np.flatnonzero((program > 0) | (add >= 0) | (steer >= 0))
+                if len(keep):
+                    owner = np.full(len(keep), i)
+                    skip = np.maximum(delivered[i] - low[keep], 0)
+                    parts.append(
+                        _segments(
+                            first_rows[i] + low[keep] - batch.starts[i],
+                            high[keep] - low[keep],
+                            skip,
+                            program[keep],
+                            add[keep],
+                            steer[keep],
+                        )
+                    )
+                    positions.append(low[keep])
+                    owners.append(owner)
         for phase in (PREFILL, DECODE):
             low = np.maximum(batch.starts, prompt_len) if phase == DECODE else batch.starts
             high = np.minimum(batch.ends, prompt_len) if phase == PREFILL else batch.ends
             program, add = table.program[phase, at], table.add[phase, at]
-            keep = np.flatnonzero((high > low) & ((program > 0) | (add >= 0)))
+            steer = table.steer[phase, at]
+            active = (program > 0) | (add >= 0) | (steer >= 0)
+            keep = np.flatnonzero((high > low) & active & by_phase)
             if not len(keep):
                 continue
-            low, high, program = low[keep], high[keep], program[keep]
+            low, high = low[keep], high[keep]
             skip = np.maximum(delivered[keep] - low, 0)
-            part = np.zeros((len(keep), SEGMENT_WIDTH), np.int32)
-            part[:, Segment.ROW] = first_rows[keep] + low - batch.starts[keep]
-            part[:, Segment.COUNT] = high - low
-            part[:, Segment.SKIP] = skip
-            part[:, Segment.PROGRAM] = np.where(skip < high - low, program, 0)
-            part[:, Segment.ADD] = add[keep]
-            parts.append(part)
+            row = first_rows[keep] + low - batch.starts[keep]
+            parts.append(_segments(row, high - low, skip, program[keep], add[keep], steer[keep]))
             positions.append(low)
             owners.append(keep)
         segments = np.concatenate(parts) if parts else _blank_segments([])
@@ -254,24 +273,51 @@ class RowPlanner:
             ),
             rows=int(taken.sum()),
             tokens=int(batch.counts.sum()),
+            steps_left=steps_left,
         )
 
-    def _enter_rows(self, frame: Frame, layout: Layout, start: int) -> None:
-        """Say in the frame which rows of the ring are whose."""
+    def _stretches(
+        self, batch: StepBatch, i: int
+    ) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray, int]:
+        """The stretches of a sequence with a timeline that this batch computes.
+
+        Returns:
+            First position, position after the last, program, add row and steering row of each,
+            and for how many more steps of one token nothing changes.
+        """
+        table, slot = self._slots, int(batch.slots[i])
+        timeline = table.timelines[slot]
+        start, end = int(batch.starts[i]), int(batch.ends[i])
+        of = timeline.between(start, end)
+        low = np.maximum(timeline.starts[of], start)
+        high = np.append(low[1:], np.int32(end))
+        phase = (low >= table.prompt_len[slot]).astype(np.int32)
+        return (
+            low,
+            high,
+            timeline.program[of],
+            table.add[phase, slot],
+            timeline.steer[of],
+            timeline.lasts_until(end - 1) - end,
+        )
+
+    def _rows(self, layout: Layout, start: int | None) -> list[ProgramRows]:
+        """Which rows of the ring, from `start` on, are whose; None: they have no place in it."""
         batch, segments = layout.batch, layout.segments
         positions = layout.positions
         if positions is None:
             positions = batch.starts[layout.owners]
+        found = []
         for number, low, high in layout.groups:
             program, of = self._programs[number], slice(low, high)
             skip = segments[of, Segment.SKIP]
             counts = segments[of, Segment.COUNT] - skip
             tensor, width = None, len(program.taps)
-            if width:
+            if width and start is not None:
                 begin = start + int(segments[low, Segment.DESTINATION])
                 rows = int(counts.sum())
                 tensor = self._ring.arena[begin : begin + rows * width].view(rows, width, -1)
-            frame.rows.append(
+            found.append(
                 ProgramRows(
                     program,
                     tensor,
@@ -281,6 +327,7 @@ class RowPlanner:
                     segments[of, Segment.ROW] + skip,
                 )
             )
+        return found
 
     def _write(self, layout: Layout, start: int) -> None:
         """Expand the layout into the plan; rows that no segment covers do nothing."""
@@ -307,6 +354,25 @@ class RowPlanner:
             row_plan.reference(segments, self._taps.plan)
 
 
+def _segments(
+    row: IntArray,
+    count: IntArray,
+    skip: IntArray,
+    program: IntArray,
+    add: IntArray,
+    steer: IntArray,
+) -> IntArray:
+    """Segments without a place in the ring."""
+    segments = np.zeros((len(row), SEGMENT_WIDTH), np.int32)
+    segments[:, Segment.ROW] = row
+    segments[:, Segment.COUNT] = count
+    segments[:, Segment.SKIP] = skip
+    segments[:, Segment.PROGRAM] = np.where(skip < count, program, 0)
+    segments[:, Segment.ADD] = add
+    segments[:, Segment.STEER] = steer
+    return segments
+
+
 def layout_without_capture(layout: Layout) -> Layout:
     """The same batch when its rows found no place: additions only."""
     segments = layout.segments.copy()
@@ -328,7 +394,7 @@ def _blank_segments(gaps: Sequence[tuple[int, int]]) -> IntArray:
     blank = np.zeros((len(gaps), SEGMENT_WIDTH), np.int32)
     if gaps:
         blank[:, [Segment.ROW, Segment.COUNT]] = gaps
-        blank[:, Segment.ADD] = -1
+        blank[:, [Segment.ADD, Segment.STEER]] = -1
     return blank
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -31,6 +32,7 @@ from tllm.runtime.slots import Sequence as RunningSequence
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
 from tllm.runtime.transfer import DeliveryThread, upload
+from tllm.spec.selection import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +43,20 @@ PHASES: Mapping[str, tuple[int, ...]] = {
 }
 _PHASE_NAMES = ("prefill", "decode")
 
+#: Flows of requests that are remembered, to be shared by later ones that ask the same.
+_MAX_REQUEST_FLOWS = 4096
+
 
 class Consumer(Protocol):
     """What the runtime calls of a consumer (`tllm.consumers.base.Consumer` is its public base)."""
 
     consumer_id: str
+    on_request_only: bool
 
     def flows(self) -> Sequence[ConsumerFlow]: ...
+    def request_flows(
+        self, options: Mapping[str, Any], num_layers: int
+    ) -> Sequence[ConsumerFlow]: ...
     def start(self, ctx: ConsumerContext) -> None: ...
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
@@ -65,21 +74,26 @@ class Consumer(Protocol):
 
 @dataclass(eq=False)
 class BoundFlow:
-    """A flow of a registered consumer, with its reads resolved to taps."""
+    """A flow of a registered consumer, with its reads resolved to taps.
+
+    number: its index in the consumer's `flows()`; -1 for one of `request_flows`.
+    reads: the flow's, as this worker has them.
+    tap_by_role: the taps that each residual read is served by.
+    """
 
     owner: BoundConsumer
     number: int
     flow: ConsumerFlow
-    taps: tuple[tuple[str, TapKey], ...]
-    """`(role, tap)` of each residual read."""
+    reads: tuple[PortRead, ...]
+    tap_by_role: Mapping[str, tuple[TapKey, ...]]
     held: list[tuple[dict[str, Any], RowMeta]] = field(default_factory=list)
     """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
     steps_seen: int = 0
 
     @cached_property
-    def tap_by_role(self) -> dict[str, TapKey]:
-        """The tap that each residual read is served by."""
-        return dict(self.taps)
+    def taps(self) -> tuple[TapKey, ...]:
+        """Every tap that it reads."""
+        return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
 
     @property
     def phases(self) -> tuple[int, ...]:
@@ -116,13 +130,20 @@ class BoundConsumer:
         self.calls = 0
         self.rows = 0
         self.rows_dropped = 0
+        #: By slot: the flows that only this sequence asked for, and at which positions.
+        self.asked: dict[int, list[tuple[BoundFlow, Selection]]] = {}
+        self._request_flows: OrderedDict[ConsumerFlow, BoundFlow | None] = OrderedDict()
         self._infos: dict[int, RequestInfo] = {}
-        self._requests: dict[bytes, tuple[RequestInfo, ...]] = {}
+        self._requests: dict[bytes, tuple[tuple[RequestInfo, ...], np.ndarray]] = {}
 
     @property
     def alive(self) -> bool:
         """Whether it has not raised."""
         return self.error is None
+
+    def serves(self, sequence: RunningSequence) -> bool:
+        """Whether the sequence uses it."""
+        return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
 
     def info(self, sequence: RunningSequence) -> RequestInfo:
         """The sequence as this consumer sees it, with the options meant for it."""
@@ -134,31 +155,50 @@ class BoundConsumer:
             self._infos[slot] = info
         return info
 
-    def requests(self, at: np.ndarray, slots: Slots) -> tuple[RequestInfo, ...]:
-        """The sequences in these slots. Those of a steady decode batch are looked up once."""
+    def interned(
+        self, flow: ConsumerFlow, bind: Callable[[ConsumerFlow], BoundFlow | None]
+    ) -> BoundFlow | None:
+        """The flow of a kind that sequences share; `bind` makes it (None: not on this rank)."""
+        kind = flow.kind
+        if kind in self._request_flows:
+            self._request_flows.move_to_end(kind)
+        else:
+            self._request_flows[kind] = bind(kind)
+            if len(self._request_flows) > _MAX_REQUEST_FLOWS:
+                self._request_flows.popitem(last=False)
+        return self._request_flows[kind]
+
+    def requests(self, at: np.ndarray, slots: Slots) -> tuple[tuple[RequestInfo, ...], np.ndarray]:
+        """The distinct sequences in these slots, and which of them is in each.
+
+        Those of a steady decode batch are looked up once.
+        """
         key = at.tobytes()
-        requests = self._requests.get(key)
-        if requests is None:
+        found = self._requests.get(key)
+        if found is None:
             if len(self._requests) >= 64:
                 self._requests.clear()
-            owners = (slots.by_slot[slot] for slot in at)
+            distinct = dict.fromkeys(at.tolist())
+            owners = (slots.by_slot[slot] for slot in distinct)
             requests = tuple(self.info(owner) for owner in owners if owner is not None)
-            self._requests[key] = requests
-        return requests
+            for number, slot in enumerate(distinct):
+                distinct[slot] = number
+            index = np.fromiter((distinct[slot] for slot in at.tolist()), np.int32, len(at))
+            found = self._requests[key] = requests, index
+        return found
 
     def meta(self, rows: ProgramRows, slots: Slots, step: int) -> RowMeta:
         """Who the rows of a program belong to."""
-        requests = self.requests(rows.slots, slots)
-        index = np.repeat(np.arange(len(rows.counts), dtype=np.int32), rows.counts)
+        requests, index = self.requests(rows.slots, slots)
         return RowMeta(
             requests,
-            index,
-            rows.positions[index] + rows.offsets,
-            np.full(len(index), step, np.int64),
+            index.repeat(rows.counts),
+            rows.positions.repeat(rows.counts) + rows.offsets,
+            np.full(int(rows.counts.sum()), step, np.int64),
         )
 
     def forget(self, slot: int) -> None:
-        """A slot has a new owner, or none."""
+        """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
         self._infos.pop(slot, None)
         self._requests.clear()
 
@@ -277,6 +317,14 @@ class Dispatcher:
         self._on_failure(owner)
 
     # -- one step ------------------------------------------------------------------------------
+
+    @staticmethod
+    def flows_of(frame: Frame, flows: Sequence[BoundFlow]) -> list[BoundFlow]:
+        """The flows to look at for a frame: `flows`, and those of requests that have rows in it."""
+        found = dict.fromkeys(flows)
+        for rows in frame.rows:
+            found.update(dict.fromkeys(rows.program.flows))
+        return list(found)
 
     def before_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
         """Windows that see the forward pass before its tokens are drawn."""
@@ -406,8 +454,8 @@ class Dispatcher:
             if not group:
                 continue
             meta = _joined([piece.meta for piece in group])
-            entries = {read.role: self._entry(flow, read, frame, group) for read in spec.reads}
-            for read in spec.reads:
+            entries = {read.role: self._entry(flow, read, frame, group) for read in flow.reads}
+            for read in flow.reads:
                 if read.port == "request_meta":
                     entries[read.role] = meta
             if spec.dispatch_every_n_steps > 1:
@@ -447,8 +495,8 @@ class Dispatcher:
     ) -> torch.Tensor | None:
         """The tensor of one read, rows in the order of the group's pieces."""
         if read.port == "residual_stream":
-            tap = flow.tap_by_role[read.role]
-            parts = [self._captured(piece, tap) for piece in group]
+            taps = flow.tap_by_role[read.role]
+            parts = [self._captured(piece, taps, read.block) for piece in group]
         elif read.port == "token_target":
             assert frame.targets is not None
             parts = [self._rows_of(frame.targets, piece.batch_rows) for piece in group]
@@ -464,10 +512,12 @@ class Dispatcher:
         own = read.port != "residual_stream" or group[0].selection is not None
         return parts[0] if own or flow.flow.delivery == "device_lease" else parts[0].clone()
 
-    def _captured(self, piece: Piece, tap: TapKey) -> torch.Tensor:
+    def _captured(self, piece: Piece, taps: tuple[TapKey, ...], block: bool) -> torch.Tensor:
         assert piece.rows.tensor is not None
-        column = piece.rows.tensor[:, piece.rows.program.columns[tap]]
-        return column if piece.selection is None else column[self._on_device(piece.selection)]
+        found = piece.rows.program.block(piece.rows.tensor, taps)
+        if not block:
+            found = found[:, 0]
+        return found if piece.selection is None else found[self._on_device(piece.selection)]
 
     def _rows_of(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         """Rows of a tensor that was allocated on the compute stream, on the current one."""
@@ -500,7 +550,8 @@ class Dispatcher:
             }
             owner.calls += 1
             owner.rows += len(part_meta)
-            owner.consumer.consume_bundle(PortBundle(part, part_meta, key, flow.number), context)
+            bundle = PortBundle(part, part_meta, key, flow.number, spec.label, flow.reads)
+            owner.consumer.consume_bundle(bundle, context)
 
 
 def _joined(metas: list[RowMeta]) -> RowMeta:

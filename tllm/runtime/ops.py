@@ -11,25 +11,31 @@ from tllm.runtime.kernels.backend import INTERPRETED
 _PROGRAMS = 1056
 
 
-def _tap_cuda(stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor) -> None:
-    tap_kernel.launch(stream, residual, desc, _PROGRAMS)
+def _tap_cuda(
+    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
+) -> None:
+    tap_kernel.launch(stream, residual, desc, plan, _PROGRAMS)
 
 
-def _tap_cpu(stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor) -> None:
+def _tap_cpu(
+    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
+) -> None:
     if INTERPRETED:
         if int(desc[0]):  # launching an interpreted kernel is slow even when it returns at once
-            tap_kernel.launch(stream, residual, desc, 1)
+            tap_kernel.launch(stream, residual, desc, plan, 1)
     else:
-        tap_kernel.reference(stream, residual, desc)
+        tap_kernel.reference(stream, residual, desc, plan)
 
 
-def _tap_meta(stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor) -> None:
+def _tap_meta(
+    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
+) -> None:
     pass
 
 
 _library = torch.library.Library("tllm", "FRAGMENT")
 _library.define(
-    "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc) -> ()",
+    "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc, Tensor plan) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap", _tap_cuda, "CUDA")

@@ -53,7 +53,7 @@ class Ring:
     """A ring of rows `[capacity, hidden]` that never overwrites what somebody still reads.
 
     Spans are freed in the order they were taken. A request that does not fit is met by growing
-    (up to `max_rows`), and then by the overflow policy.
+    (up to `max_rows`, or to what one step needs), and then by the overflow policy.
 
     Args:
         hidden_size, dtype, device: of the rows.
@@ -90,9 +90,11 @@ class Ring:
         self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
+        """Raises `torch.OutOfMemoryError`; the ring is then as it was."""
+        arena = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
         if self._spans:
             self._retired.append((self.arena, list(self._spans)))
-        self.arena = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
+        self.arena = arena
         self._spans.clear()
         self._head = 0
         self._on_move(self.arena)
@@ -104,19 +106,39 @@ class Ring:
 
     def take(self, rows: int) -> Span | None:
         """Rows for one step, consecutive; None when they were dropped."""
-        if rows > self._max_rows:
+        if rows > self._max_rows and not self._outgrow(rows):
             return None
         # An outgrown tensor lives on until its readers are done with it.
         self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
         while (start := self._find(rows)) is None:
             if self.capacity < self._max_rows:
-                self._allocate(min(self._max_rows, max(2 * self.capacity, 2 * rows)))
+                try:
+                    self._allocate(min(self._max_rows, max(2 * self.capacity, 2 * rows)))
+                except torch.OutOfMemoryError:
+                    if self.capacity < rows:
+                        return None
+                    self._max_rows = self.capacity
             elif self._overflow == "drop" or not self._wait():
                 return None
         span = Span(start, rows)
         self._spans.append(span)
         self._head = start + rows
         return span
+
+    def _outgrow(self, rows: int) -> bool:
+        """Make room beyond the limit for a step that needs more than it alone; whether there is.
+
+        The limit is for what waits for slow readers. With `block`, a step's own rows are given
+        up only when the device has no memory for them.
+        """
+        if self._overflow == "drop":
+            return False
+        if rows > self.capacity:
+            try:
+                self._allocate(rows)
+            except torch.OutOfMemoryError:
+                return False
+        return True
 
     def _find(self, rows: int) -> int | None:
         while self._spans and self._spans[0].free:

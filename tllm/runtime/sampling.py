@@ -250,7 +250,7 @@ class Guidance:
         else:
             found = collected.select(rows)
         meta = RowMeta(
-            owner.requests(batch.slots[indices], self._slots),
+            owner.requests(batch.slots[indices], self._slots)[0],
             np.arange(len(indices), dtype=np.int32),
             batch.ends[indices] - 1,
             np.full(len(indices), frame.step, np.int64),

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from tllm.ports import ConsumerFlow, ModelView, RequestInfo, RowMeta
+from tllm.ports import ConsumerFlow, ModelView, PortRead, RequestInfo, RequestResult, RowMeta
 from tllm.runtime.batch import DECODE, PREFILL, Frame, RowPlanner, StepBatch
 from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Context, Dispatcher
 from tllm.runtime.kernels.candidates import Collected
-from tllm.runtime.programs import Programs
+from tllm.runtime.programs import Programs, TooManyProgramsError
+from tllm.runtime.results import Answer, Results
 from tllm.runtime.ring import Overflow, Ring
 from tllm.runtime.sampling import Guidance, LmHead, SamplerStep
 from tllm.runtime.slots import Sequence, Slots
+from tllm.runtime.steering import Steering
 from tllm.runtime.taps import TapKey, Taps
+from tllm.runtime.timeline import Timeline, covers_each
 from tllm.runtime.transfer import HostCopy, upload
 from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
 from tllm.spec.request import RequestSpec
+from tllm.spec.selection import END, Intervals, intersected, stretch_starts
+from tllm.spec.steering import steering_stretches
 
 #: Results nobody came for are forgotten beyond this many prompts.
 _MAX_KEPT_RESULTS = 65536
+
+_DROPPED = (
+    "{rows} rows were dropped because the capture ring was full; capture less at once, raise "
+    "max_capture_mib, or start the engine with overflow='block'"
+)
 
 
 class Session:
@@ -39,6 +49,7 @@ class Session:
             cannot be projected on it.
         samples: whether this rank samples tokens.
         max_sequences: the most that run at once.
+        steering_rows: distinct steering configurations to make room for; more can be had.
         ring_rows, max_ring_rows, overflow: see `Ring`.
     """
 
@@ -52,6 +63,7 @@ class Session:
         samples: bool,
         max_sequences: int,
         max_programs: int,
+        steering_rows: int,
         ring_rows: int,
         max_ring_rows: int,
         overflow: Overflow,
@@ -65,6 +77,7 @@ class Session:
         self._slots = Slots(max_sequences)
         self._programs = Programs(taps, max_programs)
         self._additions = Additions(taps, self._slots)
+        self.steering = Steering(taps, resolve, steering_rows)
         self._writers: dict[str, list[TapWriter]] = {}
         self._dispatcher = Dispatcher(self._slots, model.device, self._note_failure)
         self._guidance = Guidance(lm_head, model, self._slots, self._dispatcher)
@@ -82,12 +95,17 @@ class Session:
         self._ring = ring
         self._planner = RowPlanner(self._slots, taps, self._programs, ring)
         self._frame: Frame | None = None
+        self._frame_flows: list[BoundFlow] = []
         self._bundled = False
         self._step = 0
-        self._results: OrderedDict[str, dict[int, dict[str, Any]]] = OrderedDict()
+        self._results = Results(_MAX_KEPT_RESULTS)
         self.rows_captured = 0
         self.rows_dropped = 0
-        self.results_forgotten = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self._taps.dtype
 
     # -- consumers -----------------------------------------------------------------------------
 
@@ -101,8 +119,9 @@ class Session:
                 f"a consumer with consumer_id={consumer.consumer_id!r} is registered; unregister "
                 "it first, or give this one another consumer_id"
             )
-        flows = [self._bind(flow) for flow in consumer.flows()]
-        writes = [w for flow, _ in flows for w in flow.writes if w.port == "residual_stream"]
+        flows = list(consumer.flows())
+        reads = [self._reads_here(flow) for flow in flows]
+        writes = [w for flow in flows for w in flow.writes if w.port == "residual_stream"]
         places = [(write, self._tap(write.site, write.layer)) for write in writes]
         own = {
             write.role: self._additions.add_writer(tap, PHASES[write.phase])
@@ -113,9 +132,9 @@ class Session:
         context = Context(self._model, {**own, **elsewhere}, self._exporter(consumer))
         owner = BoundConsumer(consumer, context)
         owner.flows = [
-            BoundFlow(owner, number, flow, taps)
-            for number, (flow, taps) in enumerate(flows)
-            if taps is not None
+            self._bound(owner, number, flow, here)
+            for number, (flow, here) in enumerate(zip(flows, reads, strict=True))
+            if here is not None
         ]
         self._consumers[owner.id] = owner
         self._writers[owner.id] = list(own.values())
@@ -124,6 +143,8 @@ class Session:
         except Exception:
             self._remove(owner.id)
             raise
+        for sequence in self._slots:
+            self._ask(sequence, owner)
         self._follow_consumers()
         for sequence in self._slots:
             self._introduce(sequence, [owner])
@@ -166,32 +187,56 @@ class Session:
         for sequence in self._slots:
             self._follow_programs(sequence)
 
-    def _bind(
-        self, flow: ConsumerFlow
-    ) -> tuple[ConsumerFlow, tuple[tuple[str, TapKey], ...] | None]:
-        """Find the taps of a flow. None instead of taps: the flow belongs to another rank."""
-        reads = [r for r in flow.reads if r.port == "residual_stream"]
-        taps = [(read.role, self._tap(read.site, read.layer)) for read in reads]
-        here = [(role, tap) for role, tap in taps if tap is not None]
+    def _reads_here(self, flow: ConsumerFlow) -> tuple[PortRead, ...] | None:
+        """A flow's reads as this rank has them. None: the flow belongs to another rank.
+
+        Raises `ValueError` for what this engine does not have, or cannot give together.
+        """
         needs_sampling = flow.reads_port("logits") or flow.reads_port("token_target")
         guides = any(write.port == "sampler" for write in flow.writes)
         if guides and self._samples and self._guidance.refusal:
             raise ValueError(f"Sampler.write is not possible: {self._guidance.refusal}")
+        reads, wanted, here = [], 0, 0
+        for read in flow.reads:
+            keys = [self._resolve(site, layer) for site, layer in read.places]
+            found = tuple((str(p), n) for p, n in keys if (p, n) in self._taps.index)
+            wanted, here = wanted + len(keys), here + len(found)
+            if found or not keys:
+                reads.append(replace(read, places=found))
         if not self._samples and (needs_sampling or guides):
             if here:
                 raise ValueError(
                     "a flow reads a hook point of one pipeline stage together with the logits, "
                     "the sampler or the sampled token of another; split it into two flows"
                 )
-            return flow, None
-        if here and len(here) < len(taps):
+            return None
+        if here and here < wanted and not flow.split_by_stage:
             raise ValueError(
-                f"a flow reads hook points of several pipeline stages ({len(here)} of "
-                f"{len(taps)} are here); declare one flow for each stage"
+                f"a flow reads hook points of several pipeline stages ({here} of {wanted} are "
+                "here); declare one flow for each stage, or give it split_by_stage=True"
             )
-        if taps and not here:
-            return flow, None
-        return flow, tuple(here)
+        if (wanted and not here) or (flow.ranks == "first" and not self._model.first_rank):
+            return None
+        return tuple(reads)
+
+    def _bound(
+        self, owner: BoundConsumer, number: int, flow: ConsumerFlow, reads: tuple[PortRead, ...]
+    ) -> BoundFlow:
+        taps = {
+            read.role: tuple(self._resolve(site, layer) for site, layer in read.places)
+            for read in reads
+            if read.places
+        }
+        return BoundFlow(owner, number, flow, reads, taps)
+
+    def _bind_request_flow(self, owner: BoundConsumer, flow: ConsumerFlow) -> BoundFlow | None:
+        """A flow that one sequence asked for; `ValueError` for what such flows cannot do."""
+        if flow.writes:
+            raise ValueError("a flow of request_flows writes; declare its writes in flows()")
+        if flow.dispatch_every_n_steps > 1:
+            raise ValueError("a flow of request_flows has dispatch_every_n_steps; leave it 1")
+        reads = self._reads_here(flow)
+        return None if reads is None else self._bound(owner, -1, flow, reads)
 
     def _tap(self, site: str | None, layer: int | None) -> TapKey | None:
         """The installed tap of a hook point; None when another pipeline rank has it."""
@@ -228,7 +273,7 @@ class Session:
     def _note_failure(self, owner: BoundConsumer) -> None:
         """A consumer raised, on any thread: note it where its users will look."""
         for sequence in self._slots.snapshot():
-            if sequence.uses(owner.id):
+            if owner.serves(sequence):
                 sequence.errors[owner.id] = owner.error or ""
         self._failed.append(owner)
 
@@ -260,6 +305,7 @@ class Session:
                 self._slots.set_prompt_len(known.info.slot, prompt_len)
                 for owner in self._consumers.values():
                     owner.forget(known.info.slot)
+                self._follow_programs(known)
             return
         self._detach_failed()
         info = RequestInfo(
@@ -270,40 +316,148 @@ class Session:
             slot=self._slots.take_slot(),
             prompt_len=prompt_len,
         )
-        sequence = Sequence(engine_id, info, spec.consumers, bool(spec.prompt_id), prompt_token_ids)
+        sequence = Sequence(
+            engine_id,
+            info,
+            spec.consumers,
+            bool(spec.prompt_id),
+            prompt_token_ids,
+            spec.steering,
+        )
         self._slots.add_sequence(sequence)
+        for owner in self._consumers.values():
+            self._ask(sequence, owner)
         self._follow_programs(sequence)
         self._introduce(sequence, list(self._consumers.values()))
 
+    def _ask(self, sequence: Sequence, owner: BoundConsumer) -> None:
+        """Find the flows that only this sequence asks for."""
+        if not (owner.alive and owner.serves(sequence)):
+            return
+        options = sequence.consumers.get(owner.id, {})
+        try:
+            flows = owner.consumer.request_flows(options, self._model.num_layers)
+            asked = []
+            for flow in flows:
+                bound = owner.interned(flow, partial(self._bind_request_flow, owner))
+                if bound is not None:
+                    asked.append((bound, flow.selection))
+        except ValueError as error:  # as in the user's process: this request is at fault
+            sequence.errors[owner.id] = str(error)
+            return
+        except Exception as error:
+            self._dispatcher.fail(owner, error)
+            return
+        if asked:
+            owner.asked[sequence.info.slot] = asked
+
     def _introduce(self, sequence: Sequence, owners: list[BoundConsumer]) -> None:
         for owner in owners:
-            if sequence.uses(owner.id):
-                self._dispatcher.call(
-                    owner,
-                    owner.consumer.on_request_started,
-                    owner.info(sequence),
-                    owner.context.at(self._step),
-                )
-            if owner.error and sequence.uses(owner.id):
+            if not owner.serves(sequence):
+                continue
+            self._dispatcher.call(
+                owner,
+                owner.consumer.on_request_started,
+                owner.info(sequence),
+                owner.context.at(self._step),
+            )
+            if owner.error:
                 sequence.errors[owner.id] = owner.error
 
     def _follow_programs(self, sequence: Sequence) -> None:
-        slot = sequence.info.slot
-        for phase in (PREFILL, DECODE):
-            flows = [
-                flow
-                for flow in self._flows
-                if phase in flow.phases and sequence.uses(flow.owner.id)
-            ]
-            self._slots.follow(slot, phase, self._programs.number_for(phase, flows))
-        for name in self._consumers:
-            self._slots.users(name)[slot] = sequence.uses(name)
+        """Say what the rows of a sequence do: which are captured for whom, and how steered."""
+        slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
+        wanted = list(self._wanted(sequence))
+        steered = self._acquire_steering(sequence)
+        starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
+        starts = sorted({*starts, *(start for start, _ in steered)})
+        rows, steer, row = dict(steered), [], -1
+        for start in starts:
+            row = rows.get(start, row)
+            steer.append(row)
+        program = self._programs_of(sequence, wanted, starts)
+        if starts == [0, prompt_len]:
+            self._slots.set_timeline(slot, None)
+            for phase in (PREFILL, DECODE):
+                self._slots.follow(slot, phase, program[phase], steer[phase])
+        else:
+            timeline = Timeline(*(np.array(each, np.int32) for each in (starts, program, steer)))
+            self._slots.set_timeline(slot, timeline)
+        for owner in self._consumers.values():
+            self._slots.users(owner.id)[slot] = owner.serves(sequence)
+
+    def _wanted(self, sequence: Sequence) -> Iterator[tuple[BoundFlow, Intervals]]:
+        """The flows that want rows of a sequence, and at which positions."""
+        info, tokens = sequence.info, sequence.prompt_token_ids
+        asked = [(flow, flow.flow.selection) for flow in self._flows]
+        for owner in self._consumers.values():
+            if owner.alive:
+                asked += owner.asked.get(info.slot, ())
+        for flow, selection in asked:
+            if not flow.owner.serves(sequence):
+                continue
+            if tokens is None and (selection.include.token_ids or selection.exclude.token_ids):
+                sequence.errors[flow.owner.id] = (
+                    "positions: token_ids cannot be found in a prompt that was given as "
+                    "embeddings; give positions"
+                )
+                continue
+            intervals = selection.intervals(info.prompt_len, tokens or ())
+            if info.sample_index and flow.flow.prompt_rows == "once":
+                intervals = intersected(intervals, ((info.prompt_len, END),))
+            yield flow, intervals
+
+    def _programs_of(
+        self,
+        sequence: Sequence,
+        wanted: list[tuple[BoundFlow, Intervals]],
+        starts: list[int],
+    ) -> list[int]:
+        """The capture program of each stretch; those that the sequence followed are let go."""
+        slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
+        phases = [PREFILL if start < prompt_len else DECODE for start in starts]
+        covered = [(flow, covers_each(intervals, starts)) for flow, intervals in wanted]
+        asked = [
+            (phase, tuple(dict.fromkeys(f for f, at in covered if at[i] and phase in f.phases)))
+            for i, phase in enumerate(phases)
+        ]
+        try:
+            return self._programs.follow(slot, asked)
+        except TooManyProgramsError as error:
+            # What everybody is given comes before what single sequences ask for.
+            for_all = [(flow, where) for flow, where in wanted if flow.number >= 0]
+            refused = [flow for flow, _ in wanted if flow.number < 0 or len(for_all) == len(wanted)]
+            for flow in refused:
+                sequence.errors[flow.owner.id] = str(error)
+            if len(for_all) == len(wanted):
+                return [0] * len(starts)
+            return self._programs_of(sequence, for_all, starts)
+
+    def _acquire_steering(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """`(first position, steering row)` of each stretch of a sequence; rows are kept until it
+        is removed."""
+        if not sequence.steering:
+            return []
+        stretches = steering_stretches(
+            sequence.steering, sequence.info.prompt_len, sequence.prompt_token_ids or ()
+        )
+        rows = sequence.steering_rows
+        try:
+            for _, groups in stretches:
+                if groups not in rows:
+                    rows[groups] = self.steering.acquire(groups)
+        except ValueError as error:
+            sequence.errors["steering"] = str(error)
+            return []
+        return [(start, rows[groups]) for start, groups in stretches]
 
     def finish_sequence(self, engine_id: str) -> None:
         """The engine let go of a sequence, whatever ended it."""
         sequence = self._slots.get(engine_id)
         if sequence is not None:
             self._conclude(sequence)
+            for groups in sequence.steering_rows:
+                self.steering.release(groups)
             self._slots.remove(engine_id)
 
     def _conclude(self, sequence: Sequence) -> None:
@@ -313,44 +467,51 @@ class Session:
         self._dispatcher.before_forward()
         results: dict[str, Any] = {}
         for owner in self._consumers.values():
-            if sequence.uses(owner.id):
+            if owner.serves(sequence):
                 self._dispatcher.flush(owner)
-                payload = self._dispatcher.call(
+                result = self._dispatcher.call(
                     owner,
                     owner.consumer.on_request_finished,
                     owner.info(sequence),
                     owner.context.at(self._step),
                 )
-                if payload is not None:
-                    results[owner.id] = {"status": "ok", "error": None, "payload": payload}
+                if result is not None:
+                    results[owner.id] = result
             owner.forget(sequence.info.slot)
+            owner.asked.pop(sequence.info.slot, None)
         for name, error in sequence.errors.items():
-            results[name] = {"status": "error", "error": error, "payload": None}
+            results[name] = RequestResult(None, "error", error)
         self._additions.forget(sequence.info.slot)
         sequence.ended = True
         self._follow_programs(sequence)
-        if sequence.keep_results and results:
-            kept = self._results.setdefault(sequence.info.prompt_id, {})
-            kept[sequence.info.sample_index] = results
-            while len(self._results) > _MAX_KEPT_RESULTS:
-                self._results.popitem(last=False)
-                self.results_forgotten += 1
+        if sequence.keep_results:
+            info = sequence.info
+            for name, result in results.items():
+                rows = sequence.dropped.get(name)
+                missing = _DROPPED.format(rows=rows) if rows else None
+                self._results.keep(info.prompt_id, info.sample_index, name, result, missing)
 
-    def take_results(self, prompt_ids: list[str]) -> dict[str, dict[int, dict[str, Any]]]:
-        """The results of finished prompts, by prompt, sample and consumer; each is given once."""
-        self.flush()
+    def take_results(self, prompt_ids: list[str], wait_s: float = 0.0) -> Answer:
+        """The results of finished prompts, by prompt, sample and consumer; each is given once.
+
+        What consumers have not made after `wait_s` seconds is `pending`, and can be taken again.
+        """
+        self.end_step()
         wanted = set(prompt_ids)
         for sequence in list(self._slots):
             if sequence.info.prompt_id in wanted:
                 self._conclude(sequence)
-        return {p: self._results.pop(p) for p in prompt_ids if p in self._results}
+        for owner in self._consumers.values():
+            if owner.error:
+                self._results.fail(owner.id, owner.error)
+        return self._results.take(prompt_ids, wait_s)
 
     # -- steps ---------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do for anybody."""
-        return not self._consumers
+        return not self._consumers and not self.steering.users
 
     def begin_step(self, engine_ids: list[str], starts: Any, counts: Any, samples: Any) -> None:
         """Before the forward pass: what waited for it, and the row plan.
@@ -367,12 +528,28 @@ class Session:
         self._dispatcher.before_forward()
         self._detach_failed()
         self._additions.commit()
+        self.steering.commit()
         batch = StepBatch(self._slots.of(engine_ids), starts, counts, samples)
-        self._frame = self._planner.plan(self._step, batch)
+        self._frame = frame = self._planner.plan(self._step, batch)
+        self._frame_flows = self._dispatcher.flows_of(frame, self._flows)
         self._taps.commit()
         self._bundled = False
-        self.rows_captured += sum(int(rows.counts.sum()) for rows in self._frame.rows)
-        self.rows_dropped += self._frame.dropped
+        self.rows_captured += sum(int(rows.counts.sum()) for rows in frame.rows)
+        self._note_dropped(frame)
+
+    def _note_dropped(self, frame: Frame) -> None:
+        """Rows of this step found no place: the results of their sequences will say so."""
+        for rows in frame.lost:
+            owners = {flow.owner for flow in rows.program.flows}
+            count = int(rows.counts.sum())
+            self.rows_dropped += count
+            for owner in owners:
+                owner.rows_dropped += count
+            for slot, lost in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
+                sequence = self._slots.by_slot[slot]
+                if sequence is not None:
+                    for owner in owners:
+                        sequence.dropped[owner.id] = sequence.dropped.get(owner.id, 0) + lost
 
     def skip_step(self) -> None:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
@@ -388,10 +565,10 @@ class Session:
         if frame is None or self._bundled:
             return
         self._bundled = True
-        if logits is not None and any(flow.keeps_logits for flow in self._flows):
+        if logits is not None and any(flow.keeps_logits for flow in self._frame_flows):
             logits = logits.clone()
         frame.logits = logits
-        self._dispatcher.before_sampling(self._flows, frame)
+        self._dispatcher.before_sampling(self._frame_flows, frame)
 
     @property
     def guidance_width(self) -> int:
@@ -426,7 +603,7 @@ class Session:
             return
         self.before_sampling(None)
         frame.sampled = sampled
-        wanted = any(flow.after_sampling for flow in self._flows)
+        wanted = any(flow.after_sampling for flow in self._frame_flows)
         if wanted and sampled is not None and input_ids is not None:
             frame.targets = self._targets(frame, sampled, input_ids)
 
@@ -457,7 +634,7 @@ class Session:
             return
         self.before_sampling(None)
         self._frame = None
-        flows = [f for f in self._flows if frame.targets is not None or not f.after_sampling]
+        flows = [f for f in self._frame_flows if frame.targets is not None or not f.after_sampling]
         self._dispatcher.after_sampling(flows, frame)
         for owner in self._consumers.values():
             context = owner.context.at(frame.step)
@@ -488,7 +665,7 @@ class Session:
         stats["runtime"] = {
             "calls": owner.calls,
             "rows": owner.rows,
-            "rows_dropped": self.rows_dropped,
+            "rows_dropped": owner.rows_dropped,
             "rows_with_too_many_candidates": int(self._guidance.overflow),
             "error": owner.error,
         }
@@ -502,7 +679,9 @@ class Session:
             "rows_captured": self.rows_captured,
             "rows_dropped": self.rows_dropped,
             "ring_rows": self._ring.capacity,
-            "results_forgotten": self.results_forgotten,
+            "results_forgotten": self._results.forgotten,
+            "steering_configurations": self.steering.rows_in_use,
+            "steering_mib": self.steering.vector_bytes / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
         }
 

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
+from tllm.runtime.timeline import Timeline
+from tllm.spec.steering import GroupUse
 
 
 @dataclass(eq=False)
@@ -23,13 +25,25 @@ class Sequence:
     keep_results: bool
     """Whether somebody will come for its results."""
     prompt_token_ids: list[int] | None = None
+    steering: tuple[GroupUse, ...] = ()
     errors: dict[str, str] = field(default_factory=dict)
+    """By consumer id."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows that were given up, by the id of the consumer that asked for them."""
     ended: bool = False
     """Its results were made; the engine may not have let go of it yet."""
+    steering_rows: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """Steering row by groups, for each combination that applies somewhere in it."""
 
-    def uses(self, consumer_id: str) -> bool:
-        """Whether the consumer is enabled for this sequence (it is unless turned off)."""
-        return not self.ended and bool(self.consumers.get(consumer_id, {}).get("enabled", True))
+    def uses(self, consumer_id: str, *, unasked: bool = True) -> bool:
+        """Whether the consumer is enabled for this sequence.
+
+        Args:
+            unasked: whether it is where the request does not name it.
+        """
+        if self.ended or (not unasked and consumer_id not in self.consumers):
+            return False
+        return bool(self.consumers.get(consumer_id, {}).get("enabled", True))
 
 
 class Slots:
@@ -40,8 +54,11 @@ class Slots:
         delivered: positions below this were delivered; they are not captured again when the
             engine recomputes them after a preemption.
         program: `[2, slots]`, the capture program of prefill and of decode rows; 0 for none.
-        add: `[2, slots]`, the intervention row of prefill and of decode rows; -1 for none.
-        version: changes whenever `prompt_len`, `program` or `add` do.
+        add: `[2, slots]`, the add row of prefill and of decode rows; -1 for none.
+        steer: `[2, slots]`, the steering row of prefill and of decode rows; -1 for none.
+        timelines: by slot, for sequences whose rows do not all do the same within a phase; it
+            replaces `program` and `steer`.
+        version: changes whenever any of these does (`delivered` aside).
     """
 
     def __init__(self, max_sequences: int) -> None:
@@ -52,6 +69,8 @@ class Slots:
         self.delivered = np.zeros(max_sequences, np.int32)
         self.program = np.zeros((2, max_sequences), np.int32)
         self.add = np.full((2, max_sequences), -1, np.int32)
+        self.steer = np.full((2, max_sequences), -1, np.int32)
+        self.timelines: dict[int, Timeline] = {}
         self.version = 0
         self._asked: tuple[list[str], np.ndarray] = ([], np.zeros(0, np.int32))
         self._users: dict[str, np.ndarray] = {}
@@ -97,6 +116,7 @@ class Slots:
             self.delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
             self.program = np.concatenate([self.program, np.zeros((2, size), np.int32)], 1)
             self.add = np.concatenate([self.add, np.full((2, size), -1, np.int32)], 1)
+            self.steer = np.concatenate([self.steer, np.full((2, size), -1, np.int32)], 1)
         return self._free.pop()
 
     def add_sequence(self, sequence: Sequence) -> None:
@@ -109,6 +129,8 @@ class Slots:
         self.delivered[slot] = 0
         self.program[:, slot] = 0
         self.add[:, slot] = -1
+        self.steer[:, slot] = -1
+        self.timelines.pop(slot, None)
         self.version += 1
 
     def set_prompt_len(self, slot: int, length: int) -> None:
@@ -116,10 +138,19 @@ class Slots:
         self.prompt_len[slot] = length
         self.version += 1
 
-    def follow(self, slot: int, phase: int, program: int) -> None:
-        """Let the rows of a phase follow a capture program."""
-        if self.program[phase, slot] != program:
+    def follow(self, slot: int, phase: int, program: int, steer: int) -> None:
+        """Let the rows of a phase follow a capture program and a steering row."""
+        if self.program[phase, slot] != program or self.steer[phase, slot] != steer:
             self.program[phase, slot] = program
+            self.steer[phase, slot] = steer
+            self.version += 1
+
+    def set_timeline(self, slot: int, timeline: Timeline | None) -> None:
+        """Let the rows of a sequence follow a timeline instead; None takes it away."""
+        if timeline is not None:
+            self.timelines[slot] = timeline
+            self.version += 1
+        elif self.timelines.pop(slot, None) is not None:
             self.version += 1
 
     def invalidate(self) -> None:
@@ -127,7 +158,7 @@ class Slots:
         self.version += 1
 
     def intervene(self, slot: int, phase: int, row: int) -> None:
-        """Let the rows of a phase follow an intervention row; -1 for none."""
+        """Let the vectors of an add row be added to the rows of a phase; -1 for none."""
         if self.add[phase, slot] != row:
             self.add[phase, slot] = row
             self.version += 1
@@ -137,6 +168,7 @@ class Slots:
         sequence = self._sequences.pop(engine_id, None)
         if sequence is not None:
             self.by_slot[sequence.info.slot] = None
+            self.timelines.pop(sequence.info.slot, None)
             self._free.append(sequence.info.slot)
         return sequence
 

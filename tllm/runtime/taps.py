@@ -1,4 +1,4 @@
-"""The taps of a loaded model: descriptors, capture programs, add tables, and their hooks."""
+"""The taps of a loaded model: descriptors, capture programs, tables, and their hooks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ import torch
 from tllm.runtime import ops
 from tllm.runtime.descriptor import (
     DESCRIPTOR_WIDTH,
+    FLAG_BITS,
     LAYOUT_VERSION,
+    STAGES,
     Descriptor,
     Flag,
     PlanRow,
+    Stage,
 )
+from tllm.runtime.transfer import upload
 from tllm.spec.hooks import HookPoint
 
 TapKey = tuple[HookPoint, int | None]
+"""A hook point and its layer. Two keys may be the two stages of one tap."""
+
+
+_PLAN_BUFFER = "tllm_plan"
 
 
 class Argument(Protocol):
@@ -72,16 +80,21 @@ class Taps:
 
     Args:
         sites: the installed hook points, in the order the forward pass reaches them.
+        second: the hook point that is the same tensor as one of `sites`, and is reached after it.
         hidden_size, dtype, device: of the residual stream.
         max_tokens: the most tokens in a batch, padding included.
         max_programs: the most distinct capture programs.
-        add_rows: intervention rows to begin with; the tables grow.
+        add_rows: add rows to begin with; the tables grow.
+
+    Attributes:
+        index: by hook point: `STAGES` times the number of its tap, plus its stage.
     """
 
     def __init__(
         self,
         sites: Mapping[TapKey, Site],
         *,
+        second: Mapping[TapKey, TapKey],
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -94,19 +107,28 @@ class Taps:
         self.dtype = dtype
         self.device = device
         self.add_rows = add_rows
-        self.index: dict[TapKey, int] = {key: i for i, key in enumerate(sites)}
+        self.index: dict[TapKey, int] = {key: STAGES * i for i, key in enumerate(sites)}
+        for key, following in second.items():
+            self.index[following] = self.index[key] + 1
         count = max(1, len(sites))
 
         self.plan = torch.full((len(PlanRow), max_tokens), -1, dtype=torch.int32, device=device)
-        self._columns_host = np.full((count, max_programs), -1, np.int32)
-        self._columns = torch.full((count, max_programs), -1, dtype=torch.int32, device=device)
+        self._columns_host = np.full((STAGES * count, max_programs), -1, np.int32)
+        self._columns = torch.full(
+            (STAGES * count, max_programs), -1, dtype=torch.int32, device=device
+        )
         self._add_index: dict[int, torch.Tensor] = {}
         self._add_table: dict[int, torch.Tensor] = {}
 
         self._fields = np.zeros((count, DESCRIPTOR_WIDTH), np.int64)
-        self._fields[:, Descriptor.PLAN] = self.plan.data_ptr()
-        self._fields[:, Descriptor.PLAN_STRIDE] = self.plan.stride(0)
-        self._fields[:, Descriptor.COLUMNS] = [row.data_ptr() for row in self._columns]
+        self._flags = np.zeros(STAGES * count, np.int64)
+        # `[points, fields]`: the same memory, as each point's own fields.
+        self._stages = self._fields[
+            :, Descriptor.STAGE : Descriptor.STAGE + STAGES * Stage.SIZE
+        ].reshape(count, STAGES, Stage.SIZE)
+        self._set_point_field(
+            Stage.COLUMNS, np.arange(STAGES * count), [row.data_ptr() for row in self._columns]
+        )
         self._descriptors = torch.zeros((count, DESCRIPTOR_WIDTH), dtype=torch.int64, device=device)
         self._stale = True
         self.commit()
@@ -115,7 +137,9 @@ class Taps:
         """Hook the modules. Before the model is compiled: later hooks would be ignored."""
         for key, site in self.sites.items():
             name = f"tllm_{key[0].value}"
-            site.module.register_buffer(name, self._descriptors[self.index[key]], persistent=False)
+            descriptor = self._descriptors[self.index[key] // STAGES]
+            site.module.register_buffer(name, descriptor, persistent=False)
+            site.module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
             if site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
@@ -124,7 +148,10 @@ class Taps:
     def commit(self) -> None:
         """Bring changed descriptors to the device, before the forward pass that needs them."""
         if self._stale:
-            self._descriptors.copy_(torch.from_numpy(self._fields.copy()))
+            stages = self._flags.reshape(-1, STAGES)
+            shifts = FLAG_BITS * np.arange(STAGES)
+            self._fields[:, Descriptor.FLAGS] = (stages << shifts).sum(1)
+            self._descriptors.copy_(upload(self._fields, self.device))
             self._stale = False
 
     def set_arena(self, arena: torch.Tensor) -> None:
@@ -138,42 +165,63 @@ class Taps:
         for i, key in enumerate(keys):
             column[self.index[key]] = i
         self._columns_host[:, program] = column
-        self._columns[:, program].copy_(torch.from_numpy(column))
+        self._columns[:, program].copy_(upload(column, self.device))
 
     def set_capturing(self, keys: Iterable[TapKey]) -> None:
-        """Which taps may capture; all others do not even look at the plan."""
-        wanted = {self.index[key] for key in keys}
-        flags = self._fields[:, Descriptor.FLAGS] & ~int(Flag.CAPTURE)
-        flags[list(wanted)] |= int(Flag.CAPTURE)
-        self._set_flags(flags)
+        """Which hook points may capture; all others do not even look at the plan."""
+        self._set_flag(Flag.CAPTURE, [self.index[key] for key in keys])
+
+    def set_steering(self, points: np.ndarray) -> None:
+        """Which points (numbers of `index`) steer any row; all others do not look at the plan."""
+        self._set_flag(Flag.STEER, points)
+
+    def place_steering(
+        self, tables: torch.Tensor, operations: torch.Tensor, vectors: torch.Tensor
+    ) -> None:
+        """Where steering is read from, from the next commit on.
+
+        Args:
+            tables: int32 `[points, steering rows, Operation.SIZE]`.
+            operations: int32 `[operations, Operation.SIZE]`.
+            vectors: `[vectors, hidden]` in the model's dtype.
+        """
+        self._set_point_field(
+            Stage.STEERING, np.arange(len(tables)), [table.data_ptr() for table in tables]
+        )
+        self._fields[:, Descriptor.OPERATIONS] = operations.data_ptr()
+        self._fields[:, Descriptor.VECTORS] = vectors.data_ptr()
+        self._stale = True
+
+    @property
+    def num_points(self) -> int:
+        """Hook points there is room for: `STAGES` of each tap."""
+        return len(self._flags)
 
     def reserve_additions(self, rows: int) -> None:
-        """Make room for intervention rows below `rows`."""
+        """Make room for add rows below `rows`."""
         if rows > self.add_rows:
             self.add_rows = 2 * rows
             for tap in list(self._add_table):
                 self._allocate_additions(tap)
 
-    def set_additions(
-        self, key: TapKey, interventions: torch.Tensor, vectors: torch.Tensor
-    ) -> None:
-        """Add `vectors[i]` to the rows of intervention `interventions[i]` at this tap.
+    def set_additions(self, key: TapKey, add_rows: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Add `vectors[i]` to the rows of add row `add_rows[i]` at this hook point.
 
         Args:
-            interventions: `[n]` int64 on the device.
+            add_rows: `[n]` int64 on the device.
             vectors: `[n, hidden]` on the device, any float dtype.
         """
         tap = self.index[key]
         if tap not in self._add_table:
             self._allocate_additions(tap)
-        self._add_table[tap].index_copy_(0, interventions, vectors.to(self.dtype))
-        self._add_index[tap].index_copy_(0, interventions, interventions.to(torch.int32))
+        self._add_table[tap].index_copy_(0, add_rows, vectors.to(self.dtype))
+        self._add_index[tap].index_copy_(0, add_rows, add_rows.to(torch.int32))
 
-    def clear_additions(self, key: TapKey, interventions: torch.Tensor) -> None:
-        """Add nothing to the rows of these interventions at this tap."""
+    def clear_additions(self, key: TapKey, add_rows: torch.Tensor) -> None:
+        """Add nothing to the rows of these add rows at this hook point."""
         tap = self.index[key]
         if tap in self._add_index:
-            self._add_index[tap].index_fill_(0, interventions, -1)
+            self._add_index[tap].index_fill_(0, add_rows, -1)
 
     def _allocate_additions(self, tap: int) -> None:
         index = torch.full((self.add_rows,), -1, dtype=torch.int32, device=self.device)
@@ -183,16 +231,20 @@ class Taps:
             index[:old].copy_(self._add_index[tap])
             table[:old].copy_(self._add_table[tap])
         self._add_index[tap], self._add_table[tap] = index, table
-        self._fields[tap, Descriptor.ADD_INDEX] = index.data_ptr()
-        self._fields[tap, Descriptor.ADD_TABLE] = table.data_ptr()
-        flags = self._fields[:, Descriptor.FLAGS].copy()
-        flags[tap] |= int(Flag.ADD)
-        self._set_flags(flags)
+        self._set_point_field(Stage.ADD_INDEX, np.array([tap]), [index.data_ptr()])
+        self._set_point_field(Stage.ADD_TABLE, np.array([tap]), [table.data_ptr()])
+        self._flags[tap] |= int(Flag.ADD)
+
+    def _set_point_field(self, field: Stage, points: np.ndarray, addresses: Sequence[int]) -> None:
+        self._stages[points // STAGES, points % STAGES, field] = addresses
         self._stale = True
 
-    def _set_flags(self, flags: np.ndarray) -> None:
-        if not np.array_equal(flags, self._fields[:, Descriptor.FLAGS]):
-            self._fields[:, Descriptor.FLAGS] = flags
+    def _set_flag(self, flag: Flag, points: Sequence[int] | np.ndarray) -> None:
+        """Set a flag for these points, and clear it for all others."""
+        flags = self._flags & ~int(flag)
+        flags[points] |= int(flag)
+        if not np.array_equal(flags, self._flags):
+            self._flags = flags
             self._stale = True
 
 
@@ -205,7 +257,7 @@ def _input_hook(site: Site, name: str) -> Any:
         residual = None if residual_of is None else residual_of.get(args, kwargs)
         if private:
             stream = stream.clone()
-        torch.ops.tllm.tap(stream, residual, getattr(module, name))
+        torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, _PLAN_BUFFER))
         return stream_of.replace(args, kwargs, stream) if private else None
 
     return hook
@@ -222,6 +274,6 @@ def _output_hook(site: Site, name: str) -> Any:
             residual = None if residual_at is None else output[residual_at]
         else:
             stream, residual = output, None
-        torch.ops.tllm.tap(stream, residual, getattr(module, name))
+        torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, _PLAN_BUFFER))
 
     return hook

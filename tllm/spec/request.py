@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tllm.spec.selection import Selection
+from tllm.spec.steering import GroupUse
+
 EXTRA_ARG = "tllm"
 """Key of `SamplingParams.extra_args` under which the request's spec travels."""
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """Some rows that somebody reads.
+
+    Attributes:
+        name: of the field that asked for them, for errors.
+        positions: which.
+        once: prompt rows are read of sample 0 only.
+    """
+
+    name: str
+    positions: Selection
+    once: bool = False
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"name": self.name, "positions": self.positions.to_wire(), "once": self.once}
+
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> RowsRead:
+        """The inverse of `to_wire`."""
+        return cls(wire["name"], Selection.parse(wire["positions"]), wire["once"])
 
 
 @dataclass(frozen=True)
@@ -20,17 +47,19 @@ class RequestSpec:
             results are kept under it. Empty when nobody will come for results.
         num_samples: n.
         consumers: options by consumer id.
-        rows_from: first prompt position whose rows somebody reads (None: no prompt rows): the
-            prefix cache may serve only what lies before it.
+        reads: the rows that somebody reads, those of generated tokens too.
         isolated: rows are changed by writes, so cached blocks are not shared with anybody.
+        steering: what is done to which rows, in order; the operations themselves were sent to
+            the workers before, and are known by their digest.
     """
 
     request_id: str = ""
     prompt_id: str = ""
     num_samples: int = 1
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    rows_from: int | None = None
+    reads: tuple[RowsRead, ...] = ()
     isolated: bool = False
+    steering: tuple[GroupUse, ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data."""
@@ -39,12 +68,33 @@ class RequestSpec:
             "prompt_id": self.prompt_id,
             "num_samples": self.num_samples,
             "consumers": {name: dict(options) for name, options in self.consumers.items()},
-            "rows_from": self.rows_from,
+            "reads": [read.to_wire() for read in self.reads],
             "isolated": self.isolated,
+            "steering": [use.to_wire() for use in self.steering],
         }
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestSpec:
         """The spec of a request; the default one for a request without."""
         wire = (extra_args or {}).get(EXTRA_ARG)
-        return cls(**wire) if wire else cls()
+        if not wire:
+            return cls()
+        uses = tuple(GroupUse.from_wire(use) for use in wire.get("steering", ()))
+        reads = tuple(RowsRead.from_wire(read) for read in wire.get("reads", ()))
+        return cls(**{**wire, "steering": uses, "reads": reads})
+
+    def sample_index(self, engine_id: str) -> int:
+        """Which sample a sequence is; vLLM names the n of a request `{index}_{request id}`."""
+        return 0 if self.num_samples == 1 else int(engine_id.partition("_")[0])
+
+    def rows_from(
+        self, prompt_len: int, prompt_token_ids: Sequence[int], sample_index: int
+    ) -> int | None:
+        """First prompt position whose rows somebody reads (None: no prompt rows): the prefix cache
+        may serve only what lies before it."""
+        first = prompt_len
+        for read in self.reads:
+            if not (read.once and sample_index):
+                for start, _ in read.positions.intervals(prompt_len, prompt_token_ids)[:1]:
+                    first = min(first, start)
+        return first if first < prompt_len else None

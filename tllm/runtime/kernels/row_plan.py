@@ -19,6 +19,7 @@ if HAS_TRITON:
     WIDTH = tl.constexpr(int(Segment.WIDTH))
     PROGRAM = tl.constexpr(int(Segment.PROGRAM))
     ADD_ROW = tl.constexpr(int(Segment.ADD))
+    STEERING_ROW = tl.constexpr(int(Segment.STEER))
 
     @triton.jit
     def _row_plan_kernel(segments_ptr, plan_ptr, plan_stride, BLOCK: tl.constexpr):
@@ -30,6 +31,7 @@ if HAS_TRITON:
         width = tl.load(segment + WIDTH)
         program = tl.load(segment + PROGRAM)
         add = tl.load(segment + ADD_ROW)
+        steer = tl.load(segment + STEERING_ROW)
         for start in range(0, count, BLOCK):
             j = start + tl.arange(0, BLOCK)
             mask = j < count
@@ -38,10 +40,11 @@ if HAS_TRITON:
             tl.store(at, tl.where(captured, destination + (j - skip) * width, -1), mask=mask)
             tl.store(at + plan_stride, tl.zeros_like(j) + program, mask=mask)
             tl.store(at + 2 * plan_stride, tl.zeros_like(j) + add, mask=mask)
+            tl.store(at + 3 * plan_stride, tl.zeros_like(j) + steer, mask=mask)
 
 
 def launch(segments: torch.Tensor, plan: torch.Tensor) -> None:
-    """Fill `plan` (int32 `[3, max_tokens]`) from `segments` (int32 `[n, 8]`)."""
+    """Fill `plan` (int32 `[4, max_tokens]`) from `segments` (int32 `[n, 8]`)."""
     _row_plan_kernel[(segments.shape[0],)](segments, plan, plan.stride(0), BLOCK=256)
 
 
@@ -59,3 +62,4 @@ def reference(segments: torch.Tensor, plan: torch.Tensor) -> None:
     plan[PlanRow.DESTINATION, rows] = torch.where(captured, destination, -1).int()
     plan[PlanRow.PROGRAM, rows] = of[:, Segment.PROGRAM].int()
     plan[PlanRow.ADD, rows] = of[:, Segment.ADD].int()
+    plan[PlanRow.STEER, rows] = of[:, Segment.STEER].int()

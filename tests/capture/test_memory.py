@@ -1,0 +1,363 @@
+"""Captures to memory, against `transformers`."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy as np
+import pytest
+import torch
+from engine.asking import generate, greedy, prompts_of, sampled
+from engine.recorder import Recorder
+from engine.reference import LAYERS, VOCAB
+
+from capture.truth import POINTS
+from tllm import SamplingParams
+from tllm.ports import ConsumerFlow, ResidualStream
+
+EVERYTHING = dict.fromkeys(POINTS, "all")
+POSITIONS = {
+    "all": "all",
+    "all_prompt": "all_prompt",
+    "all_generated": "all_generated",
+    "last_prompt": "last_prompt",
+    "indices": [0, 2, -1, 7],
+    "ranges": {"ranges": [[1, 3], [-2, None]]},
+    "windows": {"phase": "generation", "windows": [[1, 3]]},
+    "tokens": {"phase": "prompt", "token_ids": list(range(0, VOCAB, 3))},
+    "exclusions": {"exclude": {"positions": [-1], "ranges": [[0, 2]]}},
+}
+
+
+def memory(**spec):
+    return {"memory": spec}
+
+
+def test_every_hook_point_at_every_form_of_positions(llm, truth):
+    specs = [{"hooks": EVERYTHING, "positions": positions} for positions in POSITIONS.values()]
+    lengths = [9, 40, 30, 12]
+    prompts = prompts_of([lengths[i % 4] for i in range(2 * len(specs))])
+    params = [greedy(6, capture=memory(**spec)) for spec in specs * 2]
+    outputs = generate(llm, prompts, params)
+    for output, spec in zip(outputs, specs * 2, strict=True):
+        assert truth.check(output, spec) > 0
+        assert output.activations is output.outputs[0].activations
+
+
+@pytest.mark.parametrize("how", ["mean", "max", "last"])
+def test_reductions_are_those_of_the_rows(tight_llm, truth, how):
+    hooks = {"post_block": [0, -1], "mlp_out": "1:3"}
+    specs = [
+        {"hooks": hooks, "positions": positions, "reduction": how}
+        for positions in POSITIONS.values()
+    ]
+    lengths = [9, 40, 30, 12, 60, 33]
+    prompts = prompts_of([lengths[i % 6] for i in range(len(specs))])
+    params = [greedy(14, capture=memory(**spec)) for spec in specs]
+    for output, spec in zip(generate(tight_llm, prompts, params), specs, strict=True):
+        truth.check(output, spec)
+
+
+def test_samples_share_the_prompt_rows_which_are_captured_once(llm, truth):
+    spec = {"hooks": {"post_block": [1]}}
+    params = sampled(5, n=3, capture=memory(**spec))
+    before = llm.intervention_stats()[0]["rows_captured"]
+    outputs = generate(llm, prompts_of([40, 12]), params)
+    for output in outputs:
+        assert len(output.outputs) == 3
+        truth.check(output, spec)
+    captured = llm.intervention_stats()[0]["rows_captured"] - before
+    assert captured == 40 + 12 + 2 * 3 * 4
+
+
+def test_generated_rows_alone_leave_the_prompt_to_the_prefix_cache(llm, truth):
+    prompts = prompts_of([96])
+    generate(llm, prompts, greedy(2))
+    for positions, cached in (("all_generated", 64), ("last_prompt", 64), ("all", 0), ([40], 32)):
+        spec = {"hooks": {"post_block": [1]}, "positions": positions}
+        [output] = generate(llm, prompts, greedy(4, capture=memory(**spec)))
+        assert output.num_cached_tokens == cached, positions
+        truth.check(output, spec)
+
+
+def test_a_capture_leaves_tokens_and_cache_of_others_alone(llm):
+    prompts = prompts_of([70, 33])
+    plain = [o.outputs[0].token_ids for o in generate(llm, prompts, greedy(8))]
+    llm.reset_prefix_cache()
+    spec = memory(hooks=EVERYTHING)
+    captured = [o.outputs[0].token_ids for o in generate(llm, prompts, greedy(8, capture=spec))]
+    after = generate(llm, prompts, greedy(8))
+    assert captured == plain == [o.outputs[0].token_ids for o in after]
+    assert [o.num_cached_tokens for o in after] == [64, 32]
+
+
+def test_captures_and_plain_requests_share_batches(llm, truth):
+    spec = {"hooks": {"attn_out": [2]}, "positions": "all"}
+    params = [greedy(6, capture=memory(**spec)), greedy(6)] * 3
+    outputs = generate(llm, prompts_of([5, 40, 30, 9, 11, 25]), params)
+    for output in outputs[::2]:
+        truth.check(output, spec)
+    for output in outputs[1::2]:
+        assert output.activations is None
+        assert output.capture_results == {}
+
+
+def test_rows_of_tokens_computed_ahead_of_the_end_are_cut(tight_llm, truth):
+    """An end-of-sequence token is noticed a step late where steps are scheduled ahead."""
+    prompts = prompts_of([9, 40, 30])
+    long = generate(tight_llm, prompts, greedy(12))
+    for spec in (
+        {"hooks": {"post_block": [1]}},
+        {"hooks": {"post_block": [1]}, "reduction": "mean", "positions": "all_generated"},
+    ):
+        params = []
+        for output in long:
+            stop = SamplingParams(
+                temperature=0,
+                max_tokens=12,
+                detokenize=False,
+                stop_token_ids=[output.outputs[0].token_ids[6]],
+                ignore_eos=True,
+                capture=memory(**spec),
+            )
+            params.append(stop)
+        for output in generate(tight_llm, prompts, params):
+            assert len(output.outputs[0].token_ids) < 12
+            truth.check(output, spec)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("how", ["none", "mean"])
+def test_dtype_is_of_what_is_kept(llm, dtype, how):
+    hooks = {"post_block": [1]}
+    params = [
+        greedy(4, capture=memory(hooks=hooks, reduction=how)),
+        greedy(4, capture=memory(hooks=hooks, reduction=how, dtype=dtype)),
+    ]
+    exact, kept = generate(llm, prompts_of([9]) * 2, params)
+    tensor = kept.activations["post_block"][1].tensor
+    assert tensor.dtype == getattr(torch, dtype)
+    expected = exact.activations["post_block"][1].tensor.to(tensor.dtype)
+    assert torch.allclose(tensor, expected, rtol=1e-3)
+
+
+def test_names_of_the_result(llm):
+    hooks = {"block_output": [-1], "lm_head_in": "all"}
+    [output] = generate(llm, prompts_of([5]), greedy(2, capture=memory(hooks=hooks)))
+    found = output.activations
+    assert list(found) == ["post_block", "lm_head_in"]
+    assert list(found["post_block"]) == [LAYERS - 1]
+    assert found["block_output"][-1] is found["post_block"][LAYERS - 1]
+    assert found["lm_head_in"][None].tensor.shape == (6, 128)
+    with pytest.raises(KeyError, match=r"mlp_out.*captured were post_block"):
+        found["mlp_out"]
+    with pytest.raises(KeyError, match="layer 0 was not captured"):
+        found["post_block"][0]
+
+
+REFUSED = {
+    r"capture\['memory'\]\['hooks'\]: unknown hook point 'middle'": {"hooks": {"middle": [1]}},
+    r"capture\['memory'\]\['hooks'\]: post_block has no layer 4": {"hooks": {"post_block": [4]}},
+    r"capture\['memory'\]\['hooks'\]: post_block has no layer -5": {"hooks": {"post_block": [-5]}},
+    r"hooks\['post_block'\]: the range 2:9": {"hooks": {"post_block": "2:9"}},
+    r"capture\['memory'\]\['hooks'\] is empty": {"hooks": {}},
+    r"\['hooks'\]\['post_block'\]: 'x' is not a layer": {"hooks": {"post_block": ["x"]}},
+    r"\['hooks'\]\['post_block'\] is empty": {"hooks": {"post_block": []}},
+    r"lm_head_in belongs to no layer": {"hooks": {"lm_head_in": [2]}},
+    r"capture\['memory'\] has no 'hooks'": {"positions": "all"},
+    r"capture\['memory'\]\['positions'\]='most' is not known": {
+        "hooks": {"post_block": [1]},
+        "positions": "most",
+    },
+    r"capture\['memory'\]\['positions'\]: position 8 is out of range": {
+        "hooks": {"post_block": [1]},
+        "positions": [8],
+    },
+    r"capture\['memory'\]\['positions'\]: position -6 is out of range": {
+        "hooks": {"post_block": [1]},
+        "positions": [-6],
+    },
+    r"token_ids of generated tokens are not known": {
+        "hooks": {"post_block": [1]},
+        "positions": {"token_ids": [3]},
+    },
+    r"capture\['memory'\]\['reduction'\]='sum'": {"hooks": {"post_block": [1]}, "reduction": "sum"},
+    r"capture\['memory'\]\['dtype'\]='int8'": {"hooks": {"post_block": [1]}, "dtype": "int8"},
+    r"capture\['memory'\] has unknown options \['tag'\]": {
+        "hooks": {"post_block": [1]},
+        "tag": "a",
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_wrong_is_refused_by_name_and_the_engine_goes_on(llm, message):
+    with pytest.raises(ValueError, match=message):
+        generate(llm, prompts_of([5]), greedy(4, capture=memory(**REFUSED[message])))
+    assert generate(llm, prompts_of([5]), greedy(2))[0].outputs[0].token_ids
+
+
+def test_refusals_that_need_no_engine():
+    with pytest.raises(ValueError, match=r"capture\['memory'\] is list"):
+        SamplingParams(capture={"memory": [1]})
+    with pytest.raises(ValueError, match="capture='all' is str"):
+        SamplingParams(capture="all")
+    with pytest.raises(ValueError, match=r"capture\['memory'\]\['positions'\] is object"):
+        SamplingParams(capture={"memory": {"positions": object()}})
+    with pytest.raises(ValueError, match=r"capture\['a'\] and consumers\['a'\] were both"):
+        SamplingParams(capture={"a": {}}, consumers={"a": {}})
+
+
+def test_unknown_consumers_are_refused(llm):
+    with pytest.raises(ValueError, match=r"capture\['disc'\]: no such consumer.*built-in memory"):
+        generate(llm, prompts_of([5]), greedy(2, capture={"disc": {"hooks": "post_block:1"}}))
+
+
+def test_other_forms_of_the_same(llm, truth):
+    spec = {"hooks": {"post_block": [0, 1]}, "positions": [0, 3]}
+    for other in (
+        {"hooks": "post_block:0,1", "positions": range(0, 6, 3)},
+        {"hooks": ["post_block:0+1"], "positions": np.array([0, 3])},
+        {"hooks": {"post_block": ":2"}, "positions": {"positions": (0, 3)}},
+    ):
+        [output] = generate(llm, prompts_of([5]), greedy(4, capture=memory(**other)))
+        truth.check(output, spec)
+
+
+def test_thousands_of_distinct_captures_in_one_engine(llm, truth):
+    """Programs are found again, and made anew when the numbers run out."""
+    session = llm.llm_engine.model_executor.driver_worker.worker.session
+    programs, capacity = session._programs, session._programs._capacity
+    pick = random.Random(3)
+    try:
+        programs._capacity = 40
+        for _ in range(6):
+            specs = []
+            for _ in range(20):
+                points = pick.sample(POINTS, 2)
+                hooks = {
+                    p: "all" if p == "lm_head_in" else sorted(pick.sample(range(LAYERS), 2))
+                    for p in points
+                }
+                specs.append({"hooks": hooks, "positions": [pick.randrange(9), -1]})
+            params = [greedy(2, capture=memory(**spec)) for spec in specs]
+            for output, spec in zip(
+                generate(llm, prompts_of([9] * 20), params), specs, strict=True
+            ):
+                truth.check(output, spec)
+    finally:
+        programs._capacity = capacity
+    assert len(programs) == 0
+    assert not any(programs._captured.values())
+
+
+def test_more_programs_than_there_are_is_an_error_of_the_request(llm, truth):
+    recorder = Recorder(ConsumerFlow(reads=[ResidualStream.read(layer=0)]))
+    llm.register_consumer(recorder)
+    session = llm.llm_engine.model_executor.driver_worker.worker.session
+    programs, capacity = session._programs, session._programs._capacity
+    specs = [{"hooks": {"post_block": [i % 4], "attn_in": [i // 4]}} for i in range(8)]
+    try:
+        programs._capacity = 9
+        params = [greedy(2, capture=memory(**spec)) for spec in specs]
+        outputs = generate(llm, prompts_of([5] * 8), params)
+    finally:
+        programs._capacity = capacity
+    errors = [output.capture_results["memory"].error for output in outputs]
+    assert any(error and "distinct combinations" in error for error in errors)
+    for output, spec, error in zip(outputs, specs, errors, strict=True):
+        if error is None:
+            truth.check(output, spec)
+    assert {k[0]: len(v) for k, v in recorder.positions("hidden").items()} == {
+        output.request_id: 6 for output in outputs
+    }
+
+
+def test_nothing_is_left_when_all_is_over(llm):
+    generate(llm, prompts_of([5, 40]), greedy(4, capture=memory(hooks=EVERYTHING)))
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    consumer = worker.session._consumers["memory"].consumer
+    assert not consumer._specs
+    assert not consumer._rows._unsorted
+    assert not consumer._rows._pieces
+    assert not worker.session._results._kept
+    gc.collect()
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_fuzz_of_random_captures(tight_llm, truth, seed, runner):
+    """Random requests in an engine that chunks, caches, preempts and schedules ahead."""
+    pick = random.Random(seed)
+    count = 500 if runner == "v1" else 60
+    shared = prompts_of([64], seed=9)[0]
+    pool = [
+        *prompts_of([1, 7, 24, 25, 33, 60]),
+        *([*shared[:32], *p] for p in prompts_of([5, 20], seed=1)),
+        *([*shared, *p] for p in prompts_of([1, 14], seed=2)),
+    ]
+    asks = []
+    for _ in range(count):
+        prompt = pick.choice(pool)
+        max_tokens = pick.choice([1, 2, 5, 12])
+        if pick.random() < 0.15:
+            asks.append((prompt, None, greedy(max_tokens)))
+            continue
+        spec = random_spec(pick, len(prompt), max_tokens)
+        if pick.random() < 0.1:
+            params = sampled(max_tokens, n=3, capture=memory(**spec))
+        else:
+            params = greedy(max_tokens, capture=memory(**spec))
+        asks.append((prompt, spec, params))
+    rows = 0
+    outputs = generate(tight_llm, [p for p, _, _ in asks], [params for _, _, params in asks])
+    for output, (_, spec, _) in zip(outputs, asks, strict=True):
+        if spec is None:
+            assert output.activations is None
+        else:
+            rows += truth.check(output, spec)
+    assert rows > 20 * count
+    stats = tight_llm.intervention_stats()[0]
+    assert stats["rows_dropped"] == 0
+
+
+def random_spec(pick, prompt_len, max_tokens):
+    hooks = {}
+    for point in pick.sample(POINTS, pick.randint(1, 4)):
+        layers = pick.choice(["all", "some", ":2", "-2:"])
+        if layers == "some":
+            layers = pick.sample([0, 1, 2, -1], pick.randint(1, 3))
+        hooks[point] = "all" if point == "lm_head_in" else layers
+    end = prompt_len + max_tokens - 1
+
+    def place():
+        return pick.choice([pick.randrange(-prompt_len, 0), pick.randrange(end)])
+
+    def criteria():
+        return {
+            "positions": [place() for _ in range(pick.randint(1, 4))],
+            "ranges": [[pick.randrange(prompt_len), None]],
+            "windows": [[pick.randint(0, 3), pick.randint(4, 9)]],
+        }
+
+    def some():
+        every = criteria()
+        return {key: every[key] for key in pick.sample(sorted(every), pick.randint(1, 2))}
+
+    form = pick.choice(["named", "list", "mapping", "tokens"])
+    if form == "named":
+        positions = pick.choice(["all", "all_prompt", "all_generated", "last_prompt"])
+    elif form == "list":
+        positions = [place() for _ in range(pick.randint(1, 6))]
+    elif form == "mapping":
+        positions = {"phase": pick.choice(["any", "prompt", "generation"])}
+        if pick.random() < 0.7:
+            positions |= some()
+        if pick.random() < 0.4:
+            positions["exclude"] = some()
+    else:
+        positions = {"phase": "prompt", "token_ids": pick.sample(range(VOCAB), 90)}
+    spec = {"hooks": hooks, "positions": positions}
+    if pick.random() < 0.3:
+        spec["reduction"] = pick.choice(["mean", "max", "last"])
+    return spec

@@ -1,0 +1,278 @@
+"""Steering as users ask for it: per request, globally and by module; and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.conftest import TINY_ENGINE
+from engine.reference import HIDDEN, LAYERS, Addition
+from tllm import LLM, SamplingParams
+
+PROMPTS = [[5, 6, 7, 8, 9, 10], list(range(20, 60)), [200, 201]]
+TOKENS = 8
+GENERATOR = torch.Generator().manual_seed(11)
+V, W = 5 * torch.randn(2, HIDDEN, generator=GENERATOR)
+AT = ("post_block", 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(llm):
+    yield
+    llm.steering.clear()
+    for name in llm.steering.modules():
+        llm.steering.unregister_module(name)
+    generate(llm, [[1]], {})  # the engine says with its next step who has ended
+    (stats,) = llm.intervention_stats()
+    assert stats["steering_configurations"] == 0
+    assert llm.steering.status()["requests"] == 0
+
+
+def generate(llm, prompts, asked, **options):
+    """Greedy tokens of each prompt; `asked` is one mapping of keywords, or one for each."""
+    asked = asked if isinstance(asked, list) else [asked] * len(prompts)
+    params = [
+        SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, **each)
+        for each in asked
+    ]
+    prompts = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(prompts, params, use_tqdm=False, **options)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def at(vector, place=AT):
+    return {place[0]: {place[1]: vector}}
+
+
+def test_steered_and_unsteered_requests_of_one_batch(llm, reference):
+    asked = [{"steering_vectors": at(V)}, {}, {"steering_vectors": at(W)}]
+    expected = [
+        reference.greedy(prompt, TOKENS, [Addition(AT, vector)] if vector is not None else [])
+        for prompt, vector in zip(PROMPTS, (V, None, W), strict=True)
+    ]
+    assert generate(llm, PROMPTS, asked) == expected
+    assert len({*map(tuple, expected), *map(tuple, generate(llm, PROMPTS, {}))}) > 3
+
+
+def test_tiers_add_up_over_global_request_and_module(llm, reference):
+    """(global base + global phase) + (request base + request phase), and modules."""
+    parts = list(3 * torch.randn(6, HIDDEN, generator=GENERATOR))
+    llm.steering.set(at(parts[0]), decode_vectors=at(parts[1]))
+    llm.steering.register_module("module", {"decode_vectors": at(parts[2])})
+    asked = {
+        "steering_vectors": at({"vector": parts[3], "scale": -0.5}),
+        "prefill_steering_vectors": at(parts[4]),
+        "decode_steering_vectors": at(parts[5]),
+        "steering_module_ref": ("module", 1.5),
+    }
+    for prompt, tokens in zip(PROMPTS, generate(llm, PROMPTS, asked), strict=True):
+        n = len(prompt)
+        prefill = parts[0] - 0.5 * parts[3] + parts[4]
+        decode = parts[0] + parts[1] + 1.5 * parts[2] - 0.5 * parts[3] + parts[5]
+        additions = [Addition(AT, prefill, stop=n), Addition(AT, decode, start=n)]
+        assert tokens == reference.greedy(prompt, TOKENS, additions)
+
+
+def test_global_steering_is_set_merged_replaced_and_cleared(llm, reference):
+    def greedy(*additions):
+        return [reference.greedy(p, TOKENS, [Addition(*a) for a in additions]) for p in PROMPTS]
+
+    llm.steering.set(at(V))
+    assert generate(llm, PROMPTS, {}) == greedy((AT, V))
+    llm.steering.set(at(W, ("pre_attn", 3)))
+    assert generate(llm, PROMPTS, {}) == greedy((AT, V), (("pre_attn", 3), W))
+    llm.steering.set(at(2 * V))
+    assert generate(llm, PROMPTS, {}) == greedy((AT, 2 * V), (("pre_attn", 3), W))
+    llm.steering.set(at(W), replace=True)
+    assert generate(llm, PROMPTS, {}) == greedy((AT, W))
+    status = llm.steering.status()
+    assert list(status["global"]["vectors"]) == ["post_block"]
+    assert status["global"]["vectors"]["post_block"][1][0]["norm"] == pytest.approx(float(W.norm()))
+    llm.steering.clear()
+    assert llm.steering.status()["global"] == {}
+    assert generate(llm, PROMPTS, {}) == greedy()
+
+
+def test_a_running_request_keeps_the_steering_it_began_with(llm, reference):
+    """Global steering is changed between two steps of a request."""
+    llm.steering.set(at(V))
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
+    engine = llm.llm_engine
+    engine.add_request("early", {"prompt_token_ids": PROMPTS[0]}, params)
+    for _ in range(3):
+        engine.step()
+    llm.steering.set(at(W), replace=True)
+    engine.add_request("late", {"prompt_token_ids": PROMPTS[0]}, params)
+    tokens = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                tokens[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+    assert tokens == {
+        "early": reference.greedy(PROMPTS[0], TOKENS, [Addition(AT, V)]),
+        "late": reference.greedy(PROMPTS[0], TOKENS, [Addition(AT, W)]),
+    }
+    llm.generate([{"prompt_token_ids": [3]}], params, use_tqdm=False)  # settles the two
+
+
+def test_every_sample_is_steered(llm, reference):
+    sampled = SamplingParams(
+        n=3,
+        temperature=1.0,
+        logprobs=0,
+        max_tokens=4,
+        ignore_eos=True,
+        detokenize=False,
+        steering_vectors=at(V),
+    )
+    (output,) = llm.generate([{"prompt_token_ids": PROMPTS[0]}], sampled, use_tqdm=False)
+    for sample in output.outputs:
+        tokens = [*PROMPTS[0], *sample.token_ids]
+        logits, _ = reference.run(tokens, additions=[Addition(AT, V)])
+        expected = logits.log_softmax(-1)
+        for i, token in enumerate(sample.token_ids):
+            found = sample.logprobs[i][token].logprob
+            assert found == pytest.approx(float(expected[len(PROMPTS[0]) - 1 + i, token]), abs=1e-3)
+    steering = sampled.extra_args["tllm"]["steering"]
+    assert sampled.clone().extra_args["tllm"]["steering"] is steering, "vectors are not copied"
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_model):
+    """Room for three ways of steering at once, and for six vectors."""
+    options = TINY_ENGINE | {"max_num_batched_tokens": 256}
+    return LLM(tiny_model, max_steering_configs=3, max_steering_mib=1, **options)
+
+
+def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, monkeypatch):
+    vectors = 5 * torch.randn(12, HIDDEN, generator=GENERATOR)
+    core = narrow.llm_engine.engine_core.engine_core
+    session = core.model_executor.driver_worker.worker.session
+    begin, seen = session.begin_step, []
+
+    def watched(*args):
+        seen.append(session.steering.rows_in_use)
+        begin(*args)
+
+    monkeypatch.setattr(session, "begin_step", watched)
+    prompts = [[7, 8, 9, i] for i in range(26)]
+    asked = [{} if i % 3 == 2 else {"steering_vectors": at(vectors[i % 12])} for i in range(26)]
+    found = generate(narrow, prompts, asked)
+    assert max(seen) == 3
+    for i, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        additions = [] if i % 3 == 2 else [Addition(AT, vectors[i % 12])]
+        assert tokens == reference.greedy(prompt, TOKENS, additions)
+    scheduler = core.scheduler
+    generate(narrow, [[1]], {})
+    assert not scheduler._tllm_configurations
+    assert not scheduler._tllm_admitted
+
+
+def test_unused_vectors_make_room_and_used_ones_do_not(narrow, reference):
+    room = 2**20 // (4 * HIDDEN)
+
+    def many(first):
+        """240 vectors of their own, 60 in each layer."""
+        return {
+            "post_block": {
+                layer: [{"vector": V * (first + layer + i / 64), "scale": 1e-3} for i in range(60)]
+                for layer in range(LAYERS)
+            }
+        }
+
+    for turn in range(room // 240 + 3):
+        asked = {"steering_vectors": many(10 * turn)}
+        additions = [
+            Addition(
+                ("post_block", layer), V * sum(10 * turn + layer + i / 64 for i in range(60)) / 1e3
+            )
+            for layer in range(LAYERS)
+        ]
+        (tokens,) = generate(narrow, [PROMPTS[0]], asked)
+        assert tokens == reference.greedy(PROMPTS[0], TOKENS, additions)
+    (stats,) = narrow.intervention_stats()
+    assert stats["steering_mib"] <= 1
+    asked = [{"steering_vectors": many(1000 + 10 * k)} for k in range(room // 240 + 1)]
+    with pytest.raises(ValueError, match="max_steering_mib=1; start the engine with a larger"):
+        generate(narrow, [[k, 2] for k in range(len(asked))], asked)
+    assert generate(narrow, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
+
+
+GOOD = [0.0] * HIDDEN
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"steering_vectors": {"middle": {0: GOOD}}}, "unknown hook point 'middle'"),
+        (
+            {"steering_vectors": at(V, ("post_block", LAYERS))},
+            "steering_vectors['post_block'][4]: layer 4 is out of range; the model has layers 0 to",
+        ),
+        (
+            {"decode_steering_vectors": at(V, ("post_block", -LAYERS - 1))},
+            "decode_steering_vectors['post_block'][-5]: layer -5 is out of range",
+        ),
+        ({"steering_vectors": at([1.0] * 7)}, "has 7 numbers; the model's hidden size is 128"),
+        ({"steering_vectors": at([math.nan] * HIDDEN)}, "NaN, infinite"),
+        ({"steering_vectors": {}}, "steering_vectors is empty"),
+        (
+            {"steering_clamps": at({"vector": V, "value": 1, "min": 0})},
+            "steering_clamps['post_block'][1] gives both value and min or max",
+        ),
+        (
+            {"steering_module_ref": "absent"},
+            "no module 'absent' is registered; registered are none",
+        ),
+        (
+            {"steering_clamps": at([{"vector": V, "value": i} for i in range(17)])},
+            "17 clamps (operations on a component) at 'post_block' of layer 1; at most 16",
+        ),
+        ({"steering_positions": "last_prompt"}, "nothing to steer with was given"),
+    ],
+)
+def test_mistakes_are_refused_before_a_worker_sees_them(llm, reference, asked, says):
+    with pytest.raises(ValueError) as refused:
+        generate(llm, [PROMPTS[0]], asked)
+    assert says in str(refused.value)
+    assert generate(llm, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda s: s.set(), "nothing to steer with: give any of vectors, prefill_vectors"),
+        (lambda s: s.set({"post_block": {9: V}}), "layer 9 is out of range"),
+        (lambda s: s.register_module("", at(V)), "give a text that is not empty"),
+        (lambda s: s.register_module("m", {"vectors": at(V), "wrong": 1}), "unknown fields"),
+        (lambda s: s.unregister_module("absent"), "no module 'absent'"),
+    ],
+)
+def test_mistakes_in_global_steering_change_nothing(llm, reference, call, says):
+    with pytest.raises(ValueError) as refused:
+        call(llm.steering)
+    assert says in str(refused.value)
+    assert llm.steering.status()["global"] == {}
+    assert generate(llm, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "says"),
+    [
+        (
+            {"max_steering_configs": 0},
+            AT,
+            "steering is not enabled in this engine; start it with max_steering_configs",
+        ),
+        ({}, ("mlp_out", 0), "start it with hook_points=[..., 'mlp_out'] or hook_points='all'"),
+    ],
+)
+def test_an_engine_that_cannot_steer_there_says_what_to_start(tiny_model, options, place, says):
+    engine = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
+    llm = LLM(tiny_model, **engine, **options)
+    with pytest.raises(ValueError) as refused:
+        generate(llm, [[1]], {"steering_vectors": at(V, place)})
+    assert says in str(refused.value)
+    assert llm.steering.status()["enabled"] is not bool(options)

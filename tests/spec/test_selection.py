@@ -1,0 +1,126 @@
+"""The selection language against a model that asks of each token whether it is meant."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tllm.spec.selection import Selection
+
+LONGEST = 40
+
+
+def meant(spec, position, tokens, prompt_len):
+    """What the language says about one token, word for word."""
+    phase = spec.get("phase", "any")
+    if phase == "prompt" and position >= prompt_len:
+        return False
+    if phase == "generation" and position < prompt_len:
+        return False
+    origin = prompt_len if phase == "generation" else 0
+    criteria = [k for k in ("positions", "ranges", "windows", "token_ids") if spec.get(k)]
+    included = not criteria or meets(spec, position, tokens, prompt_len, origin)
+    return included and not meets(spec.get("exclude", {}), position, tokens, prompt_len, origin)
+
+
+def meets(criteria, position, tokens, prompt_len, origin):
+    def absolute(p):
+        return p + prompt_len if p < 0 else p
+
+    return (
+        any(absolute(p) == position for p in criteria.get("positions", ()))
+        or any(
+            (0 if a is None else absolute(a)) <= position < (10**9 if b is None else absolute(b))
+            for a, b in criteria.get("ranges", ())
+        )
+        or any(
+            origin + a <= position < (10**9 if b is None else origin + b)
+            for a, b in criteria.get("windows", ())
+        )
+        or (position < len(tokens) and tokens[position] in criteria.get("token_ids", ()))
+    )
+
+
+numbers = st.integers(-LONGEST, LONGEST)
+ranges = st.tuples(st.none() | numbers, st.none() | numbers).filter(
+    lambda r: None in r or (r[0] < 0) != (r[1] < 0) or r[0] < r[1]
+)
+windows = st.tuples(st.integers(0, 20), st.none() | st.integers(21, LONGEST))
+criteria = st.fixed_dictionaries(
+    {},
+    optional={
+        "positions": st.lists(numbers, min_size=1, max_size=4),
+        "ranges": st.lists(ranges, min_size=1, max_size=3),
+        "windows": st.lists(windows, min_size=1, max_size=2),
+        "token_ids": st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    },
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    criteria,
+    st.none() | criteria,
+    st.sampled_from(["any", "prompt", "generation"]),
+    st.lists(st.integers(0, 6), min_size=1, max_size=LONGEST),
+)
+def test_every_token_is_meant_or_not_as_the_words_say(include, exclude, phase, tokens):
+    spec = {**include, "phase": phase, **({"exclude": exclude} if exclude else {})}
+    prompt_len = len(tokens)
+    selection = Selection.parse(spec)
+    assert Selection.parse(selection.to_wire()) == selection
+    intervals = selection.intervals(prompt_len, tokens)
+    assert all(a < b for a, b in intervals)
+    assert all(left[1] < right[0] for left, right in pairwise(intervals))
+    for position in range(2 * LONGEST):
+        found = any(a <= position < b for a, b in intervals)
+        assert found == meant(spec, position, tokens, prompt_len), position
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("all", range(9)),
+        ("all_prompt", range(5)),
+        ("all_generated", range(5, 9)),
+        ("last_prompt", [4]),
+        ([0, -2], [0, 3]),
+    ],
+)
+def test_names_and_lists(name, positions):
+    intervals = Selection.parse(name).intervals(5)
+    found = [p for p in range(9) if any(a <= p < b for a, b in intervals)]
+    assert found == list(positions)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("some", "'some' is not known; give one of all, all_prompt"),
+        ([], "selects nothing"),
+        ([1.5], "1.5 is not a whole number"),
+        ([True], "True is not a whole number"),
+        (3, "is int; give one of"),
+        ({"phase": "later"}, "'later' is not known; choose one of any, prompt, generation"),
+        ({"place": [1]}, "unknown keys"),
+        ({"positions": []}, "would select nothing"),
+        ({"ranges": [[3, 3]]}, "is empty; stop must be greater"),
+        ({"ranges": [[1, 2, 3]]}, "is not [start, stop]"),
+        ({"windows": [[-1, 2]]}, "counts from the phase's first token"),
+        ({"token_ids": [-1]}, "token ids are 0 or more"),
+        ({"exclude": {"phase": "any"}}, "['exclude']"),
+    ],
+)
+def test_mistakes_are_refused_with_the_field(given, says):
+    with pytest.raises(ValueError) as refused:
+        Selection.parse(given, "positions")
+    assert "positions" in str(refused.value)
+    assert says in str(refused.value)
+
+
+def test_positions_that_the_sequence_cannot_have():
+    Selection.parse([-5, 8]).check(5, 4)
+    for position in (-6, 9):
+        with pytest.raises(ValueError, match="out of range for a prompt of 5 tokens"):
+            Selection.parse([position]).check(5, 4)

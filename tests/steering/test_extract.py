@@ -1,0 +1,323 @@
+"""`extract` on the demo model against transformers, and what files and vectors do in an engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from demo.text import mood, mood_pair, neutral_opening
+from tllm import LLM, SamplingParams
+from tllm.steering import ExtractedModule, SteeringModule, extract, load
+from tllm.steering.methods import METHODS, find_direction
+
+MODEL = str(Path(__file__).parents[2] / "demo" / "model")
+LAYERS, HIDDEN = 6, 128
+
+PAIRS = [mood_pair(Random(seed)) for seed in range(24)]
+HAPPY = [happy for happy, _ in PAIRS]
+SAD = [sad for _, sad in PAIRS]
+
+
+class Reference:
+    """The demo model in transformers: its rows, and its logits when something is added."""
+
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
+        self.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+    def module(self, hook: str, layer: int) -> tuple[Any, bool]:
+        """The module at whose boundary a hook point lies, and whether it is its input."""
+        block = self.model.model.layers[layer]
+        return {
+            "pre_attn": (block, True),
+            "attn_out": (block.self_attn, False),
+            "mlp_out": (block.mlp, False),
+            "post_block": (block, False),
+        }[hook]
+
+    @torch.inference_mode()
+    def run(
+        self,
+        prompt: str | list[int],
+        read: tuple[str, int] | None = None,
+        add: Mapping[tuple[str, int], Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities after the last token, and the rows `[tokens, hidden]` at `read`."""
+        seen: list[torch.Tensor] = []
+
+        def changed(vector: Any) -> Any:
+            def touch(tensor: torch.Tensor) -> torch.Tensor:
+                if vector is None:
+                    seen.append(tensor[0].clone())
+                    return tensor
+                return tensor + torch.as_tensor(vector)
+
+            return touch
+
+        def on_input(touch: Any) -> Any:
+            def hook(_: Any, args: Any, kwargs: Any) -> Any:
+                if args:
+                    return (touch(args[0]), *args[1:]), kwargs
+                return args, kwargs | {"hidden_states": touch(kwargs["hidden_states"])}
+
+            return hook
+
+        def on_output(touch: Any) -> Any:
+            def hook(_: Any, __: Any, out: Any) -> Any:
+                return (touch(out[0]), *out[1:]) if isinstance(out, tuple) else touch(out)
+
+            return hook
+
+        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        with ExitStack() as stack:
+            asked = [(place, changed(vector)) for place, vector in (add or {}).items()]
+            for (hook, layer), touch in asked + ([(read, changed(None))] if read else []):
+                module, is_input = self.module(hook, layer)
+                handle = (
+                    module.register_forward_pre_hook(on_input(touch), with_kwargs=True)
+                    if is_input
+                    else module.register_forward_hook(on_output(touch))
+                )
+                stack.enter_context(handle)
+            logits = self.model(torch.tensor([ids])).logits[0, -1]
+        return logits.log_softmax(-1), seen[0] if seen else None
+
+    def rows(self, prompts: Any, hook: str, layer: int) -> list[torch.Tensor]:
+        found = [self.run(prompt, read=(hook, layer))[1] for prompt in prompts]
+        return [rows for rows in found if rows is not None]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(
+        MODEL,
+        dtype="float32",
+        enforce_eager=True,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+        hook_points="all",
+        disable_log_stats=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def mood_module(llm: LLM) -> ExtractedModule:
+    return extract(llm, HAPPY, SAD)
+
+
+# -- extract ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("hook", ["post_block", "pre_attn", "mlp_out"])
+def test_the_vectors_are_those_of_the_rows_in_transformers(
+    llm: LLM, reference: Reference, method: str, hook: str
+):
+    module = extract(llm, HAPPY[:12], SAD[:12], method=method, hook=hook, layers=[2, -1])
+    assert module.layers == [2, 5]
+    for layer in module.layers:
+        happy, sad = (
+            torch.stack([rows[-1] for rows in reference.rows(prompts[:12], hook, layer)])
+            for prompts in (HAPPY, SAD)
+        )
+        expected = find_direction(happy, sad, method)
+        entry = module.vectors[hook][layer]
+        assert float(entry["vector"] @ expected.vector) == pytest.approx(1, abs=1e-4)
+        assert entry["scale"] == pytest.approx(expected.scale, rel=1e-3)
+
+
+def test_the_layers_that_have_read_the_word_tell_the_moods_apart(mood_module: ExtractedModule):
+    assert mood_module.layers == list(range(LAYERS))
+    # After the first block the last token, a full stop, has hardly seen the mood word.
+    assert mood_module.separation[0] < 0.9
+    assert all(mood_module.separation[layer] > 0.99 for layer in range(1, LAYERS))
+    assert mood_module.best_layer in (1, 2, 3)
+
+
+def test_every_token_of_a_prompt_can_be_a_row(llm: LLM, reference: Reference):
+    module = extract(llm, HAPPY[:6], SAD[:8], positions="all_prompt", layers=3, paired=False)
+    happy, sad = (
+        torch.cat(reference.rows(prompts, "post_block", 3)) for prompts in (HAPPY[:6], SAD[:8])
+    )
+    expected = find_direction(happy, sad, paired=False)
+    entry = module.vectors["post_block"][3]
+    np.testing.assert_allclose(entry["vector"], expected.vector, atol=1e-4)
+    assert entry["scale"] == pytest.approx(expected.scale, rel=1e-3)
+
+
+def test_the_tokens_of_a_prompt_can_be_averaged(llm: LLM, reference: Reference):
+    module = extract(
+        llm, HAPPY[:6], SAD[:6], positions="all_prompt", reduction="mean", layers=3, method="pca"
+    )
+    happy, sad = (
+        torch.stack([rows.mean(0) for rows in reference.rows(prompts[:6], "post_block", 3)])
+        for prompts in (HAPPY, SAD)
+    )
+    expected = find_direction(happy, sad, "pca")
+    np.testing.assert_allclose(
+        module.vectors["post_block"][3]["vector"], expected.vector, atol=1e-4
+    )
+
+
+def test_prompts_may_be_token_ids_and_come_in_batches(llm: LLM, reference: Reference):
+    ids = [[reference.tokenizer(text).input_ids for text in side[:7]] for side in (HAPPY, SAD)]
+    module = extract(llm, *ids, layers=2, batch_size=3)
+    expected = extract(llm, HAPPY[:7], SAD[:7], layers=2)
+    got, wanted = (each.vectors["post_block"][2] for each in (module, expected))
+    np.testing.assert_allclose(got["vector"], wanted["vector"], atol=1e-5)
+    assert got["scale"] == pytest.approx(wanted["scale"], rel=1e-5)
+    assert module.separation.keys() == expected.separation.keys() == {2}
+
+
+def test_a_unit_scale(llm: LLM):
+    module = extract(llm, HAPPY[:4], SAD[:4], layers=[1, 2], scale="unit")
+    assert [entry["scale"] for entry in module.vectors["post_block"].values()] == [1.0, 1.0]
+
+
+def test_an_extracted_module_can_be_saved(llm: LLM, mood_module: ExtractedModule, tmp_path: Path):
+    again = load(mood_module.save(tmp_path / "mood.safetensors"))
+    assert isinstance(again, ExtractedModule)
+    assert again.separation == mood_module.separation
+    assert again.metadata == mood_module.metadata
+    assert again.best_layer == mood_module.best_layer
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "svm"}, "methods are diffmean, pca, lat, probe"),
+        ({"hook": "nowhere"}, "unknown hook point"),
+        ({"hook": "lm_head_in"}, "belongs to no layer"),
+        ({"layers": 6}, "6"),
+        ({"layers": "some"}, "some"),
+        ({"positions": "last"}, "'last' is not known"),
+        ({"positions": "all_generated"}, "put the texts into the prompts"),
+        ({"positions": "all_prompt"}, r"different numbers of rows for positive\[1\]"),
+        (
+            {"positions": {"phase": "prompt", "token_ids": [1]}, "paired": False},
+            "selects no token of prompt 0",
+        ),
+        ({"scale": 2.0}, "choose 'natural' or 'unit'"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"negative": SAD[:2]}, "no pairs; give as many of each"),
+        ({"negative": SAD[:1]}, "at least two prompts"),
+        ({"negative": "It was a sad day."}, "at least two prompts"),
+        ({"negative": HAPPY[:3]}, "post_block of layer 0: the positive and the negative rows"),
+    ],
+)
+def test_what_cannot_be_extracted_is_refused(llm: LLM, options: dict[str, Any], message: str):
+    # The second happy prompt is longer than its partner.
+    happy = [HAPPY[0], HAPPY[1] + " She smiled.", HAPPY[2]]
+    if options.get("negative") == HAPPY[:3]:
+        happy = HAPPY[:3]
+    asked: dict[str, Any] = {"positive": happy, "negative": SAD[:3]} | options
+    with pytest.raises(ValueError, match=message):
+        extract(llm, **asked)
+
+
+# -- what files do in an engine --------------------------------------------------------------------
+
+
+def logprobs(llm: LLM, prompt: str, **steering: Any) -> dict[int, float]:
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20, **steering)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    (first,) = output.outputs[0].logprobs
+    return {token: entry.logprob for token, entry in first.items()}
+
+
+def files(folder: Path) -> Iterator[tuple[SteeringModule, dict[tuple[str, int], Any]]]:
+    """Modules from files, and what they say shall be added where."""
+    random = torch.Generator().manual_seed(0)
+
+    def vector() -> torch.Tensor:
+        return 2 * torch.randn(HIDDEN, generator=random)
+
+    directions = {1: vector(), 4: vector()}
+    writer = gguf.GGUFWriter(folder / "cv.gguf", "controlvector")
+    writer.add_string("controlvector.model_hint", "qwen2")
+    for layer, direction in directions.items():
+        writer.add_tensor(f"direction.{layer}", direction.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    yield load(folder / "cv.gguf"), {("post_block", n): v for n, v in directions.items()}
+
+    tensors = {
+        "blocks.2.hook_resid_pre": vector(),
+        "blocks.3.hook_attn_out": vector(),
+        "model.layers.0": vector(),
+    }
+    safetensors.torch.save_file(tensors, folder / "lens.safetensors")
+    yield (
+        load(folder / "lens.safetensors", scale=0.5),
+        {
+            ("pre_attn", 2): 0.5 * tensors["blocks.2.hook_resid_pre"],
+            ("attn_out", 3): 0.5 * tensors["blocks.3.hook_attn_out"],
+            ("post_block", 0): 0.5 * tensors["model.layers.0"],
+        },
+    )
+
+    (folder / "sae").mkdir()
+    config = {"metadata": {"hook_name": "blocks.3.hook_mlp_out"}}
+    (folder / "sae" / "cfg.json").write_text(json.dumps(config))
+    decoder = torch.randn(32, HIDDEN, generator=random)
+    safetensors.torch.save_file({"W_dec": decoder}, folder / "sae" / "sae_weights.safetensors")
+    module = load(folder / "sae", features={7: 3.0, 9: -2.0})
+    yield module, {("mlp_out", 3): 3.0 * decoder[7] - 2.0 * decoder[9]}
+
+
+def test_a_file_steers_as_adding_its_vectors_in_transformers_does(
+    llm: LLM, reference: Reference, tmp_path: Path
+):
+    prompt = "One morning Mia walked to the market."
+    plain = reference.run(prompt)[0]
+    for number, (module, added) in enumerate(files(tmp_path)):
+        expected = reference.run(prompt, add=added)[0]
+        assert float((expected - plain).abs().max()) > 0.1
+        llm.steering.register_module(f"file {number}", module)
+        for steering in (
+            {"steering_vectors": module},
+            {"steering_vectors": module.vectors},
+            {"steering_module_ref": f"file {number}"},
+        ):
+            got = logprobs(llm, prompt, **steering)
+            for token, value in got.items():
+                assert value == pytest.approx(float(expected[token]), abs=1e-3), (number, steering)
+
+
+# -- the mood --------------------------------------------------------------------------------------
+
+
+def test_the_mood_vector_makes_neutral_openings_happy_or_sad(
+    llm: LLM, mood_module: ExtractedModule
+):
+    openings = [neutral_opening(Random(seed)) for seed in range(40)]
+    shares = {}
+    for scale in (-1.0, 0.0, 1.0):
+        # No seeds: with them, vLLM on a CPU cannot cut a prompt into chunks.
+        params = SamplingParams(
+            max_tokens=48,
+            temperature=0.8,
+            decode_steering_vectors=mood_module.select(3).scaled(scale),
+        )
+        outputs = llm.generate(openings, params, use_tqdm=False)
+        moods = [mood(output.outputs[0].text) for output in outputs]
+        shares[scale] = moods.count("happy") / len(moods)
+    assert shares[-1.0] < 0.2 < 0.3 < shares[0.0] < 0.7 < 0.8 < shares[1.0]

@@ -1,0 +1,1 @@
+"""Activation capture: to memory, and to a store on disk."""

@@ -1,0 +1,301 @@
+"""What a capture to memory gives the user: `activations["post_block"][12].tensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.ports import Payload, Place
+from tllm.spec.capture import Reduction
+from tllm.spec.hooks import HookPoint
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """The rows of one hook point.
+
+    Attributes:
+        tensor: `[rows, hidden]`, on the host; one row with a reduction (none if there is nothing
+            to reduce).
+        positions: `[rows]`, position of each row's token, ascending; with a reduction, of the
+            tokens that it is made of.
+    """
+
+    tensor: torch.Tensor
+    positions: IntArray
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+
+class Rows:
+    """Rows `[rows, places, hidden]` in pieces, which are joined when somebody looks."""
+
+    def __init__(self, positions: IntArray, pieces: Sequence[torch.Tensor]) -> None:
+        self.positions = positions
+        self._pieces = list(pieces)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All rows in one tensor."""
+        if len(self._pieces) > 1:
+            self._pieces = [torch.cat(self._pieces)]
+        return self._pieces[0]
+
+    def up_to(self, count: int) -> Rows:
+        """The first rows."""
+        if count >= len(self):
+            return self
+        return Rows(self.positions[:count], [self.tensor[:count]])
+
+    def split(self, position: int) -> tuple[Rows, Rows]:
+        """The rows before a position, and the others."""
+        count = int(np.searchsorted(self.positions, position))
+        before: list[torch.Tensor] = []
+        after: list[torch.Tensor] = []
+        left = count
+        for piece in self._pieces:
+            if left:
+                before.append(piece[:left])
+            if left < len(piece):
+                after.append(piece[left:])
+            left = max(0, left - len(piece))
+        none = [self._pieces[0][:0]]
+        return (
+            Rows(self.positions[:count], before or none),
+            Rows(self.positions[count:], after or none),
+        )
+
+    def __getstate__(self) -> Any:
+        pieces = [piece.contiguous() for piece in self._pieces]
+        raw = [piece.view(torch.uint8).numpy() for piece in pieces]
+        return self.positions, raw, str(pieces[0].dtype).removeprefix("torch.")
+
+    def __setstate__(self, state: Any) -> None:
+        self.positions, raw, dtype = state
+        self._pieces = [torch.from_numpy(array).view(getattr(torch, dtype)) for array in raw]
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A reduction of some rows, and the rows after them, which may turn out not to belong to the
+    sequence.
+
+    Attributes:
+        positions: of the rows that were reduced.
+        total: `[1, places, hidden]` float32: their sum, maximum or last; meaningless without any.
+        tail: later rows.
+    """
+
+    positions: IntArray
+    total: Rows
+    tail: Rows
+
+    def folded(self, how: Reduction) -> tuple[IntArray, torch.Tensor]:
+        """All positions, and the reduction of all rows (`mean`: their sum)."""
+        total, tail = self.total.tensor.float(), self.tail.tensor.float()
+        positions = np.concatenate([self.positions, self.tail.positions])
+        if len(tail):
+            rest = _reduce(tail, how)
+            total = _combine(total, rest, how) if len(self.positions) else rest
+        return positions, total
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What one worker captured of one sequence.
+
+    Attributes:
+        places: hook points and their layers, counted from the start.
+        prompt, generated: rows of each phase.
+    """
+
+    places: tuple[Place, ...]
+    prompt: Rows | Reduced
+    generated: Rows | Reduced
+
+
+class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
+    """Captured activations: hook point -> layer -> `Activation`.
+
+    Hook points may be named by their aliases, and layers counted from the end. `lm_head_in` has
+    the one layer None.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        *,
+        reduction: Reduction,
+        dtype: torch.dtype,
+        num_layers: int,
+        problem: str | None = None,
+    ) -> None:
+        self._blocks = tuple(blocks)
+        self._reduction = reduction
+        self._dtype = dtype
+        self._num_layers = num_layers
+        self._problem = problem
+
+    @property
+    def problem(self) -> str | None:
+        return self._problem
+
+    # -- as the user sees it -------------------------------------------------------------------
+
+    def __getitem__(self, point: str) -> Mapping[int | None, Activation]:
+        name = HookPoint.parse(point).value
+        try:
+            return self._by_point[name]
+        except KeyError:
+            raise KeyError(
+                f"{point!r} was not captured; captured were {', '.join(self._by_point) or 'none'}"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_point)
+
+    def __len__(self) -> int:
+        return len(self._by_point)
+
+    def __repr__(self) -> str:
+        places = ", ".join(f"{p} {sorted(layers, key=str)}" for p, layers in self.items())
+        return f"Activations({places})"
+
+    @cached_property
+    def _by_point(self) -> dict[str, _Layers]:
+        found: dict[str, dict[int | None, Activation]] = {}
+        for block in sorted(self._blocks, key=lambda block: _is_empty(block)):
+            positions, tensor = self._values(block)
+            for column, (point, layer) in enumerate(block.places):
+                layers = found.setdefault(point, {})
+                if layer not in layers:
+                    layers[layer] = Activation(tensor[:, column], positions)
+        ordered = [point.value for point in HookPoint if point.value in found]
+        return {
+            point: _Layers(
+                dict(sorted(found[point].items(), key=lambda item: item[0] or 0)),
+                self._num_layers,
+            )
+            for point in ordered
+        }
+
+    def _values(self, block: Block) -> tuple[IntArray, torch.Tensor]:
+        """Positions, and the tensor `[rows, places, hidden]`."""
+        prompt, generated = block.prompt, block.generated
+        if isinstance(prompt, Rows) and isinstance(generated, Rows):
+            parts = [part for part in (prompt, generated) if len(part)] or [prompt]
+            if len(parts) == 1:
+                return parts[0].positions, parts[0].tensor
+            return (
+                np.concatenate([part.positions for part in parts]),
+                torch.cat([part.tensor for part in parts]),
+            )
+        assert isinstance(prompt, Reduced) and isinstance(generated, Reduced)
+        folded = [part.folded(self._reduction) for part in (prompt, generated)]
+        positions = np.concatenate([positions for positions, _ in folded])
+        values = [value for positions, value in folded if len(positions)]
+        if not values:
+            return positions, folded[0][1][:0].to(self._dtype)
+        value = values[0]
+        if len(values) == 2:
+            value = _combine(values[0], values[1], self._reduction)
+        if self._reduction == "mean":
+            value = value / len(positions)
+        return positions, value.to(self._dtype)
+
+    # -- as it comes about ---------------------------------------------------------------------
+
+    def _with(self, blocks: Sequence[Block], problem: str | None) -> Activations:
+        return Activations(
+            blocks,
+            reduction=self._reduction,
+            dtype=self._dtype,
+            num_layers=self._num_layers,
+            problem=problem,
+        )
+
+    def joined(self, other: Any) -> Activations:
+        if not isinstance(other, Activations):
+            return self
+        return self._with((*self._blocks, *other._blocks), self._problem or other._problem)
+
+    def with_prompt_of(self, first: Any) -> Activations:
+        if not isinstance(first, Activations):
+            return self
+        prompts = {block.places: block.prompt for block in first._blocks}
+        blocks = [replace(b, prompt=prompts.get(b.places, b.prompt)) for b in self._blocks]
+        return self._with(blocks, self._problem)
+
+    def up_to(self, num_tokens: int) -> Activations:
+        end, problem, blocks = num_tokens - 1, self._problem, []
+        for block in self._blocks:
+            generated = block.generated
+            if isinstance(generated, Rows):
+                count = int(np.searchsorted(generated.positions, end))
+                generated = generated.up_to(count)
+            else:
+                ahead = len(generated.positions) - np.searchsorted(generated.positions, end)
+                if ahead:
+                    problem = (
+                        f"{ahead} tokens that were computed ahead of the sequence's end are in the "
+                        f"{self._reduction}; use reduction 'none' together with stop strings"
+                    )
+                count = int(np.searchsorted(generated.tail.positions, end))
+                generated = replace(generated, tail=generated.tail.up_to(count))
+            blocks.append(replace(block, generated=generated))
+        return self._with(blocks, problem)
+
+
+class _Layers(Mapping["int | None", Activation]):
+    """Layers of a hook point; negative ones count from the end."""
+
+    def __init__(self, layers: Mapping[int | None, Activation], num_layers: int) -> None:
+        self._layers = layers
+        self._num_layers = num_layers
+
+    def __getitem__(self, layer: int | None) -> Activation:
+        located = layer + self._num_layers if layer is not None and layer < 0 else layer
+        try:
+            return self._layers[located]
+        except KeyError:
+            raise KeyError(
+                f"layer {layer} was not captured; captured were {', '.join(map(str, self._layers))}"
+            ) from None
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+
+def _is_empty(block: Block) -> bool:
+    return not any(
+        len(part.positions) or (isinstance(part, Reduced) and len(part.tail))
+        for part in (block.prompt, block.generated)
+    )
+
+
+def _reduce(rows: torch.Tensor, how: Reduction) -> torch.Tensor:
+    """`[1, ...]` of `[rows, ...]`; `mean` sums."""
+    if how == "mean":
+        return rows.sum(0, keepdim=True)
+    return rows.amax(0, keepdim=True) if how == "max" else rows[-1:]
+
+
+def _combine(earlier: torch.Tensor, later: torch.Tensor, how: Reduction) -> torch.Tensor:
+    if how == "mean":
+        return earlier + later
+    return torch.maximum(earlier, later) if how == "max" else later

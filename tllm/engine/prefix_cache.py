@@ -1,0 +1,120 @@
+"""Prefix-cache rules: which blocks a request may reuse, and which keys its own blocks get."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tllm.spec.request import RequestSpec
+from tllm.spec.steering import steering_stretches
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+Hasher = Callable[["Request"], list[Any]]
+
+
+class BlockKeys:
+    """The block hasher of a steered request, in place of the engine's own.
+
+    A block's key holds what was done to every token up to its end. So blocks before the first
+    steered token have the plain key and are shared with everybody; the others are shared by
+    requests that do the same to the same tokens, whichever phase they were in.
+
+    Args:
+        plain: the engine's hasher.
+        block_size: tokens that one hash stands for.
+        stretches: as `steering_stretches` gives them.
+    """
+
+    def __init__(
+        self, plain: Hasher, block_size: int, stretches: Sequence[tuple[int, tuple[str, ...]]]
+    ) -> None:
+        self._plain = plain
+        self._block_size = block_size
+        self._starts = [start for start, _ in stretches]
+        self._digests: list[bytes] = []
+        digest = hashlib.sha256()
+        for start, groups in stretches:
+            digest.update(repr((start, groups)).encode())
+            self._digests.append(digest.digest())
+        self._first = next((start for start, groups in stretches if groups), None)
+        self._chain: list[Any] = []
+
+    def __call__(self, request: Request) -> list[Any]:
+        """The hashes of the blocks that have become full."""
+        known = len(request.block_hashes)
+        del self._chain[known:]
+        # The engine's hasher continues the list it finds: let it find the plain one.
+        shown, request.block_hashes = request.block_hashes, self._chain
+        try:
+            new = self._plain(request)
+        finally:
+            request.block_hashes = shown
+        self._chain.extend(new)
+        return [self._key(value, known + i) for i, value in enumerate(new)]
+
+    def _key(self, plain: Any, block: int) -> Any:
+        end = (block + 1) * self._block_size
+        if self._first is None or end <= self._first:
+            return plain
+        reached = bisect_left(self._starts, end)  # stretches that begin before the block's end
+        return type(plain)(hashlib.sha256(plain + self._digests[reached - 1]).digest())
+
+
+def apply(request: Request, spec: RequestSpec, block_size: int) -> None:
+    """Give a new request the keys that its rows need."""
+    steered = spec.steering
+    streams = steered and request.resumable
+    salted = spec.isolated or (streams and not _same_in_all_phases(spec))
+    if not salted and not steered:
+        return
+    if salted:
+        # Changed rows change the cache: nobody else may read these blocks, nor this request those
+        # of others. Of a streamed prompt, which tokens were generated is known to it alone.
+        request.cache_salt = f"{request.cache_salt or ''}tllm-{uuid.uuid4().hex}"
+    hasher = request._block_hasher
+    if steered and hasher is not None:
+        stretches = steering_stretches(
+            steered, request.num_prompt_tokens, request.prompt_token_ids or ()
+        )
+        request._block_hasher = BlockKeys(hasher, block_size, stretches)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _same_in_all_phases(spec: RequestSpec) -> bool:
+    return all(use.phase == "any" and use.positions.everything for use in spec.steering)
+
+
+def limit_reuse(manager: Any, limits: dict[str, int]) -> None:
+    """Let cached blocks serve only the tokens below a limit, for the requests that have one.
+
+    Args:
+        manager: the scheduler's KV cache manager; methods of this instance are replaced.
+        limits: by request id; may change later.
+    """
+    coordinator = manager.coordinator
+    get_computed_blocks = manager.get_computed_blocks
+    find_longest_cache_hit = coordinator.find_longest_cache_hit
+    limit: list[int] = []
+
+    def limited_get_computed_blocks(request: Request) -> Any:
+        if request.request_id not in limits:
+            return get_computed_blocks(request)
+        limit.append(limits[request.request_id])
+        try:
+            return get_computed_blocks(request)
+        finally:
+            limit.pop()
+
+    def limited_find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        if limit:
+            max_cache_hit_length = min(max_cache_hit_length, limit[-1])
+        return find_longest_cache_hit(block_hashes, max_cache_hit_length)
+
+    manager.get_computed_blocks = limited_get_computed_blocks
+    coordinator.find_longest_cache_hit = limited_find_longest_cache_hit

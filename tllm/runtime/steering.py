@@ -1,0 +1,283 @@
+"""Steering in a worker: the device tables that the tap op reads, and who uses which rows."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.runtime.descriptor import CHAIN_UNIT, Operation
+from tllm.runtime.taps import TapKey, Taps
+from tllm.runtime.transfer import upload
+from tllm.spec.steering import Coefficients
+
+GroupOperation = tuple[str, int | None, str, Coefficients]
+"""Hook point, layer, digest of the vector, and what is done with it."""
+
+_WORDS = int(Operation.SIZE)
+
+
+@dataclass(eq=False)
+class _Configuration:
+    """A row of the tables: the groups that apply to a token, in order."""
+
+    row: int
+    points: npt.NDArray[np.int64]
+    """The points it has operations at."""
+    chains: list[tuple[int, int]]
+    """`(start, length)` of its operations after the first, at each point with several."""
+    vectors: set[str]
+    users: int = 0
+
+
+class Steering:
+    """What tokens can be steered with, and the rows that stand for it on the device.
+
+    Vectors and groups come from the user's process and are kept until it drops them. A *row* is
+    one combination of groups; sequences that ask the same share it. What changes here reaches
+    the device in `commit`, before the forward pass that needs it: a few rows are written, nothing
+    is recompiled or captured anew.
+
+    Args:
+        resolve: from a hook point and layer to its key; raises `ValueError` for one that this
+            engine has no tap for.
+        rows: rows to begin with; tables grow.
+    """
+
+    def __init__(self, taps: Taps, resolve: Callable[[str, int | None], TapKey], rows: int) -> None:
+        self._taps = taps
+        self._resolve = resolve
+        self._groups: dict[str, list[tuple[int, str, Coefficients]]] = {}
+        self._vectors: dict[str, int] = {}
+        self._vector_users: Counter[str] = Counter()  # configurations
+        self._dropped_vectors: set[str] = set()
+        self._free_vectors: list[int] = []
+        self._new_vectors: dict[int, torch.Tensor] = {}
+        self._configurations: dict[tuple[str, ...], _Configuration] = {}
+        self._unused: OrderedDict[tuple[str, ...], None] = OrderedDict()
+        self._free_rows: list[int] = []
+        self._free_chains: dict[int, list[int]] = {}
+        self._operations_end = 0
+        self._point_users = np.zeros(taps.num_points, np.int64)
+        self._new_entries: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
+        self._new_chains: dict[int, npt.NDArray[np.int32]] = {}
+        self._first_rows = max(1, rows)
+        self._tables: torch.Tensor | None = None
+        self._chains: torch.Tensor | None = None
+        self._bank: torch.Tensor | None = None
+        self._stale = False
+        self.users = 0
+
+    # -- what the user's process keeps here -------------------------------------------------------
+
+    def put(
+        self,
+        vectors: Mapping[str, npt.NDArray[np.float32]],
+        groups: Mapping[str, Sequence[GroupOperation]],
+    ) -> None:
+        """Add vectors and groups by digest; those that are here are left alone.
+
+        Raises `ValueError` when a group names a hook point that this engine has no tap for.
+        """
+        hidden = self._taps.hidden_size
+        for digest, vector in vectors.items():
+            if vector.shape != (hidden,):
+                raise ValueError(f"a steering vector has shape {vector.shape}, not ({hidden},)")
+            self._dropped_vectors.discard(digest)
+            if digest not in self._vectors:
+                held = torch.from_numpy(np.array(vector)).to(self._taps.dtype)
+                row = self._free_vectors.pop() if self._free_vectors else len(self._vectors)
+                self._vectors[digest] = row
+                self._new_vectors[row] = held
+        for digest, operations in groups.items():
+            if digest in self._groups:
+                continue
+            keys = [(self._resolve(hook, layer), v, c) for hook, layer, v, c in operations]
+            self._groups[digest] = [
+                (self._taps.index[key], vector, coefficients)
+                for key, vector, coefficients in keys
+                if key in self._taps.index  # else another pipeline stage has the layer
+            ]
+
+    def drop(self, groups: Iterable[str], vectors: Iterable[str]) -> None:
+        """Forget groups that no new sequence will ask for, and vectors that none of the groups left
+        has. What running sequences still use stays until they end."""
+        dropped = set(groups)
+        for key in [k for k in self._unused if not dropped.isdisjoint(k)]:
+            self._remove(key)
+        for digest in dropped:
+            self._groups.pop(digest, None)
+        self._dropped_vectors.update(vectors)
+        self._free_dropped_vectors()
+
+    def _free_dropped_vectors(self) -> None:
+        for digest in [v for v in self._dropped_vectors if not self._vector_users[v]]:
+            self._dropped_vectors.discard(digest)
+            if digest in self._vectors:
+                self._free_vectors.append(self._vectors.pop(digest))
+
+    @property
+    def vector_bytes(self) -> int:
+        """Device memory that the vectors take."""
+        return 0 if self._bank is None else self._bank.numel() * self._bank.element_size()
+
+    @property
+    def rows_in_use(self) -> int:
+        """Distinct combinations that running sequences ask for."""
+        return len(self._configurations) - len(self._unused)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def acquire(self, groups: tuple[str, ...]) -> int:
+        """The row for these groups; to be given back with `release`. -1 for no groups.
+
+        Raises `ValueError` for a group that is not here.
+        """
+        if not groups:
+            return -1
+        configuration = self._configurations.get(groups)
+        if configuration is None:
+            configuration = self._configurations[groups] = self._configure(groups)
+        self.users += 1
+        self._unused.pop(groups, None)
+        if configuration.users == 0:
+            self._point_users[configuration.points] += 1
+            self._stale = True
+        configuration.users += 1
+        return configuration.row
+
+    def release(self, groups: tuple[str, ...]) -> None:
+        """A sequence does not need this row any more. It is kept until its place is needed."""
+        if not groups:
+            return
+        self.users -= 1
+        configuration = self._configurations[groups]
+        configuration.users -= 1
+        if configuration.users == 0:
+            self._point_users[configuration.points] -= 1
+            self._stale = True
+            self._unused[groups] = None
+            if any(digest not in self._groups for digest in groups):
+                self._remove(groups)
+
+    def _configure(self, groups: tuple[str, ...]) -> _Configuration:
+        if unknown := [digest for digest in groups if digest not in self._groups]:
+            raise ValueError(
+                f"steering {unknown[0]} is not in this worker; ask through tllm.LLM or "
+                "tllm.AsyncLLM, which bring it here"
+            )
+        operations: dict[int, list[npt.NDArray[np.int32]]] = {}
+        vectors = set()
+        for digest in groups:
+            for point, vector, coefficients in self._groups[digest]:
+                words = np.zeros(_WORDS, np.int32)
+                words[Operation.VECTOR] = self._vectors[vector]
+                words[Operation.ADD :] = np.array(coefficients, np.float32).view(np.int32)
+                operations.setdefault(point, []).append(words)
+                vectors.add(vector)
+        row = self._take_row()
+        chains = []
+        for point, (first, *rest) in operations.items():
+            start = 0
+            if rest:
+                start = self._take_chain(len(rest))
+                chains.append((start, len(rest)))
+                for i, words in enumerate(rest):
+                    self._new_chains[start + i] = words
+            first[Operation.CHAIN] = len(rest) + 1 + CHAIN_UNIT * start
+            self._new_entries[point, row] = first
+        self._vector_users.update(vectors)
+        return _Configuration(row, np.array(list(operations), np.int64), chains, vectors)
+
+    def _take_row(self) -> int:
+        if not self._free_rows and len(self._configurations) >= self._first_rows:
+            if self._unused:
+                self._remove(next(iter(self._unused)))
+            else:
+                self._first_rows *= 2
+        return self._free_rows.pop() if self._free_rows else len(self._configurations)
+
+    def _take_chain(self, length: int) -> int:
+        if free := self._free_chains.get(length):
+            return free.pop()
+        self._operations_end += length
+        return self._operations_end - length
+
+    def _remove(self, groups: tuple[str, ...]) -> None:
+        """Free the row of a combination that nobody uses."""
+        self._unused.pop(groups)
+        configuration = self._configurations.pop(groups)
+        for point in configuration.points:
+            self._new_entries[int(point), configuration.row] = np.zeros(_WORDS, np.int32)
+        for start, length in configuration.chains:
+            self._free_chains.setdefault(length, []).append(start)
+        self._free_rows.append(configuration.row)
+        self._vector_users.subtract(configuration.vectors)
+        self._free_dropped_vectors()
+
+    # -- the device --------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Bring what changed to the device. On the compute stream, before a forward pass."""
+        if not self._stale and not self._new_entries and not self._new_vectors:
+            return
+        self._grow()
+        assert self._tables is not None and self._chains is not None and self._bank is not None
+        if self._new_vectors:
+            rows = np.fromiter(self._new_vectors, np.int64)
+            vectors = torch.stack(list(self._new_vectors.values())).to(self._taps.device)
+            self._bank.index_copy_(0, upload(rows, self._taps.device), vectors)
+            self._new_vectors.clear()
+        table = self._tables.view(-1, _WORDS)
+        rows = self._tables.shape[1]
+        self._write(table, {p * rows + row: words for (p, row), words in self._new_entries.items()})
+        self._write(self._chains, self._new_chains)
+        self._new_entries.clear()
+        self._new_chains.clear()
+        self._taps.set_steering(np.flatnonzero(self._point_users))
+        self._stale = False
+
+    def _write(self, table: torch.Tensor, rows: Mapping[int, npt.NDArray[np.int32]]) -> None:
+        if rows:
+            at = upload(np.fromiter(rows, np.int64), self._taps.device)
+            table.index_copy_(0, at, upload(np.stack(list(rows.values())), self._taps.device))
+
+    def _grow(self) -> None:
+        """Make room. What is outgrown lives on until the passes that read it are enqueued."""
+        device = self._taps.device
+        shape = (self._taps.num_points, self._first_rows, _WORDS)
+        tables = _grown(self._tables, shape, 1, torch.int32, device)
+        chains = _grown(
+            self._chains, (_room(self._operations_end, 64), _WORDS), 0, torch.int32, device
+        )
+        vectors = (_room(len(self._vectors) + len(self._free_vectors), 16), self._taps.hidden_size)
+        bank = _grown(self._bank, vectors, 0, self._taps.dtype, device)
+        moved = tables is not self._tables or chains is not self._chains or bank is not self._bank
+        if moved:
+            self._tables, self._chains, self._bank = tables, chains, bank
+            self._taps.place_steering(tables, chains, bank)
+
+
+def _room(rows: int, least: int) -> int:
+    """Rows to allocate so that growing is rare."""
+    return max(least, 1 << (max(rows, 1) - 1).bit_length())
+
+
+def _grown(
+    old: torch.Tensor | None,
+    shape: tuple[int, ...],
+    axis: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """The tensor itself when it is large enough along an axis, else a larger one that begins as it."""
+    if old is not None and old.shape[axis] >= shape[axis]:
+        return old
+    new = torch.zeros(shape, dtype=dtype, device=device)
+    if old is not None:
+        new.narrow(axis, 0, old.shape[axis]).copy_(old)
+    return new

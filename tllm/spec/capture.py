@@ -1,0 +1,174 @@
+"""What may be asked of a capture: hook points, positions, reduction and dtype."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, get_args
+
+from tllm.spec.hooks import HookPoint
+from tllm.spec.selection import Selection
+
+Reduction = Literal["none", "mean", "max", "last"]
+CaptureDtype = Literal["model", "float32", "float16"]
+
+Layers: TypeAlias = "tuple[int, ...] | slice | None"
+"""Layers of a hook point: listed, a range whose open ends are the model's, or none to choose."""
+
+OPTIONS = ("hooks", "positions", "reduction", "dtype")
+
+_RANGE = re.compile(r"(-?\d*):(-?\d*)")
+_ALL = slice(None)
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """One capture, as a user wrote it and with nothing left to check but the model.
+
+    Attributes:
+        hooks: `(hook point, layers)`, in the order given.
+        positions: which tokens.
+        reduction: `none` keeps every row; `mean`, `max` (of each component) and `last` keep one
+            row of a sequence.
+        dtype: of what is kept: the model's own, or another.
+    """
+
+    hooks: tuple[tuple[str, Layers], ...]
+    positions: Selection
+    reduction: Reduction = "none"
+    dtype: CaptureDtype = "model"
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], name: str) -> CaptureSpec:
+        """The capture in `given`, whose other keys are ignored. `ValueError` names the field."""
+        if "hooks" not in given:
+            raise ValueError(
+                f"{name} has no 'hooks'; say what to capture, such as "
+                "{'hooks': {'post_block': [12]}}"
+            )
+        spec = cls(
+            hooks=parse_hooks(given["hooks"], f"{name}['hooks']"),
+            positions=Selection.parse(given.get("positions", "all"), f"{name}['positions']"),
+            reduction=_one_of(Reduction, given.get("reduction", "none"), f"{name}['reduction']"),
+            dtype=_one_of(CaptureDtype, given.get("dtype", "model"), f"{name}['dtype']"),
+        )
+        if spec.positions.depends_on_generated_tokens:
+            raise ValueError(
+                f"{name}['positions']: token_ids of generated tokens are not known when their rows "
+                "are captured; add 'phase': 'prompt', or capture all of them and choose by the "
+                "tokens of the output"
+            )
+        return spec
+
+    def places(self, num_layers: int) -> tuple[tuple[str, int | None], ...]:
+        """Each hook point with its layer; negative layers stay as given.
+
+        Raises `ValueError` for a range that is empty in a model of `num_layers` layers.
+        """
+        found: dict[tuple[str, int | None], None] = {}
+        for point, layers in self.hooks:
+            if layers is None:
+                found[point, None] = None
+            elif isinstance(layers, slice):
+                chosen = range(*layers.indices(num_layers))
+                edges = [edge for edge in (layers.start, layers.stop) if edge is not None]
+                if not chosen or any(not -num_layers <= edge <= num_layers for edge in edges):
+                    raise ValueError(
+                        f"hooks[{point!r}]: the range {_text(layers)} does not lie in a model of "
+                        f"{num_layers} layers; give edges from 0 to {num_layers}"
+                    )
+                found.update(dict.fromkeys((point, layer) for layer in chosen))
+            else:
+                for layer in layers:
+                    located = layer + num_layers if -num_layers <= layer < 0 else layer
+                    found[point, located] = None
+        return tuple(found)
+
+
+def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers], ...]:
+    """Hook points with their layers.
+
+    Args:
+        given: `{hook point: layers}`, where layers are `"all"`, an index, a list of indices, or a
+            range such as `"4:9"` (4 to 8); or text such as `"post_block:4:9 pre_attn:all"`, with
+            commas or plus signs between single layers (`"post_block:0,4,8"`); or a list of such
+            texts. Negative layers count from the end. `lm_head_in` has no layers.
+    """
+    if isinstance(given, str):
+        given = given.replace(";", " ").split()
+    if isinstance(given, Mapping):
+        pairs = list(given.items())
+    elif isinstance(given, Iterable):
+        pairs = []
+        for item in given:
+            if not isinstance(item, str):
+                raise ValueError(f"{name}: {item!r} is not text such as 'post_block:12'")
+            point, separator, layers = item.partition(":")
+            pairs.append((point, layers if separator else None))
+    else:
+        raise ValueError(
+            f"{name}={given!r} is {type(given).__name__}; give a mapping such as "
+            "{'post_block': [12]}, or text such as 'post_block:12'"
+        )
+    if not pairs:
+        raise ValueError(f"{name} is empty; name at least one hook point")
+    found: dict[str, Layers] = {}
+    for given_point, layers in pairs:
+        try:
+            point = HookPoint.parse(given_point)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if point.value in found:
+            raise ValueError(f"{name} names {point} twice; give all of its layers at once")
+        found[point.value] = _layers(point, layers, f"{name}[{given_point!r}]")
+    return tuple(found.items())
+
+
+def _layers(point: HookPoint, given: Any, name: str) -> Layers:
+    if not point.has_layer:
+        if given in (None, True, "", "all", []):
+            return None
+        raise ValueError(f"{name}={given!r}: {point} belongs to no layer; give 'all'")
+    if given is None:
+        raise ValueError(
+            f"{name} names no layers; give 'all', a list of indices, or a range such as '4:9'"
+        )
+    if isinstance(given, str):
+        if given == "all":
+            return _ALL
+        if match := _RANGE.fullmatch(given):
+            return slice(*(int(edge) if edge else None for edge in match.groups()))
+        given = re.split("[,+]", given)
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        given = [given]
+    if not isinstance(given, Iterable):
+        raise ValueError(
+            f"{name}={given!r} is not understood; give 'all', a list of indices, or a range such "
+            "as '4:9'"
+        )
+    layers: list[int] = []
+    for layer in given:
+        if isinstance(layer, str) and re.fullmatch(r"-?\d+", layer.strip()):
+            layer = int(layer)
+        if isinstance(layer, bool) or not isinstance(layer, Integral):
+            raise ValueError(
+                f"{name}: {layer!r} is not a layer; give 'all', indices, or a range such as '4:9'"
+            )
+        layers.append(int(layer))
+    if not layers:
+        raise ValueError(f"{name} is empty; give 'all', a list of indices, or leave the point out")
+    return tuple(dict.fromkeys(layers))
+
+
+def _text(layers: slice) -> str:
+    return ":".join("" if edge is None else str(edge) for edge in (layers.start, layers.stop))
+
+
+def _one_of(allowed: Any, given: Any, name: str) -> Any:
+    if given not in get_args(allowed):
+        raise ValueError(
+            f"{name}={given!r} is not known; choose one of {', '.join(get_args(allowed))}"
+        )
+    return given

@@ -1,0 +1,294 @@
+"""Which tokens of a sequence are meant: the selection language of steering and capture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, get_args
+
+SelectedPhase = Literal["any", "prompt", "generation"]
+
+#: Half-open intervals of positions, sorted, disjoint and not touching.
+Intervals: TypeAlias = tuple[tuple[int, int], ...]
+
+END = 2**31 - 1
+"""The end of an interval that has none."""
+
+_NAMED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "all_prompt": {"phase": "prompt"},
+    "all_generated": {"phase": "generation"},
+    "last_prompt": {"positions": [-1]},
+}
+_CRITERIA = ("positions", "ranges", "windows", "token_ids")
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """Tokens that meet any of these.
+
+    Attributes:
+        positions: absolute positions; negative ones count from the end of the prompt, so -1 is
+            the last prompt token.
+        ranges: `(start, stop)`, half-open, counted as positions are; None is open.
+        windows: `(start, stop)`, half-open, counted from the first token of the selection's phase
+            (the first generated token for `generation`, else the first token of the prompt).
+        token_ids: the token itself.
+    """
+
+    positions: tuple[int, ...] = ()
+    ranges: tuple[tuple[int | None, int | None], ...] = ()
+    windows: tuple[tuple[int, int | None], ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.positions or self.ranges or self.windows or self.token_ids)
+
+    def intervals(self, prompt_len: int, origin: int, tokens: Sequence[int]) -> Intervals:
+        """Where the criteria are met, as far as `tokens` (from position 0 on) are known.
+
+        Args:
+            origin: position that windows count from.
+        """
+
+        def absolute(position: int) -> int:
+            return position + prompt_len if position < 0 else position
+
+        found = [(absolute(p), absolute(p) + 1) for p in self.positions]
+        for start, stop in self.ranges:
+            found.append(
+                (0 if start is None else absolute(start), END if stop is None else absolute(stop))
+            )
+        for first, last in self.windows:
+            found.append((origin + first, END if last is None else origin + last))
+        if self.token_ids:
+            wanted = frozenset(self.token_ids)
+            found += [(i, i + 1) for i, token in enumerate(tokens) if token in wanted]
+        return united(found)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Tokens of one sequence: those of a phase that meet `include`, and nothing of `exclude`.
+
+    An empty `include` means every token of the phase; exclusions always win. A token belongs to
+    the prompt or was generated; its position is its index in the sequence.
+
+    `Selection.parse` takes what users write: `"all"`, `"all_prompt"`, `"all_generated"`,
+    `"last_prompt"`, a list of positions, or a mapping with any of `phase` (`any`, `prompt`,
+    `generation`), `positions`, `ranges`, `windows`, `token_ids` and `exclude` (a mapping of the
+    same criteria).
+    """
+
+    phase: SelectedPhase = "any"
+    include: Criteria = field(default_factory=Criteria)
+    exclude: Criteria = field(default_factory=Criteria)
+
+    @classmethod
+    def parse(cls, given: Any, name: str = "positions") -> Selection:
+        """The selection a user wrote. Raises `ValueError` naming the field `name`."""
+        if isinstance(given, Selection):
+            return given
+        if isinstance(given, str):
+            if given not in _NAMED:
+                raise ValueError(
+                    f"{name}={given!r} is not known; give one of {', '.join(_NAMED)}, a list of "
+                    "positions, or a mapping with "
+                    f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
+                )
+            given = _NAMED[given]
+        if isinstance(given, Iterable) and not isinstance(given, Mapping):
+            listed = list(given)
+            if not listed:
+                raise ValueError(f"{name}=[] selects nothing; leave it out or list positions")
+            given = {"positions": listed}
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"{name}={given!r} is {type(given).__name__}; give one of {', '.join(_NAMED)}, a "
+                "list of positions, or a mapping"
+            )
+        if unknown := sorted(set(map(str, given)) - {"phase", "exclude", *_CRITERIA}):
+            raise ValueError(
+                f"{name} has unknown keys {unknown}; it takes "
+                f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
+            )
+        phase = given.get("phase", "any")
+        if phase not in get_args(SelectedPhase):
+            raise ValueError(
+                f"{name}['phase']={phase!r} is not known; choose one of "
+                f"{', '.join(get_args(SelectedPhase))}"
+            )
+        excluded = given.get("exclude", {})
+        if not isinstance(excluded, Mapping) or set(excluded) - set(_CRITERIA):
+            raise ValueError(
+                f"{name}['exclude']={excluded!r}: give a mapping with any of {', '.join(_CRITERIA)}"
+            )
+        include = _criteria({k: given[k] for k in _CRITERIA if k in given}, name)
+        if any(k in given for k in _CRITERIA) and not include:
+            raise ValueError(
+                f"{name}={dict(given)!r} lists nothing, so it would select nothing; leave the "
+                "empty lists out, or name something"
+            )
+        return cls(phase, include, _criteria(excluded, f"{name}['exclude']"))
+
+    @property
+    def everything(self) -> bool:
+        """Whether every token is meant."""
+        return self == Selection()
+
+    @property
+    def depends_on_generated_tokens(self) -> bool:
+        """Whether which generated token it is decides."""
+        return self.phase != "prompt" and bool(self.include.token_ids or self.exclude.token_ids)
+
+    def intervals(self, prompt_len: int, tokens: Sequence[int] = ()) -> Intervals:
+        """The positions that are meant.
+
+        Args:
+            prompt_len: number of prompt tokens.
+            tokens: tokens from position 0 on, as far as they are known; needed only for
+                `token_ids`. No later token is taken to match.
+        """
+        origin = prompt_len if self.phase == "generation" else 0
+        everywhere: Intervals = ((0, END),)
+        found = self.include.intervals(prompt_len, origin, tokens)
+        meant = found if self.include else everywhere
+        if self.phase == "prompt":
+            meant = intersected(meant, ((0, prompt_len),))
+        elif self.phase == "generation":
+            meant = intersected(meant, ((prompt_len, END),))
+        if self.exclude:
+            excluded = self.exclude.intervals(prompt_len, origin, tokens)
+            meant = intersected(meant, complement(excluded))
+        return meant
+
+    def check(self, prompt_len: int, max_tokens: int | None, name: str = "positions") -> None:
+        """Refuse positions that the sequence cannot have.
+
+        Args:
+            max_tokens: the most tokens that are generated; None when that is not limited.
+        """
+        longest = END if max_tokens is None else prompt_len + max_tokens
+        for position in (*self.include.positions, *self.exclude.positions):
+            if not -prompt_len <= position < longest:
+                raise ValueError(
+                    f"{name}: position {position} is out of range for a prompt of {prompt_len} "
+                    f"tokens and max_tokens={max_tokens}; give {-prompt_len} to {longest - 1}"
+                )
+
+    def to_wire(self) -> dict[str, Any]:
+        """As plain data, such that `parse` gives the same selection."""
+        wire: dict[str, Any] = {"phase": self.phase, **_to_wire(self.include)}
+        if self.exclude:
+            wire["exclude"] = _to_wire(self.exclude)
+        return wire
+
+
+def united(intervals: Iterable[tuple[int, int]]) -> Intervals:
+    """The union of half-open intervals; what is below 0, or empty, is dropped."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted((max(0, a), b) for a, b in intervals):
+        if stop <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def complement(intervals: Intervals) -> Intervals:
+    """The positions in none of the intervals."""
+    edges = [0, *(edge for interval in intervals for edge in interval), END]
+    pairs = zip(edges[::2], edges[1::2], strict=True)
+    return tuple((start, stop) for start, stop in pairs if stop > start)
+
+
+def intersected(left: Intervals, right: Intervals) -> Intervals:
+    """The positions in both."""
+    found, i, j = [], 0, 0
+    while i < len(left) and j < len(right):
+        start, stop = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
+        if stop > start:
+            found.append((start, stop))
+        if left[i][1] <= right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def covers(intervals: Intervals, position: int) -> bool:
+    """Whether a position lies in any of the intervals."""
+    return any(start <= position < stop for start, stop in intervals)
+
+
+def stretch_starts(prompt_len: int, intervals: Iterable[Intervals]) -> list[int]:
+    """Where stretches of positions begin within which nothing changes: at the phases' first
+    positions and at every edge of an interval."""
+    edges = {0, prompt_len}
+    for each in intervals:
+        for start, stop in each:
+            edges.update((start, stop))
+    return sorted(edge for edge in edges if edge < END)
+
+
+def _criteria(given: Mapping[str, Any], name: str) -> Criteria:
+    return Criteria(
+        positions=tuple(_whole_numbers(given.get("positions", ()), f"{name}['positions']")),
+        ranges=tuple(_pairs(given.get("ranges", ()), f"{name}['ranges']", signed=True)),
+        windows=tuple(
+            (0 if start is None else start, stop)
+            for start, stop in _pairs(given.get("windows", ()), f"{name}['windows']", signed=False)
+        ),
+        token_ids=tuple(_token_ids(given.get("token_ids", ()), f"{name}['token_ids']")),
+    )
+
+
+def _token_ids(given: Any, name: str) -> list[int]:
+    ids = _whole_numbers(given, name)
+    if negative := [token for token in ids if token < 0]:
+        raise ValueError(f"{name}: token ids are 0 or more, but {negative} were given")
+    return sorted(set(ids))
+
+
+def _whole_numbers(given: Any, name: str) -> list[int]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r}: give a list of whole numbers")
+    numbers = list(given)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise ValueError(f"{name}: {number!r} is not a whole number")
+    return list(dict.fromkeys(map(int, numbers)))
+
+
+def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int | None]]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{name}={given!r}: give a list of [start, stop]")
+    pairs: list[tuple[int | None, int | None]] = []
+    for pair in given:
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise ValueError(f"{name}: {pair!r} is not [start, stop]; None is an open end")
+        numbers = _whole_numbers([edge for edge in pair if edge is not None], name)
+        if not signed and any(number < 0 for number in numbers):
+            raise ValueError(f"{name}: {list(pair)} counts from the phase's first token: 0 or more")
+        start, stop = (None if edge is None else int(edge) for edge in pair)
+        same_sign = start is not None and stop is not None and (start < 0) == (stop < 0)
+        if same_sign and start >= stop:  # type: ignore[operator]
+            raise ValueError(f"{name}: {list(pair)} is empty; stop must be greater than start")
+        pairs.append((start, stop))
+    return pairs
+
+
+def _to_wire(criteria: Criteria) -> dict[str, Any]:
+    wire: dict[str, Any] = {}
+    if criteria.positions:
+        wire["positions"] = list(criteria.positions)
+    if criteria.ranges:
+        wire["ranges"] = [list(pair) for pair in criteria.ranges]
+    if criteria.windows:
+        wire["windows"] = [list(pair) for pair in criteria.windows]
+    if criteria.token_ids:
+        wire["token_ids"] = list(criteria.token_ids)
+    return wire

@@ -1,0 +1,7 @@
+"""Steering vectors: read from files that people have, or made from prompts."""
+
+from tllm.steering.extraction import extract
+from tllm.steering.files import load
+from tllm.steering.module import ExtractedModule, SteeringModule
+
+__all__ = ["ExtractedModule", "SteeringModule", "extract", "load"]

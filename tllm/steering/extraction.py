@@ -1,0 +1,180 @@
+"""Steering vectors made from prompts that show a contrast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from tllm.spec.hooks import HookPoint
+from tllm.spec.selection import Selection
+from tllm.steering.methods import NoDirectionError, find_direction, method_named
+from tllm.steering.module import ExtractedModule, VectorEntry
+from tllm.steering.separation import measure_separation
+
+if TYPE_CHECKING:
+    from tllm.llm import LLM
+
+Prompt = str | Sequence[int]
+Scale = Literal["natural", "unit"]
+
+
+def extract(
+    llm: LLM,
+    positive: Sequence[Prompt],
+    negative: Sequence[Prompt],
+    *,
+    method: str = "diffmean",
+    hook: str | HookPoint = HookPoint.POST_BLOCK,
+    layers: int | Iterable[int] | str = "all",
+    positions: str | Sequence[int] | Mapping[str, Any] = "last_prompt",
+    reduction: Literal["none", "mean", "max", "last"] = "none",
+    paired: bool = True,
+    scale: Scale = "natural",
+    batch_size: int = 256,
+    seed: int = 0,
+) -> ExtractedModule:
+    """A steering module that leads from what `negative` says to what `positive` says.
+
+    Every prompt passes the model once; what the chosen tokens have at the hook point are the rows
+    from which each layer's direction is found. With several tokens a prompt, each is a row (unless
+    they are reduced to one): longer prompts weigh more, and a prompt's rows stay together in the
+    held-out scores. Global steering applies as it does to any request.
+
+    Args:
+        llm: a `tllm.LLM`.
+        positive, negative: prompts, as text or token ids; at least two of each.
+        method: `diffmean`, `pca`, `lat` or `probe`; see `tllm.steering.methods`.
+        hook: hook point, or its alias; one that belongs to layers.
+        layers: `"all"`, a layer, several, or a range such as `"4:8"`; negative ones count from the
+            end.
+        positions: tokens of the prompt to read, as `capture` takes them: `"last_prompt"`,
+            `"all_prompt"`, positions, or a selection.
+        reduction: `"mean"` makes one row of each prompt's tokens, as `capture` does.
+        paired: `positive[i]` and `negative[i]` belong together: the scores hold both out at once,
+            `pca` and `lat` use their differences, and both must give as many rows.
+        scale: `"natural"`, with which scale 1 leads from the mean of the negative rows to that of
+            the positive ones along the direction; or `"unit"`, with which it is a step of
+            length 1. Vectors have unit length either way.
+        batch_size: prompts a call of `llm.generate`; the rows of all are kept on the CPU.
+        seed: of what is random in the scores and in `lat`.
+
+    Returns:
+        A module with a vector for each layer, `separation` (held-out AUROC), `d_prime` and
+        `best_layer`. Usually one good layer steers better than all at once:
+        `module.select(module.best_layer)`.
+
+    Raises:
+        ValueError: an argument that is not as above, activations that are not finite, or a layer
+            at which the two sides do not differ.
+    """
+    method_named(method)
+    point = HookPoint.parse(hook)
+    if not point.has_layer:
+        raise ValueError(f"hook={hook!r} belongs to no layer; choose one that does")
+    if scale not in ("natural", "unit"):
+        raise ValueError(f"scale={scale!r} is not known; choose 'natural' or 'unit'")
+    if Selection.parse(positions).phase == "generation":
+        raise ValueError(
+            f"positions={positions!r} reads what the model writes, and extract has it write "
+            "nothing; put the texts into the prompts and read 'all_prompt'"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; it must be at least 1")
+    for name, prompts in (("positive", positive), ("negative", negative)):
+        if isinstance(prompts, str) or len(prompts) < 2:
+            raise ValueError(f"{name} must be a list of at least two prompts, not {prompts!r:.60}")
+    if paired and len(positive) != len(negative):
+        raise ValueError(
+            f"there are {len(positive)} positive and {len(negative)} negative prompts, which are "
+            "no pairs; give as many of each, in the same order, or say paired=False"
+        )
+
+    capture: dict[str, Any] = {
+        "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
+        "positions": positions,
+        "reduction": reduction,
+    }
+    high, high_prompts = _rows(llm, positive, capture, batch_size)
+    low, low_prompts = _rows(llm, negative, capture, batch_size)
+    if paired and not torch.equal(high_prompts, low_prompts):
+        i = int(torch.nonzero(_counts(high_prompts) != _counts(low_prompts))[0])
+        raise ValueError(
+            f"positions={positions!r} gives different numbers of rows for positive[{i}] and "
+            f"negative[{i}], so their rows are no pairs; use 'last_prompt', prompts of the same "
+            "length, or paired=False"
+        )
+
+    entries: dict[int, VectorEntry] = {}
+    separation, d_prime = {}, {}
+    for layer in sorted(high):
+        try:
+            found = find_direction(high[layer], low[layer], method, paired=paired, seed=seed)
+        except NoDirectionError as error:
+            raise NoDirectionError(f"{point} of layer {layer}: {error}") from None
+        separation[layer], d_prime[layer] = measure_separation(
+            high[layer],
+            low[layer],
+            method,
+            paired=paired,
+            seed=seed,
+            positive_groups=high_prompts,
+            negative_groups=low_prompts,
+        )
+        step = found.scale if scale == "natural" else 1.0
+        entries[layer] = {"vector": found.vector, "scale": step}
+    return ExtractedModule(
+        {str(point): entries},
+        source=f"extract({method})",
+        metadata={
+            "prompts": [len(positive), len(negative)],
+            "positions": Selection.parse(positions).to_wire(),
+            "reduction": reduction,
+            "paired": paired,
+            "scale": scale,
+            "seed": seed,
+        },
+        method=method,
+        separation=separation,
+        d_prime=d_prime,
+    )
+
+
+def _rows(
+    llm: LLM, prompts: Sequence[Prompt], capture: Mapping[str, Any], batch_size: int
+) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+    """What was captured, by layer `[rows, hidden]` in the model's dtype, and each row's prompt."""
+    # Here, because vLLM takes seconds to import, and tllm.steering.load needs none of it.
+    from tllm.params import SamplingParams
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, capture={"memory": dict(capture)})
+    (hook,) = capture["hooks"]
+    given = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
+    captured: dict[int, list[torch.Tensor]] = {}
+    counts: list[int] = []
+    for start in range(0, len(given), batch_size):
+        outputs = llm.generate(given[start : start + batch_size], params, use_tqdm=False)
+        for output in outputs:
+            result = output.capture_results["memory"]
+            if result.status != "ok":
+                raise RuntimeError(
+                    f"the activations of prompt {len(counts)}, {output.prompt!r:.60}, were not "
+                    f"captured: {result.error}"
+                )
+            layers = output.activations[hook]
+            counts.append(len(next(iter(layers.values())).tensor))
+            if counts[-1] == 0:
+                raise ValueError(
+                    f"positions={capture['positions']!r} selects no token of prompt "
+                    f"{len(counts) - 1}, {output.prompt!r:.60}"
+                )
+            for layer, rows in layers.items():
+                captured.setdefault(layer, []).append(rows.tensor.cpu())
+    prompt_of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    stacked = {layer: torch.cat(rows) for layer, rows in captured.items()}
+    return stacked, prompt_of_row
+
+
+def _counts(prompt_of_row: torch.Tensor) -> torch.Tensor:
+    return torch.bincount(prompt_of_row)

@@ -1,0 +1,229 @@
+"""Steering vectors from files that people already have."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from tllm.spec.hooks import HookPoint
+from tllm.steering.formats import gguf, numpy, sae, safetensors, torch
+from tllm.steering.formats.contents import Contents, Placed
+from tllm.steering.formats.names import Place
+from tllm.steering.formats.sae import Features
+from tllm.steering.module import SteeringModule, VectorEntry, Vectors
+
+Reader = Callable[[Path], "Contents | SteeringModule"]
+
+KNOWN = (
+    "GGUF control vectors, safetensors, .pt files of tensors, .npy and .npz, and folders with a "
+    "sparse autoencoder in SAELens' layout"
+)
+
+
+@runtime_checkable
+class ControlVector(Protocol):
+    """What repeng makes: directions by block, each `[hidden]`."""
+
+    model_type: str
+    directions: Mapping[int, Any]
+
+
+def load(
+    path: str | PathLike[str] | ControlVector,
+    *,
+    hook: str | HookPoint | None = None,
+    layers: int | Iterable[int] | None = None,
+    scale: float = 1.0,
+    normalize: bool = False,
+    features: Features | None = None,
+) -> SteeringModule:
+    """Read steering vectors.
+
+    What a file is, its first bytes say, not its name:
+
+    - a GGUF control vector of llama.cpp or repeng (`tllm.steering.formats.gguf`);
+    - safetensors, `.npz` or `torch.save` with arrays `[hidden]` by layer, under the keys that
+      `tllm.steering.formats.names` lists; or one array `[hidden]` or `[layers, hidden]`;
+    - a `.npy` file with such an array;
+    - a folder with a sparse autoencoder of SAELens (`tllm.steering.formats.sae`);
+    - what `SteeringModule.save` wrote, which comes back as it was.
+
+    No pickled object is restored, so a file cannot run code.
+
+    Args:
+        path: the file or folder, or a `ControlVector` of repeng.
+        hook: the hook point of vectors for which the file names none; `post_block` if not given.
+            From a file that does name hook points, only the vectors for this one.
+        layers: from a file that numbers its vectors, only those of these layers. For an array
+            `[hidden]`, the layers it goes to; for `[layers, hidden]`, the layer of each row, as
+            many as there are rows (row i is layer i if not given, when there are two or more).
+            Counted from 0.
+        scale: multiplies the scale of every vector.
+        normalize: give every vector unit length; of a sparse autoencoder, every row.
+        features: of a sparse autoencoder, which decoder rows: one, several, or
+            `{feature: weight}`; their weighted sum is the vector.
+
+    Returns:
+        A module; its vectors are float32 `[hidden]`.
+
+    Raises:
+        FileNotFoundError: nothing is there.
+        ImportError: a GGUF file, and `gguf` is not installed.
+        ValueError: anything that cannot be read without a guess; the sentence says what was
+            found, what is allowed and how to fix it.
+    """
+    source = f"repeng {path.model_type}" if isinstance(path, ControlVector) else str(path)
+    with _said_of(source):
+        wanted = None if layers is None else _layer_list(layers)
+        point = None if hook is None else HookPoint.parse(hook)
+        read = _read(path, point, wanted, normalize, features)
+        vectors = {} if isinstance(read, SteeringModule) else _arranged(read, point, wanted)
+    if isinstance(read, SteeringModule):
+        module = read
+    else:
+        module = SteeringModule(vectors, source, read.metadata)
+    if isinstance(read, SteeringModule) or read.stack is None:
+        module = module.select(wanted, point)
+    if normalize and features is None:
+        module = _normalized(module)
+    return module.scaled(scale)
+
+
+@contextmanager
+def _said_of(source: str) -> Iterator[None]:
+    """The readers speak of "it"; what it is, is said once, here."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _read(
+    path: str | PathLike[str] | ControlVector,
+    hook: HookPoint | None,
+    layers: list[int] | None,
+    normalize: bool,
+    features: Features | None,
+) -> Contents | SteeringModule:
+    if isinstance(path, ControlVector):
+        if features is not None:
+            raise ValueError("features= is for sparse autoencoders, and this is a ControlVector")
+        placed = (Placed(Place(HookPoint.POST_BLOCK, n), v) for n, v in path.directions.items())
+        return Contents(tuple(placed), metadata={"model_hint": path.model_type})
+    file = Path(path)
+    if file.is_dir():
+        place = Place(hook, layers[0]) if hook and layers and len(layers) == 1 else None
+        return sae.read(file, features, normalize, place)
+    if features is not None:
+        raise ValueError(
+            f"features= is for sparse autoencoders, and this is a file; give the folder that has "
+            f"{sae.CONFIG} and {sae.WEIGHTS}"
+        )
+    return _reader(file)(file)
+
+
+def _reader(path: Path) -> Reader:
+    """The reader of a file, chosen by what is in it."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if not start:
+        raise ValueError("it is empty")
+    if start.startswith(gguf.MAGIC):
+        return gguf.read
+    if start.startswith(numpy.MAGIC):
+        return numpy.read
+    if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if any(name.endswith("/data.pkl") for name in names):
+            return torch.read
+        if names and all(name.endswith(".npy") for name in names):
+            return numpy.read
+    # safetensors: the length of the header in 8 bytes, then the header, which is a JSON object.
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
+        return safetensors.read
+    # A pickle of protocol 2 or later, which torch.save wrote before it wrote zip files.
+    if start[0] == 0x80:
+        return torch.read
+    raise ValueError(f"it starts with {start!r}, which is no format that is read: {KNOWN}")
+
+
+def _arranged(read: Contents, hook: HookPoint | None, layers: list[int] | None) -> Vectors:
+    vectors: Vectors = {}
+    default = hook or HookPoint.POST_BLOCK
+    placed = read.placed if read.stack is None else _from_stack(read.stack, default, layers)
+    for each in placed:
+        entries = vectors.setdefault(str(each.place.hook or default), {})
+        if each.place.layer in entries:
+            raise ValueError(
+                f"it has two vectors for {each.place.hook or default} of layer "
+                f"{each.place.layer}; keep one, or add them"
+            )
+        entry: VectorEntry = {"vector": each.vector, "scale": each.scale}
+        entries[each.place.layer] = entry
+    return vectors
+
+
+def _from_stack(stack: Any, hook: HookPoint, layers: list[int] | None) -> Iterable[Placed]:
+    array = np.asarray(stack)
+    while array.ndim > 2 and array.shape[0] == 1:
+        array = array[0]
+    if array.ndim == 1:
+        array = array[None]
+        rows = 1
+    elif array.ndim == 2:
+        rows = len(array)
+    else:
+        raise ValueError(
+            f"it has an array of shape {list(array.shape)}; it may be [hidden] or [layers, hidden]"
+        )
+    if rows == 1:
+        if layers is None:
+            raise ValueError(
+                f"it has one vector [{array.shape[1]}] and says no layer; say where it goes, such "
+                "as layers=12 or layers=[10, 11, 12]"
+            )
+        return [Placed(Place(hook, layer), array[0]) for layer in layers]
+    if layers is None:
+        layers = list(range(rows))
+    if len(layers) != rows:
+        raise ValueError(
+            f"it has {rows} vectors that say no layer, and layers= has {len(layers)} entries; give "
+            f"{rows}, the layer of each row, and use .select(layers) on the result to drop some"
+        )
+    return [Placed(Place(hook, layer), row) for layer, row in zip(layers, array, strict=True)]
+
+
+def _layer_list(layers: int | Iterable[int]) -> list[int]:
+    given = [layers] if isinstance(layers, int) else list(layers)
+    for layer in given:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or layer < 0:
+            raise ValueError(
+                f"layers={layers!r} has {layer!r}; layers are whole numbers that count from 0 (a "
+                "file does not say how many there are, so none counts from the end)"
+            )
+    if not given or len(set(given)) < len(given):
+        raise ValueError(f"layers={given} must name at least one layer, and none twice")
+    return [int(layer) for layer in given]
+
+
+def _normalized(module: SteeringModule) -> SteeringModule:
+    vectors: Vectors = {}
+    for point, layers in module.vectors.items():
+        vectors[point] = {}
+        for layer, entry in layers.items():
+            length = float(np.linalg.norm(entry["vector"].astype(np.float64)))
+            if length == 0.0:
+                raise ValueError(
+                    f"{module.source}: {point} of layer {layer} is zero and cannot be normalised"
+                )
+            unit = entry["vector"].astype(np.float64) / length
+            vectors[point][layer] = {"vector": unit.astype(np.float32), "scale": entry["scale"]}
+    return replace(module, vectors=vectors)

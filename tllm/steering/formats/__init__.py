@@ -1,0 +1,1 @@
+"""File formats that hold steering vectors, one a file."""

@@ -1,0 +1,204 @@
+"""What a file holds, before it is decided where its vectors go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tllm.spec.hooks import HookPoint
+from tllm.steering.formats.names import GRAMMAR, Place, parse_place
+
+STACK_NAMES = (
+    "vector",
+    "vectors",
+    "direction",
+    "directions",
+    "steering_vector",
+    "steering_vectors",
+    "control_vector",
+)
+"""Names under which a vector `[hidden]`, or one a layer `[layers, hidden]`, says no layer."""
+
+_HOOK_NAMES = ("hook", "hook_point", "hook_name", "site")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A vector whose layer the file names; `hook` is None if it names no hook point."""
+
+    place: Place
+    vector: Any
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Vectors with a place, or one array without: `[hidden]`, or `[layers, hidden]`."""
+
+    placed: tuple[Placed, ...] = ()
+    stack: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def from_saved(value: Any) -> Contents:
+    """The contents of what was saved: an array, or a dict of them, or of dicts of them.
+
+    A dict is one of
+
+    - `{"vector": [hidden], "layer": 12, "hook": "post_block", "scale": 1.0}`, all but the first
+      optional; any name of `STACK_NAMES` will do for "vector", and the array may be
+      `[layers, hidden]` if there is no "layer";
+    - `{KEY: [hidden]}` or `{KEY: {"vector": [hidden], "scale": 1.0}}`, with layer numbers or the
+      keys of `tllm.steering.formats.names`;
+    - `{HOOK: {LAYER: ...}}`, tLLM's own shape;
+    - either of the last two under a name of `STACK_NAMES`.
+
+    Entries that are plain JSON values are metadata. Anything else is a `ValueError`.
+    """
+    if _is_array(value):
+        return Contents(stack=_numpy(value))
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f"it holds a {type(value).__name__}; what is read is an array [hidden] or "
+            "[layers, hidden], or a dict of arrays by layer"
+        )
+    named = [name for name in STACK_NAMES if name in value]
+    if len(named) > 1:
+        raise ValueError(f"it has {' and '.join(map(repr, named))}; keep one of them")
+    if named:
+        return _from_record(value, named[0])
+    placed: list[Placed] = []
+    metadata = {}
+    for key, entry in value.items():
+        found = list(_placed(key, entry))
+        if found:
+            placed += found
+        elif _is_plain(entry):
+            metadata[str(key)] = entry
+        else:
+            raise ValueError(f"it has the key {key!r}, which says no layer; {GRAMMAR}")
+    if not placed:
+        raise ValueError(f"it names no layer; {GRAMMAR}")
+    return Contents(tuple(placed), metadata=metadata)
+
+
+def _from_record(value: Mapping[Any, Any], name: str) -> Contents:
+    """`{"vector": ..., "layer": ...}`."""
+    rest = {key: _item(entry) for key, entry in value.items() if key != name}
+    for key, entry in rest.items():
+        if not _is_plain(entry):
+            raise ValueError(
+                f"beside {name!r} it has {key!r}, a {type(entry).__name__}; beside the vector "
+                "there may be 'layer', 'hook', 'scale' and plain values"
+            )
+    inner = value[name]
+    if isinstance(inner, Mapping):
+        contents = from_saved(inner)
+        return Contents(contents.placed, contents.stack, {**rest, **contents.metadata})
+    if not _is_array(inner):
+        raise ValueError(f"{name!r} is a {type(inner).__name__}; it must be an array")
+    layer = rest.pop("layer", None)
+    scale = rest.pop("scale", 1.0)
+    hooks = [key for key in _HOOK_NAMES if key in rest]
+    if len(hooks) > 1:
+        raise ValueError(f"it has {' and '.join(map(repr, hooks))}; keep one of them")
+    said = rest.pop(hooks[0]) if hooks else None
+    array = _numpy(inner)
+    if layer is None:
+        if hooks or scale != 1.0:
+            raise ValueError(
+                f"it has {name!r} with {hooks[0] if hooks else 'scale'!r} but without 'layer'; "
+                "add the number of the layer"
+            )
+        return Contents(stack=array, metadata=rest)
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        raise ValueError(f"'layer' is {layer!r}; it must be a whole number that counts from 0")
+    place = _said_place(said, layer)
+    return Contents((Placed(place, array, scale),), metadata=rest)
+
+
+def _said_place(said: Any, layer: int) -> Place:
+    """Where a record says it goes; its hook may be a full name, with the layer in it."""
+    if said is None:
+        return Place(None, layer)
+    named = parse_place(said) if isinstance(said, str) else None
+    if named is None:
+        return Place(HookPoint.parse(said), layer)
+    if named.layer != layer:
+        raise ValueError(f"'layer' is {layer} and its hook is {said!r}; make them agree")
+    return named
+
+
+def _placed(key: Any, entry: Any) -> Iterator[Placed]:
+    """The vectors under one key; none if the key says no layer."""
+    if isinstance(key, str) and isinstance(entry, Mapping) and parse_place(key) is None:
+        try:
+            hook = HookPoint.parse(key)
+        except ValueError:
+            return
+        for layer, inner in entry.items():
+            place = _place(layer)
+            if place is None or place.hook not in (None, hook):
+                raise ValueError(
+                    f"under {key!r} it has the key {layer!r}; layers are whole numbers"
+                )
+            yield _vector(Place(hook, place.layer), layer, inner)
+        return
+    place = _place(key)
+    if place is not None:
+        yield _vector(place, key, entry)
+
+
+def _place(key: Any) -> Place | None:
+    if isinstance(key, int) and not isinstance(key, bool):
+        return Place(None, key)
+    return parse_place(key) if isinstance(key, str) else None
+
+
+def _vector(place: Place, key: Any, entry: Any) -> Placed:
+    scale = 1.0
+    if isinstance(entry, Mapping):
+        unknown = set(entry) - {"vector", "scale"}
+        if "vector" not in entry or unknown:
+            raise ValueError(
+                f"under {key!r} it has the keys {sorted(map(str, entry))}; they may be 'vector' "
+                "and 'scale'"
+            )
+        entry, scale = entry["vector"], _item(entry.get("scale", 1.0))
+    if isinstance(entry, list):
+        entry = np.asarray(entry)
+    if not _is_array(entry):
+        raise ValueError(f"under {key!r} it has a {type(entry).__name__}; it must be an array")
+    return Placed(place, _numpy(entry), scale)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray))
+
+
+def _numpy(value: Any) -> Any:
+    """As numpy, which has no bfloat16: that becomes float32, exactly."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = value.detach().cpu()
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _item(value: Any) -> Any:
+    """A number that was saved as an array of no dimensions."""
+    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0:
+        return value.item()
+    return value
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,76 @@
+"""Names that files and other libraries give to a place in the model, and what they mean here.
+
+The keys that name the place of a vector, in a safetensors or npz file or in a saved dict:
+
+    key    := [hook ("." | "_")] [word ["." | "_"]] layer
+    hook   := a hook point of tLLM or its alias, such as post_block
+    word   := "layer" | "layers" | "block" | "blocks" | "direction"
+    layer  := decimal number, counting from 0
+
+such as `post_block.12`, `post_block.layer_12`, `layers.12`, `layer_12`, `layer12` and `12`; also
+
+    blocks.12.hook_resid_post    a hook name of TransformerLens, of those in TRANSFORMER_LENS
+    model.layers.12              the module of a block: the stream that leaves it. Prefixes are
+                                 model.layers, transformer.h, gpt_neox.layers, model.decoder.layers
+
+`hidden_states.12` is not one: whether it counts from the embedding or from the first block's
+output differs from writer to writer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from tllm.spec.hooks import HookPoint
+
+TRANSFORMER_LENS: Mapping[str, HookPoint] = {
+    "hook_resid_pre": HookPoint.PRE_ATTN,
+    "hook_attn_out": HookPoint.ATTN_OUT,
+    "hook_resid_mid": HookPoint.POST_ATTN,
+    "hook_mlp_out": HookPoint.MLP_OUT,
+    "hook_resid_post": HookPoint.POST_BLOCK,
+}
+"""Hook names of TransformerLens' `TransformerBlock` that are the same tensor as one of ours.
+
+Its `hook_attn_out` and `hook_mlp_out` come after the branch's own norm in models that have one
+(Gemma 2), so they are the branch as it is added to the stream. Its `hook_normalized` is not our
+`mlp_in`: with folded norms the weight is not in it yet. `hook_z` is in the space of the heads.
+"""
+
+GRAMMAR = (
+    "a key is [HOOK.][layer_]N, such as 'post_block.12', 'layer_12' or '12', or a name of "
+    "TransformerLens such as 'blocks.12.hook_resid_post', or of a block, 'model.layers.12'"
+)
+
+
+class Place(NamedTuple):
+    """A layer and, if the name says so, a hook point."""
+
+    hook: HookPoint | None
+    layer: int
+
+
+_ALIASES = ["block_input", "attn_input", "attn_output", "mlp_input", "mlp_output", "block_output"]
+_HOOKS = [*(point.value for point in HookPoint if point.has_layer), *_ALIASES]
+_KEY = re.compile(
+    rf"(?:(?P<hook>{'|'.join(_HOOKS)})[._])?"
+    r"(?:(?:layers?|blocks?|direction)[._]?)?(?P<layer>0|[1-9][0-9]*)"
+)
+_LENS = re.compile(rf"blocks\.(?P<layer>0|[1-9][0-9]*)\.(?P<hook>{'|'.join(TRANSFORMER_LENS)})")
+_BLOCK = re.compile(
+    r"(?:model\.layers|transformer\.h|gpt_neox\.layers|model\.decoder\.layers)\.(?P<layer>0|[1-9][0-9]*)"
+)
+
+
+def parse_place(name: str) -> Place | None:
+    """The place that `name` means, or None if it follows none of the grammar above."""
+    if match := _KEY.fullmatch(name):
+        hook = match["hook"]
+        return Place(HookPoint.parse(hook) if hook else None, int(match["layer"]))
+    if match := _LENS.fullmatch(name):
+        return Place(TRANSFORMER_LENS[match["hook"]], int(match["layer"]))
+    if match := _BLOCK.fullmatch(name):
+        return Place(HookPoint.POST_BLOCK, int(match["layer"]))
+    return None

@@ -1,0 +1,141 @@
+"""Decoder rows of a sparse autoencoder, in the layout of SAELens.
+
+A folder with `cfg.json` and `sae_weights.safetensors`, in which `W_dec` is `[features, hidden]`.
+Where the rows belong is in the configuration: `hook_name` under `metadata` since SAELens 6,
+`hook_name` beside the rest before, and `hook_point` in the oldest files. A transcoder's rows
+belong where it writes, `hook_name_out`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tllm.steering.formats.contents import Contents, Placed
+from tllm.steering.formats.names import TRANSFORMER_LENS, Place, parse_place
+from tllm.steering.module import FloatArray, as_vector
+
+CONFIG = "cfg.json"
+WEIGHTS = "sae_weights.safetensors"
+
+Features = int | Iterable[int] | Mapping[int, float]
+
+
+def read(folder: Path, features: Features | None, normalize: bool, place: Place | None) -> Contents:
+    """The vector of some features: `sum(weight[f] * W_dec[f])`.
+
+    Args:
+        folder: has `cfg.json` and `sae_weights.safetensors`.
+        features: one feature, several (each with weight 1), or `{feature: weight}`.
+        normalize: give each row unit length before it is weighted.
+        place: where the vector goes if the configuration's hook is none of ours.
+
+    Raises:
+        ValueError: no or unknown features, rows that live in another space than the model's
+            width, or a hook that is none of ours.
+    """
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"it is a folder without {name}; a sparse autoencoder in SAELens' layout has "
+                f"{CONFIG} and {WEIGHTS}"
+            )
+    config = json.loads((folder / CONFIG).read_text())
+    told = {**config, **config.get("metadata", {})}
+    weights = _weights(features)
+    place = _place(told, place)
+    return Contents(
+        (Placed(place, _vector(folder / WEIGHTS, weights, normalize)),),
+        metadata={
+            "features": {str(feature): weight for feature, weight in weights.items()},
+            "normalize": normalize,
+            **{name: told[name] for name in _KEPT if told.get(name) is not None},
+        },
+    )
+
+
+_KEPT = ("architecture", "model_name", "hook_name", "hook_name_out", "normalize_activations")
+
+
+def _place(told: Mapping[str, Any], instead: Place | None) -> Place:
+    name = told.get("hook_name_out") or told.get("hook_name") or told.get("hook_point")
+    if told.get("hook_head_index") is not None or str(name).endswith("hook_z"):
+        raise ValueError(
+            f"it reads {name!r}, so its rows are in the space of the heads before the output "
+            "projection, which has no hook point"
+        )
+    place = parse_place(name) if isinstance(name, str) else None
+    if place is not None and place.hook is not None:
+        return place
+    if instead is None:
+        raise ValueError(
+            f"its hook_name is {name!r}; those that are known are blocks.N.HOOK, with HOOK one of "
+            f"{', '.join(TRANSFORMER_LENS)}, and model.layers.N; say where the rows go with hook= "
+            "and one layer in layers="
+        )
+    return instead
+
+
+def _weights(features: Features | None) -> dict[int, float]:
+    if features is None:
+        raise ValueError(
+            "it holds a sparse autoencoder; say which of its features= you want, such as "
+            "features=[123] or features={123: 1.0, 77: -0.5}"
+        )
+    if isinstance(features, int) and not isinstance(features, bool):
+        features = [features]
+    if isinstance(features, Mapping):
+        weights = dict(features)
+    elif isinstance(features, Iterable) and not isinstance(features, (str, bytes)):
+        chosen = list(features)
+        weights = dict.fromkeys(chosen, 1.0)
+        if len(weights) < len(chosen):
+            raise ValueError(f"features={chosen} names a feature twice; give {{feature: weight}}")
+    else:
+        raise ValueError(f"features={features!r} is no feature, list of them, or dict of weights")
+    for feature, weight in weights.items():
+        if isinstance(feature, bool) or not isinstance(feature, (int, np.integer)):
+            raise ValueError(f"features= has {feature!r}; a feature is a whole number")
+        if not isinstance(weight, (int, float, np.number)) or not np.isfinite(weight):
+            raise ValueError(f"features= has the weight {weight!r}; it must be a finite number")
+    if not weights:
+        raise ValueError("features= is empty; name at least one")
+    return {int(feature): float(weight) for feature, weight in weights.items()}
+
+
+def _vector(path: Path, weights: Mapping[int, float], normalize: bool) -> FloatArray:
+    try:
+        with safe_open(path, framework="pt") as file:
+            if "W_dec" not in file.keys():  # noqa: SIM118 - not a mapping
+                raise ValueError(
+                    f"its {WEIGHTS} has no W_dec but {sorted(file.keys())}; only SAELens' own "
+                    "layout is read, so load it with SAELens and save it with save_model"
+                )
+            decoder = file.get_slice("W_dec")
+            shape = decoder.get_shape()
+            if len(shape) != 2:
+                raise ValueError(f"W_dec has shape {shape}; it must be [features, hidden]")
+            # Row by row: a decoder has gigabytes, and a few rows are wanted.
+            rows = {
+                feature: decoder[feature : feature + 1][0].to(torch.float64)
+                for feature in weights
+                if 0 <= feature < shape[0]
+            }
+    except SafetensorError as error:
+        raise ValueError(f"its {WEIGHTS} is damaged: {error}") from None
+    unknown = sorted(set(weights) - set(rows))
+    if unknown:
+        raise ValueError(f"it has no features {unknown}; there are {shape[0]}, counting from 0")
+    total = torch.zeros(shape[1], dtype=torch.float64)
+    for feature, weight in weights.items():
+        length = float(rows[feature].norm()) if normalize else 1.0
+        if length == 0.0:
+            raise ValueError(f"the row of feature {feature} is zero and cannot be normalised")
+        total += weight / length * rows[feature]
+    return as_vector(total.numpy(), "the sum of its decoder rows")

@@ -1,0 +1,40 @@
+"""Activations on disk: writing and reading them. Knows neither the engine nor vLLM.
+
+Payloads are plain safetensors files, sidecars JSON; doc/reference/store-format.md describes both.
+"""
+
+from tllm.stores.batches import Batch
+from tllm.stores.catalog import Damage
+from tllm.stores.error import StoreError
+from tllm.stores.export import export
+from tllm.stores.paths import Layout
+from tllm.stores.record import ArrayKey, Record, RecordMeta, Rows
+from tllm.stores.recording import Published
+from tllm.stores.stats import WriterStats
+from tllm.stores.store import Store
+from tllm.stores.store import open_store as open
+from tllm.stores.stored_record import StoredRecord
+from tllm.stores.stream import RecordStream
+from tllm.stores.verification import Problem, Verification
+from tllm.stores.writer import StoreWriter
+
+__all__ = [
+    "ArrayKey",
+    "Batch",
+    "Damage",
+    "Layout",
+    "Problem",
+    "Published",
+    "Record",
+    "RecordMeta",
+    "RecordStream",
+    "Rows",
+    "Store",
+    "StoreError",
+    "StoreWriter",
+    "StoredRecord",
+    "Verification",
+    "WriterStats",
+    "export",
+    "open",
+]

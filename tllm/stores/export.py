@@ -1,0 +1,165 @@
+"""Copies of a store's rows in other formats."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from tllm.stores.batches import Batches
+from tllm.stores.dtype import as_bytes, dtype_name, to_numpy
+from tllm.stores.error import StoreError
+from tllm.stores.payload import PayloadFile
+from tllm.stores.publication import remove, write_file
+from tllm.stores.record import canonical_json
+from tllm.stores.store import Store
+
+ExportFormat = Literal["parquet", "npz", "safetensors"]
+
+_BATCH_ROWS = 8192
+
+
+def export(
+    store: Store, out: str | os.PathLike[str], format: ExportFormat = "parquet"
+) -> list[Path]:
+    """Write all rows of the records of `store`, one file an array: `OUT/post_block.12.parquet`.
+
+    - `parquet`: columns `request_id`, `tag`, `sample_index`, `position`, `rows` (a list of fixed
+      size). bfloat16 and float8 become float32.
+    - `npz`: arrays of the same names. bfloat16 and float8 become float32.
+    - `safetensors`: tensors `rows` (as stored), `positions`, `records` (int64), and beside it a
+      JSON file with `request_id`, `tag` and `sample_index` of each number in `records`.
+
+    Rows are copied batch by batch; a file appears under its name when it is whole.
+
+    Returns:
+        The files, without the JSON files.
+
+    Raises:
+        ValueError: the format is not known, or a file is there already.
+        StoreError: there are no arrays, or records differ in the dtype or width of one.
+        OSError: a file cannot be written.
+    """
+    if format not in get_args(ExportFormat):
+        raise ValueError(
+            f"format={format!r} is not allowed; give one of {', '.join(get_args(ExportFormat))}"
+        )
+    keys = store.keys()
+    if not keys:
+        raise StoreError(f"these {len(store)} records have no arrays to export", "missing")
+    folder = Path(out).absolute()
+    targets = {key: folder / f"{key.name}.{format}" for key in keys}
+    if there := [str(path) for path in targets.values() if path.exists()]:
+        raise ValueError(f"{', '.join(there)} is there already; remove it, or choose another OUT")
+    folder.mkdir(parents=True, exist_ok=True)
+    names = _Names(store)
+    for key, target in targets.items():
+        staged = folder / f".{target.name}.{os.getpid()}"
+        remove(staged)
+        try:
+            _WRITERS[format](store.stream(*key, rows=_BATCH_ROWS), names, staged)
+            if format == "safetensors":
+                write_file(target.with_suffix(".json"), names.to_json(), sync=False)
+            os.replace(staged, target)
+        except BaseException:
+            remove(staged)
+            raise
+    return list(targets.values())
+
+
+class _Names:
+    """Who the records of a store are, by their number."""
+
+    def __init__(self, store: Store) -> None:
+        columns = store.names()
+        self.request_ids = pa.array(columns["request_id"], pa.string())
+        self.tags = pa.array(columns["tag"], pa.string())
+        self.samples = pa.array(columns["sample_index"], pa.int32())
+
+    def to_json(self) -> bytes:
+        """All of them."""
+        lists = {
+            "request_id": self.request_ids.to_pylist(),
+            "tag": self.tags.to_pylist(),
+            "sample_index": self.samples.to_pylist(),
+        }
+        return canonical_json(lists).encode() + b"\n"
+
+
+def _write_parquet(batches: Batches, names: _Names, path: Path) -> None:
+    writer: pq.ParquetWriter | None = None
+    try:
+        for batch in batches.as_arrow():
+            records = batch["record"]
+            table = pa.table(
+                {
+                    "request_id": batch["request_id"],
+                    "tag": names.tags.take(records),
+                    "sample_index": names.samples.take(records),
+                    "position": batch["position"],
+                    "rows": batch["rows"],
+                }
+            )
+            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _write_npz(batches: Batches, names: _Names, path: Path) -> None:
+    positions: list[npt.NDArray[Any]] = [np.empty(0, np.int32)]
+    records: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        # Rows go through batch by batch; what is kept of them meanwhile is small.
+        with archive.open("rows.npy", "w", force_zip64=True) as file:
+            header = {
+                "descr": np.lib.format.dtype_to_descr(to_numpy(batches.empty()).dtype),
+                "fortran_order": False,
+                "shape": (batches.total_rows, batches.hidden),
+            }
+            np.lib.format.write_array_header_2_0(file, header)
+            for batch in batches.as_numpy():
+                file.write(np.ascontiguousarray(batch.rows).data)
+                positions.append(batch.positions)
+                records.append(batch.records)
+        record = pa.array(np.concatenate(records))
+        for name, column in (
+            ("position", np.concatenate(positions)),
+            ("sample_index", names.samples.take(record).to_numpy()),
+            ("request_id", np.array(names.request_ids.take(record).to_pylist(), np.str_)),
+            ("tag", np.array(names.tags.take(record).to_pylist(), np.str_)),
+        ):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, column, allow_pickle=False)
+
+
+def _write_safetensors(batches: Batches, names: _Names, path: Path) -> None:
+    file = PayloadFile(path, header_bytes=4096)
+    file.add("rows", dtype_name(batches.empty().dtype), batches.hidden, 0, [])
+    positions: list[torch.Tensor] = [torch.empty(0, dtype=torch.int32)]
+    records: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
+    for batch in batches.as_torch():
+        rows = as_bytes(batch.rows)
+        file.add("rows", dtype_name(batch.rows.dtype), batches.hidden, len(batch), [rows])
+        file.write()
+        positions.append(batch.positions)
+        records.append(batch.records)
+    file.add("positions", "I32", None, batches.total_rows, [as_bytes(torch.cat(positions))])
+    file.add("records", "I64", None, batches.total_rows, [as_bytes(torch.cat(records))])
+    file.finish({"format": "pt"}, sync=False)
+
+
+_WRITERS: dict[str, Callable[[Batches, _Names, Path], None]] = {
+    "parquet": _write_parquet,
+    "npz": _write_npz,
+    "safetensors": _write_safetensors,
+}

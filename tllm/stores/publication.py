@@ -1,0 +1,97 @@
+"""How files appear in a store: whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tllm.stores.payload import sync_folder, write_all
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Payloads and the sidecar that makes them count.
+
+    The sidecar comes last: payloads without one are not part of the store, and are removed when
+    their writer starts again.
+
+    Attributes:
+        payloads: `(staged, final)` files, or folders of files.
+        sidecar: its final path.
+        text: its content.
+    """
+
+    payloads: Sequence[tuple[Path, Path]]
+    sidecar: Path
+    text: bytes
+
+    def publish(self, staging: Path, sync: bool) -> None:
+        """Move all into place; after an `OSError` nothing of it is there.
+
+        Args:
+            staging: folder for unfinished files, on the same file system.
+            sync: wait until each step is on the device before the next.
+        """
+        folder = self.sidecar.parent
+        make_folder(folder, sync)
+        staged = staging / f"sidecar-{threading.get_ident()}"
+        moved: list[Path] = []
+        try:
+            for source, target in self.payloads:
+                if source.is_dir():
+                    if sync:
+                        sync_folder(source)
+                    # Left by a writer that was killed before its sidecar was there.
+                    remove(target)
+                os.replace(source, target)
+                moved.append(target)
+            if sync and moved:
+                sync_folder(folder)
+            write_file(staged, self.text, sync)
+            os.replace(staged, self.sidecar)
+        except OSError:
+            for path in (staged, *moved):
+                with contextlib.suppress(OSError):
+                    remove(path)
+            raise
+        if sync:
+            sync_folder(folder)
+
+
+def write_file(path: Path, data: bytes, sync: bool) -> None:
+    """Write a small file; what is there is overwritten."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        write_all(fd, [memoryview(data)])
+        if sync:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(folder: Path, sync: bool) -> None:
+    """Make a folder and those above it that are missing."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent, sync)
+    folder.mkdir(exist_ok=True)
+    if sync:
+        sync_folder(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it; nothing when it is not there."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return
+    except (IsADirectoryError, PermissionError):
+        # Which of the two errors a folder gives depends on the system.
+        if not path.is_dir():
+            raise
+        shutil.rmtree(path)

@@ -1,0 +1,304 @@
+"""A record: what one sample of one request captured, on its way to disk."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, get_args
+from uuid import uuid4
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.spec.hooks import HookPoint
+from tllm.stores.dtype import dtype_name
+from tllm.stores.name import checked_text
+
+RecordStatus = Literal["ok", "partial_error"]
+
+PositionArray = npt.NDArray[np.int32]
+
+_INT32_MAX = 2**31 - 1
+
+
+class ArrayKey(NamedTuple):
+    """Which array of a record: a hook point's name, and the layer (None for `lm_head_in`)."""
+
+    hook: str
+    layer: int | None
+
+    @property
+    def name(self) -> str:
+        """`post_block.12`, or `lm_head_in`."""
+        return self.hook if self.layer is None else f"{self.hook}.{self.layer}"
+
+    @classmethod
+    @lru_cache(4096, typed=True)
+    def of(cls, hook: str | HookPoint, layer: int | None) -> ArrayKey:
+        """The key, of a hook point or its alias; `ValueError` for what is none."""
+        point = HookPoint.parse(hook)
+        if not point.has_layer:
+            if layer is not None:
+                raise ValueError(
+                    f"layer={layer!r} given with {point}, which has no layer: give None"
+                )
+            return cls(point.value, None)
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= _INT32_MAX:
+            raise ValueError(
+                f"layer={layer!r} is not a layer of {point}; give the layer's number from 0 on "
+                "(negative ones must be resolved by who knows the model)"
+            )
+        return cls(point.value, layer)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """What was captured at one hook point of one layer.
+
+    Attributes:
+        tensor: `[rows, hidden]` on the CPU, of any dtype in `tllm.stores.dtype`. It is not copied
+            (unless it is not contiguous), and must not change before it is written.
+        positions: `[rows]`, position of each row's token in the sequence, ascending; for a
+            reduction, of the last token that went into the row.
+    """
+
+    tensor: torch.Tensor
+    positions: torch.Tensor | npt.NDArray[Any] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class RecordMeta:
+    """Everything about a record except its rows.
+
+    Attributes:
+        request_id: the caller's id, any text without control characters.
+        tag: the caller's grouping; empty for none.
+        sample_index: which of the n samples, from 0.
+        prompt_len: number of prompt tokens.
+        token_ids: of prompt and output, as far as they are known.
+        model: name of the model.
+        versions: of libraries; those of tllm and torch are added in the store when missing.
+        reduction: how rows were reduced (`none`, `mean`, `max`, `last`), for the reader.
+        status: `ok`, or `partial_error`: rows are missing, `error` says why.
+        error: empty if and only if the status is `ok`.
+        metadata: plain JSON data of the caller.
+        record_id: unique to this capture of this sample, and shared by its pipeline stages; made
+            up when empty.
+        stage: pipeline stage that captured these layers, from 0.
+        num_stages: how many stages write a part of the record; a reader joins them.
+        created: UTC, ISO 8601; now when empty.
+    """
+
+    request_id: str
+    tag: str = ""
+    sample_index: int = 0
+    prompt_len: int = 0
+    token_ids: Sequence[int] = ()
+    model: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    reduction: str = "none"
+    status: RecordStatus = "ok"
+    error: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    record_id: str = ""
+    stage: int = 0
+    num_stages: int = 1
+    created: str = ""
+
+    def __post_init__(self) -> None:
+        """Check and normalise; raises `ValueError` naming the field."""
+        fill: dict[str, Any] = {
+            name: checked_text(name, getattr(self, name))
+            for name in ("request_id", "tag", "record_id", "model", "reduction")
+        }
+        fill["record_id"] = fill["record_id"] or _new_id()
+        fill["created"] = self.created or utc_now()
+        fill["token_ids"] = tuple(int(token) for token in self.token_ids)
+        for name in ("sample_index", "prompt_len", "stage", "num_stages"):
+            value = getattr(self, name)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not 0 <= value <= _INT32_MAX
+            ):
+                raise ValueError(f"{name}={value!r} is not allowed; give an integer from 0 on")
+        if self.stage >= self.num_stages:
+            raise ValueError(
+                f"stage={self.stage} of num_stages={self.num_stages} is not allowed; stages count "
+                "from 0 to num_stages - 1"
+            )
+        require_status(self.status, self.error)
+        for name in ("versions", "metadata"):
+            # A copy, which the caller cannot change any more.
+            fill[name] = json.loads(require_json(name, getattr(self, name)))
+        for name, value in fill.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def identity(self) -> tuple[str, str, int, int]:
+        """What may exist once: `(tag, request_id, sample_index, stage)`."""
+        return self.tag, self.request_id, self.sample_index, self.stage
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A whole record, for `StoreWriter.submit`.
+
+    Attributes:
+        meta: what it is.
+        arrays: rows by `(hook, layer)`; hook points by name or alias, layer None for `lm_head_in`.
+    """
+
+    meta: RecordMeta
+    arrays: Mapping[tuple[str | HookPoint, int | None], Rows]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CheckedRows:
+    """Rows that were found fit to be stored.
+
+    Attributes:
+        tensor: `[rows, hidden]`, contiguous, on the CPU.
+        dtype: by safetensors' name.
+        positions: `[rows]` int32, ascending.
+    """
+
+    key: ArrayKey
+    tensor: torch.Tensor
+    dtype: str
+    positions: PositionArray
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self.tensor.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and positions."""
+        return self.tensor.nbytes + self.positions.nbytes
+
+    @classmethod
+    def of(cls, key: ArrayKey, given: Rows, positions: PositionArray) -> CheckedRows:
+        """Check rows; their positions come from `checked_positions`.
+
+        Raises `ValueError` naming the array and what is wrong with it.
+        """
+        tensor = given.tensor
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] == 0:
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise ValueError(f"{key.name}: {found} was given; give a tensor [rows, hidden]")
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{key.name}: a {tensor.layout} tensor on {tensor.device} was given; give a plain "
+                "tensor on the CPU"
+            )
+        try:
+            dtype = dtype_name(tensor.dtype)
+        except ValueError as error:
+            raise ValueError(f"{key.name}: {error}") from None
+        if len(positions) != len(tensor):
+            raise ValueError(
+                f"{key.name}: {len(positions)} positions were given for {len(tensor)} rows; give "
+                "one for each"
+            )
+        # Each of these calls costs microseconds, and there is one for every row of a decode step.
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        return cls(key, tensor, dtype, positions)
+
+
+def checked_positions(
+    name: str, given: torch.Tensor | npt.NDArray[Any] | Sequence[int], after: int = -1
+) -> PositionArray:
+    """Positions `[rows]` as little-endian int32.
+
+    Raises `ValueError` naming the array unless they are integers that ascend, all above `after`.
+    """
+    wide = np.asarray(given)
+    if wide.ndim != 1 or (len(wide) and wide.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{name}: positions of shape {list(wide.shape)} and type {wide.dtype} were given; give "
+            "a list of integers, one for each row"
+        )
+    wide = wide.astype(np.int64)
+    if len(wide) and (wide[0] <= after or wide[-1] > _INT32_MAX or (np.diff(wide) <= 0).any()):
+        raise ValueError(
+            f"{name}: positions must ascend, from {after + 1} to at most {_INT32_MAX}; got "
+            f"{wide[:8].tolist()}{'...' if len(wide) > 8 else ''}"
+        )
+    return wide.astype("<i4")
+
+
+def checked_arrays(record: Record) -> list[CheckedRows]:
+    """All arrays of a record; `ValueError` when one is not fit, or is given twice."""
+    checked: dict[ArrayKey, CheckedRows] = {}
+    # Arrays mostly share their positions: they are checked, and stored, once.
+    positions: dict[int, PositionArray] = {}
+    for (hook, layer), rows in record.arrays.items():
+        key = ArrayKey.of(hook, layer)
+        if key in checked:
+            raise ValueError(f"{key.name} is given twice, once by its alias; give it once")
+        known = positions.get(id(rows.positions))
+        if known is None:
+            known = positions[id(rows.positions)] = checked_positions(key.name, rows.positions)
+        checked[key] = CheckedRows.of(key, rows, known)
+    return list(checked.values())
+
+
+def require_status(status: str, error: str) -> None:
+    """`ValueError` unless the status is known and has an error exactly when it should."""
+    if status not in get_args(RecordStatus):
+        raise ValueError(
+            f"status={status!r} is not allowed; give one of {', '.join(get_args(RecordStatus))}"
+        )
+    if not isinstance(error, str) or (status == "ok") == bool(error):
+        raise ValueError(
+            f"error={error!r} does not go with status={status!r}; a partial_error says in error "
+            "what is missing, and ok has none"
+        )
+
+
+def require_json(name: str, value: Mapping[str, Any]) -> str:
+    """`value` as canonical JSON; `ValueError` when it is no object of plain data."""
+    try:
+        text = canonical_json(dict(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} must be plain JSON data: {error}") from None
+    if any(not isinstance(key, str) for key in value):
+        raise ValueError(f"{name} has keys that are no strings; JSON knows only strings")
+    return text
+
+
+def canonical_json(value: Any) -> str:
+    """One line of ASCII with sorted keys: the same data gives the same text."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+
+
+def _new_id() -> str:
+    """An id that no other process makes either, without asking the system for each."""
+    return f"{_process_id(os.getpid())}-{next(_NUMBERS):x}"
+
+
+@lru_cache(1)
+def _process_id(pid: int) -> str:
+    # By process id, because a forked process must not go on with its parent's.
+    return uuid4().hex
+
+
+_NUMBERS = itertools.count()
+
+
+def utc_now() -> str:
+    """The time as sidecars have it."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,0 +1,195 @@
+"""Records with files of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from tllm.stores.error import describe
+from tllm.stores.paths import PAYLOAD_SUFFIX
+from tllm.stores.publication import Publication, remove
+from tllm.stores.publisher import Item, Publisher, Publishing
+from tllm.stores.record import ArrayKey, CheckedRows
+from tllm.stores.recording import Recording
+from tllm.stores.sidecar import PieceEntry, SidecarLine
+from tllm.stores.volume import Volume
+
+logger = logging.getLogger(__name__)
+
+PACKED_HEADER_BYTES = 256 << 10
+"""Kept free at the start of a packed record that is written in several goes."""
+
+ARRAY_HEADER_BYTES = 4096
+"""The same for a file with one array, which is one tensor."""
+
+ROWS = "rows"
+"""Name of that tensor."""
+
+
+class SinglePublisher(Publisher):
+    """The layouts `packed` (a file a record) and `per_file` (a file a hook point and layer).
+
+    A record is published when it ends; until then its files are staged.
+    """
+
+    def __init__(self, room: Publishing) -> None:
+        super().__init__(room)
+        self._works: dict[Recording, _Work] = {}
+
+    @property
+    def holding(self) -> bool:
+        """See `Publisher`."""
+        return any(work.staged_bytes for work in self._works.values())
+
+    def accept(self, item: Item) -> None:
+        """See `Publisher`."""
+        recording = item.recording
+        recording.lost.update(item.lost)
+        work = self._works.get(recording)
+        if work is None:
+            folder = self.room.paths.staging / str(next(self.room.names))
+            work = self._works[recording] = _Work(recording, folder, self.room.layout == "packed")
+        if item.abort:
+            self._drop(work)
+            recording.ended = recording.aborted = True
+            recording.abort()
+            return
+        for rows in item.arrays:
+            work.stage(rows)
+        if item.end is not None:
+            recording.meta = item.end
+            recording.ended = True
+            self._publish(work)
+        elif work.staged_bytes >= self.room.block_bytes:
+            self._write(work)
+
+    def relieve(self) -> None:
+        """See `Publisher`."""
+        for work in list(self._works.values()):
+            self._write(work)
+
+    def publish_due(self) -> None:
+        """See `Publisher`: here a record is published when it ends, and never later."""
+
+    def flush(self) -> None:
+        """See `Publisher`."""
+        self.relieve()
+
+    def give_up(self, recording: Recording, error: Exception) -> None:
+        """See `Publisher`."""
+        recording.lose(error)
+        if work := self._works.get(recording):
+            self._drop(work)
+        if recording.ended and not recording.settled:
+            recording.fail()
+
+    def _write(self, work: _Work) -> None:
+        """Write staged rows; what cannot be written is lost, and the record goes on."""
+        for volume in work.volumes():
+            if not volume.staged_bytes:
+                continue
+            try:
+                work.folder.mkdir(exist_ok=True)
+                self.room.release(volume.write())
+            except OSError as error:
+                work.recording.lose(error)
+                self.room.release(volume.unstage(work.recording))
+
+    def _publish(self, work: _Work) -> None:
+        recording = work.recording
+        if any(volume.begun for volume in work.volumes()):
+            self._write(work)
+        sidecar = self.room.paths.sidecar(self.room.layout, recording.meta, recording.generation)
+        try:
+            payloads, entries = self._seal(work, sidecar)
+            if recording.lost and not entries:
+                self._drop(work)
+                recording.fail()
+                return
+            text = recording.line(entries).encode()
+            Publication(payloads, sidecar, text).publish(self.room.paths.staging, self.room.sync)
+        except Exception as error:  # whatever it is, the writer lives on
+            self.give_up(recording, error)
+            return
+        self._drop(work)
+        for replaced in recording.replaces:
+            _remove_replaced(replaced)
+        files = [sidecar.parent / name for name in dict.fromkeys(e.file for e in entries)]
+        recording.published_part(files, sidecar, entries)
+
+    def _seal(self, work: _Work, sidecar: Path) -> tuple[list[tuple[Path, Path]], list[PieceEntry]]:
+        """Finish the record's files: what to move where, and what is in them."""
+        stem = sidecar.stem
+        entries: list[PieceEntry] = []
+        payloads: list[tuple[Path, Path]] = []
+        work.folder.mkdir(exist_ok=True)
+        for volume in work.volumes():
+            if not volume.seal(self.room.sync):
+                volume.discard()
+                continue
+            name = volume.path.name
+            if work.packed:
+                number = f"+{len(payloads)}" if payloads else ""
+                name = f"{stem}{number}{PAYLOAD_SUFFIX}"
+                payloads.append((volume.path, sidecar.parent / name))
+            entries += volume.entries(
+                work.recording, name if work.packed else f"{stem}/{volume.path.name}"
+            )
+        if entries and not work.packed:
+            payloads.append((work.folder, sidecar.parent / stem))
+        return payloads, entries
+
+    def _drop(self, work: _Work) -> None:
+        """Forget a record's volumes, and remove what of them is still staged."""
+        del self._works[work.recording]
+        self.room.release(work.staged_bytes)
+        try:
+            remove(work.folder)
+        except OSError as error:
+            # It costs only space, and is removed when the writer starts again.
+            logger.warning("%s could not be removed: %s", work.folder, describe(error))
+
+
+class _Work:
+    """The files of one record while they are staged."""
+
+    def __init__(self, recording: Recording, folder: Path, packed: bool) -> None:
+        self.recording = recording
+        self.folder = folder
+        self.packed = packed
+        self._volumes: dict[ArrayKey | None, list[Volume]] = {}
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes that wait to be written."""
+        return sum(volume.staged_bytes for volume in self.volumes())
+
+    def volumes(self) -> Iterator[Volume]:
+        """In the order in which their arrays came."""
+        for volumes in self._volumes.values():
+            yield from volumes
+
+    def stage(self, rows: CheckedRows) -> None:
+        """Take rows into the volume where they belong."""
+        volumes = self._volumes.setdefault(None if self.packed else rows.key, [])
+        if not volumes or not volumes[-1].has_room([rows]):
+            volumes.append(self._volume(rows.key, len(volumes)))
+        volumes[-1].stage(self.recording, rows)
+
+    def _volume(self, key: ArrayKey, number: int) -> Volume:
+        if self.packed:
+            return Volume(self.folder / f"{number}{PAYLOAD_SUFFIX}", PACKED_HEADER_BYTES)
+        path = self.folder / f"{key.name}{PAYLOAD_SUFFIX}"
+        return Volume(path, ARRAY_HEADER_BYTES, lambda _: ROWS)
+
+
+def _remove_replaced(sidecar: Path) -> None:
+    """Remove a record that another one supersedes; readers do not see it any more anyway."""
+    try:
+        line = SidecarLine.decode(sidecar.read_bytes(), checksum=False)
+        remove(sidecar)
+        for name in {entry.file.partition("/")[0] for entry in line.arrays}:
+            remove(sidecar.parent / name)
+    except (OSError, ValueError) as error:
+        logger.warning("%s was replaced, but not removed: %s", sidecar, error)
