@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pairs import engines, measure
-from benchmarks.workload import BENCHMARKS
+from benchmarks.workload import BENCHMARKS, Benchmark
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -44,8 +44,15 @@ def check(result: dict[str, Any]) -> None:
     stats = counters.get("stats", {})
     if variant == "taps" and not (stats["rows"] and stats["sum_of_norms"] > 0):
         raise SystemExit(f"{result['name']}: no row was captured")
+    if variant == "steer" and not counters["rows_steered"]:
+        raise SystemExit(f"{result['name']}: no row was steered")
     if variant == "esamp" and not (stats["rows_trained"] and stats["candidates_changed"]):
         raise SystemExit(f"{result['name']}: nothing was trained or guided: {stats}")
+
+
+def _engine_of(benchmark: Benchmark) -> tuple[str, str]:
+    """What benchmarks that can share a pair of engines have in common."""
+    return benchmark.shape, repr(benchmark.workload)
 
 
 def main(
@@ -58,8 +65,8 @@ def main(
         raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(BENCHMARKS)}")
     out.mkdir(parents=True, exist_ok=True)
     table = Table("benchmark", "vLLM tok/s", "tLLM tok/s", "ratio", "95% interval")
-    chosen = sorted((BENCHMARKS[name] for name in names), key=lambda b: b.shape)
-    for _, group in groupby(chosen, key=lambda b: b.shape):
+    chosen = sorted((BENCHMARKS[name] for name in names), key=_engine_of)
+    for _, group in groupby(chosen, key=_engine_of):
         benchmarks = list(group)
         with engines(benchmarks[0]) as (vllm, tllm):
             for benchmark in benchmarks:

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks.workload import SHAPES, Shape, Workload
+from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape, Workload
 
 
 def draw_weights(model: torch.nn.Module, scale: float) -> None:
@@ -59,25 +59,37 @@ class EngineProcess:
                 self.llm = InterventionLLM(folder, **arguments)
         self.llm.apply_model(_Draw(shape.scale))
         self.engine = engine
-        self.variant = "off"
+        self.current = ""
+        self.steering: list[dict[str, Any]] = [{}]
+        self.capturing: Any = None
 
-    def use(self, variant: str) -> None:
+    def use(self, benchmark: Benchmark) -> None:
         """Switch what tLLM does; no recompilation, no new CUDA graph."""
-        if variant == self.variant or self.engine == "vllm":
+        if benchmark.name == self.current or self.engine == "vllm":
             return
         from benchmarks.consumers import consumer_for
+        from benchmarks.steering import steering_for
 
         self.llm.clear_consumers()
-        consumer = consumer_for(variant, self.shape)
+        if self.capturing is not None:
+            self.capturing.close()
+            self.capturing = None
+        consumer = consumer_for(benchmark.variant, self.shape)
         if consumer is not None:
             self.llm.register_consumer(consumer)
         self.consumer = consumer
-        self.variant = variant
+        self.steering = [{}] if benchmark.steered is None else steering_for(benchmark)
+        if benchmark.captured is not None:
+            from benchmarks.capture import Capturing
+
+            self.capturing = Capturing(benchmark, self.shape)
+            self.steering = self.capturing.params
+            if self.capturing.consumer is not None:
+                self.llm.register_consumer(self.capturing.consumer)
+        self.current = benchmark.name
 
     def round(self, number: int) -> dict[str, Any]:
         """Generate once; seconds, tokens, and what the consumer counted."""
-        from vllm import SamplingParams
-
         work = self.workload
         generator = torch.Generator().manual_seed(number)
         prompts = [
@@ -88,27 +100,42 @@ class EngineProcess:
             }
             for _ in range(work.prompts)
         ]
-        params = SamplingParams(
-            n=work.samples,
-            max_tokens=work.max_tokens,
-            temperature=work.temperature,
-            min_p=work.min_p,
-            ignore_eos=True,
-            detokenize=False,
-        )
+        params = {
+            "n": work.samples,
+            "max_tokens": work.max_tokens,
+            "temperature": work.temperature,
+            "min_p": work.min_p,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        made = self._params(params)
         begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, made, use_tqdm=False)
         seconds = time.perf_counter() - begin
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         counters: dict[str, Any] = {}
         if self.engine == "tllm":
             workers = self.llm.intervention_stats()
-            counters = {k: workers[0][k] for k in ("rows_captured", "rows_dropped", "consumers")}
+            wanted = ("rows_captured", "rows_dropped", "rows_steered", "consumers")
+            counters = {k: workers[0][k] for k in wanted}
             if self.consumer is not None:
                 stats = dict(self.consumer.read_stats())
                 stats.pop("loss_per_prompt", None)  # grows with every prompt ever served
                 counters["stats"] = stats
+            if self.capturing is not None:
+                counters["capture"] = self.capturing.counters(outputs, seconds)
         return {"seconds": seconds, "tokens": tokens, "counters": counters}
+
+    def _params(self, params: dict[str, Any]) -> list[Any]:
+        """The parameters of each prompt; parameters that are alike are one object."""
+        if self.engine == "vllm":
+            from vllm import SamplingParams
+
+            return [SamplingParams(**params)] * self.workload.prompts
+        from tllm import SamplingParams as InterventionParams
+
+        distinct = [InterventionParams(**params, **steering) for steering in self.steering]
+        return [distinct[i % len(distinct)] for i in range(self.workload.prompts)]
 
 
 class _Draw:
@@ -133,8 +160,10 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        process.use(request["variant"])
+        process.use(BENCHMARKS[request["benchmark"]])
         print(json.dumps(process.round(request["round"]), default=str), file=answers, flush=True)
+    if process.capturing is not None:
+        process.capturing.close()
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def round(self, variant: str, number: int) -> dict[str, Any]:
+    def round(self, benchmark: str, number: int) -> dict[str, Any]:
         """One round of generation."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"variant": variant, "round": number}) + "\n")
+        self._process.stdin.write(json.dumps({"benchmark": benchmark, "round": number}) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -77,13 +77,13 @@ def engines(benchmark: Benchmark) -> Iterator[tuple[Engine, Engine]]:
 def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dict[str, Any]:
     """The ratio of throughputs over pairs of rounds, with its interval and the counters."""
     for engine in (vllm, tllm):
-        engine.round(benchmark.variant, 0)  # warm-up
+        engine.round(benchmark.name, 0)  # warm-up
     rounds = []
     for number in range(1, pairs + 1):
         order = [("vllm", vllm), ("tllm", tllm)]
         if number % 2:
             order.reverse()
-        pair = {name: engine.round(benchmark.variant, number) for name, engine in order}
+        pair = {name: engine.round(benchmark.name, number) for name, engine in order}
         rounds.append(pair)
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]

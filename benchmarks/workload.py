@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Variant = Literal["idle", "taps", "esamp", "off"]
+Variant = Literal["idle", "taps", "esamp", "steer", "capture", "off"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,40 @@ class Workload:
 
 
 @dataclass(frozen=True)
+class Steered:
+    """How the requests of a round are steered.
+
+    Attributes:
+        layers: how many are steered, from the middle outwards; None is all.
+        vectors: at each of them, each with an operation of its own.
+        configurations: distinct ways of steering, dealt out to the prompts in turn.
+        method: of every operation (`tllm.spec.steering.METHODS`).
+    """
+
+    layers: int | None = None
+    vectors: int = 1
+    configurations: int = 1
+    method: str = "add"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What the requests of a round capture.
+
+    Attributes:
+        layers: how many, from the middle outwards, of `post_block`.
+        positions: of each request.
+        to_disk: into a sharded store; else to memory, back on the outputs.
+        one_in: one of so many prompts captures; the others are plain.
+    """
+
+    layers: int
+    positions: str = "all"
+    to_disk: bool = False
+    one_in: int = 1
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """One ratio: tLLM doing `variant` to untouched vLLM, on one shape and workload."""
 
@@ -86,12 +120,53 @@ class Benchmark:
     shape: str
     variant: Variant
     workload: Workload = Workload()
+    steered: Steered | None = None
+    captured: Captured | None = None
 
 
 def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
     return [
         Benchmark(f"{variant}-{shape}", shape, variant, workload)
         for variant in ("idle", "taps", "esamp")
+    ]
+
+
+STEERED = {
+    "1-layer": Steered(layers=1),
+    "all-layers": Steered(),
+    "3-vectors": Steered(vectors=3),
+    "clamps": Steered(method="ablate"),
+    "32-configs": Steered(configurations=32),
+    "128-configs": Steered(configurations=128),
+}
+
+
+def _steered(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
+    many = Workload(prompts=prompts, samples=1, **sizes)
+    twice = Workload(prompts=2 * prompts, samples=1, **sizes)
+    return [
+        *(
+            Benchmark(f"steer-{name}-{shape}", shape, "steer", many, steered)
+            for name, steered in STEERED.items()
+        ),
+        Benchmark(f"steer-256-configs-{shape}", shape, "steer", twice, Steered(configurations=256)),
+    ]
+
+
+def _captured(shape: str, layers: int, workload: Workload) -> list[Benchmark]:
+    captured = {
+        "last-token": Captured(layers, "last_prompt"),
+        "1-layer": Captured(1),
+        "4-layers": Captured(4),
+        "all-layers": Captured(layers),
+        "1-layer-to-disk": Captured(1, to_disk=True),
+        "4-layers-to-disk": Captured(4, to_disk=True),
+        "all-layers-to-disk": Captured(layers, to_disk=True),
+        "beside-plain": Captured(layers, one_in=16),
+    }
+    return [
+        Benchmark(f"capture-{name}-{shape}", shape, "capture", workload, captured=each)
+        for name, each in captured.items()
     ]
 
 
@@ -102,5 +177,10 @@ BENCHMARKS = {
         *_on("1.5b"),
         *_on("0.5b"),
         *_on("tiny", Workload(prompts=2, samples=4, prompt_tokens=16, max_tokens=32)),
+        *_captured("7b", 28, Workload(64, 1, prompt_tokens=512, max_tokens=64)),
+        *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
+        *_steered("7b", 128),
+        *_steered("1.5b", 128),
+        *_steered("tiny", 8, prompt_tokens=16, max_tokens=32),
     )
 }

@@ -53,7 +53,8 @@ def SamplingParams(  # noqa: N802 - the name users know
             vectors; entries give `vector` and `min`, `max` or `value`.
         steering_module_ref: name of a module of `llm.steering.register_module`, or
             `(name, scale)`, or a list of these.
-        steering_positions: which tokens, for entries that say none (default: all).
+        steering_positions: which tokens, for entries that say none, those of modules too
+            (default: all).
         capture: what to capture, by the consumer that it goes to, e.g.
             `{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}`. Results are
             the output's `activations` and `capture_results`.
@@ -102,8 +103,8 @@ def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> Requ
             )
         return None
     modules = () if module_ref is None else parse_modules(module_ref)
-    parsed = Tiers.parse(**given, positions=positions, names=_STEERING_NAMES)
-    return RequestSteering(parsed, modules)
+    where = Selection() if positions is None else Selection.parse(positions, "steering_positions")
+    return RequestSteering(Tiers.parse(**given, names=_STEERING_NAMES), modules, where)
 
 
 def _ask_capture(asked: dict[str, Any], capture: Mapping[str, dict[str, Any]]) -> None:

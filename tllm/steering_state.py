@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from tllm.spec.selection import Selection
 from tllm.spec.steering import (
     MAX_CLAMPS,
     MAX_OPERATIONS,
@@ -180,7 +181,8 @@ class SteeringState:
         composed = self._composed.get(asked)
         if composed is None:
             modules = [self._module(name).scaled(factor) for name, factor in asked.modules]
-            parties = [self._global, *modules, self._checked(asked.tiers)]
+            own = [tiers.at(asked.positions) for tiers in (*modules, self._checked(asked.tiers))]
+            parties = [self._global, *own]
             composed = self._limited(compose(parties), "the request with global steering")
             self._composed[asked] = composed
         return composed
@@ -331,7 +333,8 @@ class SteeringState:
 def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:
     if not given:
         raise ValueError(f"nothing to steer with: give any of {', '.join(_TIER_FIELDS)}")
-    return Tiers.parse(**given, positions=positions)
+    tiers = Tiers.parse(**given)
+    return tiers if positions is None else tiers.at(Selection.parse(positions))
 
 
 def _without_places_of(tiers: Tiers, other: Tiers) -> Tiers:

@@ -75,6 +75,14 @@ def test_tiers_add_up_over_global_request_and_module(llm, reference):
         assert tokens == reference.greedy(prompt, TOKENS, additions)
 
 
+def test_positions_of_the_request_hold_for_its_modules_too(llm, reference):
+    llm.steering.register_module("module", at(V))
+    asked = {"steering_module_ref": "module", "steering_positions": "last_prompt"}
+    for prompt, tokens in zip(PROMPTS, generate(llm, PROMPTS, asked), strict=True):
+        n = len(prompt)
+        assert tokens == reference.greedy(prompt, TOKENS, [Addition(AT, V, n - 1, n)])
+
+
 def test_global_steering_is_set_merged_replaced_and_cleared(llm, reference):
     def greedy(*additions):
         return [reference.greedy(p, TOKENS, [Addition(*a) for a in additions]) for p in PROMPTS]

@@ -164,7 +164,6 @@ def test_stretches_follow_phases_and_selections():
     tiers = Tiers.parse(
         prefill_vectors={"post_block": {1: V}},
         decode_vectors={"post_block": {1: {"vector": V, "positions": {"windows": [[6, 8]]}}}},
-        positions="all",
     )
     prefill, decode = (group.use for group in compose([tiers]))
     assert steering_stretches([prefill, decode], 5, []) == [

@@ -125,7 +125,7 @@ def reference_component(rows: npt.NDArray[np.float64]) -> npt.NDArray[np.float64
     return np.linalg.svd(rows, full_matrices=False)[2][0]
 
 
-@pytest.mark.parametrize(("n", "hidden"), [(5, 40), (40, 5), (20, 20), (1, 3)])
+@pytest.mark.parametrize(("n", "hidden"), [(5, 40), (40, 5), (20, 20), (1, 3), (300, 200)])
 def test_the_first_component_is_that_of_a_singular_value_decomposition(n: int, hidden: int):
     rows = torch.randn(n, hidden, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     got = first_component(rows)
@@ -371,6 +371,7 @@ GOOD = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
         (GOOD, GOOD[:3], {}, "no pairs; give as many of each"),
         (GOOD, -GOOD, {"method": "svm"}, "methods are diffmean, pca, lat, probe"),
         (torch.eye(2), -torch.eye(2), {"method": "pca"}, "two largest principal components"),
+        (torch.eye(40), -torch.eye(40), {"method": "pca"}, "two largest principal components"),
     ],
 )
 def test_rows_that_cannot_be_used_are_refused(

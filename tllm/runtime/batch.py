@@ -88,6 +88,8 @@ class Frame:
     span: Span | None = None
     lost: list[ProgramRows] = field(default_factory=list)
     """Rows given up because the ring was full; they have no tensor."""
+    steered: int = 0
+    """Rows that follow a steering row."""
     input_ids: torch.Tensor | None = None
     """`[tokens]`, on the device."""
     logits: torch.Tensor | None = None
@@ -135,6 +137,12 @@ class Layout:
     steps_left: int = END
     on_device: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def steered(self) -> int:
+        """Tokens that are steered."""
+        chosen = self.segments[:, Segment.STEER] >= 0
+        return int(self.segments[chosen, Segment.COUNT].sum())
+
     def continues(self, batch: StepBatch, version: int) -> bool:
         """Whether a batch is the next step of the same decoding sequences."""
         before = self.batch
@@ -173,7 +181,7 @@ class RowPlanner:
             layout.steps_left -= 1
         else:
             layout = self._layout = self._lay_out(batch)
-        frame = Frame(step, batch)
+        frame = Frame(step, batch, steered=layout.steered)
         if layout.rows:
             frame.span = self._ring.take(layout.rows)
             if frame.span is None:

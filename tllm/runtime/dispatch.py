@@ -52,6 +52,7 @@ class Consumer(Protocol):
 
     consumer_id: str
     on_request_only: bool
+    needs_tokens: bool
 
     def flows(self) -> Sequence[ConsumerFlow]: ...
     def request_flows(
@@ -65,9 +66,9 @@ class Consumer(Protocol):
     def on_export(
         self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
     ) -> None: ...
-    def on_request_finished(
-        self, request: RequestInfo, ctx: ConsumerContext, num_tokens: int | None = None
-    ) -> Any: ...
+    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any: ...
+    def on_error(self, error: BaseException) -> None: ...
+    def stop(self) -> None: ...
     def synchronize(self) -> None: ...
     def read_stats(self) -> Mapping[str, Any]: ...
 
@@ -314,6 +315,10 @@ class Dispatcher:
             owner.id,
             "".join(traceback.format_exception(error)),
         )
+        try:
+            owner.consumer.on_error(error)
+        except Exception:
+            logger.exception("consumer %r raised again, in on_error", owner.id)
         self._on_failure(owner)
 
     # -- one step ------------------------------------------------------------------------------

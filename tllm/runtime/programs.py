@@ -18,6 +18,8 @@ from tllm.runtime.transfer import upload
 if TYPE_CHECKING:
     from tllm.runtime.dispatch import BoundFlow
 
+_RESERVED = 32
+
 Asked = tuple[int, tuple["BoundFlow", ...]]
 """A phase, and the flows that want its rows."""
 
@@ -143,23 +145,26 @@ class Programs:
             self._taps.set_capturing(after)
 
     def _define(self, phase: int, flows: tuple[BoundFlow, ...]) -> Program:
-        number = self._free_number()
+        number = self._free_number(all(flow.number >= 0 for flow in flows))
         taps = tuple(dict.fromkeys(tap for flow in flows for tap in flow.taps))
         program = self._programs[number] = Program(number, phase, taps, flows)
         self.widths[number] = len(taps)
         self._taps.set_program(number, taps)
         return program
 
-    def _free_number(self) -> int:
-        if self._next < self._capacity:
+    def _free_number(self, for_all: bool) -> int:
+        """A number for a new program; the last ones are for flows that every sequence has."""
+        limit = self._capacity - (0 if for_all else min(_RESERVED, self._capacity // 4))
+        if self._next < limit:
             self._next += 1
             return self._next - 1
-        if not self._idle:
+        number = next((n for n in self._idle if n < limit), None)
+        if number is None:
             raise TooManyProgramsError(
-                f"the running requests ask for more than {self._capacity - 1} distinct "
-                "combinations of rows at once; let them choose among fewer, or lower max_num_seqs"
+                f"the running requests ask for more than {limit - 1} distinct combinations of rows "
+                "at once; let them choose among fewer, or lower max_num_seqs"
             )
-        number, _ = self._idle.popitem(last=False)
+        del self._idle[number]
         old = self._programs.pop(number)
         del self._by_asked[old.phase, tuple(id(flow) for flow in old.flows)]
         return number

@@ -99,8 +99,11 @@ class Session:
         self._bundled = False
         self._step = 0
         self._results = Results(_MAX_KEPT_RESULTS)
+        #: By prompt and consumer: sequences that ended, and whose tokens are not known.
+        self._late: dict[str, dict[str, list[RequestInfo]]] = {}
         self.rows_captured = 0
         self.rows_dropped = 0
+        self.rows_steered = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,6 +170,11 @@ class Session:
 
     def _remove(self, consumer_id: str) -> None:
         owner = self._consumers[consumer_id]
+        for prompt_id in [p for p, late in self._late.items() if owner.id in late]:
+            self._finish_late(prompt_id, {})
+        owner.thread.drain()
+        owner.export_thread.drain()
+        self._dispatcher.call(owner, owner.consumer.stop)
         owner.thread.close()
         owner.export_thread.close()
         self._remove_writers(owner)
@@ -451,10 +459,15 @@ class Session:
             return []
         return [(start, rows[groups]) for start, groups in stretches]
 
-    def finish_sequence(self, engine_id: str) -> None:
-        """The engine let go of a sequence, whatever ended it."""
+    def finish_sequence(self, engine_id: str, token_ids: tuple[int, ...] | None = None) -> None:
+        """The engine let go of a sequence, whatever ended it.
+
+        Args:
+            token_ids: all its tokens, where the engine knows them to be those of the output.
+        """
         sequence = self._slots.get(engine_id)
         if sequence is not None:
+            sequence.token_ids = sequence.token_ids or token_ids
             self._conclude(sequence)
             for groups in sequence.steering_rows:
                 self.steering.release(groups)
@@ -469,14 +482,18 @@ class Session:
         for owner in self._consumers.values():
             if owner.serves(sequence):
                 self._dispatcher.flush(owner)
-                result = self._dispatcher.call(
-                    owner,
-                    owner.consumer.on_request_finished,
+                info = replace(
                     owner.info(sequence),
-                    owner.context.at(self._step),
+                    missing=_missing(sequence, owner.id),
+                    token_ids=sequence.token_ids if owner.consumer.needs_tokens else None,
                 )
-                if result is not None:
-                    results[owner.id] = result
+                if owner.consumer.needs_tokens and sequence.token_ids is None:
+                    late = self._late.setdefault(info.prompt_id, {})
+                    late.setdefault(owner.id, []).append(info)
+                else:
+                    result = self._finish(owner, info)
+                    if result is not None:
+                        results[owner.id] = result
             owner.forget(sequence.info.slot)
             owner.asked.pop(sequence.info.slot, None)
         for name, error in sequence.errors.items():
@@ -487,20 +504,51 @@ class Session:
         if sequence.keep_results:
             info = sequence.info
             for name, result in results.items():
-                rows = sequence.dropped.get(name)
-                missing = _DROPPED.format(rows=rows) if rows else None
+                missing = _missing(sequence, name)
                 self._results.keep(info.prompt_id, info.sample_index, name, result, missing)
 
-    def take_results(self, prompt_ids: list[str], wait_s: float = 0.0) -> Answer:
+    def _finish(self, owner: BoundConsumer, info: RequestInfo) -> Any:
+        """Ask a consumer for its result."""
+        context = owner.context.at(self._step)
+        return self._dispatcher.call(owner, owner.consumer.on_request_finished, info, context)
+
+    def _finish_late(self, prompt_id: str, tokens: Mapping[int, list[int]]) -> None:
+        """Ask consumers that waited for the tokens of a prompt's samples."""
+        for name, infos in self._late.pop(prompt_id, {}).items():
+            owner = self._consumers[name]
+            for info in infos:
+                given = tokens.get(info.sample_index)
+                known = None if given is None else tuple(given)
+                result = self._finish(owner, replace(info, token_ids=known))
+                if owner.error:
+                    result = RequestResult(None, "error", owner.error)
+                if result is not None:
+                    sample = info.sample_index
+                    self._results.keep(prompt_id, sample, name, result, info.missing)
+
+    def take_results(
+        self,
+        prompt_ids: list[str],
+        tokens: Mapping[str, Mapping[int, list[int]]],
+        wait_s: float = 0.0,
+    ) -> Answer:
         """The results of finished prompts, by prompt, sample and consumer; each is given once.
 
         What consumers have not made after `wait_s` seconds is `pending`, and can be taken again.
+
+        Args:
+            tokens: all tokens of each sample, by prompt, where the caller knows them.
         """
         self.end_step()
         wanted = set(prompt_ids)
         for sequence in list(self._slots):
-            if sequence.info.prompt_id in wanted:
+            info = sequence.info
+            if info.prompt_id in wanted:
+                known = tokens.get(info.prompt_id, {}).get(info.sample_index)
+                sequence.token_ids = tuple(known) if known is not None else sequence.token_ids
                 self._conclude(sequence)
+        for prompt_id in prompt_ids:
+            self._finish_late(prompt_id, tokens.get(prompt_id, {}))
         for owner in self._consumers.values():
             if owner.error:
                 self._results.fail(owner.id, owner.error)
@@ -535,6 +583,7 @@ class Session:
         self._taps.commit()
         self._bundled = False
         self.rows_captured += sum(int(rows.counts.sum()) for rows in frame.rows)
+        self.rows_steered += frame.steered
         self._note_dropped(frame)
 
     def _note_dropped(self, frame: Frame) -> None:
@@ -649,6 +698,10 @@ class Session:
         for owner in self._consumers.values():
             self._dispatcher.flush(owner)
 
+    def close(self) -> None:
+        """The engine ends."""
+        self.unregister()
+
     def synchronize(self) -> None:
         """Wait until every consumer is done with what it was given."""
         self.flush()
@@ -678,6 +731,7 @@ class Session:
             "hook_points": [f"{p}" if n is None else f"{p}:{n}" for p, n in self._taps.index],
             "rows_captured": self.rows_captured,
             "rows_dropped": self.rows_dropped,
+            "rows_steered": self.rows_steered,
             "ring_rows": self._ring.capacity,
             "results_forgotten": self._results.forgotten,
             "steering_configurations": self.steering.rows_in_use,
@@ -688,3 +742,9 @@ class Session:
     def _make_progress(self) -> bool:
         """Let a delivery thread finish a job; False when none has one."""
         return any(owner.thread.wait_for_one() for owner in self._consumers.values())
+
+
+def _missing(sequence: Sequence, consumer_id: str) -> str | None:
+    """Which rows that a consumer wanted were given up."""
+    rows = sequence.dropped.get(consumer_id)
+    return _DROPPED.format(rows=rows) if rows else None

@@ -30,6 +30,8 @@ class Sequence:
     """By consumer id."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows that were given up, by the id of the consumer that asked for them."""
+    token_ids: tuple[int, ...] | None = None
+    """All tokens, once it has ended and they are known."""
     ended: bool = False
     """Its results were made; the engine may not have let go of it yet."""
     steering_rows: dict[tuple[str, ...], int] = field(default_factory=dict)

@@ -48,6 +48,7 @@ class RequestSpec:
         num_samples: n.
         consumers: options by consumer id.
         reads: the rows that somebody reads, those of generated tokens too.
+        wants_tokens: the workers are told its tokens when it ends.
         isolated: rows are changed by writes, so cached blocks are not shared with anybody.
         steering: what is done to which rows, in order; the operations themselves were sent to
             the workers before, and are known by their digest.
@@ -58,6 +59,7 @@ class RequestSpec:
     num_samples: int = 1
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reads: tuple[RowsRead, ...] = ()
+    wants_tokens: bool = False
     isolated: bool = False
     steering: tuple[GroupUse, ...] = ()
 
@@ -69,6 +71,7 @@ class RequestSpec:
             "num_samples": self.num_samples,
             "consumers": {name: dict(options) for name, options in self.consumers.items()},
             "reads": [read.to_wire() for read in self.reads],
+            "wants_tokens": self.wants_tokens,
             "isolated": self.isolated,
             "steering": [use.to_wire() for use in self.steering],
         }

@@ -209,7 +209,6 @@ class Tiers:
         clamps: Any = None,
         prefill_clamps: Any = None,
         decode_clamps: Any = None,
-        positions: Any = None,
         names: Mapping[str, str] | None = None,
     ) -> Tiers:
         """Tiers from what users write.
@@ -218,18 +217,16 @@ class Tiers:
             vectors, prefill_vectors, decode_vectors: `{hook: {layer: entry}}`.
             clamps, prefill_clamps, decode_clamps: likewise; an entry without a `method` is a
                 `clamp`.
-            positions: selection of the entries that have none of their own.
             names: what these fields are called in messages.
         """
         called = dict(names or {})
-        default = Selection() if positions is None else Selection.parse(positions)
 
         def tiers(given: Mapping[str, Any], method: str) -> dict[SteeringPhase, tuple[Entry, ...]]:
             phases: dict[SteeringPhase, tuple[Entry, ...]] = {}
             for phase, key in zip(("any", "prefill", "decode"), given, strict=True):
                 if given[key] is not None:
                     name = called.get(key, key)
-                    phases[phase] = tuple(_entries(given[key], name, method, default))  # type: ignore[index]
+                    phases[phase] = tuple(_entries(given[key], name, method))  # type: ignore[index]
             return phases
 
         return cls(
@@ -258,6 +255,10 @@ class Tiers:
             {phase: tuple(map(change, tier)) for phase, tier in self.clamps.items()},
         )
 
+    def at(self, positions: Selection) -> Tiers:
+        """The same tiers, with these tokens for the entries that mean every token."""
+        return self.map(lambda e: replace(e, positions=positions) if e.positions.everything else e)
+
     def scaled(self, factor: float) -> Tiers:
         """The same tiers with the effect of every entry multiplied."""
         return self.map(lambda e: replace(e, coefficients=e.coefficients.scaled(factor)))
@@ -281,10 +282,12 @@ class RequestSteering:
 
     Attributes:
         modules: names of registered modules, each with the factor of its effect.
+        positions: tokens, for entries that say none.
     """
 
     tiers: Tiers
     modules: tuple[tuple[str, float], ...] = ()
+    positions: Selection = field(default_factory=Selection)
 
     def __deepcopy__(self, memo: Any) -> RequestSteering:
         # Copies of the parameters share it: it never changes, and vectors are large.
@@ -434,7 +437,7 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def _entries(given: Any, name: str, method: str, default: Selection) -> Iterator[Entry]:
+def _entries(given: Any, name: str, method: str) -> Iterator[Entry]:
     if hasattr(given, "to_spec"):
         given = given.to_spec()
     if not isinstance(given, Mapping):
@@ -450,11 +453,11 @@ def _entries(given: Any, name: str, method: str, default: Selection) -> Iterator
         of_hook = f"{name}[{point.value!r}]"
         if not point.has_layer:
             for entry in _listed(layers):
-                yield _entry(entry, f"{of_hook}", point, None, method, default)
+                yield _entry(entry, f"{of_hook}", point, None, method)
             continue
         for layer, at_layer in _by_layer(layers, of_hook):
             for entry in _listed(at_layer):
-                yield _entry(entry, f"{of_hook}[{layer}]", point, layer, method, default)
+                yield _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
 
 
 def _hook(hook: Any, name: str) -> HookPoint:
@@ -546,7 +549,6 @@ def _entry(
     point: HookPoint,
     layer: int | None,
     default_method: str,
-    default_positions: Selection,
 ) -> Entry:
     if not isinstance(given, Mapping):
         given = {"vector": given}
@@ -569,7 +571,7 @@ def _entry(
         coefficients = method.coefficients(parameters)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from None
-    positions = default_positions
+    positions = Selection()
     if given.get("positions") is not None:
         positions = Selection.parse(given["positions"], f"{name}['positions']")
     return Entry(

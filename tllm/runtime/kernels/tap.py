@@ -26,9 +26,8 @@ if HAS_TRITON:
     ARENA = tl.constexpr(int(Descriptor.ARENA))
     VECTORS = tl.constexpr(int(Descriptor.VECTORS))
     OPERATIONS = tl.constexpr(int(Descriptor.OPERATIONS))
-    STAGE = tl.constexpr(int(Descriptor.STAGE))
-    STAGE_FIELDS = tl.constexpr(int(Stage.SIZE))
-    STAGE_COUNT = tl.constexpr(STAGES)
+    FIRST = tl.constexpr(int(Descriptor.STAGE))
+    SECOND = tl.constexpr(int(Descriptor.STAGE) + int(Stage.SIZE))
     COLUMNS = tl.constexpr(int(Stage.COLUMNS))
     ADD_INDEX = tl.constexpr(int(Stage.ADD_INDEX))
     ADD_TABLE = tl.constexpr(int(Stage.ADD_TABLE))
@@ -37,7 +36,6 @@ if HAS_TRITON:
     ADD_FLAG = tl.constexpr(int(Flag.ADD))
     STEER_FLAG = tl.constexpr(int(Flag.STEER))
     BITS = tl.constexpr(FLAG_BITS)
-    FLAG_MASK = tl.constexpr(2**FLAG_BITS - 1)
     UNIT = tl.constexpr(CHAIN_UNIT)
     WORDS = tl.constexpr(int(Operation.SIZE))
     CHAIN = tl.constexpr(int(Operation.CHAIN))
@@ -54,17 +52,22 @@ if HAS_TRITON:
     PLAN_STEER = tl.constexpr(int(PlanRow.STEER))
 
     @triton.jit
-    def _operate(value, operation, vectors, offsets, inside, HIDDEN: tl.constexpr):
+    def _operate(
+        value,
+        vectors,
+        index,
+        add,
+        norm,
+        component,
+        strength,
+        low,
+        high,
+        offsets,
+        inside,
+        HIDDEN: tl.constexpr,
+    ):
         """One steering operation on a row `[BLOCK]`; padding stays 0."""
-        coefficients = operation.to(tl.pointer_type(tl.float32))
-        index = tl.load(operation + VECTOR).to(tl.int64)
-        add = tl.load(coefficients + ADD)
-        norm = tl.load(coefficients + NORM)
-        component = tl.load(coefficients + COMPONENT)
-        strength = tl.load(coefficients + STRENGTH)
-        low = tl.load(coefficients + LOW)
-        high = tl.load(coefficients + HIGH)
-        vector = tl.load(vectors + index * HIDDEN + offsets, mask=inside, other=0.0)
+        vector = tl.load(vectors + index.to(tl.int64) * HIDDEN + offsets, mask=inside, other=0.0)
         vector = vector.to(tl.float32)
         scale = add
         if norm != 0.0:
@@ -74,6 +77,78 @@ if HAS_TRITON:
             clipped = tl.minimum(tl.maximum(along, low), high)
             scale += component * along + strength * (clipped - along)
         return value + scale * vector
+
+    @triton.jit
+    def _operation(words, wanted):
+        """The words of an operation after its chain; one that does nothing if not wanted."""
+        coefficients = words.to(tl.pointer_type(tl.float32))
+        return (
+            tl.load(words + VECTOR, mask=wanted, other=0),
+            tl.load(coefficients + ADD, mask=wanted, other=0.0),
+            tl.load(coefficients + NORM, mask=wanted, other=0.0),
+            tl.load(coefficients + COMPONENT, mask=wanted, other=0.0),
+            tl.load(coefficients + STRENGTH, mask=wanted, other=0.0),
+            tl.load(coefficients + LOW, mask=wanted, other=0.0),
+            tl.load(coefficients + HIGH, mask=wanted, other=0.0),
+        )
+
+    @triton.jit
+    def _look_up(columns, add_index, steering, flags, destination, program, add_row, steering_row):
+        """What a stage does to a row: column of the ring, row of the add table, first operation."""
+        captures = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1) >= 0
+        adds = tl.where((flags & ADD_FLAG) != 0, add_row, -1) >= 0
+        steers = tl.where((flags & STEER_FLAG) != 0, steering_row, -1) >= 0
+        first = steering + tl.where(steers, steering_row, 0) * WORDS
+        return (
+            tl.load(columns + program, mask=captures, other=-1),
+            tl.load(add_index + add_row, mask=adds, other=-1),
+            tl.load(first + CHAIN, mask=steers, other=0),
+            _operation(first, steers),
+        )
+
+    @triton.jit
+    def _work(
+        value,
+        found,
+        destination,
+        arena,
+        add_table,
+        vectors,
+        operations,
+        offsets,
+        inside,
+        HIDDEN: tl.constexpr,
+    ):
+        """One stage on a row `[BLOCK]`: capture, add, steer. Returns it, and whether it changed."""
+        column, add, chain, first = found
+        dtype = arena.dtype.element_ty
+        changed = 0
+        if column >= 0:
+            place = arena + (destination + column).to(tl.int64) * HIDDEN
+            tl.store(place + offsets, value.to(dtype), mask=inside)
+        if add >= 0:
+            row = add_table + add.to(tl.int64) * HIDDEN
+            value += tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
+            changed = 1
+        count = chain % UNIT
+        if count > 0:
+            index, plus, norm, component, strength, low, high = first
+            value = _operate(
+                value, vectors, index, plus, norm, component, strength, low, high,
+                offsets, inside, HIDDEN,
+            )  # fmt: skip
+            following = operations + (chain // UNIT) * WORDS
+            for i in range(count - 1):
+                index, plus, norm, component, strength, low, high = _operation(
+                    following + i * WORDS, True
+                )
+                value = _operate(
+                    value, vectors, index, plus, norm, component, strength, low, high,
+                    offsets, inside, HIDDEN,
+                )  # fmt: skip
+            changed = 1
+        # As the model's dtype holds it, as the next forward hook would see it.
+        return value.to(dtype).to(tl.float32), changed
 
     @triton.jit(do_not_specialize=["num_rows", "plan_stride"])
     def _tap_kernel(
@@ -89,21 +164,27 @@ if HAS_TRITON:
         BLOCK: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
     ):
-        all_flags = tl.load(desc_ptr + FLAGS)
-        if all_flags == 0:
+        flags = tl.load(desc_ptr + FLAGS)
+        if flags == 0:
             return
-        # An active tap is a chain of latencies, so independent loads stand side by side:
-        # addresses and plan; then the stream and the tables; then vectors.
+        # An active tap is a chain of latencies. Loads that do not need each other stand side by
+        # side: addresses and plan; then the row and what is done to it; then vectors.
         dtype = stream_ptr.dtype.element_ty
         row_ptr = tl.pointer_type(dtype)
         int_ptr = tl.pointer_type(tl.int32)
         arena = tl.load(desc_ptr + ARENA).to(row_ptr)
         vectors = tl.load(desc_ptr + VECTORS).to(row_ptr)
         operations = tl.load(desc_ptr + OPERATIONS).to(int_ptr)
-        either = all_flags | (all_flags >> BITS)
-        captures = (either & CAPTURE_FLAG) != 0
-        adds = (either & ADD_FLAG) != 0
-        steers = (either & STEER_FLAG) != 0
+        first_columns = tl.load(desc_ptr + FIRST + COLUMNS).to(int_ptr)
+        first_add_index = tl.load(desc_ptr + FIRST + ADD_INDEX).to(int_ptr)
+        first_add_table = tl.load(desc_ptr + FIRST + ADD_TABLE).to(row_ptr)
+        first_steering = tl.load(desc_ptr + FIRST + STEERING).to(int_ptr)
+        second_columns = tl.load(desc_ptr + SECOND + COLUMNS).to(int_ptr)
+        second_add_index = tl.load(desc_ptr + SECOND + ADD_INDEX).to(int_ptr)
+        second_add_table = tl.load(desc_ptr + SECOND + ADD_TABLE).to(row_ptr)
+        second_steering = tl.load(desc_ptr + SECOND + STEERING).to(int_ptr)
+        second_flags = flags >> BITS
+        either = flags | second_flags
         offsets = tl.arange(0, BLOCK)
         inside = offsets < HIDDEN
         for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
@@ -112,54 +193,35 @@ if HAS_TRITON:
             program = tl.load(planned + PLAN_PROGRAM * plan_stride)
             add_row = tl.load(planned + PLAN_ADD * plan_stride)
             steering_row = tl.load(planned + PLAN_STEER * plan_stride)
-            destination = tl.where(captures, destination, -1)
-            add_row = tl.where(adds, add_row, -1)
-            steering_row = tl.where(steers, steering_row, -1)
+            destination = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
+            add_row = tl.where((either & ADD_FLAG) != 0, add_row, -1)
+            steering_row = tl.where((either & STEER_FLAG) != 0, steering_row, -1)
             if tl.maximum(tl.maximum(destination, add_row), steering_row) >= 0:
                 far = tl.full((), 0, tl.int64) + row
                 at = stream_ptr + far * stream_stride + offsets
-                value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 residual_at = residual_ptr + far * residual_stride + offsets
+                first = _look_up(
+                    first_columns, first_add_index, first_steering, flags,
+                    destination, program, add_row, steering_row,
+                )  # fmt: skip
+                value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 if HAS_RESIDUAL:
                     value += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-                    # As the model's dtype holds it, as a forward hook would see it.
                     value = value.to(dtype).to(tl.float32)
-                changed = 0
-                for stage in tl.static_range(STAGE_COUNT):
-                    flags = (all_flags >> (BITS * stage)) & FLAG_MASK
-                    if flags != 0:
-                        fields = desc_ptr + STAGE + STAGE_FIELDS * stage
-                        if ((flags & CAPTURE_FLAG) != 0) & (destination >= 0):
-                            column = tl.load(tl.load(fields + COLUMNS).to(int_ptr) + program)
-                            if column >= 0:
-                                place = arena + (destination + column).to(tl.int64) * HIDDEN
-                                tl.store(place + offsets, value.to(dtype), mask=inside)
-                        if ((flags & ADD_FLAG) != 0) & (add_row >= 0):
-                            index = tl.load(tl.load(fields + ADD_INDEX).to(int_ptr) + add_row)
-                            if index >= 0:
-                                table = tl.load(fields + ADD_TABLE).to(row_ptr)
-                                table += index.to(tl.int64) * HIDDEN
-                                delta = tl.load(table + offsets, mask=inside, other=0.0)
-                                value += delta.to(tl.float32)
-                                changed = 1
-                        if ((flags & STEER_FLAG) != 0) & (steering_row >= 0):
-                            first = tl.load(fields + STEERING).to(int_ptr) + steering_row * WORDS
-                            chain = tl.load(first + CHAIN)
-                            count = chain % UNIT
-                            if count > 0:
-                                value = _operate(value, first, vectors, offsets, inside, HIDDEN)
-                                following = operations + (chain // UNIT) * WORDS
-                                for i in range(count - 1):
-                                    value = _operate(
-                                        value,
-                                        following + i * WORDS,
-                                        vectors,
-                                        offsets,
-                                        inside,
-                                        HIDDEN,
-                                    )
-                                changed = 1
-                        value = value.to(dtype).to(tl.float32)
+                value, changed = _work(
+                    value, first, destination, arena, first_add_table, vectors, operations,
+                    offsets, inside, HIDDEN,
+                )  # fmt: skip
+                if second_flags != 0:
+                    second = _look_up(
+                        second_columns, second_add_index, second_steering, second_flags,
+                        destination, program, add_row, steering_row,
+                    )  # fmt: skip
+                    value, changed_again = _work(
+                        value, second, destination, arena, second_add_table, vectors,
+                        operations, offsets, inside, HIDDEN,
+                    )  # fmt: skip
+                    changed += changed_again
                 if changed > 0:
                     written = value.to(dtype)
                     if HAS_RESIDUAL:
@@ -167,6 +229,9 @@ if HAS_TRITON:
                         tl.store(at, tl.zeros_like(written), mask=inside)
                     else:
                         tl.store(at, written, mask=inside)
+
+
+_FEW_ROWS = 512
 
 
 def launch(
@@ -182,6 +247,9 @@ def launch(
     if num_rows == 0:
         return
     block = triton.next_power_of_2(hidden)
+    # A few rows leave most of the card idle: let many warps share one. With many rows, fewer warps
+    # keep more of them in flight. Measured on an H200 (`benchmarks/RESULTS.md`).
+    elements = 16 if num_rows <= _FEW_ROWS else 32
     _tap_kernel[(min(num_rows, programs),)](
         stream,
         residual if residual is not None else stream,
@@ -194,7 +262,7 @@ def launch(
         HIDDEN=hidden,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
-        num_warps=max(4, min(16, block // 1024)),
+        num_warps=max(4, min(16, block // (32 * elements))),
     )
 
 
