@@ -149,6 +149,7 @@ def _steered(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
             Benchmark(f"steer-{name}-{shape}", shape, "steer", many, steered)
             for name, steered in STEERED.items()
         ),
+        Benchmark(f"idle-alone-{shape}", shape, "idle", many),
         Benchmark(f"steer-256-configs-{shape}", shape, "steer", twice, Steered(configurations=256)),
     ]
 

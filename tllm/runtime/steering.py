@@ -274,7 +274,7 @@ def _grown(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """The tensor itself when it is long enough along an axis, else a longer one with its content."""
+    """The tensor itself when it is long enough along an axis, else a longer one that holds it."""
     if old is not None and old.shape[axis] >= shape[axis]:
         return old
     new = torch.zeros(shape, dtype=dtype, device=device)
