@@ -125,7 +125,8 @@ def plot(points: Sequence[Point]) -> str:
         parts.append(f'<text x="{x}" y="{y(0) + 20}" text-anchor="middle">{scale:g}</text>')
     middle = left + width / 2
     parts.append(
-        f'<text x="{middle}" y="{y(0) + 44}" text-anchor="middle">scale of the mood vector (steps not equal)</text>'
+        f'<text x="{middle}" y="{y(0) + 44}" text-anchor="middle">'
+        "scale of the mood vector (in unequal steps)</text>"
     )
     ways = list(dict.fromkeys(point.way for point in points))
     for i, way in enumerate(ways):

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import pickle
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import cloudpickle
 import vllm
+from vllm.outputs import RequestOutput
 
 from tllm.collected import Collected
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.engine import versions
 from tllm.engine.options import CONFIG_KEY, EngineOptions
+from tllm.outputs import set_result
 from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
+from tllm.runtime.answers import SharedFolder, decode
 from tllm.spec.hooks import HookPoint
 from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead
 from tllm.spec.selection import Selection
 from tllm.spec.steering import Group, RequestSteering
 from tllm.steering_state import SteeringState
+
+logger = logging.getLogger(__name__)
 
 
 class WorkerCall(Protocol):
@@ -38,7 +43,7 @@ def encode_call(*args: Any) -> bytes:
 
 def decode_answers(answers: Sequence[bytes]) -> list[Any]:
     """The workers' answers; raises what the first one to fail raised."""
-    decoded = [pickle.loads(answer) for answer in answers]
+    decoded = [decode(answer) for answer in answers]
     for status, *rest in decoded:
         if status == "error":
             refused, message = rest
@@ -92,6 +97,10 @@ def engine_arguments(
 BUILT_IN: Mapping[str, Callable[[], Consumer]] = {"memory": MemoryConsumer}
 
 
+class RefusedError(ValueError):
+    """What a request asks is not possible."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A request that is ready for the engine.
@@ -100,13 +109,25 @@ class Prepared:
         params: its own copy of the parameters.
         prompt_id: the key its results are kept under.
         captures: the consumers whose results are capture results.
+        wants_tokens: a consumer waits for the tokens of the output.
         results: what the workers said so far.
+        handed_over: which of them the user's consumers were given, by sample and consumer.
     """
 
     params: vllm.SamplingParams
     prompt_id: str
     captures: tuple[str, ...]
+    wants_tokens: bool = False
     results: Collected = field(default_factory=Collected)
+    handed_over: set[tuple[int, str]] = field(default_factory=set)
+
+
+def tokens_of(output: RequestOutput, prepared: Prepared) -> dict[int, list[int]]:
+    """All tokens of each sample, if a consumer waits for them."""
+    if not prepared.wants_tokens:
+        return {}
+    prompt = list(output.prompt_token_ids or ())
+    return {sample.index: [*prompt, *sample.token_ids] for sample in output.outputs}
 
 
 def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -123,6 +144,7 @@ class Client:
     def __init__(self) -> None:
         self.consumers: dict[str, Consumer] = {}
         self.steering = SteeringState()
+        self.shared = SharedFolder()
         self.capture_consumers: set[str] = set()
         self._model: Sequence[Mapping[str, Any]] = ()
 
@@ -166,13 +188,21 @@ class Client:
         return asked
 
     def prepare(
-        self, params: vllm.SamplingParams, request_id: str, steering: Sequence[Group] = ()
+        self,
+        params: vllm.SamplingParams,
+        request_id: str,
+        steering: Sequence[Group] = (),
+        *,
+        prompt_id: str | None = None,
+        results: bool = True,
     ) -> Prepared:
         """Make a request ready.
 
         Args:
             steering: what is done to it; the workers have it. It is held for the request until
                 `self.steering.release(prompt_id)`.
+            prompt_id: of a request that goes on (streaming input).
+            results: whether somebody will come for what the consumers have to say.
 
         Raises `ValueError` for options that no registered consumer takes.
         """
@@ -190,7 +220,7 @@ class Client:
             if not isinstance(enabled, bool):
                 raise ValueError(f"{field}['enabled'] is {enabled!r}; give True or False")
             self.consumers[name].validate_options(chosen)
-        reads, writes, captures = [], False, []
+        reads, writes, captures, wants_tokens = [], False, [], False
         for name, consumer in self.consumers.items():
             chosen = options.get(name, {})
             if consumer.on_request_only and name not in options:
@@ -200,6 +230,7 @@ class Client:
             if name in named or name in self.capture_consumers:
                 captures.append(name)
             field = f"{'capture' if name in captures else 'consumers'}[{name!r}]"
+            wants_tokens = wants_tokens or consumer.needs_tokens
             flows = list(consumer.flows())
             writes = writes or any(
                 write.port == "residual_stream" for flow in flows for write in flow.writes
@@ -208,19 +239,40 @@ class Client:
                 self._check_places(flow, field)
                 flows.append(flow)
             reads += [read for flow in flows for read in _rows_read(flow, field)]
+        key = prompt_id or uuid.uuid4().hex
         spec = RequestSpec(
             request_id=request_id,
-            prompt_id=uuid.uuid4().hex,
+            prompt_id=key if results else "",
             num_samples=params.n,
             consumers=options,
             reads=tuple(dict.fromkeys(reads)),
+            wants_tokens=wants_tokens,
             isolated=writes,
             steering=tuple(group.use for group in steering),
         )
         own = params.clone()
         own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: spec.to_wire()}
-        self.steering.hold(spec.prompt_id, tuple(steering))
-        return Prepared(own, spec.prompt_id, tuple(captures))
+        if prompt_id is None:
+            self.steering.hold(key, tuple(steering))
+        return Prepared(own, key, tuple(captures), wants_tokens)
+
+    def hand_over(self, output: RequestOutput, prepared: Prepared) -> None:
+        """Give the results on an output to the user's own consumers, each once."""
+        for completion in output.outputs:
+            results = completion.consumer_results  # type: ignore[attr-defined]
+            for name, result in list(results.items()):
+                consumer, key = self.consumers.get(name), (completion.index, name)
+                if consumer is None or result.status == "pending" or key in prepared.handed_over:
+                    continue
+                prepared.handed_over.add(key)
+                try:
+                    consumer.on_result(output, completion.index, result)
+                except Exception as error:
+                    logger.exception("consumer %r raised in on_result", name)
+                    text = f"{type(error).__name__}: {error}"
+                    set_result(
+                        output, completion, name, replace(result, status="error", error=text)
+                    )
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""
@@ -261,7 +313,10 @@ class Client:
         # The last token is drawn and never passes the model.
         last = None if params.max_tokens is None else params.max_tokens - 1
         for read in RequestSpec.from_extra_args(params.extra_args).reads:
-            read.positions.check(len(request.prompt_token_ids), last, read.name)
+            try:
+                read.positions.check(len(request.prompt_token_ids), last, read.name)
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
 
 
 def _hint(name: str) -> str:

@@ -6,14 +6,25 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import vllm
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
+from vllm.v1.engine.exceptions import EngineGenerateError
 
-from tllm.client import Client, Prepared, collect, decode_answers, encode_call, engine_arguments
+from tllm.client import (
+    Client,
+    Prepared,
+    RefusedError,
+    collect,
+    decode_answers,
+    encode_call,
+    engine_arguments,
+    tokens_of,
+)
 from tllm.consumers.base import Consumer
 from tllm.outputs import attach_results
 from tllm.registry import Registry, consumer_from_spec
@@ -116,7 +127,8 @@ class LLM(vllm.LLM):
     # -- consumers -----------------------------------------------------------------------------
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        return decode_answers(self.collective_rpc("tllm", args=(method, encode_call(*args))))
+        arguments = (method, encode_call(*args), self._tllm.shared.token)
+        return decode_answers(self.collective_rpc("tllm", args=arguments))
 
     def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer now; it sees rows from the next forward pass on."""
@@ -148,6 +160,11 @@ class LLM(vllm.LLM):
 
     def _read_stats(self, consumer: Consumer) -> Mapping[str, Any]:
         return consumer.merge_stats(self._call("consumer_stats", consumer.consumer_id))
+
+    def call_consumer(self, consumer: Consumer | str, method: str, *args: Any) -> list[Any]:
+        """Call one of a consumer's `remote_methods` in every worker; their answers by rank."""
+        name = consumer if isinstance(consumer, str) else consumer.consumer_id
+        return self._call("call_consumer", name, method, *args)
 
     def intervention_stats(self) -> list[dict[str, Any]]:
         """Counters of each worker: hook points, rows captured and dropped, consumers."""
@@ -218,15 +235,18 @@ class LLM(vllm.LLM):
             return
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         prepared = {output.tllm_request.prompt_id: output.tllm_request for output in outputs}
+        tokens = {o.tllm_request.prompt_id: tokens_of(o, o.tllm_request) for o in outputs}
         pending, wait_s = list(prepared), 0.0
         while pending:
-            pending = collect(prepared, self._call("take_results", pending, wait_s))
+            answers = self._call("take_results", pending, tokens, wait_s)
+            pending = collect(prepared, answers)
             wait_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
             if wait_s <= 0:
                 break
         for output in outputs:
             request = output.tllm_request
             attach_results(output, request.results.joined(), request.captures)
+            self._tllm.hand_over(output, request)
 
 
 class AsyncLLM(VllmAsyncLLM):
@@ -304,14 +324,24 @@ class AsyncLLM(VllmAsyncLLM):
         return groups
 
     async def _call(self, method: str, *args: Any) -> list[Any]:
-        answers = await self.collective_rpc("tllm", args=(method, encode_call(*args)))
-        return decode_answers(answers)
+        return await self._call_encoded(method, encode_call(*args), self._tllm.shared.token)
+
+    async def _call_encoded(self, *arguments: Any) -> list[Any]:
+        answers = asyncio.ensure_future(self.collective_rpc("tllm", args=arguments))
+        try:
+            # vLLM lets these calls wait for ever when the engine's process dies.
+            while not (await asyncio.wait({answers}, timeout=1.0))[0]:
+                if self.errored:
+                    raise self.dead_error
+            return decode_answers(answers.result())
+        finally:
+            answers.cancel()
 
     async def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer now. Use `await engine.read_stats(consumer)` for its statistics."""
         made = _made(consumer)
         payload = self._tllm.admit(made)
-        decode_answers(await self.collective_rpc("tllm", args=("register", payload)))
+        await self._call_encoded("register", payload)
         self._tllm.consumers[made.consumer_id] = made
         return made
 
@@ -329,36 +359,63 @@ class AsyncLLM(VllmAsyncLLM):
         """Wait until every consumer is done with what it was given."""
         await self._call("synchronize")
 
+    async def call_consumer(self, consumer: Consumer | str, method: str, *args: Any) -> list[Any]:
+        """Call one of a consumer's `remote_methods` in every worker; their answers by rank."""
+        name = consumer if isinstance(consumer, str) else consumer.consumer_id
+        return await self._call("call_consumer", name, method, *args)
+
+    @property
+    def consumers(self) -> Mapping[str, Consumer]:
+        """The registered consumers, by id."""
+        return self._tllm.consumers
+
     async def intervention_stats(self) -> list[dict[str, Any]]:
         """Counters of each worker."""
         return await self._call("stats")
 
     async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        results: bool = True,
+        **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As vLLM's: streams outputs. The last one carries the consumers' results.
 
         With a prompt that is itself a stream, which output is the last is known only when the
-        stream has ended: it gets the results then, after it was given out.
+        stream has ended: it gets the results then, after it was given out. Each part of the stream
+        may bring options for consumers of its own; it is steered as the request is.
+
+        Args:
+            results: False spares the round trip for results that nobody will look at.
         """
         if self._tllm.built_in(sampling_params):
             await self._register_built_in(sampling_params)
         if self._tllm.consumers and not self._tllm.knows_model:
             self._tllm.learn_model(await self._call("stats"))
         groups = await self._send_steering(Client.asked_steering(sampling_params))
-        prepared = self._tllm.prepare(sampling_params, request_id, groups)
+        prepared = self._tllm.prepare(sampling_params, request_id, groups, results=results)
+        if isinstance(prompt, AsyncGenerator):
+            prompt = self._prepared(prompt, sampling_params, request_id, prepared, groups, results)
         output: RequestOutput | None = None
-        attached = False
+        attached = not results
         try:
             async for output in super().generate(prompt, prepared.params, request_id, **kwargs):
                 attach_results(output, None)
-                if output.finished:
+                if output.finished and results:
                     await self._attach(output, prepared, self._result_timeout_s)
                     attached = True
                 yield output
-            if output is not None and not output.finished:
+            if output is not None and not output.finished and results:
                 await self._attach(output, prepared, self._result_timeout_s)
             attached = True
+        except EngineGenerateError as error:
+            # So vLLM calls what was raised while it took the request in.
+            if isinstance(error.__cause__, RefusedError):
+                raise error.__cause__ from None
+            raise
         finally:
             self._tllm.steering.release(prepared.prompt_id)
             if not attached and self._tllm.consumers:
@@ -366,6 +423,35 @@ class AsyncLLM(VllmAsyncLLM):
                 task = asyncio.ensure_future(self._discard(prepared.prompt_id))
                 self._discarding.add(task)
                 task.add_done_callback(self._discarding.discard)
+
+    async def _prepared(
+        self,
+        stream: AsyncGenerator[Any, None],
+        params: Any,
+        request_id: str,
+        prepared: Prepared,
+        groups: tuple[Group, ...],
+        results: bool,
+    ) -> AsyncGenerator[Any, None]:
+        """The inputs of a streamed prompt, with what each of them asks of consumers."""
+        steering = Client.asked_steering(params)
+        async for part in stream:
+            if part.sampling_params is not None:
+                asked = Client.asked_steering(part.sampling_params)
+                if asked is not None and asked is not steering:
+                    raise ValueError(
+                        "an input of a streamed prompt asks for steering of its own; steer the "
+                        "whole request, or begin another"
+                    )
+                own = self._tllm.prepare(
+                    part.sampling_params,
+                    request_id,
+                    groups,
+                    prompt_id=prepared.prompt_id,
+                    results=results,
+                )
+                part = replace(part, sampling_params=own.params)
+            yield part
 
     async def _register_built_in(self, params: Any) -> None:
         async with self._registering:
@@ -383,13 +469,15 @@ class AsyncLLM(VllmAsyncLLM):
             return
         deadline, pause = time.monotonic() + timeout_s, 0.001
         asked = {prepared.prompt_id: prepared}
+        tokens = {prepared.prompt_id: tokens_of(output, prepared)}
         # Asked without waiting: other requests use the engine's thread meanwhile.
-        while collect(asked, await self._call("take_results", list(asked))):
+        while collect(asked, await self._call("take_results", list(asked), tokens)):
             if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.1)
         attach_results(output, prepared.results.joined(), prepared.captures)
+        self._tllm.hand_over(output, prepared)
 
     async def _discard(self, prompt_id: str) -> None:
         try:
@@ -407,14 +495,25 @@ def _made(consumer: Consumer | str) -> Consumer:
 
 def _check_positions_of(engine: Any) -> None:
     """Let an engine refuse positions that a prompt does not have, once it has tokenized it."""
-    process = engine.input_processor.process_inputs
+    processor = engine.input_processor
+    process = processor.process_inputs
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         request = process(*args, **kwargs)
         Client.check_positions(request)
         return request
 
-    engine.input_processor.process_inputs = checked
+    processor.process_inputs = checked
+    if not hasattr(processor, "process_inputs_async"):  # newer vLLM tokenizes on a thread
+        return
+    process_async = processor.process_inputs_async
+
+    async def checked_async(*args: Any, **kwargs: Any) -> Any:
+        request = await process_async(*args, **kwargs)
+        Client.check_positions(request)
+        return request
+
+    processor.process_inputs_async = checked_async
 
 
 def _pending(output: Any) -> bool:

@@ -63,6 +63,15 @@ def attach_results(
     _set(output, first, named)
 
 
+def set_result(output: RequestOutput, completion: Any, name: str, result: ConsumerResult) -> None:
+    """Replace one result, wherever it is on the output."""
+    completion.consumer_results[name] = result
+    targets = [completion, output] if completion is output.outputs[0] else [completion]
+    for target in targets:
+        if name in target.capture_results:
+            target.capture_results[name] = result
+
+
 def _set(target: Any, results: Mapping[str, ConsumerResult], captures: Iterable[str]) -> None:
     target.consumer_results = results
     target.capture_results = {name: results[name] for name in captures if name in results}

@@ -102,6 +102,11 @@ class AsyncSteeringControl:
         self._ready = ready
         self._send = send
 
+    @property
+    def version(self) -> int:
+        """Another number after each change of what is global, or of a module."""
+        return self._state.version
+
     async def set(
         self,
         vectors: Mapping[Any, Any] | None = None,

@@ -79,6 +79,7 @@ class SteeringState:
 
     def __init__(self) -> None:
         self.facts: Facts | None = None
+        self.version = 0
         self._global = Tiers()
         self._modules: dict[str, Tiers] = {}
         self._composed: WeakKeyDictionary[RequestSteering, tuple[Group, ...]] = WeakKeyDictionary()
@@ -155,6 +156,7 @@ class SteeringState:
         for name, tiers in modules.items():
             self._limited(compose([tiers]), f"module {name!r}")
         self._global, self._modules = everywhere, modules
+        self.version += 1
         self._composed.clear()
         self._plain = None if everywhere else ()
 

@@ -45,6 +45,7 @@ def run(script: Path) -> str:
     [
         "README.md",
         "doc/getting-started/write-your-first-consumer.md",
+        "doc/guides/capture.md",
         "doc/reference/port-catalog.md",
     ],
 )

@@ -35,6 +35,13 @@ class Consumer(ABC):
     #: Only requests that name it use it; else every request does that does not turn it off.
     on_request_only: bool = False
 
+    #: Methods that `call_consumer` may call in the workers, with plain arguments and answers.
+    remote_methods: Sequence[str] = ()
+
+    #: `on_request_finished` waits until the tokens of the output are known: with stop strings, and
+    #: when the caller aborts, until the result is fetched.
+    needs_tokens: bool = False
+
     @abstractmethod
     def flows(self) -> Sequence[ConsumerFlow]:
         """What is read and written, and when. Asked once, at registration."""
@@ -97,6 +104,24 @@ class Consumer(ABC):
             any of these lets the engine go on: whoever takes the result waits for it.
         """
         return None
+
+    def expedite(self) -> None:
+        """Somebody waits for results that are still promised: do not hold them back for others.
+        Must return at once."""
+
+    def on_error(self, error: BaseException) -> None:
+        """Called once in the worker when the consumer is detached because it raised."""
+
+    def on_result(self, output: Any, sample_index: int, result: Any) -> None:
+        """Called on the user's object, in the user's process, with each of its results.
+
+        Args:
+            output: the `RequestOutput`, with all results on it.
+            result: the `ConsumerResult`. What is raised here becomes its error.
+        """
+
+    def stop(self) -> None:
+        """Called once in the worker when the consumer is removed, or the engine ends."""
 
     def synchronize(self) -> None:
         """Wait until all work handed to this consumer is done. Implemented for the worker; on

@@ -9,6 +9,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_pp_group,
     get_tensor_model_parallel_world_size,
+    get_tp_group,
     tensor_model_parallel_all_reduce,
 )
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -58,7 +59,21 @@ def describe(
         final_norm_weight=weight,
         final_norm_eps=eps,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
+        **_place_of_worker(vllm_config),
+        name=str(config.served_model_name or config.model),
     )
+
+
+def _place_of_worker(vllm_config: Any) -> dict[str, Any]:
+    """Where in the cluster this worker is."""
+    stage, rank = get_pp_group(), get_tp_group()
+    replica = vllm_config.parallel_config.data_parallel_rank
+    return {
+        "worker": f"dp{replica}-pp{stage.rank_in_group}-tp{rank.rank_in_group}",
+        "first_rank": rank.rank_in_group == 0,
+        "stage": stage.rank_in_group,
+        "num_stages": stage.world_size,
+    }
 
 
 def lm_head(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from tllm.engine import prefix_cache
 from tllm.engine.options import EngineOptions
@@ -32,6 +33,7 @@ class _Rules(_Base):
         self._tllm_configurations: dict[str, frozenset[Configuration]] = {}
         self._tllm_admitted: set[str] = set()
         self._tllm_reuse_limits: dict[str, int] = {}
+        self._tllm_ended: dict[str, tuple[int, ...]] = {}
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
 
@@ -68,6 +70,8 @@ class _Rules(_Base):
         finally:
             if held:
                 self.waiting.prepend_requests(reversed(held))
+        if self._tllm_ended:
+            output.tllm_ended, self._tllm_ended = self._tllm_ended, {}
         if self._tllm_configurations:
             self._tllm_admitted.update(
                 new.req_id
@@ -75,6 +79,14 @@ class _Rules(_Base):
                 if new.req_id in self._tllm_configurations
             )
         return output
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        params = request.sampling_params
+        spec = RequestSpec.from_extra_args(params.extra_args if params else None)
+        # Whoever aborts, or finds a stop string, knows better which tokens belong to the output.
+        if spec.wants_tokens and request.status != RequestStatus.FINISHED_ABORTED:
+            self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
+        return super()._free_request(request, *args, **kwargs)
 
     def _tllm_forget_finished(self) -> None:
         for table in (self._tllm_reuse_limits, self._tllm_configurations):

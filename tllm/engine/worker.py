@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -14,6 +13,7 @@ from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
 from tllm.models.resolver import resolve
 from tllm.models.sites import ModelSites
+from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.session import Session
 from tllm.runtime.taps import TapKey, Taps, compile_digest
 from tllm.spec.hooks import HookPoint
@@ -43,10 +43,12 @@ class InterventionWorker(_Base):
     _attachment: RunnerAttachment
     _sites: ModelSites
     _options: EngineOptions
+    _answers: AnswerWriter
 
     def init_device(self) -> None:
         limits.check(self.vllm_config)
         self._options = EngineOptions.from_config(self.vllm_config.additional_config)
+        self._answers = AnswerWriter()
         points = [point.value for point in self._options.points]
         digest = compile_digest(points, self.vllm_config.model_config.dtype)
         self.vllm_config.additional_config = {
@@ -140,8 +142,9 @@ class InterventionWorker(_Base):
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         self.session.end_step()
+        tokens: dict[str, tuple[int, ...]] = vars(scheduler_output).get("tllm_ended", {})
         for request_id in scheduler_output.finished_req_ids:
-            self.session.finish_sequence(request_id)
+            self.session.finish_sequence(request_id, tokens.get(request_id))
         for new in scheduler_output.scheduled_new_reqs:
             params = new.sampling_params
             spec = RequestSpec.from_extra_args(params.extra_args if params else None)
@@ -153,19 +156,28 @@ class InterventionWorker(_Base):
                 spec.sample_index(new.req_id),
             )
 
+    def shutdown(self) -> None:
+        if "session" in vars(self):
+            self.session.close()
+        super().shutdown()
+
     # -- remote calls --------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def tllm(self, method: str, payload: bytes) -> bytes:
-        """Run a method of `WorkerCalls` for the user's process; never raises."""
+    def tllm(self, method: str, payload: bytes, token: str = "") -> bytes:
+        """Run a method of `WorkerCalls` for the user's process; never raises.
+
+        Args:
+            token: of the user's `SharedFolder`, for large answers.
+        """
         try:
             calls = WorkerCalls(self.session, self._sites, self._options)
             answer = getattr(calls, method)(*cloudpickle.loads(payload))
-            return pickle.dumps(("ok", answer), protocol=5)
+            return self._answers.encode(("ok", answer), token)
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("tLLM call %r failed", method)
-            return pickle.dumps(("error", isinstance(error, ValueError), str(error)))
+            return self._answers.encode(("error", isinstance(error, ValueError), str(error)), "")
 
 
 class WorkerCalls:
@@ -184,13 +196,17 @@ class WorkerCalls:
         """Remove a consumer, or all."""
         self._session.unregister(consumer_id)
 
-    def take_results(self, prompt_ids: list[str], wait_s: float = 0.0) -> Any:
+    def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
         """Results of finished prompts; those not made within `wait_s` seconds are pending."""
-        return self._session.take_results(prompt_ids, wait_s)
+        return self._session.take_results(prompt_ids, tokens or {}, wait_s)
 
     def synchronize(self) -> None:
         """Wait for all consumers."""
         self._session.synchronize()
+
+    def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
+        """Call a remote method of a consumer."""
+        return self._session.call_consumer(consumer_id, method, *args)
 
     def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
         """Statistics of one consumer."""

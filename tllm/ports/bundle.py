@@ -53,6 +53,8 @@ class ModelView:
         worker: name of this worker, unique in the engine (and among data-parallel engines).
         first_rank: whether it is the first of its tensor-parallel group; the others have the
             same rows.
+        stage, num_stages: which pipeline stage it is, and of how many.
+        name: the model's name.
     """
 
     hidden_size: int
@@ -66,6 +68,9 @@ class ModelView:
     max_requests: int
     worker: str = "worker"
     first_rank: bool = True
+    stage: int = 0
+    num_stages: int = 1
+    name: str = ""
 
 
 class ResidualWriter(ABC):

@@ -29,6 +29,9 @@ class RequestInfo:
         slot: small integer, unique among running sequences, recycled afterwards.
         prompt_len: number of prompt tokens.
         options: what this request asked of the consumer that is being called.
+        token_ids: all tokens, prompt and output, in `on_request_finished` of a consumer with
+            `needs_tokens`; None while they are not known, and when the request was given up.
+        missing: in `on_request_finished`: which rows the runtime had to give up; None for none.
     """
 
     request_id: str
@@ -38,6 +41,8 @@ class RequestInfo:
     slot: int
     prompt_len: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    token_ids: tuple[int, ...] | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 #: Bump when the op, the descriptor or the plan changes: it is part of vLLM's compile-cache key.
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 STAGES = 2
 
@@ -25,7 +25,7 @@ class Descriptor(IntEnum):
     VECTORS = 2
     """Address of the steering vectors, `[vectors, hidden]` in the model's dtype."""
     OPERATIONS = 3
-    """Address of the operations after each entry's first, `Operation.SIZE` words each."""
+    """Address of the operations after the one in each entry, `Operation.SIZE` words each."""
     STAGE = 4
     """Where the fields of the stages begin, `Stage.SIZE` each."""
 
@@ -40,8 +40,11 @@ class Stage(IntEnum):
     ADD_TABLE = 2
     """Address of the add table, `[rows, hidden]` in the model's dtype."""
     STEERING = 3
-    """Address of int32 `[steering_rows, Operation.SIZE]`: the first operation of a steering row."""
-    SIZE = 4
+    """Address of int32 `[steering_rows, Operation.SIZE]`: the entry of each steering row."""
+    SUMS = 4
+    """Address of `[steering_rows, hidden]` in the model's dtype: what is added before anything else
+    is done. Found without another look-up, because adding is what steering mostly is."""
+    SIZE = 5
 
 
 DESCRIPTOR_WIDTH = 16
@@ -66,8 +69,9 @@ class Operation(IntEnum):
     """
 
     CHAIN = 0
-    """In a steering row: the number of its operations, plus `CHAIN_UNIT` times the index of the
-    second one. Unused in the others, which lie one after the other."""
+    """In an entry: how many operations follow the sum, `HAS_SUM` if there is a sum, and
+    `CHAIN_UNIT` times the index of the second operation. Unused in the others, which lie one after
+    the other."""
     VECTOR = 1
     ADD = 2
     NORM = 3
@@ -78,8 +82,9 @@ class Operation(IntEnum):
     SIZE = 8
 
 
-CHAIN_UNIT = 256
+HAS_SUM = 128
 """No steering row has this many operations at one point."""
+CHAIN_UNIT = 256
 
 
 class PlanRow(IntEnum):

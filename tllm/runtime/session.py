@@ -96,6 +96,8 @@ class Session:
         self._planner = RowPlanner(self._slots, taps, self._programs, ring)
         self._frame: Frame | None = None
         self._frame_flows: list[BoundFlow] = []
+        #: Slots of the sequences that use any consumer.
+        self._served: set[int] = set()
         self._bundled = False
         self._step = 0
         self._results = Results(_MAX_KEPT_RESULTS)
@@ -310,9 +312,12 @@ class Session:
             if known.info.prompt_len != prompt_len:  # streaming input: the prompt has grown
                 known.info = replace(known.info, prompt_len=prompt_len)
                 known.prompt_token_ids = prompt_token_ids
+                known.consumers = spec.consumers  # each input brings its own options
                 self._slots.set_prompt_len(known.info.slot, prompt_len)
                 for owner in self._consumers.values():
                     owner.forget(known.info.slot)
+                    owner.asked.pop(known.info.slot, None)
+                    self._ask(known, owner)
                 self._follow_programs(known)
             return
         self._detach_failed()
@@ -352,6 +357,7 @@ class Session:
                     asked.append((bound, flow.selection))
         except ValueError as error:  # as in the user's process: this request is at fault
             sequence.errors[owner.id] = str(error)
+            sequence.refused.add(owner.id)
             return
         except Exception as error:
             self._dispatcher.fail(owner, error)
@@ -391,8 +397,11 @@ class Session:
         else:
             timeline = Timeline(*(np.array(each, np.int32) for each in (starts, program, steer)))
             self._slots.set_timeline(slot, timeline)
+        self._served.discard(slot)
         for owner in self._consumers.values():
             self._slots.users(owner.id)[slot] = owner.serves(sequence)
+            if owner.serves(sequence):
+                self._served.add(slot)
 
     def _wanted(self, sequence: Sequence) -> Iterator[tuple[BoundFlow, Intervals]]:
         """The flows that want rows of a sequence, and at which positions."""
@@ -550,6 +559,8 @@ class Session:
         for prompt_id in prompt_ids:
             self._finish_late(prompt_id, tokens.get(prompt_id, {}))
         for owner in self._consumers.values():
+            if wait_s > 0:
+                self._dispatcher.call(owner, owner.consumer.expedite)
             if owner.error:
                 self._results.fail(owner.id, owner.error)
         return self._results.take(prompt_ids, wait_s)
@@ -559,7 +570,9 @@ class Session:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do for anybody."""
-        return not self._consumers and not self.steering.users
+        if self.steering.users or self._served:
+            return False
+        return all(owner.consumer.on_request_only for owner in self._consumers.values())
 
     def begin_step(self, engine_ids: list[str], starts: Any, counts: Any, samples: Any) -> None:
         """Before the forward pass: what waited for it, and the row plan.
@@ -710,6 +723,24 @@ class Session:
             owner.export_thread.drain()
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
+
+    def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
+        """Call one of a consumer's `remote_methods`, after the rows of the step before.
+
+        Raises `ValueError` for a consumer or method that is not there, and `RuntimeError` for a
+        consumer that raised: it is detached then.
+        """
+        owner = self._registered(consumer_id)
+        if method not in owner.consumer.remote_methods:
+            raise ValueError(
+                f"consumer {consumer_id!r} has no remote method {method!r}; its remote_methods "
+                f"are {', '.join(owner.consumer.remote_methods) or 'none'}"
+            )
+        self.end_step()
+        answer = self._dispatcher.call(owner, getattr(owner.consumer, method), *args)
+        if owner.error is not None:
+            raise RuntimeError(f"consumer {consumer_id!r} raised and is detached: {owner.error}")
+        return answer
 
     def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
         """A consumer's own statistics, with the runtime's under `runtime`."""

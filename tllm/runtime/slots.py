@@ -28,6 +28,8 @@ class Sequence:
     steering: tuple[GroupUse, ...] = ()
     errors: dict[str, str] = field(default_factory=dict)
     """By consumer id."""
+    refused: set[str] = field(default_factory=set)
+    """Consumers that cannot do what it asks: they are never told of it."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows that were given up, by the id of the consumer that asked for them."""
     token_ids: tuple[int, ...] | None = None
@@ -43,7 +45,9 @@ class Sequence:
         Args:
             unasked: whether it is where the request does not name it.
         """
-        if self.ended or (not unasked and consumer_id not in self.consumers):
+        if self.ended or consumer_id in self.refused:
+            return False
+        if not unasked and consumer_id not in self.consumers:
             return False
         return bool(self.consumers.get(consumer_id, {}).get("enabled", True))
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.runtime.descriptor import CHAIN_UNIT, Operation
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.steering import Coefficients
@@ -19,6 +19,7 @@ GroupOperation = tuple[str, int | None, str, Coefficients]
 """Hook point, layer, digest of the vector, and what is done with it."""
 
 _WORDS = int(Operation.SIZE)
+_SUMS_AT_ONCE = 4096
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class _Configuration:
     points: npt.NDArray[np.int64]
     """The points it has operations at."""
     chains: list[tuple[int, int]]
-    """`(start, length)` of its operations after the first, at each point with several."""
+    """`(start, length)` of the operations after the entry's, at each point with several."""
     vectors: set[str]
     users: int = 0
 
@@ -65,10 +66,13 @@ class Steering:
         self._point_users = np.zeros(taps.num_points, np.int64)
         self._new_entries: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
         self._new_chains: dict[int, npt.NDArray[np.int32]] = {}
+        self._new_sums: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
         self._first_rows = max(1, rows)
         self._tables: torch.Tensor | None = None
         self._chains: torch.Tensor | None = None
         self._bank: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
         self._stale = False
         self.users = 0
 
@@ -122,8 +126,9 @@ class Steering:
 
     @property
     def vector_bytes(self) -> int:
-        """Device memory that the vectors take."""
-        return 0 if self._bank is None else self._bank.numel() * self._bank.element_size()
+        """Device memory that vectors and their sums take."""
+        tables = [table for table in (self._bank, self._sums) if table is not None]
+        return sum(table.numel() * table.element_size() for table in tables)
 
     @property
     def rows_in_use(self) -> int:
@@ -170,26 +175,38 @@ class Steering:
                 f"steering {unknown[0]} is not in this worker; ask through tllm.LLM or "
                 "tllm.AsyncLLM, which bring it here"
             )
+        # At each point: what is added first, as one sum; then the other operations, in order.
+        sums: dict[int, list[tuple[int, float]]] = {}
         operations: dict[int, list[npt.NDArray[np.int32]]] = {}
         vectors = set()
         for digest in groups:
             for point, vector, coefficients in self._groups[digest]:
+                vectors.add(vector)
+                others = operations.setdefault(point, [])
+                if coefficients.only_adds and not others:
+                    sums.setdefault(point, []).append((self._vectors[vector], coefficients.add))
+                    continue
                 words = np.zeros(_WORDS, np.int32)
                 words[Operation.VECTOR] = self._vectors[vector]
                 words[Operation.ADD :] = np.array(coefficients, np.float32).view(np.int32)
-                operations.setdefault(point, []).append(words)
-                vectors.add(vector)
+                others.append(words)
         row = self._take_row()
         chains = []
-        for point, (first, *rest) in operations.items():
+        for point, others in operations.items():
+            entry = others[0].copy() if others else np.zeros(_WORDS, np.int32)
+            rest = others[1:]
             start = 0
             if rest:
                 start = self._take_chain(len(rest))
                 chains.append((start, len(rest)))
                 for i, words in enumerate(rest):
                     self._new_chains[start + i] = words
-            first[Operation.CHAIN] = len(rest) + 1 + CHAIN_UNIT * start
-            self._new_entries[point, row] = first
+            entry[Operation.CHAIN] = len(others) + CHAIN_UNIT * start
+            if point in sums:
+                entry[Operation.CHAIN] += HAS_SUM
+                self._sum_points.setdefault(point, len(self._sum_points))
+                self._new_sums[point, row] = sums[point]
+            self._new_entries[point, row] = entry
         self._vector_users.update(vectors)
         return _Configuration(row, np.array(list(operations), np.int64), chains, vectors)
 
@@ -211,8 +228,9 @@ class Steering:
         """Free the row of a combination that nobody uses."""
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
-        for point in configuration.points:
-            self._new_entries[int(point), configuration.row] = np.zeros(_WORDS, np.int32)
+        for point in configuration.points.tolist():
+            self._new_entries[point, configuration.row] = np.zeros(_WORDS, np.int32)
+            self._new_sums.pop((point, configuration.row), None)
         for start, length in configuration.chains:
             self._free_chains.setdefault(length, []).append(start)
         self._free_rows.append(configuration.row)
@@ -232,6 +250,7 @@ class Steering:
             vectors = torch.stack(list(self._new_vectors.values())).to(self._taps.device)
             self._bank.index_copy_(0, upload(rows, self._taps.device), vectors)
             self._new_vectors.clear()
+        self._add_up()
         table = self._tables.view(-1, _WORDS)
         rows = self._tables.shape[1]
         self._write(table, {p * rows + row: words for (p, row), words in self._new_entries.items()})
@@ -240,6 +259,31 @@ class Steering:
         self._new_chains.clear()
         self._taps.set_steering(np.flatnonzero(self._point_users))
         self._stale = False
+
+    def _add_up(self) -> None:
+        """Make the sums of new rows, from the vectors on the device."""
+        if not self._new_sums:
+            return
+        assert self._sums is not None and self._bank is not None
+        device, hidden = self._taps.device, self._taps.hidden_size
+        rows = self._sums.shape[1]
+        flat = self._sums.view(-1, hidden)
+        new = [(self._sum_points[p] * rows + row, s) for (p, row), s in self._new_sums.items()]
+        for low in range(0, len(new), _SUMS_AT_ONCE):
+            part = new[low : low + _SUMS_AT_ONCE]
+            longest = max(len(summands) for _, summands in part)
+            index = np.zeros((longest, len(part)), np.int64)
+            scale = np.zeros((longest, len(part), 1), np.float32)
+            for i, (_, summands) in enumerate(part):
+                for j, (vector, factor) in enumerate(summands):
+                    index[j, i], scale[j, i, 0] = vector, factor
+            total = torch.zeros((len(part), hidden), dtype=torch.float32, device=device)
+            vectors, factors = upload(index, device), upload(scale, device)
+            for j in range(longest):
+                total.addcmul_(self._bank[vectors[j]].float(), factors[j])
+            at = upload(np.array([place for place, _ in part], np.int64), device)
+            flat.index_copy_(0, at, total.to(flat.dtype))
+        self._new_sums.clear()
 
     def _write(self, table: torch.Tensor, rows: Mapping[int, npt.NDArray[np.int32]]) -> None:
         if rows:
@@ -256,10 +300,21 @@ class Steering:
         )
         vectors = (_room(len(self._vectors) + len(self._free_vectors), 16), self._taps.hidden_size)
         bank = _grown(self._bank, vectors, 0, self._taps.dtype, device)
-        moved = tables is not self._tables or chains is not self._chains or bank is not self._bank
-        if moved:
-            self._tables, self._chains, self._bank = tables, chains, bank
-            self._taps.place_steering(tables, chains, bank)
+        allocated = len(self._configurations) + len(self._free_rows)
+        size = (len(self._sum_points), min(self._first_rows, _room(allocated, 8)))
+        sums = self._sums
+        if size[0] and (sums is None or size[0] > sums.shape[0] or size[1] > sums.shape[1]):
+            sums = torch.zeros(
+                (*size, self._taps.hidden_size), dtype=self._taps.dtype, device=device
+            )
+            if self._sums is not None:
+                old = self._sums.shape
+                sums[: old[0], : old[1]].copy_(self._sums)
+        held = self._tables, self._chains, self._bank, self._sums
+        if any(new is not old for new, old in zip((tables, chains, bank, sums), held, strict=True)):
+            self._tables, self._chains, self._bank, self._sums = tables, chains, bank, sums
+            by_point = {} if sums is None else {p: sums[k] for p, k in self._sum_points.items()}
+            self._taps.place_steering(tables, chains, bank, by_point)
 
 
 def _room(rows: int, least: int) -> int:

@@ -176,7 +176,11 @@ class Taps:
         self._set_flag(Flag.STEER, points)
 
     def place_steering(
-        self, tables: torch.Tensor, operations: torch.Tensor, vectors: torch.Tensor
+        self,
+        tables: torch.Tensor,
+        operations: torch.Tensor,
+        vectors: torch.Tensor,
+        sums: Mapping[int, torch.Tensor],
     ) -> None:
         """Where steering is read from, from the next commit on.
 
@@ -184,9 +188,15 @@ class Taps:
             tables: int32 `[points, steering rows, Operation.SIZE]`.
             operations: int32 `[operations, Operation.SIZE]`.
             vectors: `[vectors, hidden]` in the model's dtype.
+            sums: by point, `[steering rows, hidden]` in the model's dtype.
         """
         self._set_point_field(
             Stage.STEERING, np.arange(len(tables)), [table.data_ptr() for table in tables]
+        )
+        self._set_point_field(
+            Stage.SUMS,
+            np.array(list(sums), np.int64),
+            [table.data_ptr() for table in sums.values()],
         )
         self._fields[:, Descriptor.OPERATIONS] = operations.data_ptr()
         self._fields[:, Descriptor.VECTORS] = vectors.data_ptr()

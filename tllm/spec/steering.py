@@ -58,6 +58,11 @@ class Coefficients(NamedTuple):
         return not any(self[:4])
 
     @property
+    def only_adds(self) -> bool:
+        """Whether it adds the same to every row."""
+        return not any(self[1:4])
+
+    @property
     def reads_component(self) -> bool:
         """Whether it needs the row's component along the vector."""
         return self.component != 0 or self.strength != 0

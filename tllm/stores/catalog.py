@@ -35,7 +35,7 @@ LINE_SCHEMA = pa.schema(
         ("tag", pa.string()),
         ("sample_index", pa.int32()),
         ("generation", pa.int32()),
-        ("supersedes", pa.list_(pa.string())),
+        ("replaces", pa.bool_()),
         ("stage", pa.int32()),
         ("num_stages", pa.int32()),
         ("part", pa.int32()),

@@ -107,7 +107,7 @@ class Intake:
             if isinstance(entry, Barrier):
                 return entry
             item, spilled = entry
-            nbytes = item.nbytes + (spilled.nbytes if spilled is not None else 0)
+            nbytes = item.nbytes
             self._loads[thread] -= nbytes
             if spilled is not None:
                 # Rows that come back from disk may exceed the limit, by one item a thread.

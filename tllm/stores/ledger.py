@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,15 +40,13 @@ class Claim:
 
     Attributes:
         generation: which record of its identity it is, from 1.
-        supersedes: ids of records that it replaces.
-        replaces: sidecars of those that may be removed.
+        replaces: readers must not see those of lower generations any more.
         before: the newest record until now.
     """
 
     generation: int
-    supersedes: Sequence[str] = ()
-    replaces: Sequence[Path] = ()
-    before: Known | None = None
+    replaces: bool
+    before: Known | None
 
 
 class Ledger:
@@ -62,10 +60,13 @@ class Ledger:
         self._lock = threading.Lock()
         self._known: dict[Identity, Known] = {}
         self._ids: set[tuple[str, int]] = set()
+        self._replaceable: dict[Identity, list[tuple[int, Path]]] = {}
         for identity, entry in known:
             self._ids.add((entry.record_id, identity[3]))
             if self._known.get(identity, entry).generation <= entry.generation:
                 self._known[identity] = entry
+            if entry.sidecar is not None and policy == "overwrite":
+                self._replaceable.setdefault(identity, []).append((entry.generation, entry.sidecar))
 
     def claim(self, meta: RecordMeta, future: Future[Published]) -> Claim | Known:
         """Leave to write a record; or the record that is there, when that one stays.
@@ -81,38 +82,37 @@ class Ledger:
                     "capture an id of its own, or none"
                 )
             before = self._known.get(meta.identity)
-            if before is None:
-                claim = Claim(1)
-            elif self._policy == "skip":
+            if before is not None and self._policy == "skip":
                 return before
-            elif self._policy == "error":
+            if before is not None and self._policy == "error":
                 raise StoreError(
                     f"record {meta.request_id!r} sample {meta.sample_index} of tag {meta.tag!r} "
                     "exists already and on_collision='error'; give another request id or tag, or "
                     "on_collision 'overwrite', 'suffix' or 'skip'",
                     "collision",
                 )
-            elif self._policy == "suffix":
-                claim = Claim(before.generation + 1, before=before)
-            else:
-                # Another stage's files cannot be removed in one go with ours: they stay.
-                alone = before.sidecar is not None and meta.num_stages == 1
-                claim = Claim(
-                    before.generation + 1,
-                    (before.record_id,),
-                    (before.sidecar,) if alone and before.sidecar else (),
-                    before,
-                )
+            generation = before.generation + 1 if before is not None else 1
             self._ids.add((meta.record_id, meta.stage))
-            self._known[meta.identity] = Known(meta.record_id, claim.generation, future=future)
-            return claim
+            self._known[meta.identity] = Known(meta.record_id, generation, future=future)
+            return Claim(generation, self._policy == "overwrite", before)
 
-    def published(self, meta: RecordMeta, sidecar: Path | None) -> None:
-        """A claimed record is on disk."""
+    def published(self, meta: RecordMeta, claim: Claim, sidecar: Path | None) -> list[Path]:
+        """A claimed record is on disk; the sidecars of records that may be removed now.
+
+        Args:
+            sidecar: when the record has files of its own.
+        """
         with self._lock:
-            entry = self._known[meta.identity]
-            if entry.record_id == meta.record_id:
-                self._known[meta.identity] = Known(meta.record_id, entry.generation, sidecar)
+            if self._known[meta.identity].record_id == meta.record_id:
+                self._known[meta.identity] = Known(meta.record_id, claim.generation, sidecar)
+            # The files of several stages cannot be removed in one go: they stay.
+            if not claim.replaces or sidecar is None or meta.num_stages > 1:
+                return []
+            files = self._replaceable.pop(meta.identity, [])
+            files.append((claim.generation, sidecar))
+            newest = max(generation for generation, _ in files)
+            self._replaceable[meta.identity] = [file for file in files if file[0] == newest]
+            return [path for generation, path in files if generation < newest]
 
     def failed(self, meta: RecordMeta, claim: Claim) -> None:
         """A claimed record will not come."""

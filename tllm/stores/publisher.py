@@ -21,6 +21,7 @@ class Item:
         end: the record's final description, when nothing more will come.
         lost: why rows are missing that should have come before, and the error behind it.
         abort: the record is given up.
+        nbytes: of rows and positions.
     """
 
     recording: Recording
@@ -28,11 +29,10 @@ class Item:
     end: RecordMeta | None = None
     lost: Mapping[str, StoreError] = field(default_factory=dict)
     abort: bool = False
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of rows and positions."""
-        return sum(rows.nbytes for rows in self.arrays)
+    def __post_init__(self) -> None:
+        self.nbytes = sum(rows.nbytes for rows in self.arrays)
 
 
 @dataclass(frozen=True)

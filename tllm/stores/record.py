@@ -159,7 +159,7 @@ class Record:
     arrays: Mapping[tuple[str | HookPoint, int | None], Rows]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: that costs more than all checks together
 class CheckedRows:
     """Rows that were found fit to be stored.
 

@@ -46,8 +46,7 @@ class Recording:
 
     Attributes:
         generation: which record of its identity this is, from 1.
-        supersedes: ids of records that this one replaces.
-        replaces: sidecars of those that this writer may remove.
+        replaces: readers must not see those of lower generations any more.
         layout, writer: for the sidecar.
         future: resolved with what became of it.
         on_settled: called once, with the result or None for a failure, before the future.
@@ -62,8 +61,7 @@ class Recording:
 
     meta: RecordMeta
     generation: int
-    supersedes: Sequence[str]
-    replaces: Sequence[Path]
+    replaces: bool
     layout: Layout
     writer: str
     on_settled: Callable[[Recording, Published | None], None]
@@ -127,7 +125,7 @@ class Recording:
             tag=meta.tag,
             sample_index=meta.sample_index,
             generation=self.generation,
-            supersedes=self.supersedes,
+            replaces=self.replaces,
             stage=meta.stage,
             num_stages=meta.num_stages,
             part=self.part,

@@ -18,7 +18,7 @@ POSITION_BYTES = 4
 """Of one position, an `I32`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one for each array of each record
 class PieceEntry:
     """Consecutive rows of one array of a record in one payload file.
 
@@ -72,7 +72,7 @@ class SidecarLine:
     tag: str
     sample_index: int
     generation: int
-    supersedes: Sequence[str]
+    replaces: bool
     stage: int
     num_stages: int
     part: int
@@ -97,7 +97,6 @@ class SidecarLine:
             "format": FORMAT,
             "version": VERSION,
             "token_ids": list(self.token_ids),
-            "supersedes": list(self.supersedes),
         }
         # "arrays" sorts before all other fields.
         arrays = ",".join(piece.encode() for piece in self.arrays)
@@ -162,6 +161,6 @@ _LINE_TYPES: dict[str, type] = {
     **dict.fromkeys((*_TEXTS, "layout", "writer"), str),
     **dict.fromkeys(_NUMBERS, int),
     **dict.fromkeys(("versions", "metadata"), dict),
-    **dict.fromkeys(("token_ids", "supersedes", "arrays"), list),
-    "last": bool,
+    **dict.fromkeys(("token_ids", "arrays"), list),
+    **dict.fromkeys(("last", "replaces"), bool),
 }

@@ -113,8 +113,6 @@ class SinglePublisher(Publisher):
             self.give_up(recording, error)
             return
         self._drop(work)
-        for replaced in recording.replaces:
-            _remove_replaced(replaced)
         files = [sidecar.parent / name for name in dict.fromkeys(e.file for e in entries)]
         recording.published_part(files, sidecar, entries)
 
@@ -184,8 +182,8 @@ class _Work:
         return Volume(path, ARRAY_HEADER_BYTES, lambda _: ROWS)
 
 
-def _remove_replaced(sidecar: Path) -> None:
-    """Remove a record that another one supersedes; readers do not see it any more anyway."""
+def remove_replaced(sidecar: Path) -> None:
+    """Remove a record that another one replaced; readers do not see it any more anyway."""
     try:
         line = SidecarLine.decode(sidecar.read_bytes(), checksum=False)
         remove(sidecar)

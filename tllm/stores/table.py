@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +23,7 @@ class RecordTable:
     """One row a record; its parts, and those of its pipeline stages, are joined.
 
     Records are in the order of their first lines. Those that were aborted, or that another record
-    supersedes, are there with the status code -1.
+    replaced, are there with the status code -1.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -55,7 +54,7 @@ class RecordTable:
             )
         self.head: IntArray = head
         """`[records]`, the line that describes each: the last of the first stage there is."""
-        self._hide_superseded(ids.dictionary.to_pylist())
+        self._hide_replaced()
         used = np.ones(len(lines), bool)
         used[self.doubles] = False
         line = catalog.piece_lines
@@ -133,19 +132,19 @@ class RecordTable:
         first = min(stage for stage, _ in parts)
         return parts[first, ends[first]] if first in ends else int(lines[0])
 
-    def _hide_superseded(self, ids: Sequence[str]) -> None:
-        """A record counts as replaced once the one that replaces it is whole."""
-        lists = self.catalog.lines["supersedes"]
-        lengths = np.diff(lists.combine_chunks().offsets.to_numpy()) if len(lists) else np.zeros(0)
-        if not lengths.any():
+    def _hide_replaced(self) -> None:
+        """A record hides those of lower generations once it is whole."""
+        generations = self.heads["generation"].to_numpy()
+        finished = (self.status >= 0) & (self.status != STATUSES.index("pending"))
+        replaces = self.heads["replaces"].to_numpy() & finished & (generations > 1)
+        if not replaces.any():
             return
-        finished = (self.status == 0) | (self.status == 1)
-        replaced = {
-            old
-            for record in np.flatnonzero(finished).tolist()
-            if lengths[self.head[record]]
-            for old in lists[int(self.head[record])].as_py()
-        }
-        for record, record_id in enumerate(ids):
-            if record_id in replaced:
+        names = [self.column(name) for name in ("tag", "request_id", "sample_index")]
+        identities = list(zip(*names, strict=True))
+        newest: dict[tuple[Any, ...], int] = {}
+        for record in np.flatnonzero(replaces).tolist():
+            identity = identities[record]
+            newest[identity] = max(newest.get(identity, 0), int(generations[record]))
+        for record, identity in enumerate(identities):
+            if generations[record] < newest.get(identity, 0):
                 self.status[record] = _HIDDEN

@@ -29,7 +29,7 @@ from tllm.stores.publisher import Item, Publisher, Publishing
 from tllm.stores.record import Record, RecordMeta, checked_arrays
 from tllm.stores.recording import Published, Recording
 from tllm.stores.sharded import ShardPublisher
-from tllm.stores.single import SinglePublisher
+from tllm.stores.single import SinglePublisher, remove_replaced
 from tllm.stores.spill import SpillFile
 from tllm.stores.stats import Counters, WriterStats
 from tllm.stores.stream import RecordStream
@@ -299,7 +299,6 @@ class StoreWriter:
         recording = Recording(
             meta,
             claim.generation,
-            claim.supersedes,
             claim.replaces,
             self.layout,
             self.paths.writer_id,
@@ -340,7 +339,9 @@ class StoreWriter:
             self._counters.add(failed=1)
             return
         alone = self.layout != "sharded"
-        self._ledger.published(recording.meta, recording.sidecars[-1] if alone else None)
+        own = recording.sidecars[-1] if alone else None
+        for sidecar in self._ledger.published(recording.meta, claim, own):
+            remove_replaced(sidecar)
         self._counters.add(
             published=1,
             partial=int(result.status == "partial_error"),

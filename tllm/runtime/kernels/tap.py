@@ -9,6 +9,7 @@ import torch
 from tllm.runtime.descriptor import (
     CHAIN_UNIT,
     FLAG_BITS,
+    HAS_SUM,
     STAGES,
     Descriptor,
     Flag,
@@ -32,11 +33,13 @@ if HAS_TRITON:
     ADD_INDEX = tl.constexpr(int(Stage.ADD_INDEX))
     ADD_TABLE = tl.constexpr(int(Stage.ADD_TABLE))
     STEERING = tl.constexpr(int(Stage.STEERING))
+    SUMS = tl.constexpr(int(Stage.SUMS))
     CAPTURE_FLAG = tl.constexpr(int(Flag.CAPTURE))
     ADD_FLAG = tl.constexpr(int(Flag.ADD))
     STEER_FLAG = tl.constexpr(int(Flag.STEER))
     BITS = tl.constexpr(FLAG_BITS)
     UNIT = tl.constexpr(CHAIN_UNIT)
+    SUM = tl.constexpr(HAS_SUM)
     WORDS = tl.constexpr(int(Operation.SIZE))
     CHAIN = tl.constexpr(int(Operation.CHAIN))
     VECTOR = tl.constexpr(int(Operation.VECTOR))
@@ -83,27 +86,72 @@ if HAS_TRITON:
         """The words of an operation after its chain; one that does nothing if not wanted."""
         coefficients = words.to(tl.pointer_type(tl.float32))
         return (
-            tl.load(words + VECTOR, mask=wanted, other=0),
-            tl.load(coefficients + ADD, mask=wanted, other=0.0),
-            tl.load(coefficients + NORM, mask=wanted, other=0.0),
-            tl.load(coefficients + COMPONENT, mask=wanted, other=0.0),
-            tl.load(coefficients + STRENGTH, mask=wanted, other=0.0),
-            tl.load(coefficients + LOW, mask=wanted, other=0.0),
-            tl.load(coefficients + HIGH, mask=wanted, other=0.0),
+            tl.load(words + VECTOR, mask=wanted, other=0, eviction_policy="evict_last"),
+            tl.load(coefficients + ADD, mask=wanted, other=0.0, eviction_policy="evict_last"),
+            tl.load(coefficients + NORM, mask=wanted, other=0.0, eviction_policy="evict_last"),
+            tl.load(coefficients + COMPONENT, mask=wanted, other=0.0, eviction_policy="evict_last"),
+            tl.load(coefficients + STRENGTH, mask=wanted, other=0.0, eviction_policy="evict_last"),
+            tl.load(coefficients + LOW, mask=wanted, other=0.0, eviction_policy="evict_last"),
+            tl.load(coefficients + HIGH, mask=wanted, other=0.0, eviction_policy="evict_last"),
         )
 
     @triton.jit
-    def _look_up(columns, add_index, steering, flags, destination, program, add_row, steering_row):
-        """What a stage does to a row: column of the ring, row of the add table, first operation."""
+    def _planned(plan_ptr, plan_stride, row, exists):
+        """What the plan says of a row: destination, program, add row, steering row."""
+        at = plan_ptr + row
+        return (
+            tl.load(
+                at + PLAN_DESTINATION * plan_stride,
+                mask=exists,
+                other=-1,
+                eviction_policy="evict_last",
+            ),
+            tl.load(
+                at + PLAN_PROGRAM * plan_stride, mask=exists, other=0, eviction_policy="evict_last"
+            ),
+            tl.load(
+                at + PLAN_ADD * plan_stride, mask=exists, other=-1, eviction_policy="evict_last"
+            ),
+            tl.load(
+                at + PLAN_STEER * plan_stride, mask=exists, other=-1, eviction_policy="evict_last"
+            ),
+        )
+
+    @triton.jit
+    def _stage(fields):
+        """The addresses of one stage."""
+        return (
+            tl.load(fields + COLUMNS, eviction_policy="evict_last"),
+            tl.load(fields + ADD_INDEX, eviction_policy="evict_last"),
+            tl.load(fields + ADD_TABLE, eviction_policy="evict_last"),
+            tl.load(fields + STEERING, eviction_policy="evict_last"),
+            tl.load(fields + SUMS, eviction_policy="evict_last"),
+        )
+
+    @triton.jit
+    def _look_up(stage, flags, planned, offsets, inside, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+        """What a stage does to a row: column of the ring, row of the add table, entry, sum."""
+        columns, add_index, _, steering, sums = stage
+        destination, program, add_row, steering_row = planned
+        int_ptr = tl.pointer_type(tl.int32)
         captures = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1) >= 0
         adds = tl.where((flags & ADD_FLAG) != 0, add_row, -1) >= 0
         steers = tl.where((flags & STEER_FLAG) != 0, steering_row, -1) >= 0
-        first = steering + tl.where(steers, steering_row, 0) * WORDS
+        known_row = tl.where(steers, steering_row, 0)
+        entry = steering.to(int_ptr) + known_row * WORDS
+        summed = sums.to(tl.pointer_type(dtype)) + known_row.to(tl.int64) * HIDDEN + offsets
+        has_sums = tl.where(steers, sums, 0) != 0
         return (
-            tl.load(columns + program, mask=captures, other=-1),
-            tl.load(add_index + add_row, mask=adds, other=-1),
-            tl.load(first + CHAIN, mask=steers, other=0),
-            _operation(first, steers),
+            tl.load(columns.to(int_ptr) + program, mask=captures, other=-1),
+            tl.load(add_index.to(int_ptr) + add_row, mask=adds, other=-1),
+            tl.load(entry + CHAIN, mask=steers, other=0, eviction_policy="evict_last"),
+            _operation(entry, steers),
+            tl.load(
+                summed,
+                mask=tl.where(has_sums, inside, False),
+                other=0.0,
+                eviction_policy="evict_last",
+            ),
         )
 
     @triton.jit
@@ -120,33 +168,36 @@ if HAS_TRITON:
         HIDDEN: tl.constexpr,
     ):
         """One stage on a row `[BLOCK]`: capture, add, steer. Returns it, and whether it changed."""
-        column, add, chain, first = found
+        column, add, chain, first, summed = found
         dtype = arena.dtype.element_ty
         changed = 0
         if column >= 0:
             place = arena + (destination + column).to(tl.int64) * HIDDEN
             tl.store(place + offsets, value.to(dtype), mask=inside)
         if add >= 0:
-            row = add_table + add.to(tl.int64) * HIDDEN
+            row = add_table.to(tl.pointer_type(dtype)) + add.to(tl.int64) * HIDDEN
             value += tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
             changed = 1
-        count = chain % UNIT
-        if count > 0:
-            index, plus, norm, component, strength, low, high = first
-            value = _operate(
-                value, vectors, index, plus, norm, component, strength, low, high,
-                offsets, inside, HIDDEN,
-            )  # fmt: skip
-            following = operations + (chain // UNIT) * WORDS
-            for i in range(count - 1):
-                index, plus, norm, component, strength, low, high = _operation(
-                    following + i * WORDS, True
-                )
+        if chain > 0:
+            changed = 1
+            if (chain & SUM) != 0:
+                value += summed.to(tl.float32)
+            count = chain & (SUM - 1)
+            if count > 0:
+                index, plus, norm, component, strength, low, high = first
                 value = _operate(
                     value, vectors, index, plus, norm, component, strength, low, high,
                     offsets, inside, HIDDEN,
                 )  # fmt: skip
-            changed = 1
+                following = operations + (chain // UNIT) * WORDS
+                for i in range(count - 1):
+                    index, plus, norm, component, strength, low, high = _operation(
+                        following + i * WORDS, True
+                    )
+                    value = _operate(
+                        value, vectors, index, plus, norm, component, strength, low, high,
+                        offsets, inside, HIDDEN,
+                    )  # fmt: skip
         # As the model's dtype holds it, as the next forward hook would see it.
         return value.to(dtype).to(tl.float32), changed
 
@@ -164,62 +215,55 @@ if HAS_TRITON:
         BLOCK: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
     ):
-        flags = tl.load(desc_ptr + FLAGS)
+        # A tap is a chain of latencies, and in a forward pass of cold ones: weights have swept the
+        # cache since the last pass. So loads that do not need each other stand side by side: flags,
+        # addresses and plan; then the row and what is done to it; then vectors, if need be. And
+        # the small tables ask to be evicted last.
+        flags = tl.load(desc_ptr + FLAGS, eviction_policy="evict_last")
+        dtype: tl.constexpr = stream_ptr.dtype.element_ty
+        row_ptr = tl.pointer_type(dtype)
+        arena = tl.load(desc_ptr + ARENA, eviction_policy="evict_last").to(row_ptr)
+        vectors = tl.load(desc_ptr + VECTORS, eviction_policy="evict_last").to(row_ptr)
+        operations = tl.load(desc_ptr + OPERATIONS, eviction_policy="evict_last").to(
+            tl.pointer_type(tl.int32)
+        )
+        first_stage = _stage(desc_ptr + FIRST)
+        second_stage = _stage(desc_ptr + SECOND)
+        coming = _planned(plan_ptr, plan_stride, tl.program_id(0), tl.program_id(0) < num_rows)
         if flags == 0:
             return
-        # An active tap is a chain of latencies. Loads that do not need each other stand side by
-        # side: addresses and plan; then the row and what is done to it; then vectors.
-        dtype = stream_ptr.dtype.element_ty
-        row_ptr = tl.pointer_type(dtype)
-        int_ptr = tl.pointer_type(tl.int32)
-        arena = tl.load(desc_ptr + ARENA).to(row_ptr)
-        vectors = tl.load(desc_ptr + VECTORS).to(row_ptr)
-        operations = tl.load(desc_ptr + OPERATIONS).to(int_ptr)
-        first_columns = tl.load(desc_ptr + FIRST + COLUMNS).to(int_ptr)
-        first_add_index = tl.load(desc_ptr + FIRST + ADD_INDEX).to(int_ptr)
-        first_add_table = tl.load(desc_ptr + FIRST + ADD_TABLE).to(row_ptr)
-        first_steering = tl.load(desc_ptr + FIRST + STEERING).to(int_ptr)
-        second_columns = tl.load(desc_ptr + SECOND + COLUMNS).to(int_ptr)
-        second_add_index = tl.load(desc_ptr + SECOND + ADD_INDEX).to(int_ptr)
-        second_add_table = tl.load(desc_ptr + SECOND + ADD_TABLE).to(row_ptr)
-        second_steering = tl.load(desc_ptr + SECOND + STEERING).to(int_ptr)
         second_flags = flags >> BITS
         either = flags | second_flags
         offsets = tl.arange(0, BLOCK)
         inside = offsets < HIDDEN
-        for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-            planned = plan_ptr + row
-            destination = tl.load(planned + PLAN_DESTINATION * plan_stride)
-            program = tl.load(planned + PLAN_PROGRAM * plan_stride)
-            add_row = tl.load(planned + PLAN_ADD * plan_stride)
-            steering_row = tl.load(planned + PLAN_STEER * plan_stride)
-            destination = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
-            add_row = tl.where((either & ADD_FLAG) != 0, add_row, -1)
-            steering_row = tl.where((either & STEER_FLAG) != 0, steering_row, -1)
-            if tl.maximum(tl.maximum(destination, add_row), steering_row) >= 0:
+        step = tl.num_programs(0)
+        for row in range(tl.program_id(0), num_rows, step):
+            planned = coming
+            coming = _planned(plan_ptr, plan_stride, row + step, row + step < num_rows)
+            destination, _, add_row, steering_row = planned
+            wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
+            wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
+            wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
+            if wanted >= 0:
                 far = tl.full((), 0, tl.int64) + row
                 at = stream_ptr + far * stream_stride + offsets
                 residual_at = residual_ptr + far * residual_stride + offsets
-                first = _look_up(
-                    first_columns, first_add_index, first_steering, flags,
-                    destination, program, add_row, steering_row,
-                )  # fmt: skip
+                found = _look_up(first_stage, flags, planned, offsets, inside, HIDDEN, dtype)
                 value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 if HAS_RESIDUAL:
                     value += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
                     value = value.to(dtype).to(tl.float32)
                 value, changed = _work(
-                    value, first, destination, arena, first_add_table, vectors, operations,
+                    value, found, destination, arena, first_stage[2], vectors, operations,
                     offsets, inside, HIDDEN,
                 )  # fmt: skip
                 if second_flags != 0:
-                    second = _look_up(
-                        second_columns, second_add_index, second_steering, second_flags,
-                        destination, program, add_row, steering_row,
-                    )  # fmt: skip
+                    found = _look_up(
+                        second_stage, second_flags, planned, offsets, inside, HIDDEN, dtype
+                    )
                     value, changed_again = _work(
-                        value, second, destination, arena, second_add_table, vectors,
-                        operations, offsets, inside, HIDDEN,
+                        value, found, destination, arena, second_stage[2], vectors, operations,
+                        offsets, inside, HIDDEN,
                     )  # fmt: skip
                     changed += changed_again
                 if changed > 0:
@@ -249,7 +293,7 @@ def launch(
     block = triton.next_power_of_2(hidden)
     # A few rows leave most of the card idle: let many warps share one. With many rows, fewer warps
     # keep more of them in flight. Measured on an H200 (`benchmarks/RESULTS.md`).
-    elements = 16 if num_rows <= _FEW_ROWS else 32
+    elements = 8 if num_rows <= _FEW_ROWS else 32
     _tap_kernel[(min(num_rows, programs),)](
         stream,
         residual if residual is not None else stream,
@@ -362,16 +406,19 @@ def _steer(
     base: int,
     dtype: torch.dtype,
 ) -> bool:
-    """Apply the operations of a steering row; False when it has none at this point."""
-    size = int(Operation.SIZE)
-    first = _at(fields[base + Stage.STEERING] + 4 * size * row, torch.int32, size)
-    count, following = int(first[0]) % CHAIN_UNIT, int(first[0]) // CHAIN_UNIT
-    chain = [first] if count else []
-    if count > 1:
-        rest = fields[Descriptor.OPERATIONS] + 4 * size * following
-        chain += list(_at(rest, torch.int32, count - 1, size))
-    for operation in chain:
+    """Do what a steering row says; False when it has nothing to do at this point."""
+    size, hidden = int(Operation.SIZE), value.shape[1]
+    entry = _at(fields[base + Stage.STEERING] + 4 * size * row, torch.int32, size)
+    chain = int(entry[Operation.CHAIN])
+    if chain & HAS_SUM:
+        summed = fields[base + Stage.SUMS] + row * hidden * dtype.itemsize
+        value[steered] += _at(summed, dtype, hidden).float()
+    operations = [entry] if chain & (HAS_SUM - 1) else []
+    if (count := chain & (HAS_SUM - 1)) > 1:
+        rest = fields[Descriptor.OPERATIONS] + 4 * size * (chain // CHAIN_UNIT)
+        operations += list(_at(rest, torch.int32, count - 1, size))
+    for operation in operations:
         value[steered] = _operate_reference(
             value[steered], operation, fields[Descriptor.VECTORS], dtype
         )
-    return bool(chain)
+    return chain > 0

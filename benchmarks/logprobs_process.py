@@ -1,0 +1,175 @@
+"""One engine in a process of its own that steps particles; JSON lines in, JSON lines out.
+
+python -m benchmarks.logprobs_process {"engine": "vllm" | "tllm", "shape": ..., ...}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.workload import SHAPES
+
+TOP = 20
+
+
+class Round:
+    """The tokens that particles are fed: the same for every way of stepping them."""
+
+    def __init__(self, number: int, command: dict[str, Any], particles: int, vocab: int) -> None:
+        draw = random.Random(number)
+        tokens = range(command["prompt_tokens"])
+        self.prompt = [draw.randrange(2, vocab) for _ in tokens]
+        self.fed = [
+            [draw.randrange(2, vocab) for _ in range(command["steps"])] for _ in range(particles)
+        ]
+        self.steps = command["steps"]
+
+    def prompts(self, step: int) -> list[list[int]]:
+        """What each particle has after some steps."""
+        return [self.prompt + fed[:step] for fed in self.fed]
+
+
+def arguments(command: dict[str, Any], folder: str) -> tuple[str, dict[str, Any], int]:
+    """The model, the engine's arguments, and the size of the vocabulary."""
+    shared = {
+        "max_num_seqs": max(command["particles"]),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        **command["options"],
+    }
+    if command["shape"] == "demo":
+        model = str(Path(__file__).parents[1] / "demo" / "model")
+        vocab = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+        return model, {"dtype": "float32", "max_model_len": 512, **shared}, vocab
+    shape = SHAPES[command["shape"]]
+    Path(folder, "config.json").write_text(json.dumps(shape.config()))
+    own = {
+        "dtype": shape.dtype,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        "gpu_memory_utilization": 0.4,
+    }
+    return folder, own | shared, shape.vocab
+
+
+class Vllm:
+    """Untouched vLLM: every step resubmits every particle's tokens, with max_tokens=1."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(model, **options)
+
+    def step(self, work: Round, way: str) -> dict[str, Any]:
+        """All steps of a round."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=TOP if way == "resubmit-top20" else None,
+        )
+        answers = 0
+        for step in range(work.steps):
+            prompts = [{"prompt_token_ids": tokens} for tokens in work.prompts(step + 1)]
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            answers += sum(len(output.outputs[0].token_ids) for output in outputs)
+        return {"answers": answers}
+
+
+class Tllm:
+    """`AsyncVirtualLM`, with lanes and with queries."""
+
+    def __init__(self, model: str, options: dict[str, Any], transport: str) -> None:
+        from tllm.logprobs import AsyncVirtualLM
+
+        self._lm = AsyncVirtualLM.from_name(model, engine_opts=options, transport=transport)
+
+    def step(self, work: Round, way: str) -> dict[str, Any]:
+        """All steps of a round, and what shows that they were computed."""
+        before = self._counters()
+        kind, _, top = way.partition("-")
+        form = {"top_k": TOP} if top else {}
+        walk: Callable[[Round, dict[str, int]], Awaitable[dict[str, Any]]]
+        walk = self._lanes if kind == "lane" else self._queries
+        found = asyncio.run(walk(work, form))  # type: ignore[arg-type]
+        after = self._counters()
+        return {**found, **{name: after[name] - before[name] for name in after}}
+
+    def _counters(self) -> dict[str, Any]:
+        lm = self._lm
+        consumer = lm.run(lm.engine.read_stats(lm.engine.consumers["next_token"]))
+        names = ("rows", "bundles", "bytes_out")
+        return {"parked": lm.stats()["parked"], **{name: consumer[name] for name in names}}
+
+    async def _lanes(self, work: Round, form: dict[str, int]) -> dict[str, Any]:
+        root = self._lm.open(work.prompt)
+        await root.next(**form)  # type: ignore[arg-type]
+        lanes = [root.fork() for _ in work.fed]
+        await root.close()
+        answers, total = 0, 0.0
+        for step in range(work.steps):
+            for lane, fed in zip(lanes, work.fed, strict=True):
+                lane.feed(fed[step])
+            rows = await asyncio.gather(*(lane.next(**form) for lane in lanes))  # type: ignore
+            answers += len(rows)
+            total += _mass(rows[-1])
+        await asyncio.gather(*(lane.close() for lane in lanes))
+        return {"answers": answers, "mean_probability_mass": total / work.steps}
+
+    async def _queries(self, work: Round, form: dict[str, int]) -> dict[str, Any]:
+        answers, total = 0, 0.0
+        for step in range(work.steps):
+            waiting = (self._lm.next_token_logprobs(p, **form) for p in work.prompts(step + 1))
+            rows = await asyncio.gather(*waiting)
+            answers += len(rows)
+            total += _mass(rows[-1])
+        return {"answers": answers, "mean_probability_mass": total / work.steps}
+
+
+def _mass(row: Any) -> float:
+    """The probability of all tokens that came back."""
+    values = row[0] if isinstance(row, tuple) else row
+    return float(values.exp().sum())
+
+
+def main() -> None:
+    """Serve commands until standard input ends."""
+    # vLLM and its libraries print to standard output: keep the answers apart.
+    answers: TextIO = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    command = json.loads(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        model, options, vocab = arguments(command, folder)
+        engine: Vllm | Tllm
+        if command["engine"] == "vllm":
+            engine = Vllm(model, options)
+        else:
+            engine = Tllm(model, options, command["transport"])
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        work = Round(asked["round"], command, asked["particles"], vocab)
+        begin = time.perf_counter()
+        counters = engine.step(work, asked["way"])
+        seconds = time.perf_counter() - begin
+        print(
+            json.dumps({"seconds": seconds, "counters": counters}),
+            file=answers,
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

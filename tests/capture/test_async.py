@@ -1,0 +1,75 @@
+"""Captures of an `AsyncLLM`, whose engine is in another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from engine.asking import RELATIVE, error_of
+
+import tllm.stores
+from capture import serving
+
+pytestmark = pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    reason="the interpreted V2 runner is set up in this process only",
+)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_model, tmp_path_factory):
+    """What a process with an `AsyncLLM` saw, and the store that it wrote."""
+    folder = tmp_path_factory.mktemp("serving")
+    output = folder / "saved.pt"
+    done = subprocess.run(
+        [sys.executable, serving.__file__, tiny_model, str(folder / "store"), str(output)],
+        capture_output=True,
+        text=True,
+        timeout=480,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return torch.load(output, weights_only=False), tllm.stores.open(folder / "store")
+
+
+def check(truth, output, sample):
+    tokens = [*output["prompt"], *sample["tokens"]][:-1]
+    assert sample["positions"] == list(range(len(tokens)))
+    for mine, theirs in zip(sample["rows"], truth.states(tokens)["post_block", 1], strict=True):
+        assert error_of(mine, theirs) < RELATIVE
+
+
+def test_rows_come_with_the_last_output_and_to_disk(served, truth):
+    saved, store = served
+    for number, output in enumerate(saved["outputs"]):
+        for index, sample in enumerate(output["samples"]):
+            assert sample["results"] == {"memory": ("ok", None), "filesystem": ("ok", None)}
+            check(truth, output, sample)
+            if number < 3:
+                [record] = [r for r in store if r.request_id.startswith(f"r{number}-")]
+                assert torch.equal(record.tensor("post_block", 1), sample["rows"])
+                assert list(record.token_ids) == [*output["prompt"], *sample["tokens"]]
+            assert index < 2
+
+
+def test_an_aborted_request_has_what_was_captured_until_then(served, truth):
+    saved, store = served
+    [sample] = saved["aborted"]["samples"]
+    for status, error in sample["results"].values():
+        assert status == "partial_error"
+        assert "aborted" in error
+    check(truth, saved["aborted"], sample)
+    partial = store.filter(tag="t", status="partial_error")
+    assert {record.request_id.split("-")[0] for record in partial} >= {"left"}
+
+
+def test_what_is_wrong_is_refused_and_nothing_is_left(served):
+    saved, _ = served
+    positions, layer, consumer = saved["refused"]
+    assert "capture['memory']['positions']: position 99" in positions
+    assert "capture['memory']['hooks']: post_block has no layer 9" in layer
+    assert "capture['disc']" in consumer
+    assert saved["stats"][0]["running_sequences"] == 0
+    assert saved["stats"][0]["consumers"] == {"filesystem": "ok", "memory": "ok"}

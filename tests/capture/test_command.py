@@ -1,0 +1,82 @@
+"""`tllm capture`: the whole job, interrupted and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine.asking import error_of, prompts_of
+
+import tllm.stores
+
+TLLM = Path(sys.executable).parent / "tllm"
+ENGINE = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 128,
+    "max_num_seqs": 8,
+    "disable_log_stats": True,
+}
+
+
+@pytest.fixture
+def command(tiny_model, tmp_path, runner):
+    """`command(lines, *options)`: exit status and output of `tllm capture`."""
+    if runner == "v2":
+        pytest.skip("commands do not know the test harness")
+
+    def call(lines, *options):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        arguments = [f"--engine-arg={name}={json.dumps(value)}" for name, value in ENGINE.items()]
+        done = subprocess.run(
+            [
+                *(TLLM, "capture", "--model", tiny_model, "--input", path),
+                *("--out", tmp_path / "store", *options, *arguments),
+            ],
+            env=os.environ | {"COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        # Without the frames of tables and boxes.
+        return done.returncode, re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
+
+    return call
+
+
+def test_a_job_goes_on_where_it_stopped(command, truth, tmp_path):
+    prompts = prompts_of([9, 20, 5, 13, 7])
+    lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
+    options = ("--hooks", "post_block:1", "--hooks", "mlp_out:0,-1", "--tag", "run")
+    status, text = command(lines[:3], *options, "--batch", "2")
+    assert (status, "captured 3 prompts" in text) == (0, True), text
+    status, text = command(lines, *options)
+    assert status == 0, text
+    assert "captured 2 prompts" in text
+    assert "there before 3 prompts" in text
+    rows = 3 * (13 + 7)
+    assert f"rows {rows} (" in text
+    store = tllm.stores.open(tmp_path / "store")
+    assert sorted(record.request_id for record in store) == [f"p{i}" for i in range(5)]
+    for record, prompt in ((store.record(f"p{i}"), p) for i, p in enumerate(prompts)):
+        for place in (("post_block", 1), ("mlp_out", 0), ("mlp_out", 3)):
+            got = record.tensor(*place)
+            assert len(got) == len(prompt)
+            for mine, theirs in zip(got, truth.states(prompt)[place], strict=True):
+                assert error_of(mine, theirs) < 2e-5
+
+
+def test_what_is_wrong_is_said_before_the_engine_starts(command):
+    status, text = command(["hello", {"no": 1}], "--hooks", "post_block:1")
+    assert status == 2
+    assert "line 2: give a text, or an object" in text
+    status, text = command([], "--hooks", "middle:1")
+    assert status == 2
+    assert "unknown hook point 'middle'" in text

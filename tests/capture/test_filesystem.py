@@ -1,0 +1,155 @@
+"""Captures to disk, read back with `tllm.stores`, against `transformers`."""
+
+from __future__ import annotations
+
+import pytest
+from engine.asking import error_of, generate, greedy, prompts_of, sampled
+
+import tllm.stores
+from capture.truth import meant
+from tllm import SamplingParams
+from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.registry import consumer_from_spec
+
+PLACES = [("post_block", 1), ("mlp_out", 3), ("lm_head_in", None)]
+HOOKS = {"post_block": [1], "mlp_out": [-1], "lm_head_in": "all"}
+
+
+def filesystem(**spec):
+    return {"filesystem": {"hooks": HOOKS, **spec}}
+
+
+def check_record(record, output, completion, truth, positions):
+    tokens = [*output.prompt_token_ids, *completion.token_ids]
+    assert list(record.token_ids) == tokens
+    assert record.prompt_len == len(output.prompt_token_ids)
+    for point, layer in PLACES:
+        got = record.tensor(point, layer)
+        assert record.positions(point, layer).tolist() == positions
+        for mine, theirs in zip(
+            got, truth.states(tokens[:-1])[point, layer][positions], strict=True
+        ):
+            assert error_of(mine, theirs) < 2e-5
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
+def test_records_are_the_rows_that_were_asked_for(llm, truth, tmp_path, layout):
+    llm.register_consumer(FilesystemConsumer(tmp_path, publish_interval=0.1))
+    asked = ["all", "last_prompt", "all_generated", [0, -1, 6]]
+    params = [
+        greedy(5, capture=filesystem(positions=p, tag="t", request_id=f"r/{i}", layout=layout))
+        for i, p in enumerate(asked)
+    ]
+    outputs = generate(llm, prompts_of([9, 40, 30, 12]), params)
+    store = tllm.stores.open(tmp_path)
+    for i, (output, positions) in enumerate(zip(outputs, asked, strict=True)):
+        result = output.capture_results["filesystem"]
+        assert (result.status, result.error) == ("ok", None)
+        assert result.payload.request_id == f"r/{i}"
+        assert all(path.startswith(str(tmp_path)) for path in result.payload.paths)
+        record = store.record(f"r/{i}", tag="t")
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        where = meant(positions, len(output.prompt_token_ids), tokens)
+        check_record(record, output, output.outputs[0], truth, where)
+        assert result.payload.rows == len(where) * len(PLACES)
+    assert store.verify().ok
+
+
+def test_samples_have_records_of_their_own_and_prompt_rows_once(llm, truth, tmp_path):
+    llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    params = sampled(4, n=3, capture=filesystem(request_id="r"))
+    [output] = generate(llm, prompts_of([40]), params)
+    store = tllm.stores.open(tmp_path)
+    for completion in output.outputs:
+        assert completion.capture_results["filesystem"].status == "ok"
+        record = store.record("r", sample_index=completion.index)
+        positions = list(range(0 if completion.index == 0 else 40, 43))
+        check_record(record, output, completion, truth, positions)
+
+
+def test_a_global_consumer_sees_every_request(llm, truth, tmp_path):
+    spec = f"filesystem:root={tmp_path},hooks=post_block:1 mlp_out:-1 lm_head_in,tag=all"
+    llm.register_consumer(consumer_from_spec(f"{spec},publish_interval=0.1"))
+    params = [greedy(4), greedy(4, consumers={"filesystem": {"enabled": False}})]
+    outputs = generate(llm, prompts_of([9, 12]), params)
+    [record] = tllm.stores.open(tmp_path)
+    assert record.tag == "all"
+    assert record.request_id.startswith(f"{outputs[0].request_id}-")
+    check_record(record, outputs[0], outputs[0].outputs[0], truth, list(range(12)))
+    assert outputs[0].consumer_results["filesystem"].payload.record_id == record.record_id
+
+
+def test_rows_ahead_of_the_end_do_not_reach_the_disk(tight_llm, truth, tmp_path):
+    tight_llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    prompts = prompts_of([9, 40])
+    long = generate(tight_llm, prompts, greedy(12))
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=12,
+            detokenize=False,
+            ignore_eos=True,
+            stop_token_ids=[output.outputs[0].token_ids[6]],
+            capture=filesystem(request_id=str(i)),
+        )
+        for i, output in enumerate(long)
+    ]
+    outputs = generate(tight_llm, prompts, params)
+    store = tllm.stores.open(tmp_path)
+    for i, output in enumerate(outputs):
+        count = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+        record = store.record(str(i))
+        check_record(record, output, output.outputs[0], truth, list(range(count)))
+
+
+def test_both_consumers_at_once(llm, truth, tmp_path):
+    llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    capture = {
+        **filesystem(positions="all_generated"),
+        "memory": {"hooks": {"post_block": [1]}, "positions": "all_prompt"},
+    }
+    [output] = generate(llm, prompts_of([30]), greedy(4, capture=capture))
+    assert set(output.capture_results) == {"memory", "filesystem"}
+    truth.check(output, capture["memory"])
+    [record] = tllm.stores.open(tmp_path)
+    check_record(record, output, output.outputs[0], truth, [30, 31, 32])
+
+
+def test_a_name_that_is_taken_is_an_error_of_the_result(llm, tmp_path):
+    llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    params = greedy(2, capture=filesystem(request_id="same"))
+    first, second = generate(llm, prompts_of([5, 6]), [params, params])
+    results = [o.capture_results["filesystem"] for o in (first, second)]
+    assert sorted(result.status for result in results) == ["error", "ok"]
+    assert "same" in next(r.error for r in results if r.error)
+
+
+REFUSED = {
+    r"capture\['filesystem'\]\['tag'\].*control characters": {"tag": "a\nb"},
+    r"capture\['filesystem'\]\['tag'\]=3 is not text": {"tag": 3},
+    r"capture\['filesystem'\]\['layout'\]='zip' is not known": {"layout": "zip"},
+    r"capture\['filesystem'\] has unknown options \['path'\]": {"path": "x"},
+    r"capture\['filesystem'\]\['hooks'\]: unknown hook point": {"hooks": {"middle": [0]}},
+    r"capture\['filesystem'\]\['positions'\]: position 99": {"positions": [99]},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_wrong_is_refused_by_name(llm, tmp_path, message):
+    llm.register_consumer(FilesystemConsumer(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        generate(llm, prompts_of([5]), greedy(2, capture=filesystem(**REFUSED[message])))
+
+
+def test_without_a_root_there_is_a_hint(llm):
+    with pytest.raises(ValueError, match=r"capture_consumers=\['filesystem:root=DIRECTORY'\]"):
+        generate(llm, prompts_of([5]), greedy(2, capture=filesystem()))
+
+
+def test_a_root_that_cannot_be_written_is_refused_at_registration(llm, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="root="):
+        llm.register_consumer(FilesystemConsumer(tmp_path / "file"))
+    with pytest.raises(ValueError, match="root="):
+        llm.register_consumer(FilesystemConsumer("/proc/1/nothing"))
+    assert generate(llm, prompts_of([5]), greedy(2))

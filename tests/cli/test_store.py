@@ -1,0 +1,120 @@
+"""`tllm store`, run as a user would."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from tests.stores.samples import payloads, record_of
+from tllm.cli import app
+from tllm.stores import RecordMeta, StoreWriter
+
+
+def tllm(*arguments: str | Path) -> tuple[int, str]:
+    """Exit status, and what was printed."""
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["store", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+TLLM = Path(sys.executable).with_name("tllm")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    with StoreWriter(tmp_path / "store") as writer:
+        for number in range(5):
+            writer.submit(record_of(f"r[{number}]", tag="probe" if number else "", layers=3))
+        writer.begin(RecordMeta("cut"))
+    return tmp_path / "store"
+
+
+def test_ls_lists_records_and_says_how_many(root: Path) -> None:
+    status, text = tllm("ls", root)
+    assert status == 0
+    assert "probe/r[3]#0" in text
+    assert "post_block 0-2" in text
+    assert "partial_error" in text
+    assert "6 records; 45 rows, 1.6 kB" in text
+
+
+def test_the_installed_command_has_it(root: Path, run: Callable[..., str]) -> None:
+    assert "Nothing is wrong." in run(TLLM, "store", "verify", root)
+
+
+def test_ls_filters(root: Path) -> None:
+    status, text = tllm("ls", root, "--tag", "probe", "--layer", "1", "--limit", "2")
+    assert status == 0
+    assert "4 records, 2 shown; 12 rows" in text
+    assert "cut" not in text
+    assert "0 records" in tllm("ls", root, "--hook", "mlp_out")[1]
+    assert "1 records" in tllm("ls", root, "--status", "partial_error")[1]
+    status, text = tllm("ls", root, "--hook", "nowhere")
+    assert status == 1
+    assert "unknown hook point 'nowhere'" in text
+
+
+def test_show_tells_all_about_a_record(root: Path) -> None:
+    for name in ("r[3]", "probe/r[3]#0"):
+        status, text = tllm("show", root, name)
+        assert status == 0
+        for fact in ("a/model", "post_block.2", "bfloat16", "[3, 16]", "0, 2, 4", "torch 2."):
+            assert fact in text
+        assert "writers/main/sharded/shard-0000000" in text
+    status, text = tllm("show", root, "nobody")
+    assert status == 1
+    assert "no record has the request id 'nobody'" in text
+
+
+def test_verify_fails_when_something_is_wrong(root: Path) -> None:
+    status, text = tllm("verify", root)
+    assert status == 0
+    assert "Nothing is wrong." in text
+    path = payloads(root)[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    status, text = tllm("verify", root)
+    assert status == 1
+    assert path.name in text
+    assert "checksum" in text
+    assert tllm("verify", root, "--no-checksums")[0] == 0
+
+
+def test_export_writes_a_file_an_array(root: Path, tmp_path: Path) -> None:
+    status, text = tllm("export", root, tmp_path / "out", "--tag", "probe", "--layer", "2")
+    assert status == 0
+    assert "post_block.2.parquet" in text
+    table = pq.read_table(tmp_path / "out" / "post_block.2.parquet")
+    assert len(table) == 12
+    status, text = tllm("export", root, tmp_path / "out", "--tag", "probe", "--layer", "2")
+    assert status == 1
+    assert "is there already" in text
+
+
+def test_index_is_written(root: Path) -> None:
+    status, text = tllm("index", root)
+    assert status == 0
+    assert "16 rows in" in text
+    assert (root / "index.parquet").exists()
+
+
+def test_what_is_no_store_is_an_error_in_one_line(tmp_path: Path) -> None:
+    for command in ("ls", "verify", "index"):
+        status, text = tllm(command, tmp_path)
+        assert status == 1
+        assert "is no store" in text
+        assert "Traceback" not in text
+
+
+def test_damaged_sidecars_are_reported(root: Path) -> None:
+    (root / "writers/main/sharded/shard-00000099.jsonl").write_text("{}\n")
+    status, text = tllm("ls", root)
+    assert status == 1
+    assert "damaged:" in text
+    assert "shard-00000099.jsonl" in text

@@ -1,0 +1,74 @@
+"""What these tests ask, and how they compare the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+
+import torch
+from vllm import SamplingParams
+
+from tllm.logprobs import AsyncLM, AsyncVirtualLM
+
+MODEL = "demo/model"
+VOCAB = 1348
+ENGINE = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 2**26,
+}
+
+#: genlm-backend's own: log-probabilities of one engine, and of two implementations.
+SAME_ENGINE, OTHER_ENGINE, CORRELATION = 1e-3, 0.03, 0.99
+
+
+def prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    """Random prompts of different lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest, over all log-probabilities."""
+    return float(((found - expected).abs() / expected.abs().clamp(min=1e-6)).max())
+
+
+def agrees(found: torch.Tensor, expected: torch.Tensor, tolerance: float = SAME_ENGINE) -> bool:
+    """Whether log-probabilities are the same, and normalised."""
+    normalised = abs(float(found.exp().sum(-1).mean()) - 1) < 1e-4
+    return normalised and relative_error(found, expected) < tolerance
+
+
+def correlation(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Pearson's, of log-probabilities."""
+    return float(torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1])
+
+
+def vllm_logprobs(lm: AsyncVirtualLM, prompt: list[int]) -> torch.Tensor:
+    """What vLLM itself gives as the next token's log-probabilities, from the same engine."""
+
+    async def ask() -> torch.Tensor:
+        params = SamplingParams(max_tokens=1, logprobs=-1, detokenize=False)
+        async for output in lm.engine.generate(
+            {"prompt_token_ids": prompt}, params, f"vllm-{random.random()}"
+        ):
+            given = output.outputs[0].logprobs[0]
+        return torch.tensor([given[token].logprob for token in range(lm.vocab_size)])
+
+    return lm.run(ask())
+
+
+async def greedy(lm: AsyncLM, prompt: list[int], count: int) -> list[int]:
+    """The most likely tokens, one query each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int((await lm.next_token_logprobs(tokens)).argmax()))
+    return tokens[len(prompt) :]
+
+
+async def gathered(waiting: Iterable) -> list:
+    return list(await asyncio.gather(*waiting))

@@ -1,0 +1,134 @@
+"""Steering and capture inside queries and lanes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered
+from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerFlow, ResidualStream
+
+LAYER, HIDDEN = 2, 128
+VECTOR = torch.linspace(-2, 2, HIDDEN)
+STEERED = {"steering_vectors": {"post_block": {LAYER: VECTOR}}}
+PROMPT = [60, 61, 62, 63]
+
+
+def expected(reference, tokens, vector=VECTOR):
+    """What `transformers` says when a vector is added to every token at one block's end."""
+    block = reference._model.model.layers[LAYER]
+
+    def add(module, args, output):
+        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+    with block.register_forward_hook(add):
+        return reference.next_token_logprobs_sync(tokens)
+
+
+def test_steered_and_plain_questions_share_a_gather_and_a_cache(lm, reference):
+    asked = [lm.next_token_logprobs(PROMPT, **STEERED), lm.next_token_logprobs(PROMPT)] * 2
+    found = asyncio.run(gathered(asked))
+    for row in found[::2]:
+        assert agrees(row, expected(reference, PROMPT), OTHER_ENGINE)
+    for row in found[1::2]:
+        assert agrees(row, reference.next_token_logprobs_sync(PROMPT), OTHER_ENGINE)
+    before = lm.stats()["computed"]
+    again = lm.next_token_logprobs_sync(
+        PROMPT, steering_vectors={"post_block": {LAYER: VECTOR * 1}}
+    )
+    assert torch.equal(again, found[0])
+    assert lm.stats()["computed"] == before  # an equal vector is the same question
+    half = {"steering_vectors": {"post_block": {LAYER: VECTOR / 2}}}
+    other = lm.next_token_logprobs_sync(PROMPT, **half)
+    assert agrees(other, expected(reference, PROMPT, VECTOR / 2), OTHER_ENGINE)
+
+
+def test_a_lane_and_its_forks_are_steered_in_every_token(lm, reference):
+    async def run():
+        steered, plain = lm.open(PROMPT, **STEERED), lm.open(PROMPT)
+        await gathered([steered.next(), plain.next()])
+        forks = [steered.fork(), steered.fork(), plain.fork()]
+        await gathered([steered.close(), plain.close()])
+        for token in (70, 71):
+            for i, lane in enumerate(forks):
+                lane.feed(token + i)
+            found = await gathered(lane.next() for lane in forks)
+        tokens = [lane.tokens for lane in forks]
+        await gathered(lane.close() for lane in forks)
+        return found, tokens
+
+    found, tokens = asyncio.run(run())
+    for row, given in zip(found[:2], tokens, strict=False):
+        assert agrees(row, expected(reference, given), OTHER_ENGINE)
+    assert agrees(found[2], reference.next_token_logprobs_sync(tokens[2]), OTHER_ENGINE)
+
+
+def test_global_steering_reaches_questions_that_follow_and_lanes_that_are_open(lm, reference):
+    async def run():
+        async with lm.open(PROMPT) as lane:
+            plain = await lane.next()
+            lm.run(lm.engine.steering.set(vectors={"post_block": {LAYER: VECTOR}}))
+            try:
+                lane.feed(70)
+                return plain, await lane.next(), await lm.next_token_logprobs(PROMPT)
+            finally:
+                lm.run(lm.engine.steering.clear())
+
+    lm.next_token_logprobs_sync(PROMPT)  # remembered
+    plain, step, query = asyncio.run(run())
+    assert agrees(plain, reference.next_token_logprobs_sync(PROMPT), OTHER_ENGINE)
+    assert agrees(step, expected(reference, [*PROMPT, 70]), OTHER_ENGINE)
+    assert agrees(query, expected(reference, PROMPT), OTHER_ENGINE)
+    assert agrees(lm.next_token_logprobs_sync(PROMPT), plain)
+
+
+def test_completions_may_be_steered_in_their_generated_tokens_only(lm):
+    decode = {"decode_steering_vectors": {"post_block": {LAYER: 5 * VECTOR}}}
+    tokens = asyncio.run(lm.sample(PROMPT, 6, [], temperature=0, **decode))
+    plain = asyncio.run(lm.sample(PROMPT, 6, [], temperature=0))
+    assert tokens[0] == plain[0]
+    assert tokens != plain
+    for ask in (lm.next_token_logprobs, lm.open):
+        with pytest.raises(ValueError, match=r"decode_steering_vectors.*would do nothing"):
+            ask(PROMPT, **decode)
+
+
+def test_a_query_and_a_lane_bring_captured_rows(lm, reference):
+    capture = {"memory": {"hooks": {"post_block": [LAYER]}, "positions": "all_prompt"}}
+    answer = asyncio.run(lm.query(PROMPT, capture=capture))
+    rows = answer.output.activations["post_block"][LAYER].tensor
+    assert agrees(answer.values, reference.next_token_logprobs_sync(PROMPT), OTHER_ENGINE)
+    states = reference._model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+    assert torch.allclose(rows, states[LAYER + 1][0], atol=1e-3)
+    assert torch.equal(lm.next_token_logprobs_sync(PROMPT, capture=capture), answer.values)
+
+
+class Adder(Consumer):
+    """Adds a vector of its own to every request."""
+
+    consumer_id = "adder"
+
+    def flows(self):
+        return [ConsumerFlow(writes=[ResidualStream.write(layer=LAYER, role="add")])]
+
+    def on_request_started(self, request, ctx):
+        ctx.writer("add").set([request], VECTOR)
+
+
+def test_a_consumer_that_writes_is_never_answered_from_the_cache(lm, reference):
+    plain = lm.next_token_logprobs_sync(PROMPT)
+    lm.register_consumer(Adder())
+    try:
+        before = lm.stats()["computed"]
+        for _ in range(2):
+            changed = lm.next_token_logprobs_sync(PROMPT)
+        assert lm.stats()["computed"] - before == 2
+        off = lm.next_token_logprobs_sync(PROMPT, consumers={"adder": {"enabled": False}})
+    finally:
+        lm.unregister_consumer("adder")
+    assert agrees(changed, expected(reference, PROMPT), OTHER_ENGINE)
+    assert agrees(off, plain)
+    assert plain.shape == (VOCAB,)

@@ -1,0 +1,256 @@
+"""Lanes: what a lane says is what a query of its tokens says, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+
+import pytest
+import torch
+
+from logprobs.asking import VOCAB, agrees, gathered, prompts
+from tllm.consumers.base import Consumer
+from tllm.consumers.probe import ProbeConsumer
+from tllm.ports import ConsumerFlow, ResidualStream
+
+
+class Rows(Consumer):
+    """Counts the tokens that pass the model."""
+
+    consumer_id = "rows"
+
+    def flows(self):
+        return [ConsumerFlow(reads=[ResidualStream.read(layer=0, role="hidden")])]
+
+    def start(self, ctx):
+        self.rows = 0
+
+    def consume_bundle(self, bundle, ctx):
+        self.rows += len(bundle.meta)
+
+    def read_stats(self):
+        return {"rows": self.rows}
+
+
+def test_a_step_computes_its_new_tokens_only(lm):
+    counter = lm.register_consumer(Rows())
+
+    def computed():
+        return lm.run(lm.engine.read_stats(counter))["rows"]
+
+    async def steps():
+        async with lm.open(list(range(10, 50))) as lane:
+            await lane.next()
+            yield computed()
+            for fed in ([5], [6], [7, 8, 9]):
+                lane.feed(*fed)
+                await lane.next()
+                yield computed()
+
+    async def run():
+        return [rows async for rows in steps()]
+
+    counts = asyncio.run(run())
+    lm.unregister_consumer("rows")
+    assert counts == [40, 41, 42, 45]
+
+
+@pytest.mark.parametrize("form", [{}, {"top_k": 9}, {"token_ids": [3, 99]}], ids=str)
+def test_lanes_with_forks_say_what_resubmission_says(lm, form):
+    """Twice as many lanes as the engine runs at once, and more tokens than its cache holds."""
+    rng = random.Random(len(form))
+    asked, answers = [], []
+
+    async def walk():
+        root = lm.open(list(range(100, 140)))
+        await root.next()
+        lanes = [root.fork() for _ in range(16)]
+        await root.close()
+        for step in range(6):
+            for lane in lanes:
+                lane.feed(*(rng.randrange(2, VOCAB) for _ in range(1 + step % 2)))
+            found = await gathered(lane.next(**form) for lane in lanes)
+            asked.extend(lane.tokens for lane in lanes)
+            answers.extend(found)
+            survivors = [rng.choice(lanes) for _ in lanes]
+            children = [lane.fork() for lane in survivors]
+            await gathered(lane.close() for lane in lanes)
+            lanes = children
+        await gathered(lane.close() for lane in lanes)
+
+    asyncio.run(walk())
+    expected = lm.batch_next_token_logprobs_sync(asked)
+    if "top_k" in form:
+        answers = [torch.zeros(VOCAB).scatter(0, a.token_ids.long(), a.values) for a in answers]
+        expected = torch.where(expected >= expected.topk(9).values[:, -1:], expected, 0)
+        assert torch.allclose(torch.stack(answers), expected, atol=1e-3)
+    elif form:
+        assert torch.allclose(torch.stack(answers), expected[:, [3, 99]], atol=1e-3)
+    else:
+        assert agrees(torch.stack(answers), expected)
+
+
+def test_a_fork_and_its_parent_go_separate_ways(lm):
+    async def run():
+        async with lm.open([20, 21, 22]) as lane:
+            first = await lane.next()
+            async with lane.fork() as other:
+                assert other.tokens == lane.tokens
+                lane.feed(30)
+                other.feed(31)
+                found = await gathered([lane.next(), other.next()])
+                again = await gathered([lane.next(), other.next(), lane.next(top_k=2)])
+        return first, found, again
+
+    first, found, again = asyncio.run(run())
+    expected = [[20, 21, 22], [20, 21, 22, 30], [20, 21, 22, 31]]
+    for row, tokens in zip([first, *found], expected, strict=True):
+        assert agrees(row, lm.next_token_logprobs_sync(tokens))
+    assert agrees(again[0], found[0])
+    assert agrees(again[1], found[1])
+    assert again[2].token_ids.tolist() == found[0].topk(2).indices.tolist()
+
+
+def test_lanes_queries_and_completions_share_the_engine(lm):
+    async def run():
+        lanes = [lm.open(prompt) for prompt in prompts(8, seed=20)]
+        await gathered(lane.next() for lane in lanes)  # every place of the engine is kept
+        assert lm.stats()["kept"] == 8
+        rows = await gathered(map(lm.next_token_logprobs, prompts(12, seed=21)))
+        await lm.sample([5], 4, [])
+        for lane in lanes:
+            lane.feed(17)
+        steps = await gathered(lane.next() for lane in lanes)
+        tokens = [lane.tokens for lane in lanes]
+        await gathered(lane.close() for lane in lanes)
+        return rows, steps, tokens
+
+    rows, steps, tokens = asyncio.run(run())
+    assert agrees(torch.stack(rows), lm.batch_next_token_logprobs_sync(prompts(12, seed=21)))
+    assert agrees(torch.stack(steps), lm.batch_next_token_logprobs_sync(tokens))
+
+
+def test_closed_lanes_leave_the_cache_to_others(lm):
+    """Each of these prompts needs more than a quarter of the cache's blocks."""
+
+    async def fill():
+        lanes = [lm.open([i] * 250) for i in range(2, 14)]
+        found = await gathered(lane.next() for lane in lanes)
+        await gathered(lane.close() for lane in lanes)
+        return found
+
+    found = asyncio.run(asyncio.wait_for(fill(), 300))
+    assert lm.stats()["kept_blocks"] == 0
+    expected = lm.batch_next_token_logprobs_sync([[i] * 250 for i in range(2, 14)])
+    assert agrees(torch.stack(found), expected)
+
+
+def test_cancelled_steps_and_dropped_lanes_leave_nothing_behind(lm):
+    async def run():
+        lanes = [lm.open(prompt) for prompt in prompts(10, seed=22)]
+        tasks = [asyncio.ensure_future(lane.next()) for lane in lanes]
+        await asyncio.sleep(0.005)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        lanes[0].feed(11)  # one that was cancelled goes on
+        found = await lanes[0].next()
+        tokens = lanes[0].tokens
+        waiting = asyncio.ensure_future(lanes[1].next())
+        await asyncio.sleep(0)
+        await lanes[1].close()  # while its step is under way
+        await asyncio.gather(waiting, return_exceptions=True)
+        await lanes[2].close()
+        return found, tokens  # the other lanes are dropped
+
+    found, tokens = asyncio.run(run())
+    assert agrees(found, lm.next_token_logprobs_sync(tokens))
+    gc.collect()
+    for _ in range(100):
+        stats = lm.stats()
+        if (
+            not stats["kept"]
+            and not stats["in_flight"]
+            and stats["free_rows"] == stats["shared_rows"]
+        ):
+            break
+        lm.next_token_logprobs_sync([1, 2, 3])
+    assert stats["free_rows"] == stats["shared_rows"]
+
+
+def test_an_idle_lane_gives_its_place_back_and_goes_on(lm):
+    async def run():
+        async with lm.open([40, 41]) as lane:
+            await lane.next()
+            assert lm.stats()["kept"] == 1
+            await asyncio.sleep(2.5)
+            assert lm.stats()["kept"] == 0
+            lane.feed(42)
+            return await lane.next()
+
+    assert agrees(asyncio.run(run()), lm.next_token_logprobs_sync([40, 41, 42]))
+
+
+def test_what_a_lane_cannot_do_is_refused(lm):
+    async def run():
+        lane = lm.open([1] * 254)
+        with pytest.raises(ValueError, match="at least one token"):
+            lane.feed()
+        with pytest.raises(ValueError, match=r"feed\(\) has token 5000"):
+            lane.feed(5000)
+        with pytest.raises(TypeError):
+            lane.feed("a")
+        waiting = asyncio.ensure_future(lane.next())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="while next"):
+            lane.feed(2)
+        await waiting
+        lane.feed(2)
+        await lane.next()
+        lane.feed(3)
+        with pytest.raises(ValueError, match="256 tokens leave no room"):
+            await lane.next()
+        await lane.close()
+        assert await lane.close() == []
+        with pytest.raises(RuntimeError, match="the lane is closed"):
+            await lane.next()
+        with pytest.raises(RuntimeError, match="the lane is closed"):
+            lane.fork()
+
+    asyncio.run(run())
+
+
+def test_a_probe_sits_inside_a_lane(lm):
+    weight = torch.linspace(-1, 1, 128)
+    lm.register_consumer(ProbeConsumer(weight, layer=2, consumer_id="probe"))
+
+    async def run():
+        lane = lm.open([60, 61, 62], consumers={"probe": {}})
+        for token in (63, 64):
+            await lane.next()
+            lane.feed(token)
+        await lane.next()
+        outputs = await lane.close()
+        answer = await lm.query([60, 61, 62, 63, 64], consumers={"probe": {}})
+        return outputs, answer
+
+    outputs, answer = asyncio.run(run())
+    lm.unregister_consumer("probe")
+    [output] = outputs
+    scores = output.consumer_results["probe"].payload
+    assert scores.positions.tolist() == [0, 1, 2, 3, 4]
+    expected = answer.output.consumer_results["probe"].payload
+    assert torch.allclose(
+        torch.from_numpy(scores.values), torch.from_numpy(expected.values), rtol=1e-3
+    )
+
+
+def test_lanes_without_an_event_loop(lm):
+    lane = lm.open([70, 71])
+    first = lane.next_sync()
+    lane.feed(int(first.argmax()))
+    second = lane.next_sync()
+    tokens = lane.tokens
+    assert lane.close_sync() == []
+    assert agrees(second, lm.next_token_logprobs_sync(tokens))

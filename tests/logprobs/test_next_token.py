@@ -1,0 +1,264 @@
+"""`AsyncVirtualLM`'s queries: right, batched, and whoever asks from wherever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+from logprobs.asking import (
+    CORRELATION,
+    OTHER_ENGINE,
+    VOCAB,
+    agrees,
+    correlation,
+    gathered,
+    greedy,
+    prompts,
+    relative_error,
+    vllm_logprobs,
+)
+from tllm.logprobs import TopLogprobs
+
+
+def test_log_probabilities_are_those_of_vllm_and_of_transformers(lm, reference):
+    for prompt in prompts(4):
+        found = lm.next_token_logprobs_sync(prompt)
+        assert found.shape == (VOCAB,)
+        assert found.dtype == torch.float32
+        assert agrees(found, vllm_logprobs(lm, prompt))
+        theirs = reference.next_token_logprobs_sync(prompt)
+        assert agrees(found, theirs, OTHER_ENGINE)
+        assert correlation(found, theirs) > CORRELATION
+
+
+def test_more_queries_than_the_engine_runs_at_once_each_get_their_own(lm, reference):
+    asked = prompts(30, seed=1)
+    before = lm.stats()["computed"]
+    found = asyncio.run(gathered(map(lm.next_token_logprobs, asked)))
+    assert lm.stats()["computed"] - before == 30
+    for prompt, row in zip(asked, found, strict=True):
+        assert agrees(row, reference.next_token_logprobs_sync(prompt), OTHER_ENGINE)
+
+
+def test_equal_concurrent_prompts_are_computed_once_and_share_no_memory(lm):
+    before = lm.stats()["computed"]
+    asked = [[7, 8, 9]] * 5 + [[7, 8]]
+    *same, other = asyncio.run(gathered(map(lm.next_token_logprobs, asked)))
+    assert lm.stats()["computed"] - before == 2
+    assert not torch.equal(same[0], other)
+    same[0].fill_(0)
+    assert torch.equal(same[1], same[2])
+    assert same[1].exp().sum() == pytest.approx(1, abs=1e-4)
+
+
+def test_a_batch_does_not_wait_for_its_timeout(lm):
+    """The fixture's is five minutes."""
+    begin = time.monotonic()
+    asyncio.run(gathered(map(lm.next_token_logprobs, prompts(3, seed=2))))
+    assert time.monotonic() - begin < 30
+
+
+def test_completions_and_queries_run_side_by_side(lm, reference):
+    asked = prompts(6, seed=3)
+
+    async def both():
+        samples = [lm.sample(prompt, 12, [], temperature=0) for prompt in asked]
+        queries = [lm.next_token_logprobs(prompt) for prompt in asked]
+        return await gathered([*samples, *queries])
+
+    found = asyncio.run(both())
+    for prompt, tokens, row in zip(asked, found[:6], found[6:], strict=True):
+        assert agrees(row, reference.next_token_logprobs_sync(prompt), OTHER_ENGINE)
+        assert tokens == asyncio.run(reference.sample(prompt, 12, [], temperature=0))
+
+
+def test_greedy_generation_gives_the_same_tokens_in_every_way(lm, reference):
+    for prompt in prompts(2, seed=4):
+        tokens = asyncio.run(greedy(lm, prompt, 10))
+        assert tokens == asyncio.run(lm.sample(prompt, 10, [], temperature=0))
+        assert tokens == asyncio.run(greedy(reference, prompt, 10))
+
+
+def test_parts_of_the_vocabulary_are_those_of_the_whole(lm):
+    asked = prompts(5, seed=5)
+    whole = lm.batch_next_token_logprobs_sync(asked)
+    sent = lm.run(lm.engine.read_stats(lm.engine.consumers["next_token"]))["bytes_out"]
+    top = lm.batch_next_token_logprobs_sync(asked, top_k=7)
+    some = lm.batch_next_token_logprobs_sync(asked, token_ids=[5, 1000, 5])
+    sent = lm.run(lm.engine.read_stats(lm.engine.consumers["next_token"]))["bytes_out"] - sent
+    assert isinstance(top, TopLogprobs)
+    assert relative_error(top.values, whole.topk(7).values) < 1e-4
+    assert relative_error(whole.gather(1, top.token_ids.long()), top.values) < 1e-4
+    assert relative_error(some, whole[:, [5, 1000, 5]]) < 1e-4
+    assert sent < 2 * 5 * VOCAB  # bytes: less than one tenth of two whole answers
+    everything = lm.next_token_logprobs_sync(asked[0], top_k=10 * VOCAB)
+    assert everything.token_ids.sort().values.tolist() == list(range(VOCAB))
+
+
+def test_batches_are_rows_in_the_order_asked(lm):
+    asked = [*prompts(4, seed=6), [3], [3]]
+    rows = lm.batch_next_token_logprobs_sync(asked)
+    assert rows.shape == (6, VOCAB)
+    assert agrees(asyncio.run(lm.batch_next_token_logprobs(asked)), rows)
+    for prompt, row in zip(asked, rows, strict=True):
+        assert agrees(lm.next_token_logprobs_sync(prompt), row)
+
+
+def test_every_thread_and_event_loop_may_ask(lm):
+    expected = lm.next_token_logprobs_sync([5, 6])
+    found = []
+
+    async def inside():
+        found.append(lm.next_token_logprobs_sync([5, 6]))  # waits, but for another thread
+        found.append(await lm.next_token_logprobs([5, 6]))
+
+    def elsewhere():
+        asyncio.run(inside())
+
+    threads = [threading.Thread(target=elsewhere) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    asyncio.run(inside())
+    assert len(found) == 8
+    assert all(agrees(row, expected) for row in found)
+
+
+def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
+    async def ask():
+        turns = 0
+        waiting = asyncio.ensure_future(lm.sample(list(range(2, 200)), 40, [], temperature=0))
+        while not waiting.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+        await waiting
+        return turns
+
+    assert asyncio.run(ask()) > 20
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda lm: lm.next_token_logprobs([]), "the prompt is empty"),
+        (lambda lm: lm.next_token_logprobs_sync([]), "the prompt is empty"),
+        (lambda lm: lm.batch_next_token_logprobs([]), "no prompts were given"),
+        (lambda lm: lm.batch_next_token_logprobs_sync([[1], []]), "the prompt is empty"),
+        (lambda lm: asyncio.run(lm.sample([], 3, [])), "the prompt is empty"),
+        (lambda lm: asyncio.run(lm.batch_sample([], 3, [])), "no prompts were given"),
+        (lambda lm: lm.open([]), "the prompt is empty"),
+        (lambda lm: lm.next_token_logprobs([VOCAB]), "the model's are 0 to 1347"),
+        (lambda lm: lm.next_token_logprobs([-1]), "the prompt has token -1"),
+        (lambda lm: lm.next_token_logprobs([1.5]), "a flat list of integers"),
+        (lambda lm: lm.next_token_logprobs("text"), "give a list of token ids"),
+        (lambda lm: lm.next_token_logprobs([1] * 256), "256 tokens leave no room"),
+        (lambda lm: lm.next_token_logprobs([1], top_k=0), "top_k=0"),
+        (lambda lm: lm.next_token_logprobs([1], token_ids=[]), "token_ids= is empty"),
+        (lambda lm: lm.next_token_logprobs([1], token_ids=[VOCAB]), "token_ids= has token 1348"),
+        (lambda lm: lm.next_token_logprobs([1], top_k=1, token_ids=[1]), "give one of them"),
+        (lambda lm: lm.next_token_logprobs([1], temperature=2), "unknown arguments"),
+        (lambda lm: lm.next_token_logprobs([1], lora_name="x"), "no adapter 'x' was added"),
+        (lambda lm: lm.add_new_lora("x"), "enable_lora"),
+        (
+            lambda lm: lm.next_token_logprobs([1], consumers={"next_token": {}}),
+            "set by the backend",
+        ),
+        (lambda lm: lm.next_token_logprobs_sync([1], consumers={"y": {}}), "no such consumer"),
+        (lambda lm: asyncio.run(lm.sample([1], 0, [])), "max_tokens=0"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(lm, ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(lm)
+
+
+def test_the_longest_prompt_is_answered(lm, reference):
+    prompt = [2 + i % 1000 for i in range(255)]
+    expected = reference.next_token_logprobs_sync(prompt)
+    assert agrees(lm.next_token_logprobs_sync(prompt), expected, OTHER_ENGINE)
+
+
+def test_completions_end_at_the_tokens_given_and_at_no_other(lm):
+    prompt = [50, 60, 70]
+    tokens = asyncio.run(lm.sample(prompt, 20, [], temperature=0))
+    assert len(tokens) == 20
+    end = tokens[7]
+    short = asyncio.run(lm.sample(prompt, 20, [end], temperature=0))
+    assert short == tokens[: tokens.index(end)]
+    assert 0 in short  # the model's own end, which was not given
+
+
+def test_completions_with_a_seed_can_be_repeated(lm):
+    first = asyncio.run(lm.batch_sample([[9, 8], [9, 8], [4]], 8, [], seed=5))
+    assert first[0] == first[1]
+    assert asyncio.run(lm.batch_sample([[4]], 8, [], seed=5)) == first[2:]
+    several = asyncio.run(lm.batch_sample([[9, 8]] * 6, 8, []))
+    assert len(set(map(tuple, several))) > 1
+
+
+def test_earlier_answers_are_remembered_until_they_are_forgotten(lm):
+    async def ask(prompt, **options):
+        return await lm.next_token_logprobs(prompt, **options)
+
+    def computes(prompt, **options):
+        before = lm.stats()["computed"]
+        asyncio.run(ask(prompt, **options))
+        return lm.stats()["computed"] - before
+
+    assert [computes([i]) for i in (1, 2, 1, 2)] == [1, 1, 0, 0]
+    lm.next_token_logprobs_sync([1]).fill_(0)
+    assert lm.next_token_logprobs_sync([1]).exp().sum() == pytest.approx(1, abs=1e-4)
+    assert computes([1], top_k=3) == 1  # another question
+    again = lm.next_token_logprobs_sync([1], top_k=3)
+    assert again.token_ids.tolist() == lm.next_token_logprobs_sync([1]).topk(3).indices.tolist()
+    assert [computes([i]) for i in (3, 4, 5, 6, 1)] == [1] * 5  # it holds four
+    lm.clear_cache()
+    assert computes([6]) == 1
+
+
+def test_what_nobody_waits_for_is_aborted(lm):
+    before = lm.stats()
+
+    async def give_up():
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(p)) for p in prompts(20, seed=8)]
+        await asyncio.sleep(0.01)
+        for task in tasks[1:]:
+            task.cancel()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(done[0], torch.Tensor)
+        assert all(isinstance(each, asyncio.CancelledError) for each in done[1:])
+
+    asyncio.run(give_up())
+    lm.next_token_logprobs_sync([1, 2, 3])
+    after = _settled(lm)
+    assert after["in_flight"] == 0
+    assert after["free_rows"] == after["shared_rows"] >= before["shared_rows"]
+
+
+def test_reset_cancels_the_queries_that_wait(lm):
+    async def reset():
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(p)) for p in prompts(20, seed=9)]
+        await asyncio.sleep(0)
+        lm.reset_async_queries()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in done)
+        return await lm.next_token_logprobs([4, 5])
+
+    assert agrees(asyncio.run(reset()), lm.next_token_logprobs_sync([4, 5]))
+    assert _settled(lm)["in_flight"] == 0
+
+
+def _settled(lm):
+    """Counters, once rows of aborted queries have come back."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        stats = lm.stats()
+        if stats["free_rows"] == stats["shared_rows"] and not stats["in_flight"]:
+            break
+        time.sleep(0.05)
+    return stats

@@ -1,0 +1,177 @@
+"""The parts that need no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tllm.consumers.next_token import HEADER, NextTokenConsumer
+from tllm.consumers.shared_rows import SharedRows
+from tllm.logprobs import OutputCache, load_model_by_name
+from tllm.logprobs.arena import Arena
+from tllm.logprobs.blocks import BlockLedger
+from tllm.logprobs.collector import Collector
+from tllm.logprobs.question import Interventions
+
+
+def test_the_cache_keeps_what_was_used_last_and_shares_no_memory():
+    cache = OutputCache(2, move_to_cpu=True)
+    value = torch.ones(3)
+    cache["a"] = value
+    value.zero_()
+    cache["b"] = torch.ones(1)
+    cache["a"].zero_()
+    cache["c"] = torch.ones(1)
+    assert "b" not in cache
+    assert cache["a"].tolist() == [1, 1, 1]
+    assert len(cache) == 2
+    cache.clear()
+    assert "a" not in cache
+    with pytest.raises(KeyError):
+        cache["a"]
+    with pytest.raises(ValueError, match="maxsize=0"):
+        OutputCache(0)
+
+
+def test_a_batch_closes_when_nothing_else_can_arrive():
+    async def run(askers, batch_size=100, timeout=60.0, hops=0):
+        loop = asyncio.get_running_loop()
+        batches = []
+        collector = Collector(loop, batches.append, batch_size, timeout)
+
+        async def ask(i):
+            for _ in range(hops * i):
+                await asyncio.sleep(0)
+            collector.add(i)
+
+        await asyncio.gather(*map(ask, range(askers)))
+        while sum(map(len, batches)) < askers:
+            await asyncio.sleep(0)
+        return batches
+
+    assert asyncio.run(run(50)) == [list(range(50))]
+    assert asyncio.run(run(5, hops=1)) == [[0, 1, 2, 3, 4]]  # one more in each turn of the loop
+    assert asyncio.run(run(5, batch_size=2)) == [[0, 1], [2, 3], [4]]
+    assert len(asyncio.run(run(5, hops=1, timeout=0.0))) > 1
+
+
+def written(arena, place, ticket, values, ids=()):
+    """What a worker does."""
+    path, width, row = arena.option(place)
+    target = SharedRows(Path(path), width).values[row]
+    target[:2].view(np.int32)[:] = np.array([ticket], np.int64).view(np.int32)
+    target[2:HEADER].view(np.int32)[:] = len(values), len(ids)
+    target[HEADER : HEADER + len(values)] = values
+    target[HEADER + len(values) : HEADER + len(values) + len(ids)].view(np.int32)[:] = ids
+
+
+def test_large_results_are_views_whose_rows_come_back_when_they_are_dropped():
+    async def run():
+        numbers = 2**15
+        arena = Arena(numbers, 4 * (numbers + HEADER) * 32)
+        results = []
+        for ticket in range(2**40, 2**40 + 30):
+            place = await arena.lease()
+            written(arena, place, ticket, np.full(numbers, ticket % 97, np.float32))
+            results.append((ticket, arena.read(place, ticket)[0]))
+        assert len(arena) == 32
+        # The later ones are copies: half of the rows stay for what is on its way.
+        assert arena.free == 32 - 16
+        for ticket, values in results:
+            assert torch.equal(values, torch.full((numbers,), ticket % 97.0))
+        part = results[0][1][5:7]
+        del results, values
+        gc.collect()
+        assert arena.free == 31
+        assert part.tolist() == [2**40 % 97] * 2
+        del part
+        gc.collect()
+        assert arena.free == 32
+        place = await arena.lease()
+        with pytest.raises(RuntimeError, match="sent no log-probabilities"):
+            arena.read(place, 7)
+        assert arena.free == 32
+        arena.close()
+
+    asyncio.run(run())
+
+
+def test_whoever_finds_no_free_row_waits_for_one():
+    async def run():
+        arena = Arena(8, 0)  # two rows
+        first, second = await arena.lease(), await arena.lease()
+        third = asyncio.ensure_future(arena.lease())
+        await asyncio.sleep(0.01)
+        assert not third.done()
+        written(arena, second, 5, np.array([1.5, 2.5], np.float32), [3, 4])
+        values, ids = arena.read(second, 5)
+        assert (values.tolist(), ids.tolist()) == ([1.5, 2.5], [3, 4])
+        assert await asyncio.wait_for(third, 5) == second
+        arena.release(first)
+        arena.close()
+
+    asyncio.run(run())
+
+
+def test_blocks_are_counted_once_when_they_are_shared():
+    ledger = BlockLedger(4)
+    one = ledger.open(None, range(9))  # two full blocks, and one that is begun
+    assert ledger.used == 3
+    two = ledger.open(None, [*range(8), 99])
+    other = ledger.open(7, range(9))
+    assert ledger.used == 3 + 1 + 3
+    ledger.grow(one, 13)
+    assert ledger.used == 7 + 1
+    for holding in (one, two, other, one):
+        ledger.close(holding)
+    assert ledger.used == 0
+
+
+def test_equal_interventions_have_equal_keys():
+    def key(vector, **more):
+        return Interventions.of({"consumers": {"x": {"vector": vector, **more}}}).key
+
+    assert key(torch.ones(3)) == key(torch.ones(3))
+    assert key(np.ones(3)) == key(np.ones(3))
+    assert key([1, 2], a=1, b=2) == key([1, 2], b=2, a=1)
+    assert len({key([1]), key([2]), key([1.0]), key(torch.ones(1)), key(np.ones(1))}) == 5
+    assert Interventions.of({}).key == Interventions.of({"consumers": None}).key == ""
+    unknown = object()
+    assert key(unknown) != key(object())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ticket": -1}, "ticket"),
+        ({"ticket": "a"}, "ticket"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_k": 1, "token_ids": [1]}, "give one of them"),
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [-1]}, "token_ids"),
+        ({"other": 1}, "unknown options"),
+    ],
+)
+def test_options_of_the_consumer_are_checked(options, message):
+    with pytest.raises(ValueError, match=message):
+        NextTokenConsumer().validate_options(options)
+
+
+def test_backends_by_name():
+    with pytest.raises(ValueError, match="choose one of vllm, hf"):
+        load_model_by_name("demo/model", backend="mlx")
+    with load_model_by_name("demo/model", backend="hf") as lm:
+        assert lm.next_token_logprobs_sync([5, 6]).shape == (lm.vocab_size,)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            lm.next_token_logprobs_sync([])
+        with pytest.raises(ValueError, match="no adapters"):
+            lm.next_token_logprobs_sync([5], lora_name="x")
+        seeded = [asyncio.run(lm.sample([5], 5, [], seed=1)) for _ in range(2)]
+        assert seeded[0] == seeded[1]
+    with pytest.raises(RuntimeError, match="cleanup"):
+        lm.next_token_logprobs_sync([5])

@@ -1,0 +1,62 @@
+"""Answers cross processes whole, through shared memory when they are large."""
+
+import gc
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tllm.consumers.capture.activations import Rows
+from tllm.runtime import answers
+
+SHARED = Path("/dev/shm")
+
+
+def files(token):
+    return {path.name for path in SHARED.iterdir() if path.name.startswith(token)}
+
+
+@pytest.mark.parametrize("rows", [0, 3, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_answer_arrives_as_it_was(rows, dtype):
+    folder, writer = answers.SharedFolder(), answers.AnswerWriter()
+    pieces = [torch.randn(rows, 4, 64).to(dtype), torch.randn(2, 4, 64).to(dtype)]
+    given = ("ok", {"a": Rows(np.arange(rows + 2, dtype=np.int32), pieces), "b": [1, "x"]})
+    for token in (folder.token, "", "tllm-" + 32 * "0", "../etc"):
+        payload = writer.encode(given, token)
+        small = len(payload) < 10_000
+        assert small == (rows < 10 or bool(token and token == folder.token))
+        status, got = answers.decode(payload)
+        assert (status, got["b"]) == ("ok", [1, "x"])
+        assert torch.equal(got["a"].tensor, torch.cat(pieces))
+        got["a"].tensor.add_(1)  # it is the reader's own
+        assert files(folder.token) == {folder.token}
+
+
+def test_what_nobody_came_for_is_removed(monkeypatch):
+    folder, writer = answers.SharedFolder(), answers.AnswerWriter()
+    big = np.zeros(1 << 20)
+    writer.encode(big, folder.token)
+    assert len(files(folder.token)) == 2
+    monkeypatch.setattr(answers, "_KEPT_S", 0.0)
+    answers.decode(writer.encode(big, folder.token))
+    assert files(folder.token) == {folder.token}
+    token = folder.token
+    del folder
+    gc.collect()
+    assert not files(token)
+
+
+def test_without_room_it_goes_as_bytes(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(answers.os, "posix_fallocate", full)
+    folder, writer = answers.SharedFolder(), answers.AnswerWriter()
+    big = np.random.default_rng(0).random(1 << 20)
+    payload = writer.encode(big, folder.token)
+    assert np.array_equal(answers.decode(payload), big)
+    assert pickle.loads(payload)[1] is None
+    assert files(folder.token) == {folder.token}

@@ -1,0 +1,83 @@
+"""Exports hold what the store holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.stores.samples import record_of
+from tllm import stores
+from tllm.stores import Store, StoreError, StoreWriter, export
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    with StoreWriter(tmp_path / "store") as writer:
+        for number in range(4):
+            writer.submit(record_of(f"r{number}", tag="t", rows=2 + number, sample_index=number))
+    return stores.open(tmp_path / "store")
+
+
+def wanted(store: Store, layer: int) -> tuple[torch.Tensor, list[str], list[int], list[int]]:
+    rows = torch.cat([record.tensor("post_block", layer) for record in store])
+    ids = [record.request_id for record in store for _ in range(record.prompt_len)]
+    samples = [record.sample_index for record in store for _ in range(record.prompt_len)]
+    positions = [p for record in store for p in record.positions("post_block", layer).tolist()]
+    return rows, ids, samples, positions
+
+
+def test_parquet(store: Store, tmp_path: Path) -> None:
+    paths = export(store, tmp_path / "out", "parquet")
+    assert [path.name for path in paths] == ["post_block.0.parquet", "post_block.1.parquet"]
+    for layer, path in enumerate(paths):
+        table = pq.read_table(path)
+        rows, ids, samples, positions = wanted(store, layer)
+        assert torch.equal(torch.tensor(table["rows"].to_pylist()), rows.float())
+        assert table["request_id"].to_pylist() == ids
+        assert table["sample_index"].to_pylist() == samples
+        assert table["position"].to_pylist() == positions
+        assert set(table["tag"].to_pylist()) == {"t"}
+
+
+def test_npz(store: Store, tmp_path: Path) -> None:
+    (path,) = export(store.filter(layers=1), tmp_path / "out", "npz")
+    rows, ids, samples, positions = wanted(store, 1)
+    with np.load(path, allow_pickle=False) as found:
+        assert np.array_equal(found["rows"], rows.float().numpy())
+        assert found["request_id"].tolist() == ids
+        assert found["sample_index"].tolist() == samples
+        assert found["position"].tolist() == positions
+        assert set(found["tag"].tolist()) == {"t"}
+
+
+def test_safetensors_keeps_the_dtype(store: Store, tmp_path: Path) -> None:
+    (path,) = export(store.filter(layers=0), tmp_path / "out", "safetensors")
+    rows, ids, samples, positions = wanted(store, 0)
+    found = load_file(path)
+    names = json.loads(path.with_suffix(".json").read_text())
+    assert found["rows"].dtype == torch.bfloat16
+    assert torch.equal(found["rows"], rows)
+    assert found["positions"].tolist() == positions
+    assert [names["request_id"][n] for n in found["records"].tolist()] == ids
+    assert [names["sample_index"][n] for n in found["records"].tolist()] == samples
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_half_done(store: Store, tmp_path: Path) -> None:
+    export(store, tmp_path / "out", "npz")
+    with pytest.raises(ValueError, match="is there already"):
+        export(store, tmp_path / "out", "npz")
+    with pytest.raises(ValueError, match="format='csv'"):
+        export(store, tmp_path / "out", "csv")
+    with pytest.raises(StoreError, match="have no arrays to export"):
+        export(store.filter(layers=9), tmp_path / "out")
+    payload = next((tmp_path / "store").rglob("*.safetensors"))
+    payload.unlink()
+    with pytest.raises(StoreError, match="is gone"):
+        export(stores.open(tmp_path / "store"), tmp_path / "other", "parquet")
+    assert list((tmp_path / "other").iterdir()) == []

@@ -1,0 +1,347 @@
+"""Reading: listing, filtering, batches, the index, and reading while others write."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.stores.samples import LAYOUTS, assert_same, assert_whole, record_of, rows_of
+from tests.stores.test_faults import ENV, JOB, ROOT
+from tllm import stores
+from tllm.stores import ArrayKey, Record, RecordMeta, Rows, Store, StoreError, StoreWriter
+
+
+def write(root: Path, records, layout="sharded", writer_id="main", **options) -> None:
+    with StoreWriter(root, layout=layout, writer_id=writer_id, **options) as writer:
+        futures = [writer.submit(record) for record in records]
+        writer.flush()
+        assert all(future.result(0).status == "ok" for future in futures)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Store:
+    """Three tags, three layouts, three writers; 4 records each with 3 layers and `lm_head_in`."""
+    for layout, tag in zip(LAYOUTS, ("a", "b", ""), strict=True):
+        records = []
+        for number in range(4):
+            record = record_of(f"r{number}", tag=tag, layers=3, rows=2 + number)
+            head = Rows(rows_of(f"{tag}{number}", 2, 24, torch.float16), [0, 9])
+            records.append(Record(record.meta, {**record.arrays, ("lm_head_in", None): head}))
+        write(tmp_path, records, layout=layout, writer_id=layout)
+    return stores.open(tmp_path)
+
+
+def test_all_layouts_under_one_root_are_one_store(mixed: Store) -> None:
+    assert len(mixed) == 12
+    assert {record.layout for record in mixed} == set(LAYOUTS)
+    assert [record.record_id for record in mixed] == [mixed[n].record_id for n in range(12)]
+    assert len(mixed[2:5]) == 3
+    assert mixed[-1].record_id == list(mixed)[-1].record_id
+    with pytest.raises(IndexError):
+        mixed[12]
+    for record in mixed:
+        wanted = record_of(record.request_id, tag=record.tag, layers=3, rows=record.prompt_len)
+        for layer in range(3):
+            rows = wanted.arrays["post_block", layer].tensor
+            assert torch.equal(record.tensor("post_block", layer), rows)
+    assert_whole(mixed)
+
+
+def test_filters_combine(mixed: Store) -> None:
+    assert len(mixed.filter(tag="a")) == 4
+    assert len(mixed.filter(tag=["a", ""])) == 8
+    assert len(mixed.filter(tag="a").filter(request_id="r1")) == 1
+    assert len(mixed.filter(request_id=["r1", "r2", "none"])) == 6
+    assert len(mixed.filter(sample_index=1)) == 0
+    assert len(mixed.filter(model="a/model")) == 12
+    assert len(mixed.filter(model="other")) == 0
+    assert len(mixed.filter(layers=7)) == 0
+    assert len(mixed.filter(status="partial_error")) == 0
+    narrow = mixed.filter(tag="b", hook="block_output", layers=[1, 2, 50])
+    assert len(narrow) == 4
+    assert narrow.keys() == [ArrayKey("post_block", 1), ArrayKey("post_block", 2)]
+    assert narrow[0].hooks == {"post_block": [1, 2]}
+    assert mixed.filter(hook="lm_head_in")[0].keys == [ArrayKey("lm_head_in", None)]
+    assert narrow.filter(layers=2)[0].hooks == {"post_block": [2]}
+    assert narrow.nbytes == sum(record.nbytes for record in narrow)
+    with pytest.raises(ValueError, match="unknown hook point"):
+        mixed.filter(hook="nowhere")
+    with pytest.raises(ValueError, match="status="):
+        mixed.filter(status="done")
+
+
+def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:
+    with pytest.raises(StoreError, match=r"has no post_block.9; its arrays are: .*post_block.0"):
+        mixed[0].tensor("post_block", 9)
+    with pytest.raises(StoreError, match="no record has the request id 'x'"):
+        mixed.record("x")
+    with pytest.raises(StoreError, match="3 records have the request id 'r1'"):
+        mixed.record("r1")
+    assert mixed.record("r1", tag="b").tag == "b"
+    with pytest.raises(
+        StoreError, match=r"none of these 12 records has attn_out.0; there are: post_block.0"
+    ):
+        mixed.batches("attn_out", 0)
+    with pytest.raises(ValueError, match="unknown hook point"):
+        mixed.batches("nowhere", 0)
+    with pytest.raises(ValueError, match="format='csv'"):
+        mixed.batches("post_block", 0, format="csv")
+    with pytest.raises(ValueError, match="rows=0"):
+        mixed.batches("post_block", 0, rows=0)
+
+
+def test_what_a_run_that_goes_on_can_leave_out(mixed: Store) -> None:
+    assert mixed.request_ids() == {"r0", "r1", "r2", "r3"}
+    assert mixed.has("r1")
+    assert mixed.has("r1", tag="b", sample_index=0)
+    assert not mixed.has("r1", tag="c")
+    assert not mixed.has("r1", sample_index=1)
+    assert not mixed.has("r9")
+    assert mixed.request_ids(tag="c") == set()
+    assert mixed.filter(request_id="r2").request_ids() == {"r2"}
+
+
+def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"is no store: it has no tllm-store.json"):
+        stores.open(tmp_path)
+    (tmp_path / "tllm-store.json").write_text('{"format":"tllm-store","version":99}')
+    with pytest.raises(StoreError, match="format version 99; this tLLM reads version 1: update"):
+        stores.open(tmp_path)
+    with pytest.raises(ValueError, match="format version 99"):
+        StoreWriter(tmp_path)
+
+
+def stack(store: Store, layer: int = 0) -> torch.Tensor:
+    return torch.cat([record.tensor("post_block", layer) for record in store])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 1000])
+def test_batches_give_every_row_once_in_order(mixed: Store, rows: int) -> None:
+    batches = list(mixed.batches("post_block", 1, rows=rows))
+    assert torch.equal(torch.cat([batch.rows for batch in batches]), stack(mixed, 1))
+    positions = [p for record in mixed for p in record.positions("post_block", 1).tolist()]
+    assert torch.cat([batch.positions for batch in batches]).tolist() == positions
+    ids = [record.request_id for record in mixed for _ in range(record.prompt_len)]
+    assert [name for batch in batches for name in batch.request_ids] == ids
+    numbers = torch.cat([batch.records for batch in batches]).tolist()
+    assert [mixed[number].request_id for number in numbers] == ids
+    assert all(len(batch) == rows for batch in batches[:-1])
+    assert len(batches) == len(mixed.stream("post_block", 1, rows=rows))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=12),
+    st.integers(1, 300),
+    st.integers(0, 3),
+)
+def test_shuffled_batches_give_every_row_once(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], rows: int, seed: int
+) -> None:
+    root = tmp_path_factory.mktemp("store")
+    write(root, [record_of(str(n), rows=length) for n, length in enumerate(lengths)])
+    store = stores.open(root)
+
+    def read(seed: int) -> list[tuple[str, int, float]]:
+        found = []
+        for batch in store.batches("post_block", 0, rows=rows, shuffle=True, seed=seed):
+            firsts = batch.rows[:, 0].tolist()
+            found += zip(batch.request_ids, batch.positions.tolist(), firsts, strict=True)
+        return found
+
+    wanted = [
+        (record.request_id, position, first)
+        for record in store
+        for position, first in zip(
+            record.positions("post_block", 0).tolist(),
+            record.tensor("post_block", 0)[:, 0].tolist(),
+            strict=True,
+        )
+    ]
+    assert sorted(read(seed)) == sorted(wanted)
+    assert read(seed) == read(seed)
+    if len(wanted) > 20:
+        assert read(seed) != wanted
+        assert read(seed) != read(seed + 1)
+
+
+def test_shuffling_mixes_rows_of_many_records(tmp_path: Path) -> None:
+    write(tmp_path, [record_of(str(n), rows=100, layers=1) for n in range(100)])
+    batches = list(stores.open(tmp_path).batches("post_block", 0, rows=500, shuffle=True))
+    assert all(len(set(batch.request_ids)) > 50 for batch in batches)
+
+
+def test_formats_agree(mixed: Store) -> None:
+    tensors = list(mixed.batches("post_block", 0, rows=9))
+    arrays = list(mixed.batches("post_block", 0, rows=9, format="numpy"))
+    tables = list(mixed.batches("post_block", 0, rows=9, format="arrow"))
+    for tensor, array, table in zip(tensors, arrays, tables, strict=True):
+        assert array.rows.dtype == np.float32
+        assert np.array_equal(array.rows, tensor.rows.float().numpy())
+        assert isinstance(table, pa.RecordBatch)
+        assert table.schema.field("rows").type == pa.list_(pa.float32(), 16)
+        assert table["rows"].to_pylist() == array.rows.tolist()
+        assert table["request_id"].to_pylist() == list(tensor.request_ids)
+        assert table["position"].to_pylist() == array.positions.tolist()
+        assert table["record"].to_pylist() == tensor.records.tolist()
+    head = next(iter(mixed.batches("lm_head_in", format="arrow")))
+    assert head.schema.field("rows").type == pa.list_(pa.float16(), 24)
+    converted = next(iter(mixed.batches("post_block", 0, dtype=torch.float64)))
+    assert converted.rows.dtype == torch.float64
+
+
+def test_records_that_differ_in_dtype_are_not_mixed(tmp_path: Path) -> None:
+    write(tmp_path, [record_of("a"), record_of("b", dtype=torch.float32)])
+    store = stores.open(tmp_path)
+    with pytest.raises(StoreError, match=r"dtypes \['BF16', 'F32'\]"):
+        store.batches("post_block", 0)
+    assert len(next(iter(store.filter(request_id="a").batches("post_block", 0)))) == 3
+
+
+def test_the_index_saves_reading_sidecars_and_says_the_same(mixed: Store) -> None:
+    table = mixed.index()
+    assert table["first"].to_pylist().count(True) == 12
+    assert len(table) == 12 * 4
+    again = stores.open(mixed.root)
+    assert [r.name for r in again] == [r.name for r in mixed]
+    assert again[5].hooks == mixed[5].hooks
+    assert again[5].token_ids == mixed[5].token_ids
+    # Columns that anybody's Parquet reader can query.
+    layer_1 = pq.read_table(mixed.root / "index.parquet", filters=[("layer", "=", 1)])
+    assert layer_1["rows"].to_pylist() == [r.shape("post_block", 1)[0] for r in mixed]
+    assert set(layer_1["tag"].to_pylist()) == {"a", "b", ""}
+
+
+def test_the_index_is_brought_up_to_date_by_new_sidecars_only(tmp_path: Path) -> None:
+    from tllm.stores.catalog import Catalog
+
+    write(tmp_path, [record_of(str(n)) for n in range(5)], layout="packed")
+    stores.open(tmp_path).index()
+    write(tmp_path, [record_of(str(n)) for n in range(5, 8)], layout="packed")
+    catalog = Catalog.read(tmp_path)
+    assert (catalog.indexed, len(catalog.lines)) == (5, 8)
+    store = stores.open(tmp_path)
+    assert len(store) == 8
+    for record in store:
+        assert_same(record, record_of(record.request_id))
+    # What is gone or was replaced is not taken from it.
+    write(tmp_path, [record_of("3", rows=1)], layout="packed", on_collision="overwrite")
+    store = stores.open(tmp_path)
+    assert len(store) == 8
+    assert_same(store.record("3"), record_of("3", rows=1))
+
+
+def test_an_index_that_cannot_be_read_is_done_without(mixed: Store) -> None:
+    (mixed.root / "index.parquet").write_bytes(b"nonsense")
+    assert len(stores.open(mixed.root)) == 12
+    mixed.index()
+    data = (mixed.root / "index.parquet").read_bytes()
+    (mixed.root / "index.parquet").write_bytes(data[: len(data) // 2])
+    assert len(stores.open(mixed.root)) == 12
+
+
+def test_an_empty_store_is_a_store(tmp_path: Path) -> None:
+    StoreWriter(tmp_path).close()
+    store = stores.open(tmp_path)
+    assert (len(store), list(store), store.keys(), store.nbytes, store.rows) == (0, [], [], 0, 0)
+    assert store.request_ids() == set()
+    store.index()
+    assert len(stores.open(tmp_path)) == 0
+    assert_whole(store)
+
+
+def test_records_without_arrays_survive_the_index(tmp_path: Path) -> None:
+    meta = RecordMeta("e", status="partial_error", error="nothing")
+    with StoreWriter(tmp_path) as writer:
+        writer.submit(Record(meta, {}))
+        writer.submit(record_of("r"))
+    for _ in range(2):
+        store = stores.open(tmp_path)
+        assert {record.request_id: len(record.keys) for record in store} == {"e": 0, "r": 2}
+        store.index()
+
+
+def test_refreshing_sees_what_came_since(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, publish_interval=1000) as writer:
+        store = stores.open(tmp_path)
+        for number in range(5):
+            writer.submit(record_of(str(number)))
+            writer.flush()
+            assert len(store) == number
+            store = store.refresh()
+            assert len(store) == number + 1
+            assert_same(store.record(str(number)), record_of(str(number)))
+
+
+def test_a_record_that_was_replaced_meanwhile_says_so(tmp_path: Path) -> None:
+    write(tmp_path, [record_of("r")], layout="packed")
+    store = stores.open(tmp_path)
+    write(tmp_path, [record_of("r", rows=5)], layout="packed", on_collision="overwrite")
+    with pytest.raises(StoreError, match=r"replaced or removed; Store.refresh\(\)"):
+        store[0].tensor("post_block", 0)
+    with pytest.raises(StoreError, match=r"Store.refresh\(\)"):
+        _ = store[0].token_ids
+    assert store.refresh()[0].shape("post_block", 0) == (5, 16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_store_may_be_read_while_it_is_written(tmp_path: Path, layout: str) -> None:
+    count = 60
+    StoreWriter(tmp_path).close()
+    command = [*JOB, "write_many", str(tmp_path), layout, "w", str(count)]
+    with subprocess.Popen(command, cwd=ROOT, env=ENV) as writer:
+        store = stores.open(tmp_path)
+        seen = 0
+        while writer.poll() is None or seen < 2 * count:
+            ended = writer.poll() is not None
+            store = store.refresh()
+            assert len(store) >= seen
+            for record in store[seen:]:
+                assert record.tensor("post_block", 1).shape == (3, 16)
+            seen = len(store)
+            if ended:
+                break
+    assert writer.returncode == 0
+    assert len(store) == 2 * count
+    for record in store:
+        assert_same(record, record_of(record.request_id, tag=record.tag))
+    assert_whole(store)
+
+
+def test_writers_in_many_processes_never_meet(tmp_path: Path) -> None:
+    count = 30
+    writers = [
+        subprocess.Popen(
+            [*JOB, "write_many", tmp_path, LAYOUTS[n % 3], f"dp{n // 2}-pp{n % 2}", str(count)],
+            cwd=ROOT,
+            env=ENV,
+        )
+        for n in range(4)
+    ]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    store = stores.open(tmp_path)
+    # Each wrote "shared" under every tag too: none overwrote another's.
+    assert len(store) == 4 * 2 * count
+    assert len(store.filter(request_id="shared")) == 4 * count
+    for record in store:
+        assert_same(record, record_of(record.request_id, tag=record.tag))
+    assert_whole(store)
+
+
+def test_importing_stores_loads_neither_vllm_nor_the_runtime() -> None:
+    script = (
+        "import sys, tllm.stores; "
+        "bad = [m for m in sys.modules if m.split('.')[0] == 'vllm' "
+        "or m.startswith(('tllm.runtime', 'tllm.engine', 'tllm.consumers'))]; "
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=ENV, check=True)

@@ -1,0 +1,528 @@
+"""What the writer does with records: collisions, limits, streams, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.stores.samples import (
+    LAYOUTS,
+    assert_same,
+    assert_whole,
+    payloads,
+    record_of,
+    rows_of,
+)
+from tllm import stores
+from tllm.stores import Record, RecordMeta, Rows, StoreError, StoreWriter
+
+
+def changed(request_id: str, rows: int = 7) -> Record:
+    """The same identity as `record_of(request_id)`, other rows."""
+    return record_of(request_id, rows=rows)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["same writer", "later"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+class TestCollisions:
+    def write_both(self, root: Path, layout, again: bool, policy: str):
+        """`r`, and `r` once more; the second one's future."""
+        writer = StoreWriter(root, layout=layout, on_collision=policy)
+        first = writer.submit(record_of("r"))
+        if again:
+            writer.close()
+            assert first.result(0).status == "ok"
+            writer = StoreWriter(root, layout=layout, on_collision=policy)
+        second = writer.submit(changed("r"))
+        writer.close()
+        return second, writer.stats()
+
+    def test_error_refuses_the_second(self, tmp_path: Path, layout, again: bool) -> None:
+        second, stats = self.write_both(tmp_path, layout, again, "error")
+        with pytest.raises(StoreError, match=r"record 'r' sample 0 .* exists already") as caught:
+            second.result(0)
+        assert caught.value.reason == "collision"
+        assert stats.failed == 1
+        assert_same(stores.open(tmp_path).record("r"), record_of("r"))
+        assert_whole(stores.open(tmp_path))
+
+    def test_skip_keeps_the_first(self, tmp_path: Path, layout, again: bool) -> None:
+        second, stats = self.write_both(tmp_path, layout, again, "skip")
+        assert second.result(0).status == "skipped"
+        assert second.result(0).record_id == stores.open(tmp_path).record("r").record_id
+        assert stats.skipped == 1
+        assert_same(stores.open(tmp_path).record("r"), record_of("r"))
+
+    def test_overwrite_keeps_the_second(self, tmp_path: Path, layout, again: bool) -> None:
+        second, _ = self.write_both(tmp_path, layout, again, "overwrite")
+        assert second.result(0).status == "ok"
+        store = stores.open(tmp_path)
+        assert len(store) == 1
+        assert_same(store.record("r"), changed("r"))
+        assert_whole(store)
+        if layout != "sharded" and again:
+            # The old files are gone.
+            assert len(payloads(tmp_path)) == (1 if layout == "packed" else 2)
+
+    def test_suffix_keeps_both(self, tmp_path: Path, layout, again: bool) -> None:
+        second, _ = self.write_both(tmp_path, layout, again, "suffix")
+        assert second.result(0).status == "ok"
+        store = stores.open(tmp_path)
+        assert sorted(record.name for record in store) == ["r#0", "r#0~2"]
+        both = {record.generation: record for record in store}
+        assert_same(both[1], record_of("r"))
+        assert_same(both[2], changed("r"))
+        with pytest.raises(StoreError, match="2 records have the request id 'r'"):
+            store.record("r")
+        assert_whole(store)
+
+
+def test_overwriting_many_times_leaves_the_last(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        with StoreWriter(tmp_path / layout, layout=layout, on_collision="overwrite") as writer:
+            for rows in range(1, 9):
+                writer.submit(changed("r", rows))
+                if rows % 3 == 0:
+                    writer.flush()
+        store = stores.open(tmp_path / layout)
+        assert len(store) == 1
+        assert_same(store[0], changed("r", 8))
+
+
+def test_samples_and_tags_do_not_collide(tmp_path: Path) -> None:
+    given = [record_of("r", tag=tag, sample_index=n) for tag in ("", "a", "b") for n in range(3)]
+    for layout in LAYOUTS:
+        with StoreWriter(tmp_path / layout, layout=layout) as writer:
+            futures = [writer.submit(record) for record in given]
+            writer.flush()
+            assert {future.result(0).status for future in futures} == {"ok"}
+
+
+def test_a_record_that_failed_may_be_written_again(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as writer:
+        stream = writer.begin(RecordMeta("r"))
+        stream.append("post_block", 0, [0], rows_of("x", 1, 8))
+        stream.abort()
+        with pytest.raises(StoreError, match="aborted"):
+            stream.future.result(60)
+        future = writer.submit(record_of("r"))
+        writer.flush()
+        assert future.result(0).status == "ok"
+    assert len(stores.open(tmp_path)) == 1
+
+
+def test_skipping_for_one_that_then_fails_is_an_error(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, on_collision="skip") as writer:
+        stream = writer.begin(RecordMeta("r"))
+        skipped = writer.submit(record_of("r"))
+        assert not skipped.done()
+        stream.abort()
+        with pytest.raises(StoreError, match="skipped for one of the same name that then failed"):
+            skipped.result(60)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_max_bytes_refuses_further_records_over_runs(tmp_path: Path, layout) -> None:
+    one = sum(rows.tensor.nbytes + 4 * 3 for rows in record_of("x").arrays.values())
+    for start, wanted in ((0, 3), (3, 0)):
+        with StoreWriter(tmp_path, layout=layout, max_bytes=3 * one + 10) as writer:
+            futures = [writer.submit(record_of(str(start + n))) for n in range(5)]
+            writer.flush()
+            kept = [future for future in futures if future.exception(0) is None]
+            assert len(kept) == wanted
+            refused = futures[-1].exception(0)
+            assert isinstance(refused, StoreError)
+            assert refused.reason == "limit"
+            assert f"max_bytes={3 * one + 10}" in str(refused)
+    store = stores.open(tmp_path)
+    assert store.request_ids() == {"0", "1", "2"}
+    assert store.nbytes == 3 * one
+    assert_whole(store)
+
+
+def test_a_stream_at_the_limit_keeps_what_fits_and_says_so(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, max_bytes=100) as writer:
+        stream = writer.begin(RecordMeta("r"))
+        for n in range(10):
+            stream.append("post_block", 0, [n], torch.full((1, 4), float(n)))
+        result = stream.finish()
+        writer.flush()
+        assert result.result(0).status == "partial_error"
+        assert "rows of post_block.0 were not kept: limit" in result.result(0).error
+        assert result.result(0).rows == 5
+        # What the refused rows would have taken is free again.
+        assert writer.submit(record_of("s", rows=0)).result(60).status == "ok"
+    found = stores.open(tmp_path)[0]
+    assert found.status == "partial_error"
+    assert found.tensor("post_block", 0)[:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_stream_is_stored_in_order_over_blocks_and_shards(tmp_path: Path, layout) -> None:
+    # A quarter of the queue is one block, and a shard takes few of these.
+    options = {"queue_bytes": 64_000, "shard_bytes": 50_000, "threads": 2}
+    with StoreWriter(tmp_path, layout=layout, **options) as writer:
+        streams = [writer.begin(RecordMeta(f"s{n}")) for n in range(4)]
+        wanted = {}
+        for step in range(300):
+            for number, stream in enumerate(streams):
+                for layer in range(3):
+                    rows = rows_of(f"{number} {layer} {step}", 1 + step % 2, 32)
+                    positions = torch.arange(len(rows)) + 2 * step
+                    stream.append("post_block", layer, positions, rows)
+                    wanted.setdefault((number, layer), []).append((positions, rows))
+        futures = [
+            stream.finish(token_ids=[1, 2], metadata={"n": n}) for n, stream in enumerate(streams)
+        ]
+        writer.flush()
+        assert {future.result(0).status for future in futures} == {"ok"}
+        assert writer.stats().peak_queued_bytes <= 64_000
+    store = stores.open(tmp_path)
+    for (number, layer), parts in wanted.items():
+        found = store.record(f"s{number}")
+        assert torch.equal(found.tensor("post_block", layer), torch.cat([r for _, r in parts]))
+        assert torch.equal(
+            found.positions("post_block", layer), torch.cat([p for p, _ in parts]).int()
+        )
+        assert found.token_ids == (1, 2)
+        assert found.metadata == {"n": number}
+    if layout == "per_file":
+        # A file, a tensor, however it was written.
+        assert all(len(files_of(record)) == 3 for record in store)
+    if layout == "sharded":
+        assert len(payloads(tmp_path)) > 5
+    assert_whole(store)
+
+
+def files_of(record: stores.StoredRecord) -> list[Path]:
+    return record.files
+
+
+def test_a_packed_stream_with_very_many_blocks_goes_on_in_another_file(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, layout="packed", queue_bytes=8_000, threads=1) as writer:
+        stream = writer.begin(RecordMeta("r"))
+        for step in range(400):
+            for layer in range(8):
+                stream.append("post_block", layer, [step], torch.full((1, 64), float(step)))
+        future = stream.finish()
+        writer.flush()
+        assert len([p for p in future.result(0).paths if p.suffix == ".safetensors"]) > 1
+    found = stores.open(tmp_path)[0]
+    for layer in range(8):
+        assert found.tensor("post_block", layer)[:, 0].tolist() == list(range(400))
+    assert_whole(stores.open(tmp_path))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_aborted_stream_leaves_nothing(tmp_path: Path, layout) -> None:
+    with StoreWriter(tmp_path, layout=layout, publish_interval=0.01) as writer:
+        stream = writer.begin(RecordMeta("r"))
+        stream.append("post_block", 0, [0], rows_of("x", 1, 8))
+        writer.flush()
+        stream.append("post_block", 0, [1], rows_of("y", 1, 8))
+        stream.abort()
+        with pytest.raises(StoreError, match="aborted"):
+            stream.future.result(60)
+        with pytest.raises(StoreError, match="has ended"):
+            stream.append("post_block", 0, [2], rows_of("y", 1, 8))
+    store = stores.open(tmp_path)
+    assert len(store.filter(status=("ok", "partial_error", "pending"))) == 0
+    assert_whole(store)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_closing_publishes_what_is_unfinished_as_partial(tmp_path: Path, layout) -> None:
+    writer = StoreWriter(tmp_path, layout=layout)
+    stream = writer.begin(RecordMeta("r"))
+    stream.append("post_block", 0, [0, 5], rows_of("x", 2, 8))
+    writer.close()
+    writer.close()
+    assert stream.future.result(0).status == "partial_error"
+    found = stores.open(tmp_path)[0]
+    assert found.error == "the writer was closed before the record ended"
+    assert found.positions("post_block", 0).tolist() == [0, 5]
+    with pytest.raises(StoreError, match="the writer is closed"):
+        writer.submit(record_of("s"))
+    with pytest.raises(StoreError, match="the writer is closed"):
+        writer.begin(RecordMeta("s"))
+    with pytest.raises(StoreError, match="the writer is closed"):
+        writer.flush()
+
+
+def test_a_partial_record_says_what_is_missing(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as writer:
+        meta = RecordMeta("r", status="partial_error", error="the request was aborted")
+        record = Record(meta, record_of("r").arrays)
+        assert writer.submit(record).result(60).error == "the request was aborted"
+        # Without any rows, too.
+        empty = RecordMeta("e", status="partial_error", error="nothing arrived")
+        writer.submit(Record(empty, {}))
+    store = stores.open(tmp_path)
+    assert store.record("r").status == "partial_error"
+    assert store.record("e").error == "nothing arrived"
+    assert store.record("e").keys == []
+    assert not store.has("r")
+    assert store.has("r", status="partial_error")
+
+
+def test_records_are_published_by_themselves_after_the_interval(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, publish_interval=0.05) as writer:
+        assert writer.submit(record_of("r")).result(30).status == "ok"
+        assert len(stores.open(tmp_path)) == 1
+
+
+def test_shards_have_about_the_size_that_was_asked(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, shard_bytes=1_000_000, queue_bytes=4_000_000, threads=1) as writer:
+        for n in range(100):
+            writer.submit(record_of(str(n), rows=40, hidden=512, layers=1))
+    sizes = [path.stat().st_size for path in payloads(tmp_path)]
+    assert len(sizes) == 4
+    assert max(sizes) < 1_400_000
+
+
+def test_records_of_a_block_share_one_tensor(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    with StoreWriter(tmp_path, threads=1) as writer:
+        for n in range(50):
+            writer.submit(record_of(str(n)))
+    (payload,) = payloads(tmp_path)
+    with safe_open(payload, "pt") as file:
+        assert sorted(file.keys()) == ["positions", "post_block.0", "post_block.1"]
+        assert file.get_slice("post_block.1").get_shape() == [150, 16]
+        # Those of a record are shared by its arrays.
+        assert file.get_slice("positions").get_shape() == [150]
+
+
+def test_pipeline_stages_write_parts_of_one_record(tmp_path: Path) -> None:
+    for stage in (1, 0):
+        with StoreWriter(tmp_path, layout=LAYOUTS[stage], writer_id=f"pp{stage}") as writer:
+            meta = RecordMeta("r", record_id="one", stage=stage, num_stages=2, token_ids=[7])
+            rows = Rows(rows_of(str(stage), 2, 8), [0, 1])
+            writer.submit(Record(meta, {("post_block", stage): rows}))
+        store = stores.open(tmp_path)
+        if stage == 1:
+            # The first half alone is not the record.
+            assert len(store) == 0
+            assert len(store.filter(status="pending")) == 1
+    assert len(store) == 1
+    assert store[0].hooks == {"post_block": [0, 1]}
+    for stage in (0, 1):
+        assert torch.equal(store[0].tensor("post_block", stage), rows_of(str(stage), 2, 8))
+    assert store.verify().records == 1
+    assert_whole(store)
+
+
+def test_an_error_in_one_stage_is_an_error_of_the_record(tmp_path: Path) -> None:
+    for stage, error in ((0, ""), (1, "rows were dropped")):
+        with StoreWriter(tmp_path, writer_id=str(stage)) as writer:
+            meta = RecordMeta(
+                "r",
+                record_id="one",
+                stage=stage,
+                num_stages=2,
+                status="partial_error" if error else "ok",
+                error=error,
+            )
+            writer.submit(Record(meta, {("post_block", stage): Rows(rows_of("x", 1, 8), [0])}))
+    store = stores.open(tmp_path)
+    assert (store[0].status, store[0].error) == ("partial_error", "rows were dropped")
+
+
+def test_overwriting_one_stage_takes_effect_with_the_last(tmp_path: Path) -> None:
+    def write(record_id: str, stage: int, rows: int) -> None:
+        with StoreWriter(
+            tmp_path, layout="packed", writer_id=str(stage), on_collision="overwrite"
+        ) as writer:
+            meta = RecordMeta("r", record_id=record_id, stage=stage, num_stages=2)
+            given = Rows(rows_of("x", rows, 8), range(rows))
+            writer.submit(Record(meta, {("post_block", stage): given}))
+
+    write("old", 0, 1)
+    write("old", 1, 1)
+    write("new", 0, 2)
+    assert [record.record_id for record in stores.open(tmp_path)] == ["old"]
+    assert_whole(stores.open(tmp_path))
+    write("new", 1, 2)
+    assert [record.record_id for record in stores.open(tmp_path)] == ["new"]
+    assert stores.open(tmp_path)[0].shape("post_block", 1) == (2, 8)
+
+
+def test_many_threads_may_submit(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, threads=3, shard_bytes=20_000, queue_bytes=200_000) as writer:
+        futures: list = []
+
+        def submit(part: int) -> None:
+            futures.extend(writer.submit(record_of(f"{part}-{n}")) for n in range(60))
+
+        threads = [threading.Thread(target=submit, args=(part,)) for part in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        writer.flush()
+        assert {future.result(0).status for future in futures} == {"ok"}
+        assert writer.stats().queued_bytes == 0
+    store = stores.open(tmp_path)
+    assert len(store) == 360
+    for record in store:
+        assert_same(record, record_of(record.request_id))
+
+
+def test_a_record_larger_than_the_queue_is_written_alone(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, queue_bytes=1000) as writer:
+        futures = [writer.submit(record_of(str(n), rows=100)) for n in range(4)]
+        writer.flush()
+        assert {future.result(0).status for future in futures} == {"ok"}
+
+
+def test_stats_count_what_was_done(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as writer:
+        writer.submit(record_of("a"))
+        writer.submit(record_of("a"))
+        writer.flush()
+        stats = writer.stats()
+    assert (stats.submitted, stats.published, stats.failed) == (2, 1, 1)
+    assert stats.rows == 6
+    assert stats.bytes == stores.open(tmp_path).nbytes
+    assert stats.queued_bytes == 0
+
+
+def rows(**changes) -> dict:
+    given = {"tensor": rows_of("x", 3, 8), "positions": [0, 1, 2], **changes}
+    return {("post_block", 0): Rows(**given)}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({("nowhere", 0): Rows(rows_of("x", 1, 8), [0])}, "unknown hook point 'nowhere'"),
+        ({("post_block", -1): Rows(rows_of("x", 1, 8), [0])}, "layer=-1 is not a layer"),
+        ({("post_block", None): Rows(rows_of("x", 1, 8), [0])}, "layer=None is not a layer"),
+        ({("post_block", True): Rows(rows_of("x", 1, 8), [0])}, "layer=True is not a layer"),
+        ({("lm_head_in", 3): Rows(rows_of("x", 1, 8), [0])}, "has no layer: give None"),
+        (
+            {
+                ("post_block", 0): Rows(rows_of("x", 1, 8), [0]),
+                ("block_output", 0): Rows(rows_of("x", 1, 8), [0]),
+            },
+            "post_block.0 is given twice",
+        ),
+        (rows(tensor=rows_of("x", 3, 8)[0]), r"give a tensor \[rows, hidden\]"),
+        (rows(tensor=np.zeros((3, 8))), r"give a tensor \[rows, hidden\]"),
+        (rows(tensor=torch.zeros(3, 8, device="meta")), "on meta was given"),
+        (rows(tensor=torch.zeros(3, 8).to_sparse()), "sparse"),
+        (rows(tensor=torch.zeros(3, 8, dtype=torch.complex64)), "complex64 cannot be stored"),
+        (rows(tensor=torch.zeros(3, 0)), r"give a tensor \[rows, hidden\]"),
+        (rows(positions=[0, 1]), "2 positions were given for 3 rows"),
+        (rows(positions=[0, 1, 1]), "positions must ascend"),
+        (rows(positions=[2, 1, 0]), "positions must ascend"),
+        (rows(positions=[-1, 1, 2]), "positions must ascend, from 0"),
+        (rows(positions=[0, 1, 2**31]), "at most 2147483647"),
+        (rows(positions=[0.0, 1.0, 2.0]), "give a list of integers"),
+        (rows(positions=[[0], [1], [2]]), "give a list of integers"),
+    ],
+)
+def test_malformed_rows_are_refused_by_name(tmp_path: Path, arrays, message: str) -> None:
+    with StoreWriter(tmp_path) as writer, pytest.raises(ValueError, match=message):
+        writer.submit(Record(RecordMeta("r"), arrays))
+    assert len(stores.open(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"request_id": 3}, "request_id=3"),
+        ({"tag": "a\0b"}, "tag='a"),
+        ({"tag": None}, "tag=None"),
+        ({"sample_index": -1}, "sample_index=-1"),
+        ({"prompt_len": 1.5}, "prompt_len=1.5"),
+        ({"stage": 2, "num_stages": 2}, "stage=2 of num_stages=2"),
+        ({"num_stages": 0}, "stage=0 of num_stages=0"),
+        ({"status": "fine"}, "status='fine' is not allowed"),
+        ({"status": "partial_error"}, "says in error what is missing"),
+        ({"error": "oh"}, "does not go with status='ok'"),
+        ({"metadata": {"x": object()}}, "metadata must be plain JSON"),
+        ({"metadata": {"x": float("nan")}}, "metadata must be plain JSON"),
+        ({"metadata": {1: "x"}}, "metadata has keys that are no strings"),
+    ],
+)
+def test_malformed_descriptions_are_refused_by_field(fields, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RecordMeta(**{"request_id": "r", **fields})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "zip"}, "layout='zip' is not allowed; give one of per_file, packed, sharded"),
+        ({"durability": "never"}, "durability='never'"),
+        ({"on_collision": "?"}, "on_collision='\\?'"),
+        ({"overflow": "wait"}, "overflow='wait'"),
+        ({"threads": 0}, "threads=0"),
+        ({"threads": True}, "threads=True"),
+        ({"max_bytes": 0}, "max_bytes=0"),
+        ({"shard_bytes": 1.5}, "shard_bytes=1.5"),
+        ({"publish_interval": 0}, "publish_interval=0"),
+        ({"writer_id": ""}, "writer_id=''"),
+        ({"writer_id": "a\nb"}, "writer_id='a"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(tmp_path: Path, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StoreWriter(tmp_path, **options)
+
+
+def test_a_stream_refuses_rows_that_do_not_go_with_those_before(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as writer:
+        stream = writer.begin(RecordMeta("r"))
+        stream.append("post_block", 0, [3], rows_of("x", 1, 8))
+        with pytest.raises(ValueError, match="positions must ascend, from 4"):
+            stream.append("block_output", 0, [3], rows_of("x", 1, 8))
+        with pytest.raises(ValueError, match="one dtype and one width"):
+            stream.append("post_block", 0, [4], rows_of("x", 1, 9))
+        with pytest.raises(ValueError, match="one dtype and one width"):
+            stream.append("post_block", 0, [4], rows_of("x", 1, 8, torch.float32))
+        with pytest.raises(ValueError, match="says in error what is missing"):
+            stream.finish("partial_error")
+        # None of these spoiled it.
+        stream.append("post_block", 0, [4], rows_of("x", 1, 8))
+        assert stream.finish().result(60).status == "ok"
+
+
+def test_a_record_id_is_used_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        with StoreWriter(tmp_path, on_collision="suffix") as writer:
+            if not len(stores.open(tmp_path)):
+                writer.submit(Record(RecordMeta("r", record_id="id"), {}))
+            with pytest.raises(ValueError, match="record_id='id' \\(stage 0\\) was used before"):
+                writer.submit(Record(RecordMeta("s", record_id="id"), {}))
+
+
+def test_stale_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
+    StoreWriter(tmp_path).close()
+    folder = tmp_path / "writers" / "main"
+    (folder / "sharded").mkdir()
+    (folder / "sharded" / "shard-00000007.safetensors").write_bytes(b"x")
+    (folder / "staging" / "3").mkdir()
+    (folder / "staging" / "3" / "x.safetensors").write_bytes(b"x")
+    with StoreWriter(tmp_path) as writer:
+        assert payloads(tmp_path) == []
+        assert writer.submit(record_of("r")).result(60).status == "ok"
+
+
+def test_a_payload_without_sidecar_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    for layout in ("packed", "per_file"):
+        root = tmp_path / layout
+        with StoreWriter(root, layout=layout) as writer:
+            sidecar = writer.submit(record_of("r")).result(60).paths[-1]
+        sidecar.unlink()
+        assert stores.open(root).verify().unpublished
+        with StoreWriter(root, layout=layout) as writer:
+            writer.submit(record_of("r", rows=1, layers=1))
+        assert_same(stores.open(root)[0], record_of("r", rows=1, layers=1))
+        assert not stores.open(root).verify().unpublished

@@ -1,0 +1,223 @@
+"""`tllm capture`: activations of many prompts, into a store."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+import tllm.stores
+from tllm.spec.capture import CaptureSpec
+from tllm.spec.hooks import HookPoint
+
+NAME = "filesystem"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to capture, of what, and where to.
+
+    Attributes:
+        model: a path or a name on the Hugging Face hub.
+        inputs: JSON Lines; each line is a text, or an object with `prompt` (text) or
+            `prompt_token_ids`, and `id` if there is one (else `line-N`).
+        out: folder of the store.
+        capture: options of the capture, as in `SamplingParams(capture={"filesystem": ...})`.
+        tag: of the records.
+        layout: of the store.
+        max_tokens: tokens to generate for each prompt; of the last one there are no rows.
+        batch: prompts that are handed to the engine at once.
+        engine: further arguments of `tllm.LLM`.
+    """
+
+    model: str
+    inputs: Path
+    out: Path
+    capture: Mapping[str, Any]
+    tag: str = ""
+    layout: tllm.stores.Layout = "sharded"
+    max_tokens: int = 1
+    batch: int = 256
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        CaptureSpec.parse(self.capture, "capture")
+        if self.max_tokens < 1 or self.batch < 1:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} and batch={self.batch} must be 1 or more"
+            )
+        if not self.inputs.is_file():
+            raise ValueError(f"input {str(self.inputs)!r} is no file; give a file of JSON Lines")
+
+
+@dataclass
+class Summary:
+    """What came of a job.
+
+    Attributes:
+        captured, skipped: prompts that are in the store now, and that were before.
+        failures: by error, prompts that are not in the store, or not whole.
+        rows, bytes: written in this run.
+        seconds: from the first prompt to the last.
+    """
+
+    captured: int = 0
+    skipped: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    rows: int = 0
+    bytes: int = 0
+    rows_dropped: int = 0
+    seconds: float = 0.0
+
+
+def run(job: Job, console: Console) -> Summary:
+    """Capture what is not in the store yet."""
+    prompts = list(_read(job.inputs))
+    summary = Summary()
+    done = _done(job)
+    left = [(name, prompt) for name, prompt in prompts if name not in done]
+    summary.skipped = len(prompts) - len(left)
+    if left:
+        _capture(job, left, summary, console)
+    return summary
+
+
+def _read(path: Path) -> Iterator[tuple[str, Any]]:
+    """`(id, prompt)` of each line; `ValueError` names the line that is wrong."""
+    seen: dict[str, int] = {}
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+            name, prompt = _entry(entry, number, path)
+            if name in seen:
+                raise ValueError(
+                    f"{path}, line {number}: the id {name!r} is that of line {seen[name]} too"
+                )
+            seen[name] = number
+            yield name, prompt
+
+
+def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
+    name = f"line-{number}"
+    if isinstance(entry, str):
+        return name, entry
+    if isinstance(entry, dict):
+        name = str(entry.get("id", name))
+        if isinstance(entry.get("prompt"), str):
+            return name, entry["prompt"]
+        tokens = entry.get("prompt_token_ids")
+        if isinstance(tokens, list) and tokens and all(type(t) is int for t in tokens):
+            return name, {"prompt_token_ids": tokens}
+    raise ValueError(
+        f"{path}, line {number}: give a text, or an object with 'prompt' or 'prompt_token_ids'"
+    )
+
+
+def _done(job: Job) -> set[str]:
+    """Ids of the records that are in the store and whole."""
+    if not job.out.is_dir() or not any(job.out.iterdir()):
+        return set()
+    return tllm.stores.open(job.out).request_ids(tag=job.tag)
+
+
+def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
+    from tllm import LLM, SamplingParams
+    from tllm.consumers.capture.filesystem import FilesystemConsumer
+    from tllm.engine.options import DEFAULT_HOOK_POINTS
+
+    spec = CaptureSpec.parse(job.capture, "capture")
+    points = {*DEFAULT_HOOK_POINTS, *(point for point, _ in spec.hooks)}
+    # What is there under one of these names is not whole: it is made anew.
+    consumer = FilesystemConsumer(
+        job.out,
+        layout=job.layout,
+        tag=job.tag,
+        on_collision="overwrite",
+    )
+    engine = {"hook_points": [p.value for p in HookPoint if p.value in points], **job.engine}
+    llm = LLM(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
+    begin = time.monotonic()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("prompts", total=len(prompts))
+        written: list[Any] = []
+        remaining = iter(prompts)
+        while batch := list(islice(remaining, job.batch)):
+            params = [
+                SamplingParams(
+                    temperature=0.0,
+                    max_tokens=job.max_tokens,
+                    detokenize=False,
+                    capture={NAME: {**job.capture, "request_id": name}},
+                )
+                for name, _ in batch
+            ]
+            outputs = llm.generate([prompt for _, prompt in batch], params, use_tqdm=False)
+            # The disk works on the batch before while the engine is at this one.
+            _count(llm, written, summary)
+            written = outputs
+            progress.update(task, advance=len(batch), description=_rate(summary, begin))
+        _count(llm, written, summary)
+        progress.update(task, description=_rate(summary, begin))
+    summary.seconds = time.monotonic() - begin
+    summary.rows_dropped = sum(worker["rows_dropped"] for worker in llm.intervention_stats())
+    llm.clear_consumers()
+
+
+def _count(llm: Any, outputs: list[Any], summary: Summary) -> None:
+    """Wait for the records of some outputs, and count them."""
+    llm.wait_for_results(outputs)
+    for output in outputs:
+        result = output.capture_results[NAME]
+        if result.status == "ok":
+            summary.captured += 1
+        else:
+            summary.failures[f"{result.status}: {result.error}"] += 1
+        if result.payload is not None:
+            summary.rows += result.payload.rows
+            summary.bytes += result.payload.bytes
+
+
+def _rate(summary: Summary, begin: float) -> str:
+    return f"prompts ({summary.rows / (time.monotonic() - begin):,.0f} rows/s)"
+
+
+def render(summary: Summary, job: Job, console: Console) -> None:
+    """Print what came of it."""
+    table = Table(show_header=False)
+    table.add_row("captured", f"{summary.captured:,} prompts")
+    table.add_row("there before", f"{summary.skipped:,} prompts")
+    table.add_row("rows", f"{summary.rows:,} ({summary.bytes / 1e6:,.1f} MB)")
+    if summary.seconds:
+        seconds = summary.seconds
+        table.add_row(
+            "speed",
+            f"{summary.rows / seconds:,.0f} rows/s, {summary.bytes / seconds / 1e6:,.1f} MB/s "
+            f"for {seconds:,.1f} s",
+        )
+    table.add_row("rows dropped", f"{summary.rows_dropped:,}")
+    table.add_row("failed", f"{sum(summary.failures.values()):,} prompts")
+    for error, count in summary.failures.most_common(5):
+        table.add_row("", escape(f"{count} x {error}"))
+    table.add_row("store", escape(str(job.out)))
+    console.print(table)

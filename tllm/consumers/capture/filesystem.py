@@ -1,0 +1,346 @@
+"""Activations in a store on disk, written by the workers while they serve."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from tllm.consumers.capture.activations import Activations
+from tllm.consumers.capture.capturing import Capturing, Ending
+from tllm.ports import ConsumerContext, Payload, PortBundle, RequestInfo, RequestResult, RowMeta
+from tllm.ports.base import require_one_of
+from tllm.spec.capture import OPTIONS, CaptureSpec
+from tllm.stores import Layout, Published, Record, RecordMeta, Rows, StoreError, StoreWriter
+from tllm.stores.name import checked_text
+
+_OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
+
+
+@dataclass(frozen=True)
+class StoredCapture(Payload):
+    """Where a capture is on disk. `tllm.stores.open(root)` reads it.
+
+    Attributes:
+        root: of the store.
+        record_id, request_id, tag: what it is called there.
+        paths: its files; a shard holds other records too.
+        rows, bytes: of all hook points together.
+        skipped: a record of this name was there already, and the store keeps the old one.
+    """
+
+    root: str
+    record_id: str
+    request_id: str
+    tag: str
+    paths: tuple[str, ...]
+    rows: int
+    bytes: int
+    skipped: bool = False
+
+    def joined(self, other: Any) -> StoredCapture:
+        """With the layers that another pipeline stage wrote."""
+        if not isinstance(other, StoredCapture):
+            return self
+        return StoredCapture(
+            self.root,
+            self.record_id,
+            self.request_id,
+            self.tag,
+            (*self.paths, *other.paths),
+            self.rows + other.rows,
+            self.bytes + other.bytes,
+            self.skipped and other.skipped,
+        )
+
+
+class FilesystemConsumer(Capturing):
+    """Writes captures into a store (`tllm.stores`) under `root`.
+
+    Without `hooks`, requests ask for themselves: `SamplingParams(capture={"filesystem": {"hooks":
+    {"post_block": [12]}, "positions": "all", "tag": "run-1"}})`. With `hooks`, every request is
+    captured, and one that asks for itself gets what it asks. The result of a request is there once
+    its record is published; the engine goes on meanwhile.
+
+    With n > 1, the record of sample 0 has the prompt's rows, those of the others only their own.
+
+    Args:
+        root: folder of the store, made when missing; refused at start-up if it cannot be written.
+        hooks, positions, reduction, dtype: of every request, as in a request's options.
+        tag: of requests that give none.
+        layout: `sharded`, `packed` or `per_file`, unless the request says.
+        durability, threads, on_collision, max_bytes, shard_bytes, publish_interval: see
+            `tllm.stores.StoreWriter`.
+        overflow: what happens when the disk is slower than the captures and `queue_mib` of rows
+            wait for it: `block` makes the engine wait, `drop` gives rows up, `spill` keeps up to
+            `spill_mib` in a file in `spill_folder`. What is given up is counted, and the results
+            are `partial_error`.
+        queue_mib, spill_mib, spill_folder: see `overflow`.
+        consumer_id: its name, for a second one in the same engine.
+    """
+
+    needs_tokens = True
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        hooks: Any = None,
+        positions: Any = "all",
+        reduction: str = "none",
+        dtype: str = "model",
+        tag: str = "",
+        layout: Layout = "sharded",
+        durability: str = "rename",
+        threads: int = 2,
+        on_collision: str = "error",
+        max_bytes: int | None = None,
+        shard_bytes: int = 256 << 20,
+        publish_interval: float = 0.5,
+        overflow: str = "block",
+        queue_mib: int = 512,
+        spill_mib: int = 8192,
+        spill_folder: str | Path | None = None,
+        consumer_id: str = "filesystem",
+    ) -> None:
+        if not str(root):
+            raise ValueError("root='' is not allowed; give a folder")
+        if isinstance(queue_mib, bool) or not isinstance(queue_mib, int) or queue_mib < 1:
+            raise ValueError(f"queue_mib={queue_mib!r} is not allowed; give an integer from 1 on")
+        require_one_of("layout", layout, get_args(Layout))
+        self.consumer_id = consumer_id
+        self.on_request_only = hooks is None
+        self._root = str(Path(root).absolute())
+        self._tag = checked_text("tag", tag)
+        self._layout = layout
+        self._overflow = overflow
+        self._defaults: dict[str, Any] = {
+            "positions": positions,
+            "reduction": reduction,
+            "dtype": dtype,
+        }
+        if hooks is not None:
+            self._defaults["hooks"] = hooks
+            CaptureSpec.parse(self._defaults, consumer_id)
+        self._queue_bytes = queue_mib << 20
+        self._writing: dict[str, Any] = {
+            "durability": durability,
+            "threads": threads,
+            "on_collision": on_collision,
+            "max_bytes": max_bytes,
+            "shard_bytes": shard_bytes,
+            "publish_interval": publish_interval,
+            "overflow": overflow,
+            "queue_bytes": self._queue_bytes,
+            "spill_bytes": spill_mib << 20,
+            "spill_folder": spill_folder,
+        }
+
+    def spec(self, options: Mapping[str, Any]) -> CaptureSpec:
+        """Takes `hooks`, `positions`, `reduction`, `dtype`, `request_id`, `tag`, `layout` and
+        `metadata`."""
+        name = f"capture[{self.consumer_id!r}]"
+        allowed = (*OPTIONS, *_OWN_OPTIONS)
+        if unknown := sorted(set(options) - {"enabled", *allowed}):
+            raise ValueError(f"{name} has unknown options {unknown}; it takes {', '.join(allowed)}")
+        for field_name in ("request_id", "tag"):
+            if field_name in options:
+                given = options[field_name]
+                if not isinstance(given, str):
+                    raise ValueError(f"{name}[{field_name!r}]={given!r} is not text")
+                try:
+                    checked_text(field_name, given)
+                except ValueError as error:
+                    raise ValueError(f"{name}[{field_name!r}]: {error}") from None
+        if "layout" in options:
+            require_one_of(f"{name}['layout']", options["layout"], get_args(Layout))
+        if not isinstance(options.get("metadata", {}), Mapping):
+            raise ValueError(f"{name}['metadata']={options['metadata']!r} is not a mapping")
+        return CaptureSpec.parse({**self._defaults, **options}, name)
+
+    # -- in the worker -------------------------------------------------------------------------
+
+    def start(self, ctx: ConsumerContext) -> None:
+        """Open the store; `ValueError` when it cannot be written."""
+        super().start(ctx)
+        self._writers: dict[str, StoreWriter] = {}
+        self._expedited_until = 0.0
+        self._waiting_bytes = 0
+        self._has_failed = False
+        self._room = threading.Condition()
+        self._counts = {"records": 0, "partial": 0, "failed": 0}
+        if ctx.model.first_rank:
+            self._writer(self._layout)
+
+    def _writer(self, layout: str) -> StoreWriter:
+        writer = self._writers.get(layout)
+        if writer is None:
+            try:
+                writer = StoreWriter(
+                    self._root,
+                    layout=layout,  # type: ignore[arg-type]
+                    writer_id=f"{self._model.worker}-{self.consumer_id}-{layout}",
+                    **self._writing,
+                )
+            except OSError as error:
+                raise ValueError(
+                    f"root={self._root!r} cannot be written: {error}; give a folder that the "
+                    "workers may write"
+                ) from error
+            self._writers[layout] = writer
+        return writer
+
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        """Send rows to the host, within the limit of what may wait there for the disk."""
+        self._wait_for_room()
+        before = self._captured_bytes
+        super().consume_bundle(bundle, ctx)
+        with self._room:
+            self._waiting_bytes += self._captured_bytes - before
+
+    def _wait_for_room(self) -> None:
+        """With `block`, the engine waits here until the writer has caught up."""
+        if self._overflow == "block":
+            with self._room:
+                self._room.wait_for(
+                    lambda: self._waiting_bytes < self._queue_bytes or self._has_failed
+                )
+
+    def on_error(self, error: BaseException) -> None:
+        """Nothing will be written any more: the engine need not wait for it."""
+        with self._room:
+            self._has_failed = True
+            self._room.notify_all()
+
+    def on_export(
+        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+    ) -> None:
+        """Rows have arrived, or all of a sequence that has ended."""
+        try:
+            super().on_export(channel, tensors, meta)
+        finally:
+            if channel == "rows":
+                with self._room:
+                    self._waiting_bytes -= sum(
+                        tensor.numel() * tensor.element_size() for tensor in tensors.values()
+                    )
+                    self._room.notify_all()
+
+    def conclude(self, ending: Ending, activations: Activations) -> None:
+        """Hand the record to the store's writer."""
+        request = ending.request
+        problems = [request.missing]
+        if request.token_ids is None:
+            problems.append("the request was aborted; this is what was captured until then")
+        else:
+            activations = activations.up_to(len(request.token_ids))
+            problems.append(activations.problem)
+        error = "; ".join(filter(None, problems))
+        try:
+            record = self._record(request, ending.spec, activations, error)
+            published = self._writer(request.options.get("layout", self._layout)).submit(record)
+        except (ValueError, StoreError) as failure:
+            self._fail(ending.result, failure)
+            return
+        published.add_done_callback(lambda future: self._settle(ending.result, record.meta, future))
+        if not self._ending and time.monotonic() < self._expedited_until:
+            self._publish()
+
+    def _record(
+        self, request: RequestInfo, spec: CaptureSpec, activations: Activations, error: str
+    ) -> Record:
+        options = request.options
+        name = options.get("request_id", f"{request.request_id}-{request.prompt_id[:8]}")
+        metadata = dict(options.get("metadata", {}))
+        if request.num_samples > 1 and request.sample_index:
+            metadata["prompt_rows_in_sample"] = 0
+        meta = RecordMeta(
+            request_id=name,
+            tag=options.get("tag", self._tag),
+            sample_index=request.sample_index,
+            prompt_len=request.prompt_len,
+            token_ids=request.token_ids or (),
+            model=self._model.name,
+            reduction=spec.reduction,
+            status="partial_error" if error else "ok",
+            error=error,
+            metadata=metadata,
+            record_id=f"{request.prompt_id}-{request.sample_index}",
+            stage=self._model.stage,
+            num_stages=self._model.num_stages,
+        )
+        arrays: dict[Any, Rows] = {}
+        for point, layers in activations.items():
+            for layer, activation in layers.items():
+                positions = activation.positions
+                if spec.reduction != "none":
+                    positions = positions[-1:]
+                arrays[point, layer] = Rows(activation.tensor, positions)
+        return Record(meta, arrays)
+
+    def _settle(self, result: Future[Any], meta: RecordMeta, future: Future[Published]) -> None:
+        """The record is on disk, or will never be."""
+        failure = future.exception()
+        if failure is not None:
+            self._fail(result, failure)
+            return
+        done = future.result()
+        stored = StoredCapture(
+            self._root,
+            done.record_id,
+            meta.request_id,
+            meta.tag,
+            tuple(map(str, done.paths)),
+            done.rows,
+            done.bytes,
+            done.status == "skipped",
+        )
+        partial = done.status == "partial_error"
+        with self._room:
+            self._counts["records"] += 1
+            self._counts["partial"] += int(partial)
+        result.set_result(
+            RequestResult(stored, "partial_error" if partial else "ok", done.error or None)
+        )
+
+    def _fail(self, result: Future[Any], failure: BaseException) -> None:
+        with self._room:
+            self._counts["failed"] += 1
+        result.set_result(RequestResult(None, "error", str(failure)))
+
+    def synchronize(self) -> None:
+        """Wait until everything that ended is on disk."""
+        for writer in list(self._writers.values()):
+            writer.flush()
+
+    def expedite(self) -> None:
+        """Publish shards that are not full, now and for the next second."""
+        self._expedited_until = time.monotonic() + 1.0
+        self._publish()
+
+    def _publish(self) -> None:
+        for writer in list(self._writers.values()):
+            with suppress(TimeoutError, StoreError):  # it goes on; or it is closed
+                writer.flush(timeout=0)
+
+    def stop(self) -> None:
+        """Publish what is there."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def read_stats(self) -> Mapping[str, Any]:
+        """Records published, partial and failed; rows and bytes captured; the writers' own."""
+        writers = {layout: writer.stats() for layout, writer in self._writers.items()}
+        return {**super().read_stats(), **self._counts, "writers": writers}
+
+    def merge_stats(self, stats: Any) -> Mapping[str, Any]:
+        """Rows, bytes and records of all workers together."""
+        summed = ("rows", "bytes", "records", "partial", "failed")
+        return {**stats[0], **{name: sum(each[name] for each in stats) for name in summed}}

@@ -1,0 +1,34 @@
+"""`load_model_by_name`: a backend for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tllm.logprobs.base import AsyncLM
+from tllm.logprobs.transformers_lm import TransformersLM
+from tllm.logprobs.virtual_lm import AsyncVirtualLM
+
+BACKENDS: Mapping[str, Callable[..., AsyncLM]] = {
+    "vllm": AsyncVirtualLM.from_name,
+    "hf": TransformersLM.from_name,
+}
+
+
+def load_model_by_name(
+    name: str, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
+) -> AsyncLM:
+    """A model that is asked for next-token log-probabilities.
+
+    Args:
+        name: a path, or a name on the Hugging Face hub.
+        backend: `vllm` (the default), or `hf`: plain `transformers`, slow and simple.
+        llm_opts: arguments of the backend's `from_name`.
+
+    Raises:
+        ValueError: for an unknown backend.
+    """
+    chosen = "vllm" if backend is None else backend
+    if chosen not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+    return BACKENDS[chosen](name, **(llm_opts or {}))

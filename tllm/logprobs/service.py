@@ -1,0 +1,382 @@
+"""Answers questions about next tokens; everything here runs on the engine's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+import vllm
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
+
+from tllm.consumers.next_token import NextToken, NextTokenConsumer
+from tllm.llm import AsyncLLM
+from tllm.logprobs.admission import Admission
+from tllm.logprobs.arena import Arena, Place
+from tllm.logprobs.kept_request import KeptRequest
+from tllm.logprobs.question import Answer, Form, Question
+
+Transport = Literal["shared", "rpc"]
+CONSUMER = NextTokenConsumer.consumer_id
+
+
+def _params(kind: RequestOutputKind, **fields: Any) -> vllm.SamplingParams:
+    params = vllm.SamplingParams(output_kind=kind, detokenize=False, ignore_eos=True, **fields)
+    params.skip_clone = True  # nobody changes it
+    return params
+
+
+_QUERY = _params(RequestOutputKind.FINAL_ONLY, max_tokens=1, temperature=0.0)
+_TURN = _params(RequestOutputKind.DELTA, max_tokens=1, temperature=0.0)
+
+
+class Asker(Protocol):
+    """Who waits for an answer."""
+
+    def resolve(self, outcome: Answer | Exception) -> None:
+        """Called once, on the engine's loop."""
+
+
+class Particle:
+    """A lane, as the engine's loop knows it.
+
+    Attributes:
+        request: the kept request that is at the lane's last computed token, if there is one.
+        served: the kept requests it had, when consumers have something to say about them.
+    """
+
+    def __init__(self) -> None:
+        self.request: KeptRequest | None = None
+        self.served: list[KeptRequest] = []
+        self.closed = False
+
+
+class _InFlight:
+    """A question that is being answered, and who waits for it."""
+
+    def __init__(self) -> None:
+        self.askers: list[Asker] = []
+        self.task: asyncio.Task[None] | None = None
+        self.of_lane = False
+
+
+class Service:
+    """One for each engine.
+
+    Args:
+        transport: `shared` memory, or `rpc` when the workers are on other hosts.
+        shared_bytes: the most memory for results on their way.
+        idle_seconds: see `Admission`.
+    """
+
+    def __init__(
+        self, engine: AsyncLLM, transport: Transport, shared_bytes: int, idle_seconds: float
+    ) -> None:
+        if transport not in get_args(Transport):
+            raise ValueError(
+                f"transport={transport!r} is not known; choose one of "
+                f"{', '.join(get_args(Transport))}"
+            )
+        self.engine = engine
+        self.vocab_size: int = engine.model_config.get_vocab_size()
+        self.admission = Admission(engine, idle_seconds)
+        self.computed = 0
+        self.shared = 0
+        self._transport = transport
+        self._shared_bytes = shared_bytes
+        self._arenas: dict[int, Arena] = {}
+        self._tickets = itertools.count(1)
+        self._prefix = uuid.uuid4().hex[:8]
+        self._in_flight: dict[tuple[Any, ...], _InFlight] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._to_take: dict[int, asyncio.Future[NextToken]] = {}
+
+    # -- questions -----------------------------------------------------------------------------
+
+    def serve(self, questions: Iterable[tuple[Question, Particle | None, Asker]]) -> None:
+        """Begin to answer; what is being answered already is not computed again."""
+        for question, particle, asker in questions:
+            key = (self.engine.steering.version, *question.key)
+            if question.interventions.results:  # rows are somebody's own
+                key = (*key, object())
+            flight = self._in_flight.get(key)
+            if flight is None:
+                flight = self._in_flight[key] = _InFlight()
+                work = self._work(key, flight, question, particle)
+                flight.task = asyncio.get_running_loop().create_task(work)
+            else:
+                self.shared += 1
+            flight.of_lane = flight.of_lane or particle is not None
+            flight.askers.append(asker)
+
+    def cancel(self, askers: Iterable[Asker]) -> None:
+        """These do not wait any more. What nobody waits for is aborted, except a lane's turn."""
+        gone = set(askers)
+        for flight in self._in_flight.values():
+            flight.askers = [asker for asker in flight.askers if asker not in gone]
+            if not flight.askers and not flight.of_lane and flight.task is not None:
+                flight.task.cancel()
+
+    async def _work(
+        self,
+        key: tuple[Any, ...],
+        flight: _InFlight,
+        question: Question,
+        particle: Particle | None,
+    ) -> None:
+        outcome: Answer | Exception
+        try:
+            if particle is None:
+                outcome = await self._query(question)
+            else:
+                outcome = await self._step(question, particle)
+        except Exception as error:
+            outcome = error
+        except asyncio.CancelledError:
+            outcome = RuntimeError("the query was cancelled")
+            raise
+        finally:
+            # One that was cancelled may have been followed by an equal one.
+            if self._in_flight.get(key) is flight:
+                del self._in_flight[key]
+            for i, asker in enumerate(flight.askers):
+                last = i == len(flight.askers) - 1
+                given = outcome if last or isinstance(outcome, Exception) else outcome.copy()
+                asker.resolve(given)
+
+    async def _query(self, question: Question) -> Answer:
+        """A request of its own."""
+        async with self._row(question.form) as (options, fetch):
+            interventions = question.interventions
+            params = interventions.applied_to(_QUERY, options)
+            output = await self._generate(question, params)
+            values, ids = await fetch()
+            return Answer(values, ids, output if interventions.results else None)
+
+    def written(self, question: Question) -> bool:
+        """Whether a consumer may change the rows of this question, in ways that are not known."""
+        asked = question.interventions.asked.get("consumers", {})
+        return any(
+            write.port == "residual_stream"
+            for name, consumer in self.engine.consumers.items()
+            if asked.get(name, {}).get("enabled", name in asked or not consumer.on_request_only)
+            for flow in consumer.flows()
+            for write in flow.writes
+        )
+
+    async def _generate(self, question: Question, params: Any) -> Any:
+        blocks = self.admission.enter(len(question.tokens) + (params.max_tokens or 1))
+        last = None
+        try:
+            self.computed += 1
+            async for output in self.engine.generate(
+                tokens_input(list(question.tokens)),
+                params,
+                self._request_id(),
+                lora_request=question.lora,
+                results=question.interventions.results,
+            ):
+                last = output
+        finally:
+            self.admission.leave(blocks)
+        return last
+
+    async def sample(self, question: Question, fields: Mapping[str, Any]) -> list[int]:
+        """The tokens of a completion; `fields` are sampling parameters."""
+        params = _params(RequestOutputKind.FINAL_ONLY, **fields)
+        params = question.interventions.applied_to(params, {"enabled": False})
+        output = await self._generate(question, params)
+        return list(output.outputs[0].token_ids)
+
+    def _request_id(self) -> str:
+        return f"logprobs-{self._prefix}-{next(self._tickets)}"
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    def fork(self, parent: Particle, child: Particle) -> None:
+        """Both are at the same token; whoever asks first goes on with the kept request."""
+        if parent.request is not None:
+            self._hold(child, parent.request)
+
+    async def close(self, particle: Particle) -> list[Any]:
+        """A lane is done. Returns the outputs of its requests, if consumers speak of them."""
+        particle.closed = True
+        request = particle.request
+        self._let_go(particle)
+        ending = [*particle.served, *([request] if request and not request.holders else [])]
+        for each in ending:
+            await each.ended.wait()
+        return [request.output for request in particle.served if request.output is not None]
+
+    def abandon(self, particle: Particle) -> None:
+        """A lane was dropped without being closed."""
+        particle.closed = True
+        self._let_go(particle)
+
+    @staticmethod
+    def _hold(particle: Particle, request: KeptRequest) -> None:
+        particle.request = request
+        request.holders.add(particle)
+
+    def _let_go(self, particle: Particle) -> None:
+        request, particle.request = particle.request, None
+        if request is not None:
+            request.holders.discard(particle)
+            if not request.holders:
+                self.admission.drop(request)
+
+    async def _step(self, question: Question, particle: Particle) -> Answer:
+        """A turn of a lane's kept request."""
+        request, tokens = particle.request, question.tokens
+        steering = self.engine.steering.version
+        # It was parked, or its tokens were steered in another way.
+        if request is not None and not (request.open and request.steering == steering):
+            self._let_go(particle)
+            request = None
+        if particle.closed or (request is not None and request.tokens == len(tokens)):
+            return await self._query(question)
+        interventions = question.interventions
+        if request is None:
+            adapter = None if question.lora is None else question.lora.lora_int_id
+            # A consumer that writes makes the blocks nobody else's.
+            root: Hashable = adapter, steering, interventions.key
+            if self.written(question):
+                root = object()
+            request = self.admission.keep(self.engine, root, tokens)
+            self._hold(particle, request)
+            if interventions.results:
+                particle.served.append(request)
+        for other in list(request.holders - {particle}):
+            self._let_go(other)
+        new = tokens[request.tokens :]
+        async with self._row(question.form) as (options, fetch):
+            params = interventions.applied_to(_TURN, options)
+            self.computed += 1
+            self.admission.begin_turn(request, len(tokens))
+            try:
+                await request.turn(
+                    new,
+                    params,
+                    self._request_id(),
+                    lora_request=question.lora,
+                    results=interventions.results,
+                )
+                values, ids = await fetch()
+            finally:
+                self.admission.end_turn(request)
+        return Answer(values, ids)
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _row(self, form: Form) -> AsyncIterator[tuple[dict[str, Any], Callable[[], Any]]]:
+        """Where a result goes: options for the worker, and how to get it from there."""
+        ticket = next(self._tickets)
+        fetched = False
+        if self._transport == "rpc":
+
+            async def take() -> tuple[torch.Tensor, torch.Tensor | None]:
+                nonlocal fetched
+                found = await self._take(ticket)
+                fetched = True
+                ids = None if found.token_ids is None else torch.from_numpy(found.token_ids)
+                return torch.from_numpy(found.values), ids
+
+            try:
+                yield {"ticket": ticket, "take": True, **form.options()}, take
+            finally:
+                if not fetched:
+                    settling = self.engine.call_consumer(CONSUMER, "settle", [ticket])
+                    self._in_background(settling)
+            return
+        arena = self._arena(form)
+        place = await arena.lease()
+
+        async def read() -> tuple[torch.Tensor, torch.Tensor | None]:
+            nonlocal fetched
+            fetched = True
+            return arena.read(place, ticket)
+
+        try:
+            yield {"ticket": ticket, "place": arena.option(place), **form.options()}, read
+        finally:
+            if not fetched:  # the worker may still write into the row
+                self._in_background(self._settle(arena, place))
+
+    def _arena(self, form: Form) -> Arena:
+        numbers = form.numbers(self.vocab_size)
+        if form != Form():  # few widths: powers of two
+            numbers = 1 << max(6, (numbers - 1).bit_length())
+        if numbers not in self._arenas:
+            self._arenas[numbers] = Arena(numbers, self._shared_bytes)
+        return self._arenas[numbers]
+
+    async def _settle(self, arena: Arena, place: Place) -> None:
+        await self.engine.call_consumer(CONSUMER, "settle")
+        arena.release(place)
+
+    def _take(self, ticket: int) -> asyncio.Future[NextToken]:
+        """Fetch a result from the workers, together with all others that are ready now."""
+        loop = asyncio.get_running_loop()
+        if not self._to_take:
+            loop.call_soon(lambda: self._in_background(self._take_all()))
+        self._to_take[ticket] = loop.create_future()
+        return self._to_take[ticket]
+
+    async def _take_all(self) -> None:
+        wanted, self._to_take = self._to_take, {}
+        try:
+            answers = await self.engine.call_consumer(CONSUMER, "take", list(wanted))
+        except Exception as error:
+            answers, failure = [], error
+        else:
+            failure = RuntimeError(
+                "the worker has no log-probabilities: its consumer 'next_token' has raised (see "
+                "the log), or was unregistered"
+            )
+        # One worker answers; the others have nothing.
+        found = {ticket: result for answer in answers for ticket, result in answer.items()}
+        for ticket, future in wanted.items():
+            if future.done():
+                continue
+            if ticket in found:
+                future.set_result(found[ticket])
+            else:
+                future.set_exception(failure)
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    async def load_adapter(self, request: LoRARequest) -> None:
+        """Load an adapter, so that one that cannot be is refused now."""
+        await self.engine.add_lora(request)
+
+    def stats(self) -> dict[str, int]:
+        """Counters: requests and turns computed, questions that shared one, requests parked,
+        requests kept now, rows of shared memory."""
+        return {
+            "computed": self.computed,
+            "shared": self.shared,
+            "parked": self.admission.parked,
+            "kept": self.admission.idle,
+            "in_flight": len(self._in_flight),
+            "kept_blocks": self.admission.ledger.used,
+            "shared_rows": sum(map(len, self._arenas.values())),
+            "free_rows": sum(arena.free for arena in self._arenas.values()),
+        }
+
+    def shut_down(self) -> None:
+        """End the engine's process, and give the shared memory back."""
+        self.engine.shutdown()
+        for arena in self._arenas.values():
+            arena.close()
