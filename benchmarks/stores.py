@@ -104,7 +104,6 @@ def write_records(
     size = workload.rows * workload.hidden
     available = flat.numel() // size
     positions = torch.arange(workload.rows, dtype=torch.int32)
-    start = time.perf_counter()
     with StoreWriter(
         folder,
         layout=workload.layout,
@@ -112,6 +111,7 @@ def write_records(
         threads=threads,
         shard_bytes=_FILE_BYTES,
     ) as writer:
+        start = time.perf_counter()
         futures = []
         taken = 0
         for number in range(total // workload.record_bytes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from pathlib import Path
 
@@ -60,10 +61,15 @@ def test_a_batch_closes_when_nothing_else_can_arrive():
     assert len(asyncio.run(run(5, hops=1, timeout=0.0))) > 1
 
 
+@functools.cache
+def opened(path, width):
+    return SharedRows(Path(path), width)
+
+
 def written(arena, place, ticket, values, ids=()):
-    """What a worker does."""
+    """What a worker does; it maps a file once."""
     path, width, row = arena.option(place)
-    target = SharedRows(Path(path), width).values[row]
+    target = opened(path, width).values[row]
     target[:2].view(np.int32)[:] = np.array([ticket], np.int64).view(np.int32)
     target[2:HEADER].view(np.int32)[:] = len(values), len(ids)
     target[HEADER : HEADER + len(values)] = values
@@ -96,6 +102,7 @@ def test_large_results_are_views_whose_rows_come_back_when_they_are_dropped():
         with pytest.raises(RuntimeError, match="sent no log-probabilities"):
             arena.read(place, 7)
         assert arena.free == 32
+        assert not Path(arena.option(place)[0]).exists()  # once it is mapped
         arena.close()
 
     asyncio.run(run())
@@ -150,6 +157,7 @@ def test_equal_interventions_have_equal_keys():
     [
         ({"ticket": -1}, "ticket"),
         ({"ticket": "a"}, "ticket"),
+        ({"place": ["x", 9, 0]}, "without a 'ticket'"),
         ({"top_k": 0}, "top_k"),
         ({"top_k": 1, "token_ids": [1]}, "give one of them"),
         ({"token_ids": []}, "token_ids"),

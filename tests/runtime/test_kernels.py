@@ -131,7 +131,7 @@ def test_each_method_computes_its_formula(method):
         max_programs=1,
         add_rows=1,
     )
-    steering = Steering(taps, lambda hook, layer: key, 4)
+    steering = Steering(taps, lambda hook, layer: key, 4, 16)
     steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
     row = steering.acquire(("g",))
     steering.commit()

@@ -75,7 +75,26 @@ def test_it_grows_before_it_drops_and_keeps_what_is_read():
 
 
 def test_more_rows_than_it_may_ever_hold_are_dropped_at_once():
-    assert make_ring(overflow="block").take(9) is None
+    assert make_ring(overflow="drop").take(9) is None
+
+
+def test_a_step_that_alone_needs_more_gets_it_with_block():
+    ring = make_ring(overflow="block")
+    first = held(ring, 5)
+    assert held(ring, 9).start == 0
+    assert ring.capacity == 9
+    first.release()
+
+
+def test_without_memory_for_it_a_step_is_dropped(monkeypatch):
+    ring = make_ring(overflow="block")
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert ring.take(9) is None
+    assert ring.take(8).start == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -49,7 +49,7 @@ def test_safetensors_reads_any_sequence_of_rows(
         wanted.append((span, tensor))
         if write:
             file.write()
-    size = file.finish({"format": "pt"}, sync=False)
+    size = file.finish({"format": "pt"})
     assert size == path.stat().st_size
     loaded = load_file(path)
     for span, tensor in wanted:
@@ -65,9 +65,9 @@ def test_safetensors_reads_any_sequence_of_rows(
 
 def test_a_file_in_one_go_is_what_safetensors_itself_writes(tmp_path: Path) -> None:
     tensor = rows_of("x", 4, 8)
-    file = PayloadFile(tmp_path / "x", header_bytes=4096)
+    file = PayloadFile(tmp_path / "x", header_bytes=4096, sync=True)
     add(file, "rows", tensor)
-    file.finish({"format": "pt"}, sync=True)
+    file.finish({"format": "pt"})
     assert (tmp_path / "x").read_bytes() == save({"rows": tensor}, {"format": "pt"})
 
 
@@ -77,7 +77,7 @@ def test_rows_of_one_name_become_one_tensor_over_many_writes(tmp_path: Path) -> 
     for part in parts:
         add(file, "rows", part)
         file.write()
-    file.finish({}, sync=False)
+    file.finish({})
     with safe_open(tmp_path / "x", "pt") as opened:
         assert list(opened.keys()) == ["rows"]
         assert torch.equal(opened.get_tensor("rows"), torch.cat(parts))
@@ -93,7 +93,7 @@ def test_rolling_back_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     file.write()
     file.rollback(mark)
     add(file, "rows", rows_of("after", 1, 8))
-    file.finish({}, sync=False)
+    file.finish({})
     loaded = load_file(tmp_path / "x")
     assert list(loaded) == ["rows"]
     assert torch.equal(loaded["rows"], torch.cat([rows_of("kept", 3, 8), rows_of("after", 1, 8)]))
@@ -104,7 +104,7 @@ def test_a_first_block_with_many_tensors_gets_room_in_the_header(tmp_path: Path)
     for layer in range(300):
         add(file, f"post_block.{layer}", rows_of(str(layer), 1, 2))
     file.write()
-    file.finish({}, sync=False)
+    file.finish({})
     assert len(load_file(tmp_path / "x")) == 300
 
 

@@ -25,6 +25,9 @@ from tllm.ports import (
 HEADER = 4
 """Numbers before a row's values: the ticket (two halves), the number of values, and of ids."""
 
+_FLOWS = (ConsumerFlow(reads=[Logits.read()], bundle_key=("engine_step_id",)),)
+"""Made once: flows are asked for with every request."""
+
 _CHUNK_BYTES = 64 * 2**20
 """Rows are normalised this much at a time: vLLM's memory profile knows nothing of us."""
 
@@ -45,18 +48,19 @@ class NextToken:
 class NextTokenConsumer(Consumer):
     """Log-softmax of the logits of the requests that ask for it, in float32 on the device.
 
-    A request asks with `SamplingParams(consumers={"next_token": options})`:
+    A request asks with `SamplingParams(consumers={"next_token": options})`, for each of its tokens:
 
-    - `ticket`: an integer of the caller's, which the result carries. Without it nothing is asked.
     - `top_k`: the best k only; or `token_ids`: these only. Neither: the whole vocabulary.
-    - `place`: `[path, width, row]` of a `SharedRows` file. The row is written before the
-      engine's output of that step is: `[HEADER + values]`, or `[HEADER + values + ids]` for
-      `top_k`. Each token sampled overwrites it.
-    - `take`: without a place, the result stays in the worker until
-      `call_consumer("next_token", "take", [tickets])` gives `{ticket: NextToken}`.
-    - Neither `place` nor `take`: results come back with the request's output, as a `PerToken` whose
-      values are `[rows, vocab]` or `[rows, len(token_ids)]`; for `top_k` a mapping with `values`
-      and `token_ids`, both `[rows, k]`.
+
+    Results come back with the request's output, as a `PerToken` whose values are `[rows, vocab]` or
+    `[rows, len(token_ids)]`; for `top_k` a mapping with `values` and `token_ids`, both `[rows, k]`.
+    Unless the request has a `ticket`, an integer that no other request has. Then a result is there
+    as soon as the engine's output of the step is, and the next token's takes its place:
+
+    - `place`: `[path, width, row]` of a `SharedRows` file. The row is written:
+      `[HEADER + values]`, or `[HEADER + values + ids]` for `top_k`.
+    - Without a place it stays in the worker, until `call_consumer("next_token", "take", [tickets])`
+      gives `{ticket: NextToken}`.
 
     `call_consumer("next_token", "settle", [tickets])` forgets results that nobody will take, and
     returns when no write of an earlier step is under way.
@@ -68,11 +72,11 @@ class NextTokenConsumer(Consumer):
 
     def flows(self) -> Sequence[ConsumerFlow]:
         """The logits as the LM head gave them, prompts and generated tokens together."""
-        return [ConsumerFlow(reads=[Logits.read()], bundle_key=("engine_step_id",))]
+        return _FLOWS
 
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Options as above; `ValueError` names the one that is wrong."""
-        known = ("enabled", "ticket", "top_k", "token_ids", "place", "take")
+        known = ("enabled", "top_k", "token_ids", "ticket", "place")
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(
                 f"consumers['next_token'] has unknown options {unknown}; it takes "
@@ -84,6 +88,8 @@ class NextTokenConsumer(Consumer):
                 f"consumers['next_token']['ticket'] is {ticket!r}; give an integer from 0 below "
                 "2**62"
             )
+        if "place" in options and "ticket" not in options:
+            raise ValueError("consumers['next_token'] has 'place' without a 'ticket'; give both")
         top_k = options.get("top_k")
         if top_k is not None and (
             isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1
@@ -102,8 +108,8 @@ class NextTokenConsumer(Consumer):
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing is known yet of where results go."""
         self._files: dict[str, tuple[torch.Tensor, bool]] = {}
-        self._kept: dict[int, _Kept] = {}
-        self._tickets: dict[int, set[int]] = {}
+        self._by_ticket: dict[int, tuple[_Arriving, int]] = {}
+        self._by_slot: dict[int, _Kept] = {}
         self._device = ctx.device
         self._answers = ctx.model.first_rank
         self.rows = 0
@@ -117,10 +123,8 @@ class NextTokenConsumer(Consumer):
             return
         groups: dict[_Form, list[_Ask]] = {}
         for row, index in enumerate(bundle.meta.request_index):
-            request = bundle.meta.requests[index]
-            if "ticket" in request.options:
-                ask = _Ask(row, request, int(bundle.meta.positions[row]))
-                groups.setdefault(ask.form, []).append(ask)
+            ask = _Ask(row, bundle.meta.requests[index], int(bundle.meta.positions[row]))
+            groups.setdefault(ask.form, []).append(ask)
         logits = bundle.entries["logits"]
         self.bundles += bool(groups)
         for form, asks in groups.items():
@@ -145,8 +149,7 @@ class NextTokenConsumer(Consumer):
             found = found.gather(1, self._upload(wanted))
         self.rows += len(asks)
         if form.path is None:
-            for i, ask in enumerate(asks):
-                self._keep(ask, found[i], None if ids is None else ids[i])
+            self._keep(asks, found, ids)
             return
         numbers = found.shape[1]
         packed = torch.empty((len(asks), form.width), dtype=torch.float32, device=self._device)
@@ -189,31 +192,37 @@ class NextTokenConsumer(Consumer):
 
     # -- results that stay in the worker --------------------------------------------------------
 
-    def _keep(self, ask: _Ask, values: torch.Tensor, ids: torch.Tensor | None) -> None:
-        kept = self._kept.setdefault(ask.ticket, _Kept())
-        kept.positions.append(ask.position)
-        kept.values.append(values)
-        if ids is not None:
-            kept.token_ids.append(ids)
-        if not ask.request.options.get("take"):
-            self._tickets.setdefault(ask.request.slot, set()).add(ask.ticket)
+    def _keep(self, asks: list[_Ask], values: torch.Tensor, ids: torch.Tensor | None) -> None:
+        """On the host: nobody knows how long they stay."""
+        arriving = _Arriving(values, ids)
+        for i, ask in enumerate(asks):
+            if ask.ticket >= 0:
+                self._by_ticket[ask.ticket] = arriving, i
+            else:
+                kept = self._by_slot.setdefault(ask.request.slot, _Kept())
+                kept.add(ask.position, arriving, i)
 
     def take(self, tickets: Sequence[int]) -> dict[int, NextToken]:
         """The last result of each ticket that this worker has; it is given once."""
-        return {t: self._kept.pop(t).last() for t in tickets if t in self._kept}
+        taken = {}
+        for ticket in tickets:
+            if ticket in self._by_ticket:
+                arriving, row = self._by_ticket.pop(ticket)
+                values, ids = arriving.row(row)
+                taken[ticket] = NextToken(values.numpy(), None if ids is None else ids.numpy())
+        return taken
 
     def settle(self, tickets: Sequence[int] = ()) -> None:
         """Forget some results, and wait until nothing of an earlier step is being written."""
         for ticket in tickets:
-            self._kept.pop(ticket, None)
+            self._by_ticket.pop(ticket, None)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """The sequence's results, if they are not sent in another way."""
-        tickets = sorted(self._tickets.pop(request.slot, ()))
-        kept = [self._kept.pop(ticket) for ticket in tickets if ticket in self._kept]
-        return kept[-1].all() if kept else None
+        kept = self._by_slot.pop(request.slot, None)
+        return None if kept is None else kept.all()
 
     def read_stats(self) -> Mapping[str, Any]:
         """Rows answered, bundles that had any, and bytes that were written to shared rows."""
@@ -221,7 +230,7 @@ class NextTokenConsumer(Consumer):
             "rows": self.rows,
             "bundles": self.bundles,
             "bytes_out": self.bytes_out,
-            "kept": len(self._kept),
+            "kept": len(self._by_ticket) + len(self._by_slot),
         }
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -247,31 +256,54 @@ class _Ask:
         self.row = row
         self.request = request
         self.position = position
-        self.ticket = int(options["ticket"])
+        self.ticket = int(options.get("ticket", -1))
         path, width, shared_row = options.get("place") or (None, 0, -1)
         self.shared_row = int(shared_row)
         ids = options.get("token_ids")
         self.form = _Form(path, int(width), options.get("top_k") or 0, len(ids) if ids else 0)
 
 
+class _Arriving:
+    """Results of one step, on their way to the host."""
+
+    def __init__(self, values: torch.Tensor, ids: torch.Tensor | None) -> None:
+        self._values = _host_copy(values)
+        self._ids = None if ids is None else _host_copy(ids)
+        self._fence = torch.cuda.Event() if values.is_cuda else None
+        if self._fence is not None:
+            self._fence.record()
+
+    def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One of them, once it is there."""
+        if self._fence is not None:
+            self._fence.synchronize()
+        return self._values[index], None if self._ids is None else self._ids[index]
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
+
+
 class _Kept:
-    """Results of one ticket, in the order of their positions."""
+    """Results of one sequence, in the order of their positions."""
 
     def __init__(self) -> None:
-        self.positions: list[int] = []
-        self.values: list[torch.Tensor] = []
-        self.token_ids: list[torch.Tensor] = []
+        self._positions: list[int] = []
+        self._rows: list[tuple[_Arriving, int]] = []
 
-    def last(self) -> NextToken:
-        """The newest."""
-        ids = self.token_ids[-1].cpu().numpy() if self.token_ids else None
-        return NextToken(self.values[-1].cpu().numpy(), ids)
+    def add(self, position: int, arriving: _Arriving, row: int) -> None:
+        """Add the newest."""
+        self._positions.append(position)
+        self._rows.append((arriving, row))
 
     def all(self) -> Any:
         """Every one, with its token's position."""
-        positions = np.array(self.positions, np.int32)
-        values = PerToken(positions, torch.stack(self.values).cpu().numpy())
-        if not self.token_ids:
-            return values
-        ids = PerToken(positions, torch.stack(self.token_ids).cpu().numpy())
-        return {"values": values, "token_ids": ids}
+        positions = np.array(self._positions, np.int32)
+        values, ids = zip(*(arriving.row(row) for arriving, row in self._rows), strict=True)
+        found = PerToken(positions, torch.stack(values).numpy())
+        if ids[0] is None:
+            return found
+        return {"values": found, "token_ids": PerToken(positions, torch.stack(ids).numpy())}

@@ -27,6 +27,7 @@ class SharedRows:
         """
         self.path = path
         self.width = width
+        self._linked = True
         try:
             with path.open("r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
@@ -63,4 +64,6 @@ class SharedRows:
 
     def unlink(self) -> None:
         """Remove the file. Mappings of it stay valid until nobody refers to their rows."""
-        self.path.unlink(missing_ok=True)
+        if self._linked:
+            self._linked = False
+            self.path.unlink(missing_ok=True)

@@ -100,6 +100,7 @@ class InterventionWorker(_Base):
                 max_sequences=scheduler.max_num_seqs,
                 max_programs=_MAX_PROGRAMS,
                 steering_rows=self._options.max_steering_configs,
+                steering_vectors=self._options.max_steering_mib * 2**20 // row_bytes,
                 ring_rows=max(64, self._options.capture_mib * 2**20 // row_bytes),
                 max_ring_rows=self._options.max_capture_mib * 2**20 // row_bytes,
                 overflow=self._options.overflow,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import os
 import tempfile
 import uuid
 import weakref
@@ -96,7 +97,8 @@ class Arena:
 
         Raises `RuntimeError` when the row was not written for this ticket.
         """
-        row = self._files[place.file].values[place.row]
+        file = self._files[place.file]
+        row = file.values[place.row]
         header = row[:HEADER].copy().view(np.int32)
         if int(header[:2].view(np.int64)[0]) != ticket:
             self.release(place)
@@ -104,6 +106,7 @@ class Arena:
                 "the worker sent no log-probabilities: its consumer 'next_token' has raised (see "
                 "the log), or was unregistered"
             )
+        file.unlink()  # the worker has it: nothing is left behind, however this process ends
         count, num_ids = int(header[2]), int(header[3])
         values = row[HEADER : HEADER + count]
         ids = row[HEADER + count : HEADER + count + num_ids].view(np.int32)
@@ -131,7 +134,7 @@ class Arena:
 
     def _grow(self) -> bool:
         rows = min(max(_FIRST_ROWS, self._rows), self._max_rows - self._rows)
-        path = _folder() / f"tllm-{uuid.uuid4().hex}"
+        path = _folder() / f"tllm-rows-{os.getpid()}-{uuid.uuid4().hex}"
         try:
             file = SharedRows.create(path, rows, self.width)
         except OSError as error:

@@ -289,7 +289,7 @@ class Service:
                 return torch.from_numpy(found.values), ids
 
             try:
-                yield {"ticket": ticket, "take": True, **form.options()}, take
+                yield {"ticket": ticket, **form.options()}, take
             finally:
                 if not fetched:
                     settling = self.engine.call_consumer(CONSUMER, "settle", [ticket])

@@ -67,6 +67,11 @@ class AsyncVirtualLM(AsyncLM):
         shared_mib: int = 1024,
         idle_seconds: float = 5.0,
     ) -> None:
+        if engine.vllm_config.parallel_config.data_parallel_size > 1:
+            raise ValueError(
+                "data_parallel_size is more than 1, and vLLM may send the steps of a lane to "
+                "different engines; make one AsyncVirtualLM for each, with data_parallel_size=1"
+            )
         self.engine = engine
         self.tokenizer = engine.get_tokenizer() if engine.renderer.tokenizer else None
         self.cache = OutputCache(cache_size, **(cache_opts or {})) if cache_size > 0 else None

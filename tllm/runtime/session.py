@@ -49,7 +49,8 @@ class Session:
             cannot be projected on it.
         samples: whether this rank samples tokens.
         max_sequences: the most that run at once.
-        steering_rows: distinct steering configurations to make room for; more can be had.
+        steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
+            for; more can be had.
         ring_rows, max_ring_rows, overflow: see `Ring`.
     """
 
@@ -64,6 +65,7 @@ class Session:
         max_sequences: int,
         max_programs: int,
         steering_rows: int,
+        steering_vectors: int,
         ring_rows: int,
         max_ring_rows: int,
         overflow: Overflow,
@@ -77,7 +79,7 @@ class Session:
         self._slots = Slots(max_sequences)
         self._programs = Programs(taps, max_programs)
         self._additions = Additions(taps, self._slots)
-        self.steering = Steering(taps, resolve, steering_rows)
+        self.steering = Steering(taps, resolve, steering_rows, steering_vectors)
         self._writers: dict[str, list[TapWriter]] = {}
         self._dispatcher = Dispatcher(self._slots, model.device, self._note_failure)
         self._guidance = Guidance(lm_head, model, self._slots, self._dispatcher)

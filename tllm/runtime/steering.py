@@ -47,9 +47,16 @@ class Steering:
         resolve: from a hook point and layer to its key; raises `ValueError` for one that this
             engine has no tap for.
         rows: rows to begin with; tables grow.
+        max_vectors: vectors to allocate room for ahead of need.
     """
 
-    def __init__(self, taps: Taps, resolve: Callable[[str, int | None], TapKey], rows: int) -> None:
+    def __init__(
+        self,
+        taps: Taps,
+        resolve: Callable[[str, int | None], TapKey],
+        rows: int,
+        max_vectors: int,
+    ) -> None:
         self._taps = taps
         self._resolve = resolve
         self._groups: dict[str, list[tuple[int, str, Coefficients]]] = {}
@@ -69,6 +76,7 @@ class Steering:
         self._new_sums: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
         self._first_rows = max(1, rows)
+        self._max_vectors = max_vectors
         self._tables: torch.Tensor | None = None
         self._chains: torch.Tensor | None = None
         self._bank: torch.Tensor | None = None
@@ -298,8 +306,9 @@ class Steering:
         chains = _grown(
             self._chains, (_room(self._operations_end, 64), _WORDS), 0, torch.int32, device
         )
-        vectors = (_room(len(self._vectors) + len(self._free_vectors), 16), self._taps.hidden_size)
-        bank = _grown(self._bank, vectors, 0, self._taps.dtype, device)
+        held = len(self._vectors) + len(self._free_vectors)
+        vectors = max(held, min(_room(held, 16), self._max_vectors))
+        bank = _grown(self._bank, (vectors, self._taps.hidden_size), 0, self._taps.dtype, device)
         allocated = len(self._configurations) + len(self._free_rows)
         size = (len(self._sum_points), min(self._first_rows, _room(allocated, 8)))
         sums = self._sums
@@ -310,8 +319,9 @@ class Steering:
             if self._sums is not None:
                 old = self._sums.shape
                 sums[: old[0], : old[1]].copy_(self._sums)
-        held = self._tables, self._chains, self._bank, self._sums
-        if any(new is not old for new, old in zip((tables, chains, bank, sums), held, strict=True)):
+        now = tables, chains, bank, sums
+        before = self._tables, self._chains, self._bank, self._sums
+        if any(new is not old for new, old in zip(now, before, strict=True)):
             self._tables, self._chains, self._bank, self._sums = tables, chains, bank, sums
             by_point = {} if sums is None else {p: sums[k] for p, k in self._sum_points.items()}
             self._taps.place_steering(tables, chains, bank, by_point)

@@ -367,7 +367,8 @@ def compose(parties: Sequence[Tiers]) -> tuple[Group, ...]:
     """One list of groups from what several parties ask.
 
     All vectors come first, in the parties' order (each one's base tier, then its phases), then all
-    clamps likewise. What changes nothing is left out.
+    clamps likewise. What changes nothing is left out. Raises `ValueError` for a selection of
+    generated tokens by their ids.
     """
     tokens: list[tuple[SteeringPhase, Selection]] = []
     operations: list[list[tuple[str, int | None, str, Coefficients]]] = []
@@ -379,6 +380,12 @@ def compose(parties: Sequence[Tiers]) -> tuple[Group, ...]:
                 for entry in entries:
                     if entry.coefficients.idle:
                         continue
+                    if phase != "prefill" and entry.positions.depends_on_generated_tokens:
+                        raise ValueError(
+                            f"{entry.name}['positions']: which tokens are generated is not known "
+                            "when they are steered, so token_ids choose among the prompt's; add "
+                            "'phase': 'prompt'"
+                        )
                     operation = entry.point.value, entry.layer, entry.digest, entry.coefficients
                     same_tokens = bool(tokens) and tokens[-1] == (phase, entry.positions)
                     if not same_tokens:

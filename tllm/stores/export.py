@@ -155,7 +155,7 @@ def _write_safetensors(batches: Batches, names: _Names, path: Path) -> None:
         records.append(batch.records)
     file.add("positions", "I32", None, batches.total_rows, [as_bytes(torch.cat(positions))])
     file.add("records", "I64", None, batches.total_rows, [as_bytes(torch.cat(records))])
-    file.finish({"format": "pt"}, sync=False)
+    file.finish({"format": "pt"})
 
 
 _WRITERS: dict[str, Callable[[Batches, _Names, Path], None]] = {

@@ -51,10 +51,12 @@ class PayloadFile:
     Args:
         path: file to create; it must not exist.
         header_bytes: room for the header when the file is written in several goes.
+        sync: `finish` waits until the file's content is on the device.
     """
 
-    def __init__(self, path: Path, header_bytes: int) -> None:
+    def __init__(self, path: Path, header_bytes: int, sync: bool = False) -> None:
         self.path = path
+        self._sync = sync
         self._capacity = -(-header_bytes // 8) * 8
         self._entries: list[TensorEntry] = []
         self._names: dict[str, int] = {}
@@ -141,15 +143,11 @@ class PayloadFile:
             os.close(fd)
         self._pending.clear()
 
-    def finish(self, metadata: Mapping[str, str], sync: bool) -> int:
-        """Write all that is missing, the header last; returns the file's size in bytes.
-
-        Args:
-            sync: wait until the file's content is on the device.
-        """
+    def finish(self, metadata: Mapping[str, str]) -> int:
+        """Write all that is missing, the header last; returns the file's size in bytes."""
         if not self._begun:
             header = encode_header(self._entries, metadata)
-            self._create([memoryview(header), *self._pending], sync)
+            self._create([memoryview(header), *self._pending], self._sync)
             self._pending.clear()
             return len(header) + self._size
         if self._pending:
@@ -157,7 +155,7 @@ class PayloadFile:
         fd = os.open(self.path, os.O_WRONLY)
         try:
             write_all(fd, [memoryview(encode_header(self._entries, metadata, self._capacity))])
-            if sync:
+            if self._sync:
                 os.fsync(fd)
         finally:
             os.close(fd)

@@ -35,13 +35,14 @@ class Publication:
 
         Args:
             staging: folder for unfinished files, on the same file system.
-            sync: wait until each step is on the device before the next.
+            sync: wait until all is on the device. The payloads' content must be there already.
         """
         folder = self.sidecar.parent
         make_folder(folder, sync)
         staged = staging / f"sidecar-{threading.get_ident()}"
         moved: list[Path] = []
         try:
+            write_file(staged, self.text, sync)
             for source, target in self.payloads:
                 if source.is_dir():
                     if sync:
@@ -50,17 +51,16 @@ class Publication:
                     remove(target)
                 os.replace(source, target)
                 moved.append(target)
-            if sync and moved:
-                sync_folder(folder)
-            write_file(staged, self.text, sync)
             os.replace(staged, self.sidecar)
+            moved.append(self.sidecar)
+            if sync:
+                sync_folder(folder)
         except OSError:
-            for path in (staged, *moved):
+            # The sidecar first: what it names must be there as long as it is.
+            for path in (staged, *reversed(moved)):
                 with contextlib.suppress(OSError):
                     remove(path)
             raise
-        if sync:
-            sync_folder(folder)
 
 
 def write_file(path: Path, data: bytes, sync: bool) -> None:

@@ -86,7 +86,7 @@ class ShardPublisher(Publisher):
     def _shard(self) -> Volume:
         if self._volume is None:
             path = self.room.paths.staging / f"{next(self.room.names)}{PAYLOAD_SUFFIX}"
-            self._volume = Volume(path, HEADER_BYTES)
+            self._volume = Volume(path, HEADER_BYTES, self.room.sync)
             self.deadline = time.monotonic() + self.room.interval
         return self._volume
 
@@ -111,7 +111,7 @@ class ShardPublisher(Publisher):
         sidecar = shard.with_suffix(".jsonl")
         parts: dict[Recording, list[PieceEntry]] = {}
         try:
-            volume.seal(self.room.sync)
+            volume.seal()
             for recording in present:
                 entries = [] if recording.aborted else volume.entries(recording, shard.name)
                 if entries or (recording.ended and (recording.part or not recording.lost)):

@@ -49,7 +49,7 @@ class SinglePublisher(Publisher):
         work = self._works.get(recording)
         if work is None:
             folder = self.room.paths.staging / str(next(self.room.names))
-            work = self._works[recording] = _Work(recording, folder, self.room.layout == "packed")
+            work = self._works[recording] = _Work(recording, folder, self.room)
         if item.abort:
             self._drop(work)
             recording.ended = recording.aborted = True
@@ -123,7 +123,7 @@ class SinglePublisher(Publisher):
         payloads: list[tuple[Path, Path]] = []
         work.folder.mkdir(exist_ok=True)
         for volume in work.volumes():
-            if not volume.seal(self.room.sync):
+            if not volume.seal():
                 volume.discard()
                 continue
             name = volume.path.name
@@ -152,10 +152,11 @@ class SinglePublisher(Publisher):
 class _Work:
     """The files of one record while they are staged."""
 
-    def __init__(self, recording: Recording, folder: Path, packed: bool) -> None:
+    def __init__(self, recording: Recording, folder: Path, room: Publishing) -> None:
         self.recording = recording
         self.folder = folder
-        self.packed = packed
+        self.packed = room.layout == "packed"
+        self._sync = room.sync
         self._volumes: dict[ArrayKey | None, list[Volume]] = {}
 
     @property
@@ -177,9 +178,10 @@ class _Work:
 
     def _volume(self, key: ArrayKey, number: int) -> Volume:
         if self.packed:
-            return Volume(self.folder / f"{number}{PAYLOAD_SUFFIX}", PACKED_HEADER_BYTES)
+            path = self.folder / f"{number}{PAYLOAD_SUFFIX}"
+            return Volume(path, PACKED_HEADER_BYTES, self._sync)
         path = self.folder / f"{key.name}{PAYLOAD_SUFFIX}"
-        return Volume(path, ARRAY_HEADER_BYTES, lambda _: ROWS)
+        return Volume(path, ARRAY_HEADER_BYTES, self._sync, lambda _: ROWS)
 
 
 def remove_replaced(sidecar: Path) -> None:

@@ -62,7 +62,7 @@ class Volume:
 
     Args:
         path: payload file to create.
-        header_bytes: see `PayloadFile`.
+        header_bytes, sync: see `PayloadFile`.
         tensor_name: the tensor's name for an array.
     """
 
@@ -70,10 +70,11 @@ class Volume:
         self,
         path: Path,
         header_bytes: int,
+        sync: bool,
         tensor_name: Callable[[ArrayKey], str] = lambda key: key.name,
     ) -> None:
         self.path = path
-        self._file = PayloadFile(path, header_bytes)
+        self._file = PayloadFile(path, header_bytes, sync)
         self._tensor_name = tensor_name
         self._staged: dict[_Group, list[Piece]] = {}
         self._pieces: dict[Recording, dict[ArrayKey, list[Piece]]] = {}
@@ -149,7 +150,7 @@ class Volume:
         freed, self.staged_bytes = self.staged_bytes, 0
         return freed
 
-    def seal(self, sync: bool) -> int:
+    def seal(self) -> int:
         """Write what is left and finish the file; returns its size, 0 when there is no file.
 
         After an `OSError`, `discard`.
@@ -161,7 +162,7 @@ class Volume:
         if not self._pieces:
             return 0
         self._add_positions()
-        return self._file.finish(_METADATA, sync)
+        return self._file.finish(_METADATA)
 
     def entries(self, recording: Recording, file: str) -> list[PieceEntry]:
         """A record's pieces, once sealed; `file` is the payload as its sidecar names it."""

@@ -1,0 +1,106 @@
+"""`NextTokenConsumer` as any user of `LLM` may have it, and calls to consumers in the workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from logprobs.asking import ENGINE, MODEL, OTHER_ENGINE, agrees
+from tllm import LLM, SamplingParams
+from tllm.consumers.base import Consumer
+from tllm.consumers.next_token import NextTokenConsumer
+
+PROMPTS = [[10, 11, 12], [40, 41]]
+
+
+class Counter(Consumer):
+    """Has methods that may be called from outside, and one that may not."""
+
+    consumer_id = "counter"
+    remote_methods = ("add", "fail")
+
+    def flows(self):
+        return []
+
+    def start(self, ctx):
+        self.total = 0
+
+    def add(self, numbers, factor):
+        self.total += factor * sum(numbers)
+        return self.total
+
+    def fail(self):
+        raise LookupError("no number")
+
+    def hidden(self):
+        return 1
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(MODEL, consumers=[NextTokenConsumer()], **ENGINE)
+
+
+def generate(llm, asked=PROMPTS, **options):
+    params = SamplingParams(
+        max_tokens=3,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        consumers={"next_token": options},
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in asked]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_results_come_back_with_the_output(llm, reference):
+    whole = generate(llm)
+    top = generate(llm, top_k=4)
+    some = generate(llm, token_ids=[9, 8])
+    for i, prompt in enumerate(PROMPTS):
+        tokens = [*prompt, *whole[i].outputs[0].token_ids]
+        found = whole[i].consumer_results["next_token"].payload
+        assert found.positions.tolist() == list(range(len(prompt) - 1, len(tokens) - 1))
+        rows = torch.as_tensor(found.values)
+        for position, row in zip(found.positions, rows, strict=True):
+            expected = reference.next_token_logprobs_sync(tokens[: position + 1])
+            assert agrees(row, expected, OTHER_ENGINE)
+        best = top[i].consumer_results["next_token"].payload
+        assert torch.equal(torch.as_tensor(best["token_ids"].values).long(), rows.topk(4).indices)
+        chosen = torch.as_tensor(some[i].consumer_results["next_token"].payload.values)
+        assert torch.allclose(chosen, rows[:, [9, 8]], atol=1e-4)
+
+
+def test_results_that_stay_are_taken_or_forgotten(llm, reference):
+    output = generate(llm, PROMPTS[:1], ticket=5)[0]
+    assert not output.consumer_results
+    [taken] = llm.call_consumer("next_token", "take", [5, 6])
+    tokens = [*PROMPTS[0], *output.outputs[0].token_ids]
+    expected = reference.next_token_logprobs_sync(tokens[:-1])
+    assert agrees(torch.from_numpy(taken[5].values), expected, OTHER_ENGINE)
+    assert llm.call_consumer("next_token", "take", [5]) == [{}]
+    generate(llm, PROMPTS[:1], ticket=7)
+    llm.call_consumer("next_token", "settle", [7])
+    assert llm.call_consumer("next_token", "take", [7]) == [{}]
+
+
+def test_requests_that_do_not_ask_cost_nothing(llm):
+    before = llm.intervention_stats()[0]
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    llm.generate(prompts, SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    assert llm.intervention_stats()[0] == before
+
+
+def test_declared_methods_of_a_consumer_may_be_called_and_no_others(llm):
+    counter = llm.register_consumer(Counter())
+    assert llm.call_consumer(counter, "add", [1, 2], 10) == [30]
+    assert llm.call_consumer("counter", "add", [1], 1) == [31]
+    with pytest.raises(ValueError, match=r"no remote method 'hidden'.*add, fail"):
+        llm.call_consumer(counter, "hidden")
+    with pytest.raises(ValueError, match="no consumer 'nobody' is registered"):
+        llm.call_consumer("nobody", "add")
+    with pytest.raises(RuntimeError, match=r"detached: LookupError.*no number"):
+        llm.call_consumer(counter, "fail")
+    with pytest.raises(RuntimeError, match="detached"):
+        llm.call_consumer(counter, "add", [1], 1)
+    llm.unregister_consumer(counter)
