@@ -46,6 +46,7 @@ def run(script: Path) -> str:
         "README.md",
         "doc/getting-started/write-your-first-consumer.md",
         "doc/guides/capture.md",
+        "doc/guides/controlled-generation.md",
         "doc/guides/steering.md",
         "doc/reference/port-catalog.md",
     ],

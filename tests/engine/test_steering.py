@@ -241,7 +241,7 @@ GOOD = [0.0] * HIDDEN
         ({"steering_positions": "last_prompt"}, "nothing to steer with was given"),
         (
             {"steering_vectors": at({"vector": V, "positions": {"token_ids": [3]}})},
-            "steering_vectors['post_block'][1]['positions']: which tokens are generated is not known",
+            "['post_block'][1]['positions']: which tokens are generated is not known",
         ),
     ],
 )

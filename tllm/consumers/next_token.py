@@ -107,7 +107,7 @@ class NextTokenConsumer(Consumer):
 
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing is known yet of where results go."""
-        self._files: dict[str, tuple[torch.Tensor, bool]] = {}
+        self._files: dict[str, tuple[SharedRows, torch.Tensor, bool]] = {}
         self._by_ticket: dict[int, tuple[_Arriving, int]] = {}
         self._by_slot: dict[int, _Kept] = {}
         self._device = ctx.device
@@ -154,13 +154,14 @@ class NextTokenConsumer(Consumer):
         numbers = found.shape[1]
         packed = torch.empty((len(asks), form.width), dtype=torch.float32, device=self._device)
         packed[:, HEADER : HEADER + numbers] = found
+        bits = packed.view(torch.int32)
         if ids is not None:
-            packed[:, HEADER + numbers : HEADER + 2 * numbers] = ids.view(torch.float32)
+            bits[:, HEADER + numbers : HEADER + 2 * numbers] = ids
         tickets = np.array([ask.ticket for ask in asks], np.int64)
         header = np.empty((len(asks), HEADER), np.int32)
         header[:, :2] = tickets.view(np.int32).reshape(-1, 2)
         header[:, 2:] = numbers, 0 if ids is None else numbers
-        packed[:, :HEADER] = self._upload(header).view(torch.float32)
+        bits[:, :HEADER] = self._upload(header)
         self._send(form, packed, np.array([ask.shared_row for ask in asks]))
 
     def _send(self, form: _Form, packed: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
@@ -181,8 +182,8 @@ class NextTokenConsumer(Consumer):
         if known is None:
             file = SharedRows(Path(form.path), form.width)
             pinned = self._device.type == "cuda" and file.pin()
-            known = self._files[form.path] = torch.from_numpy(file.values), pinned
-        return known
+            known = self._files[form.path] = file, torch.from_numpy(file.values), pinned
+        return known[1:]
 
     def _upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
         tensor = torch.from_numpy(values)
@@ -223,6 +224,14 @@ class NextTokenConsumer(Consumer):
         """The sequence's results, if they are not sent in another way."""
         kept = self._by_slot.pop(request.slot, None)
         return None if kept is None else kept.all()
+
+    def stop(self) -> None:
+        """Let go of the shared rows."""
+        self.settle()
+        for file, _, pinned in self._files.values():
+            if pinned:
+                file.unpin()
+        self._files.clear()
 
     def read_stats(self) -> Mapping[str, Any]:
         """Rows answered, bundles that had any, and bytes that were written to shared rows."""

@@ -62,6 +62,10 @@ class SharedRows:
         status: Any = torch.cuda.cudart().cudaHostRegister(address, self.values.nbytes, 0)
         return int(status) == 0
 
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        torch.cuda.cudart().cudaHostUnregister(self.values.ctypes.data)
+
     def unlink(self) -> None:
         """Remove the file. Mappings of it stay valid until nobody refers to their rows."""
         if self._linked:
