@@ -9,7 +9,8 @@ import torch
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 
-from engine.modes import Reader
+from engine.modes import Reader, vectors
+from engine.reference import HIDDEN
 from tllm import AsyncLLM, SamplingParams
 from tllm.ports import ResidualStream
 
@@ -18,6 +19,8 @@ TURNS = [[5, 6, 7, 8], [30, 31, 32]]
 """What the user of a streaming session says, one after the other."""
 ANSWER = 2
 """Tokens of the answer to each."""
+STEERED = [40, 41, 42, 43]
+"""Prompt of two requests, steered globally and by a module too."""
 
 
 def params(max_tokens: int, **options) -> SamplingParams:
@@ -83,6 +86,24 @@ async def main(model: str, output: str) -> None:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")
     except ValueError as error:
         saved["refusal"] = str(error)
+    early, late = vectors(HIDDEN)[:2]
+    await engine.steering.set({"post_block": {1: early}})
+    await engine.steering.register_module("late", {"post_block": {2: late}})
+    asked = (params(6), params(6, steering_module_ref="late"))
+    steered = [
+        collect(engine, {"prompt_token_ids": STEERED}, each, f"steered-{i}")
+        for i, each in enumerate(asked)
+    ]
+    saved["steered"] = [
+        list(outputs[-1].outputs[0].token_ids) for outputs in await asyncio.gather(*steered)
+    ]
+    saved["status"] = await engine.steering.status()
+    try:
+        wrong = params(1, steering_vectors={"post_block": {99: early}})
+        await collect(engine, {"prompt_token_ids": [1]}, wrong, "wrong")
+    except ValueError as error:
+        saved["steering refusal"] = str(error)
+    await engine.steering.clear()
     await collect(engine, {"prompt_token_ids": [3]}, params(2), "last")
     saved["stats"] = await engine.intervention_stats()
     engine.shutdown()

@@ -11,11 +11,12 @@ from vllm.lora.request import LoRARequest
 
 from engine.conftest import TINY_ENGINE
 from engine.modes import Reader
-from engine.reference import HIDDEN, LAYERS, Reference
+from engine.reference import HIDDEN, LAYERS, Addition, Reference
 from tllm import LLM, SamplingParams
 from tllm.ports import ResidualStream
 
 RANK = 4
+VECTOR = 5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(21))
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +77,20 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, adapter):
             assert (rows.values - expected).abs().max() < 2e-5 * expected.abs().max()
             greedy = states.logits[0, len(prompt) - 1 : -1].argmax(-1)
             assert greedy.tolist() == list(output.outputs[0].token_ids)
+
+    steered = SamplingParams(
+        max_tokens=6,
+        temperature=0,
+        ignore_eos=True,
+        detokenize=False,
+        steering_vectors={"post_block": {1: VECTOR}},
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        steered,
+        lora_request=LoRARequest("adapter", 1, str(adapter)),
+        use_tqdm=False,
+    )
+    for output, prompt in zip(outputs, prompts, strict=True):
+        expected = changed.greedy(prompt, 6, [Addition(("post_block", 1), VECTOR)])
+        assert list(output.outputs[0].token_ids) == expected

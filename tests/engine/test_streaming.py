@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import streaming
+from engine import modes, streaming
 from engine.asking import RELATIVE, error_of
+from engine.reference import HIDDEN, Addition
 
 pytestmark = pytest.mark.skipif(
     os.environ["TLLM_TEST_RUNNER"] != "v1",
@@ -55,6 +56,19 @@ def test_rows_of_a_streaming_session_are_delivered_once(saved):
     passed = sum(map(len, streaming.TURNS)) + len(streaming.TURNS) * (streaming.ANSWER - 1)
     result = saved["session"]["result"]
     assert result.payload.positions.tolist() == list(range(passed))
+
+
+def test_steering_is_global_and_by_request(saved, reference):
+    early, late, _ = modes.vectors(HIDDEN)
+    everywhere = Addition(("post_block", 1), early)
+    module = Addition(("post_block", 2), late)
+    assert saved["steered"] == [
+        reference.greedy(streaming.STEERED, 6, [everywhere]),
+        reference.greedy(streaming.STEERED, 6, [everywhere, module]),
+    ]
+    assert saved["status"]["modules"] == ["late"]
+    assert saved["status"]["requests"] == 0
+    assert "['post_block'][99]: layer 99 is out of range" in saved["steering refusal"]
 
 
 def test_an_unknown_consumer_is_refused_and_the_engine_lives(saved):
