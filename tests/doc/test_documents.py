@@ -55,6 +55,7 @@ def test_the_code_of_a_document_runs_from_top_to_bottom(name: str, tmp_path: Pat
     code = python_blocks(ROOT / name)
     # What needs a GPU runs here on the demo model.
     code = code.replace("Qwen/Qwen2.5-7B-Instruct", "demo/model")
+    code = code.replace('dtype="bfloat16"', 'dtype="bfloat16", enforce_eager=True')
     script = tmp_path / "document.py"
     script.write_text(code)
     assert run(script)
