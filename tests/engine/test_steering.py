@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from engine.reference import HIDDEN, LAYERS, Addition
 from tllm import LLM, SamplingParams
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], list(range(20, 60)), [200, 201]]
-TOKENS = 8
+INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
+TOKENS = 3 if INTERPRETED else 8
 GENERATOR = torch.Generator().manual_seed(11)
 V, W = 5 * torch.randn(2, HIDDEN, generator=GENERATOR)
 AT = ("post_block", 1)
@@ -109,7 +111,7 @@ def test_a_running_request_keeps_the_steering_it_began_with(llm, reference):
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
     engine = llm.llm_engine
     engine.add_request("early", {"prompt_token_ids": PROMPTS[0]}, params)
-    for _ in range(3):
+    for _ in range(TOKENS // 2):
         engine.step()
     llm.steering.set(at(W), replace=True)
     engine.add_request("late", {"prompt_token_ids": PROMPTS[0]}, params)
@@ -165,8 +167,9 @@ def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, mo
         begin(*args)
 
     monkeypatch.setattr(session, "begin_step", watched)
-    prompts = [[7, 8, 9, i] for i in range(26)]
-    asked = [{} if i % 3 == 2 else {"steering_vectors": at(vectors[i % 12])} for i in range(26)]
+    count = 13 if INTERPRETED else 26
+    prompts = [[7, 8, 9, i] for i in range(count)]
+    asked = [{} if i % 3 == 2 else {"steering_vectors": at(vectors[i % 12])} for i in range(count)]
     found = generate(narrow, prompts, asked)
     assert max(seen) == 3
     for i, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
@@ -178,6 +181,7 @@ def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, mo
     assert not scheduler._tllm_admitted
 
 
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, 60 operations a row are slow; V1 runs it")
 def test_unused_vectors_make_room_and_used_ones_do_not(narrow, reference):
     room = 2**20 // (4 * HIDDEN)
 

@@ -62,7 +62,7 @@ class _Rules(_Base):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self._tllm_reuse_limits or self._tllm_configurations:
+        if self.finished_req_ids:
             self._tllm_forget_finished()
         held = self._tllm_hold_back()
         try:
@@ -72,12 +72,9 @@ class _Rules(_Base):
                 self.waiting.prepend_requests(reversed(held))
         if self._tllm_ended:
             output.tllm_ended, self._tllm_ended = self._tllm_ended, {}
-        if self._tllm_configurations:
-            self._tllm_admitted.update(
-                new.req_id
-                for new in output.scheduled_new_reqs
-                if new.req_id in self._tllm_configurations
-            )
+        if output.scheduled_new_reqs and self._tllm_configurations:
+            new = {each.req_id for each in output.scheduled_new_reqs}
+            self._tllm_admitted |= new & self._tllm_configurations.keys()
         return output
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

@@ -414,6 +414,10 @@ def steering_stretches(
         `(first position, digests of the groups that apply, in order)` of each stretch of
         positions; the first begins at 0, the last has no end.
     """
+    if all(use.positions.everything for use in uses):
+        prefill = tuple(use.digest for use in uses if use.phase != "decode")
+        decode = tuple(use.digest for use in uses if use.phase != "prefill")
+        return [(0, prefill)] if prefill == decode else [(0, prefill), (prompt_len, decode)]
     where = [use.positions.intervals(prompt_len, tokens) for use in uses]
     stretches: list[tuple[int, tuple[str, ...]]] = []
     for start in stretch_starts(prompt_len, where):
