@@ -66,7 +66,10 @@ class Engine:
         """End the process."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=120)
+        try:
+            self._process.wait(timeout=120)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
 
 def check(way: str, particles: int, steps: int, counters: dict[str, Any]) -> None:

@@ -70,6 +70,10 @@ class Vllm:
 
         self._llm = LLM(model, **options)
 
+    def close(self) -> None:
+        """End the engine's process."""
+        self._llm.llm_engine.engine_core.shutdown()
+
     def step(self, work: Round, way: str) -> dict[str, Any]:
         """All steps of a round."""
         from vllm import SamplingParams
@@ -95,6 +99,10 @@ class Tllm:
         from tllm.logprobs import AsyncVirtualLM
 
         self._lm = AsyncVirtualLM.from_name(model, engine_opts=options, transport=transport)
+
+    def close(self) -> None:
+        """End the engine's process."""
+        self._lm.cleanup()
 
     def step(self, work: Round, way: str) -> dict[str, Any]:
         """All steps of a round, and what shows that they were computed."""
@@ -169,6 +177,7 @@ def main() -> None:
             file=answers,
             flush=True,
         )
+    engine.close()
 
 
 if __name__ == "__main__":

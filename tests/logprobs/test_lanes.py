@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from logprobs.asking import VOCAB, agrees, gathered, prompts
+from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered, prompts
 from tllm.consumers.base import Consumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
@@ -110,6 +110,22 @@ def test_a_fork_and_its_parent_go_separate_ways(lm):
     assert agrees(again[0], found[0])
     assert agrees(again[1], found[1])
     assert again[2].token_ids.tolist() == found[0].topk(2).indices.tolist()
+
+
+def test_a_drawn_token_that_was_dropped_is_in_no_cached_block(lm, reference):
+    """vLLM draws a token at the end of each turn: here, the one that would fill a block of 32."""
+
+    async def run():
+        prompt = list(range(200, 231))
+        async with lm.open(prompt) as lane:
+            drawn = int((await lane.next()).argmax())
+            lane.feed(7, 8)
+            await lane.next()
+            return [*prompt, drawn, 9]
+
+    tokens = asyncio.run(run())
+    expected = reference.next_token_logprobs_sync(tokens)
+    assert agrees(lm.next_token_logprobs_sync(tokens), expected, OTHER_ENGINE)
 
 
 def test_lanes_queries_and_completions_share_the_engine(lm):

@@ -61,6 +61,12 @@ class _Rules(_Base):
             self._tllm_configurations[request.request_id] = needed | before
         super().add_request(request)
 
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        # vLLM 0.30 forgets this: a block's key would hold the token that was drawn last, which is
+        # dropped now, and the block another token's keys and values.
+        del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
+        super()._update_request_as_session(session, update)
+
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.finished_req_ids:
             self._tllm_forget_finished()

@@ -73,7 +73,8 @@ class AsyncVirtualLM(AsyncLM):
                 "different engines; make one AsyncVirtualLM for each, with data_parallel_size=1"
             )
         self.engine = engine
-        self.tokenizer = engine.get_tokenizer() if engine.renderer.tokenizer else None
+        skipped = engine.model_config.skip_tokenizer_init
+        self.tokenizer = None if skipped else engine.get_tokenizer()
         self.cache = OutputCache(cache_size, **(cache_opts or {})) if cache_size > 0 else None
         self._cache_lock = threading.Lock()
         self._epoch = 0
@@ -105,7 +106,7 @@ class AsyncVirtualLM(AsyncLM):
         timeout: float = 0.02,
         **options: Any,
     ) -> AsyncVirtualLM:
-        """Start an engine, and wait until it is ready.
+        """Start an engine, and wait until it is ready (in an event loop: `asyncio.to_thread`).
 
         Args:
             model_name: a path, or a name on the Hugging Face hub.
@@ -428,7 +429,8 @@ class AsyncVirtualLM(AsyncLM):
         try:
             answer = await asking.future
         except asyncio.CancelledError:
-            self._post(self._service.cancel, [asking])
+            if not self._closed:
+                self._post(self._service.cancel, [asking])
             raise
         finally:
             self._waiting.discard(asking)

@@ -587,6 +587,8 @@ class Session:
         self._step += 1
         if self.idle:
             self._planner.clear()
+            self.steering.commit()  # taps that steered nobody's rows any more rest again
+            self._taps.commit()
             return
         self._dispatcher.before_forward()
         self._detach_failed()

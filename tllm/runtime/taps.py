@@ -211,8 +211,8 @@ class Taps:
         """Make room for add rows below `rows`."""
         if rows > self.add_rows:
             self.add_rows = 2 * rows
-            for tap in list(self._add_table):
-                self._allocate_additions(tap)
+            for point in list(self._add_table):
+                self._allocate_additions(point)
 
     def set_additions(self, key: TapKey, add_rows: torch.Tensor, vectors: torch.Tensor) -> None:
         """Add `vectors[i]` to the rows of add row `add_rows[i]` at this hook point.
@@ -221,29 +221,29 @@ class Taps:
             add_rows: `[n]` int64 on the device.
             vectors: `[n, hidden]` on the device, any float dtype.
         """
-        tap = self.index[key]
-        if tap not in self._add_table:
-            self._allocate_additions(tap)
-        self._add_table[tap].index_copy_(0, add_rows, vectors.to(self.dtype))
-        self._add_index[tap].index_copy_(0, add_rows, add_rows.to(torch.int32))
+        point = self.index[key]
+        if point not in self._add_table:
+            self._allocate_additions(point)
+        self._add_table[point].index_copy_(0, add_rows, vectors.to(self.dtype))
+        self._add_index[point].index_copy_(0, add_rows, add_rows.to(torch.int32))
 
     def clear_additions(self, key: TapKey, add_rows: torch.Tensor) -> None:
         """Add nothing to the rows of these add rows at this hook point."""
-        tap = self.index[key]
-        if tap in self._add_index:
-            self._add_index[tap].index_fill_(0, add_rows, -1)
+        point = self.index[key]
+        if point in self._add_index:
+            self._add_index[point].index_fill_(0, add_rows, -1)
 
-    def _allocate_additions(self, tap: int) -> None:
+    def _allocate_additions(self, point: int) -> None:
         index = torch.full((self.add_rows,), -1, dtype=torch.int32, device=self.device)
         table = torch.zeros((self.add_rows, self.hidden_size), dtype=self.dtype, device=self.device)
-        if tap in self._add_table:
-            old = len(self._add_index[tap])
-            index[:old].copy_(self._add_index[tap])
-            table[:old].copy_(self._add_table[tap])
-        self._add_index[tap], self._add_table[tap] = index, table
-        self._set_point_field(Stage.ADD_INDEX, np.array([tap]), [index.data_ptr()])
-        self._set_point_field(Stage.ADD_TABLE, np.array([tap]), [table.data_ptr()])
-        self._flags[tap] |= int(Flag.ADD)
+        if point in self._add_table:
+            old = len(self._add_index[point])
+            index[:old].copy_(self._add_index[point])
+            table[:old].copy_(self._add_table[point])
+        self._add_index[point], self._add_table[point] = index, table
+        self._set_point_field(Stage.ADD_INDEX, np.array([point]), [index.data_ptr()])
+        self._set_point_field(Stage.ADD_TABLE, np.array([point]), [table.data_ptr()])
+        self._flags[point] |= int(Flag.ADD)
 
     def _set_point_field(self, field: Stage, points: np.ndarray, addresses: Sequence[int]) -> None:
         self._stages[points // STAGES, points % STAGES, field] = addresses
