@@ -28,9 +28,10 @@ class Round:
         draw = random.Random(number)
         tokens = range(command["prompt_tokens"])
         self.prompt = [draw.randrange(2, vocab) for _ in tokens]
-        self.fed = [
-            [draw.randrange(2, vocab) for _ in range(command["steps"])] for _ in range(particles)
-        ]
+        # The first differs: equal queries would be computed once.
+        rest = range(command["steps"] - 1)
+        firsts = draw.sample(range(2, vocab), particles)
+        self.fed = [[first, *(draw.randrange(2, vocab) for _ in rest)] for first in firsts]
         self.steps = command["steps"]
 
     def prompts(self, step: int) -> list[list[int]]:

@@ -30,9 +30,14 @@ class LoopThread:
         """Whether `stop` was not called yet."""
         return self.loop.is_running()
 
+    @property
+    def inside(self) -> bool:
+        """Whether the caller is on that thread."""
+        return threading.current_thread() is self._thread
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for its result, on any other thread."""
-        if threading.current_thread() is self._thread:
+        if self.inside:
             work.close()
             raise RuntimeError(
                 "called from the engine's own event loop, which would wait for itself"

@@ -641,6 +641,9 @@ def _stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
 def _clean_up(thread: LoopThread, service: Service) -> None:
     if not thread.running:
         return
+    if thread.inside:  # where the last reference was dropped; this waits for that thread
+        threading.Thread(target=_clean_up, args=(thread, service)).start()
+        return
 
     async def shut_down() -> None:
         service.shut_down()
