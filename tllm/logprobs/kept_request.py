@@ -102,6 +102,13 @@ class KeptRequest:
         while (part := await self._inputs.get()) is not None:
             yield part
 
+    def cancel(self) -> asyncio.Task[None] | None:
+        """Abort it; returns what to wait for."""
+        self.open = False
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
     def close(self) -> None:
         """Let the engine free it: at once when no turn is under way, else by aborting it."""
         self.open = False

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol, get_args
+from weakref import WeakSet
 
 import torch
 import vllm
@@ -95,6 +96,7 @@ class Service:
         self._prefix = uuid.uuid4().hex[:8]
         self._in_flight: dict[tuple[Any, ...], _InFlight] = {}
         self._background: set[asyncio.Task[Any]] = set()
+        self._kept: WeakSet[KeptRequest] = WeakSet()
         self._to_take: dict[int, asyncio.Future[NextToken]] = {}
 
     # -- questions -----------------------------------------------------------------------------
@@ -249,6 +251,7 @@ class Service:
             if self.written(question):
                 root = object()
             request = self.admission.keep(self.engine, root, tokens)
+            self._kept.add(request)
             self._hold(particle, request)
             if interventions.results:
                 particle.served.append(request)
@@ -375,8 +378,14 @@ class Service:
             "free_rows": sum(arena.free for arena in self._arenas.values()),
         }
 
-    def shut_down(self) -> None:
-        """End the engine's process, and give the shared memory back."""
+    async def shut_down(self) -> None:
+        """Abort what runs, end the engine's process, and give the shared memory back."""
+        tasks = [flight.task for flight in self._in_flight.values() if flight.task is not None]
+        for each in tasks:
+            each.cancel()
+        tasks += [task for kept in self._kept if (task := kept.cancel()) is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=5.0)
         self.engine.shutdown()
         for arena in self._arenas.values():
             arena.close()

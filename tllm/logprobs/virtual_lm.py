@@ -645,8 +645,5 @@ def _clean_up(thread: LoopThread, service: Service) -> None:
         threading.Thread(target=_clean_up, args=(thread, service)).start()
         return
 
-    async def shut_down() -> None:
-        service.shut_down()
-
-    thread.run(shut_down())
+    thread.run(service.shut_down())
     thread.stop()
