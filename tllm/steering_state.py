@@ -290,7 +290,7 @@ class SteeringState:
                 f"{name} has {entry.vector.size} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"
             )
-        if (largest := float(np.abs(entry.vector).max())) > facts.max_value:
+        if (largest := entry.largest) > facts.max_value:
             raise ValueError(
                 f"{name} has values up to {largest:.3g}, and the model's dtype holds at most "
                 f"{facts.max_value:.3g}; give a smaller vector and a larger scale"
@@ -302,7 +302,7 @@ class SteeringState:
                 f"{name}: layer {entry.layer} is out of range; the model has layers 0 to "
                 f"{facts.num_layers - 1} (or {-facts.num_layers} to -1 from the end)"
             )
-        return replace(entry, layer=entry.layer % facts.num_layers)
+        return entry if entry.layer >= 0 else replace(entry, layer=entry.layer % facts.num_layers)
 
     def _limited(self, groups: tuple[Group, ...], what: str) -> tuple[Group, ...]:
         operations: Counter[tuple[str, int | None]] = Counter()

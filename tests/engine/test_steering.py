@@ -243,10 +243,6 @@ GOOD = [0.0] * HIDDEN
             "17 clamps (operations on a component) at 'post_block' of layer 1; at most 16",
         ),
         ({"steering_positions": "last_prompt"}, "nothing to steer with was given"),
-        (
-            {"steering_vectors": at({"vector": V, "positions": {"token_ids": [3]}})},
-            "['post_block'][1]['positions']: which tokens are generated is not known",
-        ),
     ],
 )
 def test_mistakes_are_refused_before_a_worker_sees_them(llm, reference, asked, says):

@@ -73,13 +73,12 @@ class Steered:
     positions: str = "all"
     kind: str = "vectors"
 
-    def mask(self, prompt: list[int]) -> Tensor:
-        """Which positions it is done to."""
-        n = len(prompt)
-        chosen = [
-            POSITIONS[self.positions][1](p, n, prompt[p] if p < n else -1) for p in range(MAX_LEN)
-        ]
-        in_phase = [self.phase in ("any", "prefill" if p < n else "decode") for p in range(MAX_LEN)]
+    def mask(self, tokens: list[int], n: int) -> Tensor:
+        """Which of the positions of `tokens`, of which n are the prompt's, it is done to."""
+        meant = POSITIONS[self.positions][1]
+        chosen = [meant(p, n, token) for p, token in enumerate(tokens)]
+        phases = ["prefill" if p < n else "decode" for p in range(len(tokens))]
+        in_phase = [self.phase in ("any", phase) for phase in phases]
         return torch.tensor(chosen) & torch.tensor(in_phase)
 
     def __str__(self) -> str:
@@ -102,12 +101,20 @@ POSITIONS: dict[str, tuple[Any, Callable[[int, int, int], bool]]] = {
         {"ranges": [[-4, None]], "exclude": {"positions": [-2]}},
         lambda p, n, token: p >= n - 4 and p != n - 2,
     ),
-    "tokens": (
+    "prompt tokens": (
         {"phase": "prompt", "token_ids": TOKENS, "exclude": {"windows": [[0, 2]]}},
-        lambda p, n, token: token in TOKENS and p >= 2,
+        lambda p, n, token: p < n and token in TOKENS and p >= 2,
+    ),
+    "tokens": (
+        {"token_ids": TOKENS, "exclude": {"positions": [-2]}},
+        lambda p, n, token: token in TOKENS and p != n - 2,
+    ),
+    "generated without": (
+        {"phase": "generation", "exclude": {"token_ids": TOKENS, "windows": [[4, 5]]}},
+        lambda p, n, token: p >= n and token not in TOKENS and p != n + 4,
     ),
 }
-"""As users write it, and whether a position is meant: (position, prompt length, prompt token)."""
+"""As users write it, and whether a position is meant: (position, prompt length, token)."""
 
 
 def _steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
@@ -408,7 +415,7 @@ class Engine:
         first = len(ask.prompt)
         steers: dict[Place, list[Change]] = {}
         for each in ask.steering:
-            change = each.method, each.vector, each.given, each.mask(ask.prompt)
+            change = each.method, each.vector, each.given, each.mask(passed, first)
             steers.setdefault(each.place, []).append(change)
         states, logits = self.reference.run(self.family, passed, self._writes(ask), steers)
         if ask.seed is None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SEGMENT_WIDTH, Operation, Segment
-from tllm.runtime.kernels import candidates, row_plan, tap
+from tllm.runtime.kernels import candidates, row_plan, tap, token_choice
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
 from tllm.spec.hooks import HookPoint
@@ -36,6 +36,34 @@ def test_row_plan(seed):
     row_plan.launch(segments, plans[0])
     row_plan.reference(segments, plans[1])
     assert torch.equal(*plans)
+
+
+def test_token_choice():
+    pick = random.Random(3)
+    counts = [0, 3, 300]
+    heads = [[sum(counts[:i]), count, 5 - 3 * i] for i, count in enumerate(counts)]
+    entries = [
+        [token, pick.randint(-1, 40)]
+        for count in counts
+        for token in sorted(pick.sample(range(400), count))
+    ]
+    heads, entries = (torch.tensor(each, dtype=torch.int32) for each in (heads, entries))
+    plans = [torch.tensor([pick.randint(-4, 3) for _ in range(200)], dtype=torch.int32)]
+    tokens = torch.tensor(
+        [pick.choice([7, entries[1, 0], pick.randrange(400)]) for _ in range(200)]
+    )
+    plans.append(plans[0].clone())
+    before = plans[0].clone()
+    token_choice.launch(plans[0], tokens, heads, entries)
+    token_choice.reference(plans[1], tokens, heads, entries)
+    assert torch.equal(*plans)
+    for was, now, token in zip(before.tolist(), plans[0].tolist(), tokens.tolist(), strict=True):
+        if was < -1:
+            start, count, others = heads[-2 - was].tolist()
+            by_token = dict(entries[start : start + count].tolist())
+            assert now == by_token.get(token, others)
+        else:
+            assert now == was
 
 
 def steering_tables(taps, keys, generator, dtype):
@@ -73,7 +101,7 @@ def test_tap(seed, dtype, fused):
     hidden, rows = [24, 64, 100, 7][seed], 9
     first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
     results = []
-    for run in (tap.reference, lambda *args: tap.launch(*args, 4)):
+    for run in (tap.reference, tap.launch):
         generator.manual_seed(seed)
         taps = Taps(
             {first: None},
@@ -139,7 +167,7 @@ def test_each_method_computes_its_formula(method):
     taps.commit()
     h = torch.randn(4, hidden, generator=generator)
     out = {}
-    for name, run in (("kernel", lambda *a: tap.launch(*a, 4)), ("reference", tap.reference)):
+    for name, run in (("kernel", tap.launch), ("reference", tap.reference)):
         out[name] = h.clone()
         run(out[name], None, taps._descriptors[0], taps.plan)
     v = w / w.norm()

@@ -64,13 +64,15 @@ criteria = st.fixed_dictionaries(
     st.none() | criteria,
     st.sampled_from(["any", "prompt", "generation"]),
     st.lists(st.integers(0, 6), min_size=1, max_size=LONGEST),
+    st.none() | st.integers(0, 6),
 )
-def test_every_token_is_meant_or_not_as_the_words_say(include, exclude, phase, tokens):
+def test_every_token_is_meant_or_not_as_the_words_say(include, exclude, phase, tokens, generated):
     spec = {**include, "phase": phase, **({"exclude": exclude} if exclude else {})}
     prompt_len = len(tokens)
     selection = Selection.parse(spec)
     assert Selection.parse(selection.to_wire()) == selection
-    intervals = selection.intervals(prompt_len, tokens)
+    intervals = selection.intervals(prompt_len, tokens, generated)
+    tokens = [*tokens, *[generated] * 2 * LONGEST]
     assert all(a < b for a, b in intervals)
     assert all(left[1] < right[0] for left, right in pairwise(intervals))
     for position in range(2 * LONGEST):

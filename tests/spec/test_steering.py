@@ -10,7 +10,9 @@ import torch
 from tllm.spec.steering import (
     METHODS,
     Tiers,
+    TokenChoice,
     compose,
+    configurations,
     most_configurations,
     parse_modules,
     steering_stretches,
@@ -173,6 +175,29 @@ def test_stretches_follow_phases_and_selections():
         (8, ()),
     ]
     assert most_configurations([prefill, decode]) == 1  # the same groups in both phases
+
+
+def test_what_is_done_to_generated_tokens_may_depend_on_which_they_are():
+    def tier(scale, **positions):
+        return {"post_block": {1: {"vector": V, "scale": scale, "positions": positions}}}
+
+    tiers = Tiers.parse(
+        vectors=tier(1, token_ids=[3, 5], exclude={"positions": [-1]}),
+        prefill_vectors=tier(2, token_ids=[1]),
+        decode_vectors=tier(3, exclude={"token_ids": [5, 9]}),
+    )
+    uses = [group.use for group in compose([tiers])]
+    named, prompt, others = (use.digest for use in uses)
+    found = steering_stretches(uses, 4, [3, 1, 8, 3])
+    by_token = ((3, (named, others)), (5, (named,)), (9, ()))
+    assert found == [
+        (0, (named,)),
+        (1, (prompt,)),
+        (2, ()),
+        (4, TokenChoice(by_token, (others,))),
+    ]
+    assert configurations(found) == {(), (named,), (prompt,), (others,), (named, others)}
+    assert most_configurations(uses) >= 4
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tllm.spec.request import RequestSpec
-from tllm.spec.steering import steering_stretches
+from tllm.spec.steering import Stretches, steering_stretches
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -30,18 +30,16 @@ class BlockKeys:
         stretches: as `steering_stretches` gives them.
     """
 
-    def __init__(
-        self, plain: Hasher, block_size: int, stretches: Sequence[tuple[int, tuple[str, ...]]]
-    ) -> None:
+    def __init__(self, plain: Hasher, block_size: int, stretches: Stretches) -> None:
         self._plain = plain
         self._block_size = block_size
         self._starts = [start for start, _ in stretches]
         self._digests: list[bytes] = []
         digest = hashlib.sha256()
-        for start, groups in stretches:
-            digest.update(repr((start, groups)).encode())
+        for start, applied in stretches:
+            digest.update(repr((start, applied)).encode())
             self._digests.append(digest.digest())
-        self._first = next((start for start, groups in stretches if groups), None)
+        self._first = next((start for start, applied in stretches if applied), None)
         self._chain: list[Any] = []
 
     def __call__(self, request: Request) -> list[Any]:

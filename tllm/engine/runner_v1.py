@@ -45,6 +45,7 @@ class V1Attachment(RunnerAttachment):
             batch.num_computed_tokens_cpu[:count].astype(np.int32),
             np.fromiter((tokens[i] for i in ids), np.int32, count),
             ~runner.discard_request_mask.np[:count],
+            runner.input_ids.gpu,
         )
         return self._model_forward(*args, **kwargs)
 

@@ -47,6 +47,7 @@ class V2Attachment(RunnerAttachment):
                 starts,
                 counts,
                 starts + counts >= input_batch.prefill_len_np[:count],
+                input_batch.input_ids,
             )
         return self._prepare_inputs(input_batch, req_states)
 

@@ -11,16 +11,13 @@ from vllm.v1.request import RequestStatus
 from tllm.engine import prefix_cache
 from tllm.engine.options import EngineOptions
 from tllm.spec.request import RequestSpec
-from tllm.spec.steering import steering_stretches
+from tllm.spec.steering import Configuration, configurations, steering_stretches
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Base
     from vllm.v1.request import Request
 else:
     _Base = object
-
-Configuration = tuple[str, ...]
-"""Digests of the groups that steer a token: one row of the workers' steering tables."""
 
 
 class _Rules(_Base):
@@ -56,7 +53,7 @@ class _Rules(_Base):
             stretches = steering_stretches(
                 spec.steering, request.num_prompt_tokens, request.prompt_token_ids or ()
             )
-            needed = frozenset(groups for _, groups in stretches if groups)
+            needed = configurations(stretches) - {()}
             before = self._tllm_configurations.get(request.request_id, frozenset())
             self._tllm_configurations[request.request_id] = needed | before
         super().add_request(request)

@@ -89,7 +89,9 @@ class Frame:
     lost: list[ProgramRows] = field(default_factory=list)
     """Rows given up because the ring was full; they have no tensor."""
     steered: int = 0
-    """Rows that follow a steering row."""
+    """Rows that follow a steering row, or a choice of one."""
+    chooses: bool = False
+    """Whether the plan has choices by token."""
     input_ids: torch.Tensor | None = None
     """`[tokens]`, on the device."""
     logits: torch.Tensor | None = None
@@ -139,9 +141,14 @@ class Layout:
 
     @cached_property
     def steered(self) -> int:
-        """Tokens that are steered."""
-        chosen = self.segments[:, Segment.STEER] >= 0
+        """Tokens that are steered, or are where they are the right ones."""
+        chosen = self.segments[:, Segment.STEER] != -1
         return int(self.segments[chosen, Segment.COUNT].sum())
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether the steering of any row depends on its token."""
+        return bool((self.segments[:, Segment.STEER] < -1).any())
 
     def continues(self, batch: StepBatch, version: int) -> bool:
         """Whether a batch is the next step of the same decoding sequences."""
@@ -172,6 +179,7 @@ class RowPlanner:
         self._use_kernel = uses_triton(taps.device)
         self._dirty = 0  # tokens of the plan that may say something else than "nothing"
         self._layout: Layout | None = None
+        self._held: tuple[Layout, int] | None = None  # what the plan on the device says
 
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
@@ -181,7 +189,7 @@ class RowPlanner:
             layout.steps_left -= 1
         else:
             layout = self._layout = self._lay_out(batch)
-        frame = Frame(step, batch, steered=layout.steered)
+        frame = Frame(step, batch, steered=layout.steered, chooses=layout.chooses)
         if layout.rows:
             frame.span = self._ring.take(layout.rows)
             if frame.span is None:
@@ -201,7 +209,9 @@ class RowPlanner:
         if self._dirty:
             blank = _blank_segments([(0, self._dirty)])
             self._expand(upload(blank, self._taps.device))
+            self._taps.settle()
             self._dirty = 0
+            self._held = None
 
     def _lay_out(self, batch: StepBatch) -> Layout:
         """The segments of a batch that do something."""
@@ -211,13 +221,13 @@ class RowPlanner:
         parts, positions, owners = [], [], []
         by_phase = np.ones(len(at), bool)
         steps_left = END
-        if table.timelines:
-            own = [i for i, slot in enumerate(at) if int(slot) in table.timelines]
+        own = np.flatnonzero(table.settled[at] > batch.starts).tolist()
+        if own:
             by_phase[own] = False
             stretches = [self._stretches(batch, i) for i in own]
             steps_left = min((left for *_, left in stretches), default=END)
             for i, (low, high, program, add, steer, _) in zip(own, stretches, strict=True):
-                keep = np.flatnonzero((program > 0) | (add >= 0) | (steer >= 0))
+                keep = np.flatnonzero((program > 0) | (add >= 0) | (steer != -1))
                 if len(keep):
                     owner = np.full(len(keep), i)
                     skip = np.maximum(delivered[i] - low[keep], 0)
@@ -238,7 +248,7 @@ class RowPlanner:
             high = np.minimum(batch.ends, prompt_len) if phase == PREFILL else batch.ends
             program, add = table.program[phase, at], table.add[phase, at]
             steer = table.steer[phase, at]
-            active = (program > 0) | (add >= 0) | (steer >= 0)
+            active = (program > 0) | (add >= 0) | (steer != -1)
             keep = np.flatnonzero((high > low) & active & by_phase)
             if not len(keep):
                 continue
@@ -339,6 +349,8 @@ class RowPlanner:
 
     def _write(self, layout: Layout, start: int) -> None:
         """Expand the layout into the plan; rows that no segment covers do nothing."""
+        if self._held == (layout, start):
+            return
         end = max(layout.tokens, self._dirty)
         if not len(layout.segments) and not self._dirty:
             return
@@ -354,8 +366,11 @@ class RowPlanner:
                 layout.on_device[start] = segments
         self._expand(segments)
         self._dirty = layout.tokens if len(layout.segments) else 0
+        # What depends on tokens is chosen anew in each step.
+        self._held = None if layout.chooses else (layout, start)
 
     def _expand(self, segments: torch.Tensor) -> None:
+        self._taps.unsettle()
         if self._use_kernel:
             row_plan.launch(segments, self._taps.plan)
         else:

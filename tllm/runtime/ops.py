@@ -7,9 +7,6 @@ import torch
 from tllm.runtime.kernels import tap as tap_kernel
 from tllm.runtime.kernels.backend import INTERPRETED
 
-#: Keep few enough programs that an idle tap costs one small launch, enough to fill the card.
-_PROGRAMS = 1056
-
 #: Interpreted, a row costs milliseconds, and all rows are worked on alike: passes with more rows
 #: than this take the reference.
 _INTERPRETED_ROWS = 8
@@ -18,7 +15,7 @@ _INTERPRETED_ROWS = 8
 def _tap_cuda(
     stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
 ) -> None:
-    tap_kernel.launch(stream, residual, desc, plan, _PROGRAMS)
+    tap_kernel.launch(stream, residual, desc, plan)
 
 
 def _tap_cpu(
@@ -27,7 +24,7 @@ def _tap_cpu(
     rows = stream.numel() // stream.shape[-1]
     if INTERPRETED and rows <= _INTERPRETED_ROWS:
         if int(desc[0]):  # launching an interpreted kernel is slow even when it returns at once
-            tap_kernel.launch(stream, residual, desc, plan, 1)
+            tap_kernel.launch(stream, residual, desc, plan)
     else:
         tap_kernel.reference(stream, residual, desc, plan)
 

@@ -12,6 +12,7 @@ import torch
 
 from tllm.ports import ConsumerFlow, ModelView, PortRead, RequestInfo, RequestResult, RowMeta
 from tllm.runtime.batch import DECODE, PREFILL, Frame, RowPlanner, StepBatch
+from tllm.runtime.descriptor import PlanRow
 from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Context, Dispatcher
 from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.programs import Programs, TooManyProgramsError
@@ -22,11 +23,12 @@ from tllm.runtime.slots import Sequence, Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.timeline import Timeline, covers_each
+from tllm.runtime.token_choices import TokenChoices
 from tllm.runtime.transfer import HostCopy, upload
 from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
 from tllm.spec.request import RequestSpec
 from tllm.spec.selection import END, Intervals, intersected, stretch_starts
-from tllm.spec.steering import steering_stretches
+from tllm.spec.steering import TokenChoice, configurations, steering_stretches
 
 #: Results nobody came for are forgotten beyond this many prompts.
 _MAX_KEPT_RESULTS = 65536
@@ -80,6 +82,7 @@ class Session:
         self._programs = Programs(taps, max_programs)
         self._additions = Additions(taps, self._slots)
         self.steering = Steering(taps, resolve, steering_rows, steering_vectors)
+        self._choices = TokenChoices(taps.device)
         self._writers: dict[str, list[TapWriter]] = {}
         self._dispatcher = Dispatcher(self._slots, model.device, self._note_failure)
         self._guidance = Guidance(lm_head, model, self._slots, self._dispatcher)
@@ -462,13 +465,25 @@ class Session:
         )
         rows = sequence.steering_rows
         try:
-            for _, groups in stretches:
-                if groups not in rows:
-                    rows[groups] = self.steering.acquire(groups)
+            for groups in configurations(stretches) - rows.keys():
+                rows[groups] = self.steering.acquire(groups)
         except ValueError as error:
             sequence.errors["steering"] = str(error)
             return []
-        return [(start, rows[groups]) for start, groups in stretches]
+        return [
+            (start, self._choice(sequence, applied))
+            if isinstance(applied, TokenChoice)
+            else (start, rows[applied])
+            for start, applied in stretches
+        ]
+
+    def _choice(self, sequence: Sequence, chosen: TokenChoice) -> int:
+        """What stands in the row plan for a choice by token; kept until the sequence is removed."""
+        rows, choices = sequence.steering_rows, sequence.token_choices
+        choice = tuple((t, rows[groups]) for t, groups in chosen.by_token), rows[chosen.others]
+        if choice not in choices:
+            choices[choice] = self._choices.acquire(choice)
+        return choices[choice]
 
     def finish_sequence(self, engine_id: str, token_ids: tuple[int, ...] | None = None) -> None:
         """The engine let go of a sequence, whatever ended it.
@@ -482,6 +497,8 @@ class Session:
             self._conclude(sequence)
             for groups in sequence.steering_rows:
                 self.steering.release(groups)
+            for choice in sequence.token_choices:
+                self._choices.release(choice)
             self._slots.remove(engine_id)
 
     def _conclude(self, sequence: Sequence) -> None:
@@ -576,11 +593,19 @@ class Session:
             return False
         return all(owner.consumer.on_request_only for owner in self._consumers.values())
 
-    def begin_step(self, engine_ids: list[str], starts: Any, counts: Any, samples: Any) -> None:
+    def begin_step(
+        self,
+        engine_ids: list[str],
+        starts: Any,
+        counts: Any,
+        samples: Any,
+        token_ids: torch.Tensor,
+    ) -> None:
         """Before the forward pass: what waited for it, and the row plan.
 
         Args:
             engine_ids: in batch order; arrays as in `StepBatch`.
+            token_ids: `[tokens or more]`, of the batch, on the device.
         """
         if self._frame is not None:
             self.end_step()
@@ -596,8 +621,12 @@ class Session:
         self.steering.commit()
         batch = StepBatch(self._slots.of(engine_ids), starts, counts, samples)
         self._frame = frame = self._planner.plan(self._step, batch)
+        if frame.chooses:
+            tokens = int(batch.counts.sum())
+            self._choices.apply(self._taps.plan[PlanRow.STEER, :tokens], token_ids[:tokens])
         self._frame_flows = self._dispatcher.flows_of(frame, self._flows)
         self._taps.commit()
+        self._taps.settle()
         self._bundled = False
         self.rows_captured += sum(int(rows.counts.sum()) for rows in frame.rows)
         self.rows_steered += frame.steered

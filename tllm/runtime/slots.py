@@ -10,7 +10,8 @@ import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
 from tllm.runtime.timeline import Timeline
-from tllm.spec.steering import GroupUse
+from tllm.runtime.token_choices import Choice
+from tllm.spec.steering import Configuration, GroupUse
 
 
 @dataclass(eq=False)
@@ -36,8 +37,10 @@ class Sequence:
     """All tokens, once it has ended and they are known."""
     ended: bool = False
     """Its results were made; the engine may not have let go of it yet."""
-    steering_rows: dict[tuple[str, ...], int] = field(default_factory=dict)
+    steering_rows: dict[Configuration, int] = field(default_factory=dict)
     """Steering row by groups, for each combination that applies somewhere in it."""
+    token_choices: dict[Choice, int] = field(default_factory=dict)
+    """What stands in the row plan for each choice by token."""
 
     def uses(self, consumer_id: str, *, unasked: bool = True) -> bool:
         """Whether the consumer is enabled for this sequence.
@@ -61,9 +64,12 @@ class Slots:
             engine recomputes them after a preemption.
         program: `[2, slots]`, the capture program of prefill and of decode rows; 0 for none.
         add: `[2, slots]`, the add row of prefill and of decode rows; -1 for none.
-        steer: `[2, slots]`, the steering row of prefill and of decode rows; -1 for none.
+        steer: `[2, slots]`, the steering row of prefill and of decode rows; -1 for none, less for
+            a choice by token.
         timelines: by slot, for sequences whose rows do not all do the same within a phase; it
-            replaces `program` and `steer`.
+            replaces `program` and `steer` below the position `settled`.
+        settled: `[slots]`, the position from which on `program` and `steer` say all again: where
+            the last stretch of a timeline begins; 0 without one.
         version: changes whenever any of these does (`delivered` aside).
     """
 
@@ -73,6 +79,7 @@ class Slots:
         self.by_slot: list[Sequence | None] = [None] * max_sequences
         self.prompt_len = np.zeros(max_sequences, np.int32)
         self.delivered = np.zeros(max_sequences, np.int32)
+        self.settled = np.zeros(max_sequences, np.int32)
         self.program = np.zeros((2, max_sequences), np.int32)
         self.add = np.full((2, max_sequences), -1, np.int32)
         self.steer = np.full((2, max_sequences), -1, np.int32)
@@ -120,6 +127,7 @@ class Slots:
             self.by_slot += [None] * size
             self.prompt_len = np.concatenate([self.prompt_len, np.zeros(size, np.int32)])
             self.delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
+            self.settled = np.concatenate([self.settled, np.zeros(size, np.int32)])
             self.program = np.concatenate([self.program, np.zeros((2, size), np.int32)], 1)
             self.add = np.concatenate([self.add, np.full((2, size), -1, np.int32)], 1)
             self.steer = np.concatenate([self.steer, np.full((2, size), -1, np.int32)], 1)
@@ -133,6 +141,7 @@ class Slots:
         self.by_slot[slot] = sequence
         self.prompt_len[slot] = sequence.info.prompt_len
         self.delivered[slot] = 0
+        self.settled[slot] = 0
         self.program[:, slot] = 0
         self.add[:, slot] = -1
         self.steer[:, slot] = -1
@@ -152,9 +161,16 @@ class Slots:
             self.version += 1
 
     def set_timeline(self, slot: int, timeline: Timeline | None) -> None:
-        """Let the rows of a sequence follow a timeline instead; None takes it away."""
+        """Let the rows of a sequence follow a timeline instead; None takes it away.
+
+        Most of a sequence is decoded in the last stretch, which is looked up as a phase is.
+        """
+        self.settled[slot] = 0
         if timeline is not None:
             self.timelines[slot] = timeline
+            self.settled[slot] = timeline.starts[-1]
+            self.program[1, slot] = timeline.program[-1]
+            self.steer[1, slot] = timeline.steer[-1]
             self.version += 1
         elif self.timelines.pop(slot, None) is not None:
             self.version += 1

@@ -266,6 +266,7 @@ class Steering:
         self._new_entries.clear()
         self._new_chains.clear()
         self._taps.set_steering(np.flatnonzero(self._point_users))
+        self._taps.unsettle()
         self._stale = False
 
     def _add_up(self) -> None:

@@ -21,6 +21,7 @@ from tllm.runtime.descriptor import (
     PlanRow,
     Stage,
 )
+from tllm.runtime.kernels.backend import starts_early
 from tllm.runtime.transfer import upload
 from tllm.spec.hooks import HookPoint
 
@@ -130,6 +131,9 @@ class Taps:
             Stage.COLUMNS, np.arange(STAGES * count), [row.data_ptr() for row in self._columns]
         )
         self._descriptors = torch.zeros((count, DESCRIPTOR_WIDTH), dtype=torch.int64, device=device)
+        self._early = starts_early(device)
+        self._settled = True
+        self._spacer = torch.zeros(1, dtype=torch.uint8, device=device)
         self._stale = True
         self.commit()
 
@@ -154,6 +158,21 @@ class Taps:
             self._descriptors.copy_(upload(self._fields, self.device))
             self._stale = False
 
+    def settle(self) -> None:
+        """Put something between the kernels that wrote what taps read, and the forward pass.
+
+        A tap looks up what it has to do while the kernel before it still ends, and that must not
+        be one that writes what is looked up. It never is where a forward pass begins with an
+        embedding; on a later pipeline rank it could be.
+        """
+        if not self._settled:
+            self._spacer.zero_()
+            self._settled = True
+
+    def unsettle(self) -> None:
+        """The plan or a table was written by a kernel."""
+        self._settled = not self._early
+
     def set_arena(self, arena: torch.Tensor) -> None:
         """Where captured rows go from the next commit on."""
         self._fields[:, Descriptor.ARENA] = arena.data_ptr()
@@ -166,6 +185,7 @@ class Taps:
             column[self.index[key]] = i
         self._columns_host[:, program] = column
         self._columns[:, program].copy_(upload(column, self.device))
+        self.unsettle()
 
     def set_capturing(self, keys: Iterable[TapKey]) -> None:
         """Which hook points may capture; all others do not even look at the plan."""
@@ -226,12 +246,14 @@ class Taps:
             self._allocate_additions(point)
         self._add_table[point].index_copy_(0, add_rows, vectors.to(self.dtype))
         self._add_index[point].index_copy_(0, add_rows, add_rows.to(torch.int32))
+        self.unsettle()
 
     def clear_additions(self, key: TapKey, add_rows: torch.Tensor) -> None:
         """Add nothing to the rows of these add rows at this hook point."""
         point = self.index[key]
         if point in self._add_index:
             self._add_index[point].index_fill_(0, add_rows, -1)
+            self.unsettle()
 
     def _allocate_additions(self, point: int) -> None:
         index = torch.full((self.add_rows,), -1, dtype=torch.int32, device=self.device)

@@ -20,7 +20,7 @@ class Timeline:
     Attributes:
         starts: `[stretches]`, first position of each; the first is 0, the last has no end.
         program: `[stretches]`, the capture program; 0 for none.
-        steer: `[stretches]`, the steering row; -1 for none.
+        steer: `[stretches]`, the steering row; -1 for none, less for a choice by token.
     """
 
     starts: IntArray

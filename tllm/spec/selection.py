@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -22,6 +24,9 @@ _NAMED: dict[str, dict[str, Any]] = {
     "last_prompt": {"positions": [-1]},
 }
 _CRITERIA = ("positions", "ranges", "windows", "token_ids")
+
+_SHORT = 1024
+"""Characters of a selection's text up to which the parsed selection is kept."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,10 @@ class Criteria:
     def __bool__(self) -> bool:
         return bool(self.positions or self.ranges or self.windows or self.token_ids)
 
-    def intervals(self, prompt_len: int, origin: int, tokens: Sequence[int]) -> Intervals:
-        """Where the criteria are met, as far as `tokens` (from position 0 on) are known.
+    def intervals(
+        self, prompt_len: int, origin: int, tokens: Sequence[int], generated: int | None
+    ) -> Intervals:
+        """Where the criteria are met; see `Selection.intervals`.
 
         Args:
             origin: position that windows count from.
@@ -65,6 +72,8 @@ class Criteria:
         if self.token_ids:
             wanted = frozenset(self.token_ids)
             found += [(i, i + 1) for i, token in enumerate(tokens) if token in wanted]
+            if generated in wanted:
+                found.append((prompt_len, END))
         return united(found)
 
 
@@ -132,6 +141,12 @@ class Selection:
             )
         return cls(phase, include, _criteria(excluded, f"{name}['exclude']"))
 
+    @classmethod
+    def from_wire(cls, wire: Mapping[str, Any]) -> Selection:
+        """The inverse of `to_wire`. Short ones are parsed once: most requests ask the same."""
+        text = json.dumps(wire)
+        return _from_text(text) if len(text) <= _SHORT else cls.parse(wire)
+
     @property
     def everything(self) -> bool:
         """Whether every token is meant."""
@@ -142,24 +157,28 @@ class Selection:
         """Whether which generated token it is decides."""
         return self.phase != "prompt" and bool(self.include.token_ids or self.exclude.token_ids)
 
-    def intervals(self, prompt_len: int, tokens: Sequence[int] = ()) -> Intervals:
+    def intervals(
+        self, prompt_len: int, tokens: Sequence[int] = (), generated: int | None = None
+    ) -> Intervals:
         """The positions that are meant.
 
         Args:
             prompt_len: number of prompt tokens.
             tokens: tokens from position 0 on, as far as they are known; needed only for
-                `token_ids`. No later token is taken to match.
+                `token_ids`.
+            generated: what every generated token is taken to be; None for one that no criterion
+                names.
         """
         origin = prompt_len if self.phase == "generation" else 0
         everywhere: Intervals = ((0, END),)
-        found = self.include.intervals(prompt_len, origin, tokens)
+        found = self.include.intervals(prompt_len, origin, tokens, generated)
         meant = found if self.include else everywhere
         if self.phase == "prompt":
             meant = intersected(meant, ((0, prompt_len),))
         elif self.phase == "generation":
             meant = intersected(meant, ((prompt_len, END),))
         if self.exclude:
-            excluded = self.exclude.intervals(prompt_len, origin, tokens)
+            excluded = self.exclude.intervals(prompt_len, origin, tokens, generated)
             meant = intersected(meant, complement(excluded))
         return meant
 
@@ -183,6 +202,11 @@ class Selection:
         if self.exclude:
             wire["exclude"] = _to_wire(self.exclude)
         return wire
+
+
+@lru_cache(4096)
+def _from_text(text: str) -> Selection:
+    return Selection.parse(json.loads(text))
 
 
 def united(intervals: Iterable[tuple[int, int]]) -> Intervals:

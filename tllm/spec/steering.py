@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -183,7 +183,12 @@ class Entry:
     @cached_property
     def digest(self) -> str:
         """Of the vector's content."""
-        return _digest(self.vector.tobytes())
+        return _digest(self.vector.data)
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest absolute value of the vector."""
+        return float(max(self.vector.max(), -self.vector.min()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,6 +267,8 @@ class Tiers:
 
     def at(self, positions: Selection) -> Tiers:
         """The same tiers, with these tokens for the entries that mean every token."""
+        if positions.everything:
+            return self
         return self.map(lambda e: replace(e, positions=positions) if e.positions.everything else e)
 
     def scaled(self, factor: float) -> Tiers:
@@ -367,8 +374,7 @@ def compose(parties: Sequence[Tiers]) -> tuple[Group, ...]:
     """One list of groups from what several parties ask.
 
     All vectors come first, in the parties' order (each one's base tier, then its phases), then all
-    clamps likewise. What changes nothing is left out. Raises `ValueError` for a selection of
-    generated tokens by their ids.
+    clamps likewise. What changes nothing is left out.
     """
     tokens: list[tuple[SteeringPhase, Selection]] = []
     operations: list[list[tuple[str, int | None, str, Coefficients]]] = []
@@ -380,12 +386,6 @@ def compose(parties: Sequence[Tiers]) -> tuple[Group, ...]:
                 for entry in entries:
                     if entry.coefficients.idle:
                         continue
-                    if phase != "prefill" and entry.positions.depends_on_generated_tokens:
-                        raise ValueError(
-                            f"{entry.name}['positions']: which tokens are generated is not known "
-                            "when they are steered, so token_ids choose among the prompt's; add "
-                            "'phase': 'prompt'"
-                        )
                     operation = entry.point.value, entry.layer, entry.digest, entry.coefficients
                     same_tokens = bool(tokens) and tokens[-1] == (phase, entry.positions)
                     if not same_tokens:
@@ -400,36 +400,98 @@ def compose(parties: Sequence[Tiers]) -> tuple[Group, ...]:
     )
 
 
+Configuration: TypeAlias = tuple[str, ...]
+"""Digests of the groups that apply to a token, in order: one row of the workers' tables."""
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """What is done to generated tokens where it depends on which they are.
+
+    Attributes:
+        by_token: configurations of the tokens that are treated otherwise than all others, in the
+            order of their ids.
+        others: of all others.
+    """
+
+    by_token: tuple[tuple[int, Configuration], ...]
+    others: Configuration
+
+    @property
+    def configurations(self) -> frozenset[Configuration]:
+        """All that may be needed."""
+        return frozenset((self.others, *(configuration for _, configuration in self.by_token)))
+
+
+Stretches: TypeAlias = list[tuple[int, Configuration | TokenChoice]]
+"""`(first position, what is done)` of each stretch of positions; the first begins at 0, the last
+has no end."""
+
+
 def steering_stretches(
     uses: Sequence[GroupUse], prompt_len: int, tokens: Sequence[int]
-) -> list[tuple[int, tuple[str, ...]]]:
+) -> Stretches:
     """What is done to each position of a sequence.
 
     Args:
         uses: the groups of a request.
         prompt_len: number of prompt tokens.
         tokens: the prompt's tokens (for selections by token).
-
-    Returns:
-        `(first position, digests of the groups that apply, in order)` of each stretch of
-        positions; the first begins at 0, the last has no end.
     """
     if all(use.positions.everything for use in uses):
         prefill = tuple(use.digest for use in uses if use.phase != "decode")
         decode = tuple(use.digest for use in uses if use.phase != "prefill")
         return [(0, prefill)] if prefill == decode else [(0, prefill), (prompt_len, decode)]
-    where = [use.positions.intervals(prompt_len, tokens) for use in uses]
-    stretches: list[tuple[int, tuple[str, ...]]] = []
-    for start in stretch_starts(prompt_len, where):
+    kinds = _kinds_of_tokens(uses)
+    where = [
+        [use.positions.intervals(prompt_len, tokens, kind[0] if kind else None) for use in uses]
+        for kind in kinds
+    ]
+    stretches: Stretches = []
+    for start in stretch_starts(prompt_len, [each for of_kind in where for each in of_kind]):
         phase = "prefill" if start < prompt_len else "decode"
-        applied = tuple(
-            use.digest
-            for use, intervals in zip(uses, where, strict=True)
-            if use.phase in ("any", phase) and covers(intervals, start)
+        others, *of_kinds = (
+            tuple(
+                use.digest
+                for use, intervals in zip(uses, of_kind, strict=True)
+                if use.phase in ("any", phase) and covers(intervals, start)
+            )
+            for of_kind in where
         )
+        applied: Configuration | TokenChoice = others
+        by_token = [
+            (token, configuration)
+            for kind, configuration in zip(kinds[1:], of_kinds, strict=True)
+            if configuration != others
+            for token in kind
+        ]
+        if by_token and phase == "decode":
+            applied = TokenChoice(tuple(sorted(by_token)), others)
         if not stretches or stretches[-1][1] != applied:
             stretches.append((start, applied))
     return stretches
+
+
+def configurations(stretches: Stretches) -> frozenset[Configuration]:
+    """All configurations that a sequence may need; `()` where nothing is done."""
+    found: set[Configuration] = set()
+    for _, applied in stretches:
+        found |= applied.configurations if isinstance(applied, TokenChoice) else {applied}
+    return frozenset(found)
+
+
+def _kinds_of_tokens(uses: Sequence[GroupUse]) -> list[list[int]]:
+    """Tokens that every selection treats alike, together; first those that none names: `[]`."""
+    criteria = [
+        frozenset(each.token_ids)
+        for use in uses
+        if use.phase != "prefill" and use.positions.depends_on_generated_tokens
+        for each in (use.positions.include, use.positions.exclude)
+    ]
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for token in frozenset().union(*criteria):
+        kinds.setdefault(tuple(token in each for each in criteria), []).append(token)
+    return [[], *kinds.values()]
 
 
 def most_configurations(uses: Sequence[GroupUse]) -> int:
@@ -449,7 +511,7 @@ def most_configurations(uses: Sequence[GroupUse]) -> int:
 # -- reading what users write ----------------------------------------------------------------------
 
 
-def _digest(content: bytes) -> str:
+def _digest(content: bytes | memoryview) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 

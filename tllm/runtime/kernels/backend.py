@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 try:
@@ -17,3 +19,12 @@ else:
 def uses_triton(device: torch.device) -> bool:
     """Whether kernels run as Triton on this device: CUDA, or anywhere when interpreted."""
     return HAS_TRITON and (device.type == "cuda" or INTERPRETED)
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel on this device may begin while the one before it ends (programmatic
+    dependent launch: CUDA, compute capability 9.0 and above)."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -17,7 +17,7 @@ from tllm.runtime.descriptor import (
     PlanRow,
     Stage,
 )
-from tllm.runtime.kernels.backend import HAS_TRITON
+from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
 
 if HAS_TRITON:
     import triton
@@ -96,25 +96,13 @@ if HAS_TRITON:
         )
 
     @triton.jit
-    def _planned(plan_ptr, plan_stride, row, exists):
+    def _planned(at, plan_stride):
         """What the plan says of a row: destination, program, add row, steering row."""
-        at = plan_ptr + row
         return (
-            tl.load(
-                at + PLAN_DESTINATION * plan_stride,
-                mask=exists,
-                other=-1,
-                eviction_policy="evict_last",
-            ),
-            tl.load(
-                at + PLAN_PROGRAM * plan_stride, mask=exists, other=0, eviction_policy="evict_last"
-            ),
-            tl.load(
-                at + PLAN_ADD * plan_stride, mask=exists, other=-1, eviction_policy="evict_last"
-            ),
-            tl.load(
-                at + PLAN_STEER * plan_stride, mask=exists, other=-1, eviction_policy="evict_last"
-            ),
+            tl.load(at + PLAN_DESTINATION * plan_stride, eviction_policy="evict_last"),
+            tl.load(at + PLAN_PROGRAM * plan_stride, eviction_policy="evict_last"),
+            tl.load(at + PLAN_ADD * plan_stride, eviction_policy="evict_last"),
+            tl.load(at + PLAN_STEER * plan_stride, eviction_policy="evict_last"),
         )
 
     @triton.jit
@@ -201,24 +189,70 @@ if HAS_TRITON:
         # As the model's dtype holds it, as the next forward hook would see it.
         return value.to(dtype).to(tl.float32), changed
 
-    @triton.jit(do_not_specialize=["num_rows", "plan_stride"])
+    @triton.jit
+    def _wanted(planned, flags):
+        """Whether a tap with these flags does anything to a row at all."""
+        destination, _, add_row, steering_row = planned
+        wanted = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1)
+        wanted = tl.maximum(wanted, tl.where((flags & ADD_FLAG) != 0, add_row, -1))
+        return tl.maximum(wanted, tl.where((flags & STEER_FLAG) != 0, steering_row, -1)) >= 0
+
+    @triton.jit
+    def _both_stages(
+        stream_at,
+        residual_at,
+        destination,
+        first,
+        second,
+        tables,
+        offsets,
+        inside,
+        HIDDEN: tl.constexpr,
+        HAS_RESIDUAL: tl.constexpr,
+    ):
+        """A row at `stream_at + residual_at`: each stage does what it found, then it is stored."""
+        arena, first_add, second_add, vectors, operations = tables
+        dtype = arena.dtype.element_ty
+        value = tl.load(stream_at + offsets, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            value += tl.load(residual_at + offsets, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(dtype).to(tl.float32)
+        value, changed = _work(
+            value, first, destination, arena, first_add, vectors, operations, offsets, inside,
+            HIDDEN,
+        )  # fmt: skip
+        value, changed_again = _work(
+            value, second, destination, arena, second_add, vectors, operations, offsets, inside,
+            HIDDEN,
+        )  # fmt: skip
+        if changed + changed_again > 0:
+            written = value.to(dtype)
+            if HAS_RESIDUAL:
+                tl.store(residual_at + offsets, written, mask=inside)
+                tl.store(stream_at + offsets, tl.zeros_like(written), mask=inside)
+            else:
+                tl.store(stream_at + offsets, written, mask=inside)
+
+    @triton.jit(do_not_specialize=["plan_stride"])
     def _tap_kernel(
         stream_ptr,
         residual_ptr,
         desc_ptr,
         plan_ptr,
-        num_rows,
         plan_stride,
         stream_stride,
         residual_stride,
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
+        EARLY: tl.constexpr,
     ):
         # A tap is a chain of latencies, and in a forward pass of cold ones: weights have swept the
         # cache since the last pass. So loads that do not need each other stand side by side: flags,
-        # addresses and plan; then the row and what is done to it; then vectors, if need be. And
-        # the small tables ask to be evicted last.
+        # addresses and plan; then what is done to the row; then the row. The small tables ask to
+        # be evicted last. And with EARLY this grid may begin while the kernel before it ends:
+        # whatever that one does not write is looked up before `gdc_wait`. Descriptors, plan and
+        # tables are written before the pass, and never by the kernel just before (`Taps.settle`).
         flags = tl.load(desc_ptr + FLAGS, eviction_policy="evict_last")
         dtype: tl.constexpr = stream_ptr.dtype.element_ty
         row_ptr = tl.pointer_type(dtype)
@@ -229,53 +263,50 @@ if HAS_TRITON:
         )
         first_stage = _stage(desc_ptr + FIRST)
         second_stage = _stage(desc_ptr + SECOND)
-        coming = _planned(plan_ptr, plan_stride, tl.program_id(0), tl.program_id(0) < num_rows)
-        if flags == 0:
-            return
+        planned = _planned(plan_ptr + tl.program_id(0), plan_stride)
         second_flags = flags >> BITS
         either = flags | second_flags
+        destination, _, add_row, steering_row = planned
+        wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
+        wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
+        wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
+        if wanted < 0:
+            if EARLY:
+                tl.extra.cuda.gdc_wait()
+            return
         offsets = tl.arange(0, BLOCK)
         inside = offsets < HIDDEN
-        step = tl.num_programs(0)
-        for row in range(tl.program_id(0), num_rows, step):
-            planned = coming
-            coming = _planned(plan_ptr, plan_stride, row + step, row + step < num_rows)
-            destination, _, add_row, steering_row = planned
-            wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
-            wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
-            wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
-            if wanted >= 0:
-                far = tl.full((), 0, tl.int64) + row
-                at = stream_ptr + far * stream_stride + offsets
-                residual_at = residual_ptr + far * residual_stride + offsets
-                found = _look_up(first_stage, flags, planned, offsets, inside, HIDDEN, dtype)
-                value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                if HAS_RESIDUAL:
-                    value += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-                    value = value.to(dtype).to(tl.float32)
-                value, changed = _work(
-                    value, found, destination, arena, first_stage[2], vectors, operations,
-                    offsets, inside, HIDDEN,
-                )  # fmt: skip
-                if second_flags != 0:
-                    found = _look_up(
-                        second_stage, second_flags, planned, offsets, inside, HIDDEN, dtype
-                    )
-                    value, changed_again = _work(
-                        value, found, destination, arena, second_stage[2], vectors, operations,
-                        offsets, inside, HIDDEN,
-                    )  # fmt: skip
-                    changed += changed_again
-                if changed > 0:
-                    written = value.to(dtype)
-                    if HAS_RESIDUAL:
-                        tl.store(residual_at, written, mask=inside)
-                        tl.store(at, tl.zeros_like(written), mask=inside)
-                    else:
-                        tl.store(at, written, mask=inside)
+        first = _look_up(first_stage, flags, planned, offsets, inside, HIDDEN, dtype)
+        second = _look_up(second_stage, second_flags, planned, offsets, inside, HIDDEN, dtype)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        row = tl.program_id(0).to(tl.int64)
+        at = stream_ptr + row * stream_stride + offsets
+        residual_at = residual_ptr + row * residual_stride + offsets
+        value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            value += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+            value = value.to(dtype).to(tl.float32)
+        value, changed = _work(
+            value, first, destination, arena, first_stage[2], vectors, operations, offsets,
+            inside, HIDDEN,
+        )  # fmt: skip
+        value, changed_again = _work(
+            value, second, destination, arena, second_stage[2], vectors, operations, offsets,
+            inside, HIDDEN,
+        )  # fmt: skip
+        if changed + changed_again > 0:
+            written = value.to(dtype)
+            if HAS_RESIDUAL:
+                tl.store(residual_at, written, mask=inside)
+                tl.store(at, tl.zeros_like(written), mask=inside)
+            else:
+                tl.store(at, written, mask=inside)
 
 
 _FEW_ROWS = 512
+_IN_TURN = {"EARLY": False}
+_EARLY = {"EARLY": True, "launch_pdl": True}
 
 
 def launch(
@@ -283,23 +314,21 @@ def launch(
     residual: torch.Tensor | None,
     desc: torch.Tensor,
     plan: torch.Tensor,
-    programs: int,
 ) -> None:
-    """Run the kernel over the rows of `stream` (`[..., hidden]`), at most `programs` at a time."""
+    """Run the kernel over the rows of `stream` (`[..., hidden]`)."""
     hidden = stream.shape[-1]
     num_rows = stream.numel() // hidden
     if num_rows == 0:
         return
     block = triton.next_power_of_2(hidden)
-    # A few rows leave most of the card idle: let many warps share one. With many rows, fewer warps
+    # A few rows leave most of the card idle: let more warps share one. With many rows, fewer warps
     # keep more of them in flight. Measured on an H200 (`benchmarks/RESULTS.md`).
-    elements = 8 if num_rows <= _FEW_ROWS else 32
-    _tap_kernel[(min(num_rows, programs),)](
+    elements = 16 if num_rows <= _FEW_ROWS else 32
+    _tap_kernel[(num_rows,)](
         stream,
         residual if residual is not None else stream,
         desc,
         plan,
-        num_rows,
         plan.stride(0),
         stream.stride(-2),
         residual.stride(-2) if residual is not None else 0,
@@ -307,6 +336,7 @@ def launch(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=max(4, min(16, block // (32 * elements))),
+        **(_EARLY if starts_early(stream.device) else _IN_TURN),
     )
 
 
