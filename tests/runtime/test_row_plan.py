@@ -43,8 +43,8 @@ def traffic(draw):
     phases = st.tuples(st.integers(0, 3), st.integers(0, 3))
     asks = draw(st.lists(phases, min_size=SLOTS, max_size=SLOTS))
     adds = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
-    steers = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
-    stretch = st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(-1, 3))
+    steers = draw(st.lists(st.integers(-3, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
+    stretch = st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(-3, 3))
     timelines = draw(st.lists(st.lists(stretch, max_size=5), min_size=SLOTS, max_size=SLOTS))
     lengths = draw(st.lists(st.integers(1, 12), min_size=SLOTS, max_size=SLOTS))
     step = st.lists(
@@ -85,7 +85,7 @@ def test_each_token_does_what_its_sequence_asked(case):
         if stretches:
             table.set_timeline(slot, timeline_of(stretches, lengths[slot]))
     plan = torch.full((len(PlanRow), TOKENS), -1, dtype=torch.int32)
-    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, unsettle=lambda: None)
     planner = RowPlanner(table, taps, StubPrograms(), StubRing())
     computed = np.zeros(SLOTS, np.int32)
     delivered = np.zeros(SLOTS, np.int32)
@@ -124,6 +124,10 @@ def test_each_token_does_what_its_sequence_asked(case):
             delivered[slot] = max(delivered[slot], computed[slot])
         nothing = [PlanRow.DESTINATION, PlanRow.ADD, PlanRow.STEER]
         assert (plan[nothing, row:] == -1).all()
+
+        chosen = plan[PlanRow.STEER] < -1
+        assert frame.chooses == bool(chosen.any())
+        plan[PlanRow.STEER, chosen] = 7  # as a choice by token leaves it
 
         found = {}
         for rows in frame.rows:
