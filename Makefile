@@ -8,7 +8,7 @@ LOCK ?= requirements/cpu.lock
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-V2_TESTS := tests/engine tests/oracle tests/runtime tests/esamp tests/consumers
+V2_TESTS := tests/engine tests/oracle tests/runtime tests/esamp tests/consumers tests/logprobs
 
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE := 1

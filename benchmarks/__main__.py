@@ -52,7 +52,7 @@ def check(result: dict[str, Any]) -> None:
 
 def _engine_of(benchmark: Benchmark) -> tuple[str, str]:
     """What benchmarks that can share a pair of engines have in common."""
-    return benchmark.shape, repr(benchmark.workload)
+    return benchmark.shape, repr(benchmark.workload.engine_arguments)
 
 
 def main(
@@ -81,6 +81,14 @@ def main(
                     f"{result['ratio']:.4f}",
                     "{:.4f} to {:.4f}".format(*result["interval"]),
                 )
+                if "plain_ratio" in result:
+                    table.add_row(
+                        "  plain requests alone",
+                        "",
+                        "",
+                        f"{result['plain_ratio']:.4f}",
+                        "{:.4f} to {:.4f}".format(*result["plain_interval"]),
+                    )
     Console().print(table)
 
 

@@ -1,12 +1,13 @@
 """One engine in a process of its own: reads commands as JSON lines, answers as JSON lines.
 
-python -m benchmarks.engine_process {"engine": "vllm" | "tllm", "shape": ..., "workload": ...}
+python -m benchmarks.engine_process {"engine": "vllm" | "tllm", "shape": ..., "arguments": {...}}
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -15,7 +16,7 @@ from typing import Any, TextIO
 
 import torch
 
-from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape, Workload
+from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 
 def draw_weights(model: torch.nn.Module, scale: float) -> None:
@@ -33,9 +34,8 @@ def draw_weights(model: torch.nn.Module, scale: float) -> None:
 class EngineProcess:
     """A vLLM or tLLM engine on random weights, and the rounds it is asked for."""
 
-    def __init__(self, engine: str, shape: Shape, workload: Workload) -> None:
+    def __init__(self, engine: str, shape: Shape, given: dict[str, Any]) -> None:
         self.shape = shape
-        self.workload = workload
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(shape.config()))
             arguments: dict[str, Any] = {
@@ -43,11 +43,9 @@ class EngineProcess:
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
                 "enable_prefix_caching": False,
-                "max_model_len": 2 * (workload.prompt_tokens + workload.max_tokens),
-                "max_num_seqs": workload.prompts * workload.samples,
                 "gpu_memory_utilization": 0.4,
                 "disable_log_stats": True,
-                **workload.engine,
+                **given,
             }
             if engine == "vllm":
                 from vllm import LLM
@@ -88,9 +86,10 @@ class EngineProcess:
                 self.llm.register_consumer(self.capturing.consumer)
         self.current = benchmark.name
 
-    def round(self, number: int) -> dict[str, Any]:
-        """Generate once; seconds, tokens, and what the consumer counted."""
-        work = self.workload
+    def round(self, benchmark: Benchmark, number: int) -> dict[str, Any]:
+        """Generate once; seconds, tokens, and what the consumer counted. Where only some requests
+        capture: how long the others took on average, until the engine gave out their last token."""
+        work = benchmark.workload
         generator = torch.Generator().manual_seed(number)
         prompts = [
             {
@@ -108,10 +107,11 @@ class EngineProcess:
             "ignore_eos": True,
             "detokenize": False,
         }
-        made = self._params(params)
-        begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, made, use_tqdm=False)
-        seconds = time.perf_counter() - begin
+        made = self._params(params, work.prompts)
+        with FinishTimes(self.llm) as finished:
+            begin = time.perf_counter()
+            outputs = self.llm.generate(prompts, made, use_tqdm=False)
+            seconds = time.perf_counter() - begin
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         counters: dict[str, Any] = {}
         if self.engine == "tllm":
@@ -124,18 +124,49 @@ class EngineProcess:
                 counters["stats"] = stats
             if self.capturing is not None:
                 counters["capture"] = self.capturing.counters(outputs, seconds)
-        return {"seconds": seconds, "tokens": tokens, "counters": counters}
+        found = {"seconds": seconds, "tokens": tokens, "counters": counters}
+        captured = benchmark.captured
+        if captured is not None and captured.one_in > 1:
+            plain = [o.request_id for i, o in enumerate(outputs) if captured.is_plain(i)]
+            found["plain_seconds"] = statistics.mean(finished.at[name] - begin for name in plain)
+        return found
 
-    def _params(self, params: dict[str, Any]) -> list[Any]:
+    def _params(self, params: dict[str, Any], prompts: int) -> list[Any]:
         """The parameters of each prompt; parameters that are alike are one object."""
         if self.engine == "vllm":
             from vllm import SamplingParams
 
-            return [SamplingParams(**params)] * self.workload.prompts
+            return [SamplingParams(**params)] * prompts
         from tllm import SamplingParams as InterventionParams
 
         distinct = [InterventionParams(**params, **steering) for steering in self.steering]
-        return [distinct[i % len(distinct)] for i in range(self.workload.prompts)]
+        return [distinct[i % len(distinct)] for i in range(prompts)]
+
+
+class FinishTimes:
+    """When each request of an `LLM` finishes, by `time.perf_counter`, in vLLM and tLLM alike.
+
+    Attributes:
+        at: by request id.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.at: dict[str, float] = {}
+        self._engine = llm.llm_engine
+        self._step = self._engine.step
+
+    def __enter__(self) -> FinishTimes:
+        self._engine.step = self._timed
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._engine.step = self._step
+
+    def _timed(self) -> Any:
+        outputs = self._step()
+        now = time.perf_counter()
+        self.at.update({output.request_id: now for output in outputs if output.finished})
+        return outputs
 
 
 class _Draw:
@@ -154,14 +185,14 @@ def main() -> None:
     answers: TextIO = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     command = json.loads(sys.argv[1])
-    process = EngineProcess(
-        command["engine"], SHAPES[command["shape"]], Workload(**command["workload"])
-    )
+    process = EngineProcess(command["engine"], SHAPES[command["shape"]], command["arguments"])
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        process.use(BENCHMARKS[request["benchmark"]])
-        print(json.dumps(process.round(request["round"]), default=str), file=answers, flush=True)
+        benchmark = BENCHMARKS[request["benchmark"]]
+        process.use(benchmark)
+        found = process.round(benchmark, request["round"])
+        print(json.dumps(found, default=str), file=answers, flush=True)
     if process.capturing is not None:
         process.capturing.close()
 

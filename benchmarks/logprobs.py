@@ -9,10 +9,13 @@ with the whole vocabulary (`lane`, `query`), or with the top 20. Rounds of both 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +24,6 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.__main__ import RESULTS, environment
-from benchmarks.pairs import bootstrap_interval
 
 WAYS = {
     "resubmit": "vllm",
@@ -31,10 +33,12 @@ WAYS = {
     "lane": "tllm",
     "lane-top20": "tllm",
 }
+WARM_UP = 4
+"""Steps of each way before the first round."""
 
 
 class Engine:
-    """The other end of an engine process."""
+    """The other end of an engine process, which is ready after `wait`."""
 
     def __init__(self, command: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -44,9 +48,9 @@ class Engine:
             text=True,
             env={"VLLM_LOGGING_LEVEL": "ERROR", **os.environ},
         )
-        self._answer()
 
-    def _answer(self) -> dict[str, Any]:
+    def wait(self) -> dict[str, Any]:
+        """Its next answer."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -54,18 +58,21 @@ class Engine:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def round(self, way: str, particles: int, number: int) -> dict[str, Any]:
+    def round(self, way: str, particles: int, number: int, steps: int) -> dict[str, Any]:
         """One round."""
         assert self._process.stdin is not None
-        asked = {"way": way, "particles": particles, "round": number}
+        asked = {"way": way, "particles": particles, "round": number, "steps": steps}
         self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self.wait()
 
-    def close(self) -> None:
-        """End the process."""
+    def leave(self) -> None:
+        """Tell the process to end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def ended(self) -> None:
+        """Wait until it has."""
         try:
             self._process.wait(timeout=120)
         except subprocess.TimeoutExpired:
@@ -86,6 +93,21 @@ def check(way: str, particles: int, steps: int, counters: dict[str, Any]) -> Non
         raise SystemExit(f"{way}: probabilities sum to {mass}")
 
 
+class Progress:
+    """Lines on standard error, with the seconds since the start."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._begin
+
+    def __call__(self, line: str) -> None:
+        print(f"{self.seconds:7.1f} s  {line}", file=sys.stderr, flush=True)
+
+
 def main(
     shape: Annotated[
         str, typer.Option(help="demo, or one of benchmarks.workload.SHAPES.")
@@ -94,12 +116,16 @@ def main(
     steps: Annotated[int, typer.Option(help="Steps of a round.")] = 32,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
     rounds: Annotated[int, typer.Option(help="Rounds of each way, in turn.")] = 3,
+    budget: Annotated[
+        float, typer.Option(help="Seconds since the start after which no second round begins.")
+    ] = math.inf,
     ways: Annotated[str, typer.Option(help="Ways of stepping.")] = ",".join(WAYS),
     transport: Annotated[str, typer.Option(help="shared or rpc.")] = "shared",
     options: Annotated[str, typer.Option(help="Engine arguments, as JSON.")] = "{}",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
-    """Measure, print a table, and write `logprobs-SHAPE.json`."""
+    """Measure, write `logprobs-SHAPE.json` after every round, and print a table."""
+    progress = Progress()
     counts = [int(count) for count in particles.split(",")]
     chosen = ["resubmit", *(way for way in ways.split(",") if way != "resubmit")]
     if unknown := sorted(set(chosen) - set(WAYS)):
@@ -112,69 +138,97 @@ def main(
         "transport": transport,
         "options": json.loads(options),
     }
-    engines: dict[str, Engine] = {}
-    results: list[dict[str, Any]] = []
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"logprobs-{shape}.json"
+    about = {"name": path.stem, "workload": command, **environment()}
+    engines = {
+        name: Engine({**command, "engine": name})
+        for name in dict.fromkeys(WAYS[way] for way in chosen)
+    }
+    taken: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    figures: list[dict[str, Any]] = []
     try:
-        for name in dict.fromkeys(WAYS[way] for way in chosen):
-            engines[name] = Engine({**command, "engine": name})
-        for count in counts:
-            results += measure(engines, chosen, count, steps, rounds)
+        for name, engine in engines.items():
+            engine.wait()
+            progress(f"{name} is ready")
+        # All numbers of particles in each round, so that every figure is there after the first.
+        for number in range(rounds):
+            for count in counts:
+                if number and progress.seconds > budget:
+                    progress(f"no more rounds after {budget:.0f} s")
+                    return
+                for way, found in one_round(engines, chosen, count, steps, number):
+                    taken.setdefault((count, way), []).append(found)
+                    progress(
+                        f"{count} particles, round {number + 1}, {way}: {found['seconds']:.3f} s"
+                    )
+                figures = [
+                    figure(taken, count, way, steps)
+                    for count in counts
+                    for way in chosen
+                    if (count, way) in taken
+                ]
+                path.write_text(json.dumps({**about, "results": figures}, indent=1) + "\n")
     finally:
         for engine in engines.values():
-            engine.close()
-    out.mkdir(parents=True, exist_ok=True)
-    result = {"name": f"logprobs-{shape}", "workload": command, "rounds": rounds}
-    written = {**result, "results": results, **environment()}
-    (out / f"logprobs-{shape}.json").write_text(json.dumps(written, indent=1) + "\n")
-    print(json.dumps(written))
-    table = Table(
-        "particles", "way", "ms a step", "answers/s", "vLLM's time / ours", "95% interval"
+            engine.leave()
+        for engine in engines.values():
+            engine.ended()
+        progress(f"results so far are in {path}")
+        Console().print(table(figures))
+
+
+def one_round(
+    engines: dict[str, Engine], ways: list[str], count: int, steps: int, number: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each way once; before the first round, a few steps to warm up."""
+    if number == 0:
+        for way in ways:
+            engines[WAYS[way]].round(way, count, 10_000 * count, min(steps, WARM_UP))
+    for way in ways if number % 2 else ways[::-1]:
+        # No tokens are fed twice, so no way profits from another's prefix cache.
+        serial = 10_000 * count + 100 * (number + 1) + ways.index(way)
+        found = engines[WAYS[way]].round(way, count, serial, steps)
+        check(way, count, steps, found["counters"])
+        yield way, found
+
+
+def figure(
+    taken: dict[tuple[int, str], list[dict[str, Any]]], count: int, way: str, steps: int
+) -> dict[str, Any]:
+    """Medians over the rounds so far; ratios are within a round."""
+    seconds = [found["seconds"] for found in taken[count, way]]
+    base = [found["seconds"] for found in taken[count, "resubmit"]]
+    ratios = [b / s for b, s in zip(base, seconds, strict=True)]
+    middle = statistics.median(seconds)
+    return {
+        "particles": count,
+        "way": way,
+        "rounds": len(seconds),
+        "ms_per_step": round(1e3 * middle / steps, 3),
+        "answers_per_second": round(count * steps / middle, 1),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "counters": taken[count, way][-1]["counters"],
+    }
+
+
+def table(figures: list[dict[str, Any]]) -> Table:
+    """To be read."""
+    rows = Table(
+        "particles", "way", "rounds", "ms a step", "answers/s", "resubmission / this", "range"
     )
-    for each in results:
-        table.add_row(
+    for each in figures:
+        rows.add_row(
             str(each["particles"]),
             each["way"],
+            str(each["rounds"]),
             f"{each['ms_per_step']:.2f}",
             f"{each['answers_per_second']:,.0f}",
             f"{each['ratio']:.3f}",
-            "{:.3f} to {:.3f}".format(*each["interval"]),
+            f"{min(each['ratios']):.3f} to {max(each['ratios']):.3f}",
         )
-    Console().print(table)
-
-
-def measure(
-    engines: dict[str, Engine], ways: list[str], count: int, steps: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Rounds of each way in turn; ratios are within a round."""
-    for way in ways:
-        engines[WAYS[way]].round(way, count, 10_000 * count)  # warm-up
-    taken: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-    for number in range(rounds):
-        order = ways if number % 2 else ways[::-1]
-        for way in order:
-            # No tokens are fed twice, so no way profits from another's prefix cache.
-            serial = 10_000 * count + 100 * (number + 1) + ways.index(way)
-            found = engines[WAYS[way]].round(way, count, serial)
-            check(way, count, steps, found["counters"])
-            taken[way].append(found)
-    results = []
-    for way in ways:
-        seconds = [found["seconds"] for found in taken[way]]
-        base = [found["seconds"] for found in taken["resubmit"]]
-        ratios = [b / s for b, s in zip(base, seconds, strict=True)]
-        middle = statistics.median(seconds)
-        results.append(
-            {
-                "particles": count,
-                "way": way,
-                "ms_per_step": round(1e3 * middle / steps, 3),
-                "answers_per_second": round(count * steps / middle, 1),
-                "ratio": round(statistics.median(ratios), 4),
-                "interval": [round(edge, 4) for edge in bootstrap_interval(ratios)],
-                "counters": taken[way][-1]["counters"],
-            }
-        )
-    return results
+    return rows
 
 
 if __name__ == "__main__":

@@ -24,15 +24,17 @@ TOP = 20
 class Round:
     """The tokens that particles are fed: the same for every way of stepping them."""
 
-    def __init__(self, number: int, command: dict[str, Any], particles: int, vocab: int) -> None:
+    def __init__(
+        self, number: int, command: dict[str, Any], particles: int, steps: int, vocab: int
+    ) -> None:
         draw = random.Random(number)
         tokens = range(command["prompt_tokens"])
         self.prompt = [draw.randrange(2, vocab) for _ in tokens]
         # The first differs: equal queries would be computed once.
-        rest = range(command["steps"] - 1)
+        rest = range(steps - 1)
         firsts = draw.sample(range(2, vocab), particles)
         self.fed = [[first, *(draw.randrange(2, vocab) for _ in rest)] for first in firsts]
-        self.steps = command["steps"]
+        self.steps = steps
 
     def prompts(self, step: int) -> list[list[int]]:
         """What each particle has after some steps."""
@@ -43,6 +45,7 @@ def arguments(command: dict[str, Any], folder: str) -> tuple[str, dict[str, Any]
     """The model, the engine's arguments, and the size of the vocabulary."""
     shared = {
         "max_num_seqs": max(command["particles"]),
+        "max_num_batched_tokens": 8192,  # vLLM's default depends on the class that is used
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         **command["options"],
@@ -50,7 +53,15 @@ def arguments(command: dict[str, Any], folder: str) -> tuple[str, dict[str, Any]
     if command["shape"] == "demo":
         model = str(Path(__file__).parents[1] / "demo" / "model")
         vocab = json.loads(Path(model, "config.json").read_text())["vocab_size"]
-        return model, {"dtype": "float32", "max_model_len": 512, **shared}, vocab
+        # On a CPU a block has 128 tokens by default: the prefix cache would not have any of these.
+        own = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "block_size": 32,
+            "gpu_memory_utilization": 0.2,
+            "kv_cache_memory_bytes": 2**29,
+        }
+        return model, own | shared, vocab
     shape = SHAPES[command["shape"]]
     Path(folder, "config.json").write_text(json.dumps(shape.config()))
     own = {
@@ -59,6 +70,7 @@ def arguments(command: dict[str, Any], folder: str) -> tuple[str, dict[str, Any]
         "skip_tokenizer_init": True,
         "max_model_len": 2048,
         "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": 8 * 2**30,  # not measured: the engines start side by side
     }
     return folder, own | shared, shape.vocab
 
@@ -169,7 +181,7 @@ def main() -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        work = Round(asked["round"], command, asked["particles"], vocab)
+        work = Round(asked["round"], command, asked["particles"], asked["steps"], vocab)
         begin = time.perf_counter()
         counters = engine.step(work, asked["way"])
         seconds = time.perf_counter() - begin

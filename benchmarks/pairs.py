@@ -23,7 +23,7 @@ class Engine:
         command = {
             "engine": engine,
             "shape": benchmark.shape,
-            "workload": asdict(benchmark.workload),
+            "arguments": benchmark.workload.engine_arguments,
         }
         environment = {
             **os.environ,
@@ -75,9 +75,14 @@ def engines(benchmark: Benchmark) -> Iterator[tuple[Engine, Engine]]:
 
 
 def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dict[str, Any]:
-    """The ratio of throughputs over pairs of rounds, with its interval and the counters."""
+    """The ratio of throughputs over pairs of rounds, with its interval and the counters.
+
+    Where only some requests do what is measured, the others' speed too: `plain_ratio` is their mean
+    time from the start of the round to their last token, vLLM's divided by tLLM's.
+    """
     for engine in (vllm, tllm):
-        engine.round(benchmark.name, 0)  # warm-up
+        for number in (0, -1):  # warm-up
+            engine.round(benchmark.name, number)
     rounds = []
     for number in range(1, pairs + 1):
         order = [("vllm", vllm), ("tllm", tllm)]
@@ -91,6 +96,16 @@ def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dic
     }
     ratios = [a / b for a, b in zip(speeds["tllm"], speeds["vllm"], strict=True)]
     low, high = bootstrap_interval(ratios)
+    plain: dict[str, Any] = {}
+    if "plain_seconds" in rounds[0]["tllm"]:
+        speeds_of_plain = [
+            pair["vllm"]["plain_seconds"] / pair["tllm"]["plain_seconds"] for pair in rounds
+        ]
+        plain = {
+            "plain_ratio": round(statistics.median(speeds_of_plain), 4),
+            "plain_interval": [round(edge, 4) for edge in bootstrap_interval(speeds_of_plain)],
+            "plain_ratios": [round(ratio, 4) for ratio in speeds_of_plain],
+        }
     return {
         "name": benchmark.name,
         "workload": {
@@ -102,6 +117,7 @@ def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dic
         "ratio": round(statistics.median(ratios), 4),
         "interval": [round(low, 4), round(high, 4)],
         "ratios": [round(r, 4) for r in ratios],
+        **plain,
         "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
         "tllm_tokens_per_second": round(statistics.median(speeds["tllm"]), 1),
         "counters": rounds[-1]["tllm"]["counters"],

@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tllm.stores import Layout, Record, RecordMeta, Rows, StoreWriter, WriterStats
+from tllm.stores import Layout, Record, RecordMeta, StackedRows, StoreWriter, WriterStats
 from tllm.stores import open as open_store
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,6 +61,7 @@ WORKLOADS = {
         Workload("sharded-all-tokens", "sharded", rows=512, layers=4),
         Workload("sharded-one-layer", "sharded", rows=512, layers=1),
         Workload("sharded-last-token", "sharded", rows=1, layers=28),
+        Workload("packed-last-token", "packed", rows=1, layers=28),
         Workload("packed-all-tokens", "packed", rows=512, layers=4),
         Workload("per-file-all-tokens", "per_file", rows=512, layers=4),
     )
@@ -99,7 +100,8 @@ def write_records(
     folder: Path, data: torch.Tensor, workload: Workload, total: int, threads: int, sync: bool
 ) -> tuple[float, WriterStats]:
     """Seconds for records of `total` bytes, until the last is published."""
-    shape = workload.rows, workload.hidden
+    shape = workload.rows, workload.layers, workload.hidden
+    places = tuple(("post_block", layer) for layer in range(workload.layers))
     flat = data.view(-1)
     size = workload.rows * workload.hidden
     available = flat.numel() // size
@@ -115,13 +117,12 @@ def write_records(
         futures = []
         taken = 0
         for number in range(total // workload.record_bytes):
-            arrays = {}
-            for layer in range(workload.layers):
-                place = (taken % available) * size
-                taken += 1
-                rows = flat[place : place + size].view(shape)
-                arrays["post_block", layer] = Rows(rows, positions)
-            futures.append(writer.submit(Record(RecordMeta(f"request-{number}"), arrays)))
+            # As captures come to the writer: the rows of all layers in one tensor.
+            first = (taken % (available - workload.layers + 1)) * size
+            taken += workload.layers
+            rows = flat[first : first + workload.layers * size].view(shape)
+            meta = RecordMeta(f"request-{number}")
+            futures.append(writer.submit(Record(meta, StackedRows(places, rows, positions))))
         writer.flush()
         seconds = time.perf_counter() - start
         assert all(future.result().status == "ok" for future in futures)

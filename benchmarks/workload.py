@@ -77,6 +77,15 @@ class Workload:
         """Generated tokens of one round."""
         return self.prompts * self.samples * self.max_tokens
 
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """What an engine is started with; workloads that agree in it share their engines."""
+        return {
+            "max_model_len": 2 * (self.prompt_tokens + self.max_tokens),
+            "max_num_seqs": self.prompts * self.samples,
+            **self.engine,
+        }
+
 
 @dataclass(frozen=True)
 class Steered:
@@ -111,6 +120,10 @@ class Captured:
     to_disk: bool = False
     one_in: int = 1
 
+    def is_plain(self, prompt: int) -> bool:
+        """Whether a prompt of the round, counted from 0, captures nothing."""
+        return prompt % self.one_in != 0
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -142,8 +155,9 @@ STEERED = {
 
 
 def _steered(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
-    many = Workload(prompts=prompts, samples=1, **sizes)
-    twice = Workload(prompts=2 * prompts, samples=1, **sizes)
+    engine = {"max_num_seqs": 2 * prompts}
+    many = Workload(prompts=prompts, samples=1, engine=engine, **sizes)
+    twice = Workload(prompts=2 * prompts, samples=1, engine=engine, **sizes)
     return [
         *(
             Benchmark(f"steer-{name}-{shape}", shape, "steer", many, steered)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
 from tllm.runtime.answers import SharedFolder, decode
 from tllm.spec.hooks import HookPoint
-from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead
+from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead, Wire
 from tllm.spec.selection import Selection
 from tllm.spec.steering import Group, RequestSteering
 from tllm.steering_state import SteeringState
@@ -110,6 +111,8 @@ class Prepared:
         prompt_id: the key its results are kept under.
         captures: the consumers whose results are capture results.
         wants_tokens: a consumer waits for the tokens of the output.
+        unused: the consumers that were registered and have nothing to do with it.
+        steered: something is done to its rows.
         results: what the workers said so far.
         handed_over: which of them the user's consumers were given, by sample and consumer.
     """
@@ -118,6 +121,8 @@ class Prepared:
     prompt_id: str
     captures: tuple[str, ...]
     wants_tokens: bool = False
+    unused: frozenset[str] = frozenset()
+    steered: bool = False
     results: Collected = field(default_factory=Collected)
     handed_over: set[tuple[int, str]] = field(default_factory=set)
 
@@ -143,10 +148,13 @@ class Client:
 
     def __init__(self) -> None:
         self.consumers: dict[str, Consumer] = {}
+        self._flows: dict[str, tuple[ConsumerFlow, ...]] = {}
         self.steering = SteeringState()
         self.shared = SharedFolder()
         self.capture_consumers: set[str] = set()
         self._model: Sequence[Mapping[str, Any]] = ()
+        #: Kinds of flows whose hook points were found to be in the engine.
+        self._placed: set[ConsumerFlow] = set()
 
     def admit(self, consumer: Consumer) -> bytes:
         """Check a consumer and make the payload of the `register` call."""
@@ -156,6 +164,7 @@ class Client:
                 f"a consumer with consumer_id={consumer.consumer_id!r} is registered; unregister "
                 "it first, or give this one another consumer_id"
             )
+        self._flows[consumer.consumer_id] = tuple(consumer.flows())
         return encode_call(consumer)
 
     def built_in(self, params: vllm.SamplingParams) -> list[Consumer]:
@@ -180,6 +189,7 @@ class Client:
     def learn_model(self, stats: Sequence[Mapping[str, Any]]) -> None:
         """Learn from the workers' `stats` which hook points the model has."""
         self._model = stats
+        self._placed.clear()
 
     @staticmethod
     def asked_steering(params: vllm.SamplingParams) -> RequestSteering | None:
@@ -220,18 +230,19 @@ class Client:
             if not isinstance(enabled, bool):
                 raise ValueError(f"{field}['enabled'] is {enabled!r}; give True or False")
             self.consumers[name].validate_options(chosen)
-        reads, writes, captures, wants_tokens = [], False, [], False
+        reads, writes, captures, wants_tokens, unused = [], False, [], False, set()
         for name, consumer in self.consumers.items():
             chosen = options.get(name, {})
-            if consumer.on_request_only and name not in options:
-                continue
-            if not chosen.get("enabled", True):
+            if (consumer.on_request_only and name not in options) or not chosen.get(
+                "enabled", True
+            ):
+                unused.add(name)
                 continue
             if name in named or name in self.capture_consumers:
                 captures.append(name)
             field = f"{'capture' if name in captures else 'consumers'}[{name!r}]"
             wants_tokens = wants_tokens or consumer.needs_tokens
-            flows = list(consumer.flows())
+            flows = list(self._flows[name])
             writes = writes or any(
                 write.port == "residual_stream" for flow in flows for write in flow.writes
             )
@@ -250,11 +261,17 @@ class Client:
             isolated=writes,
             steering=tuple(group.use for group in steering),
         )
-        own = params.clone()
-        own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: spec.to_wire()}
+        # The engine makes a deep copy of its own.
+        own = copy.copy(params)
+        own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: Wire(spec.to_wire())}
         if prompt_id is None:
             self.steering.hold(key, tuple(steering))
-        return Prepared(own, key, tuple(captures), wants_tokens)
+        return Prepared(own, key, tuple(captures), wants_tokens, frozenset(unused), bool(steering))
+
+    def has_results(self, prepared: Prepared) -> bool:
+        """Whether the workers may have anything to say about a request when it ends."""
+        used = self.consumers.keys() - prepared.unused
+        return bool(used) or (prepared.steered and bool(self.consumers))
 
     def hand_over(self, output: RequestOutput, prepared: Prepared) -> None:
         """Give the results on an output to the user's own consumers, each once."""
@@ -276,7 +293,7 @@ class Client:
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""
-        if not flow.places:
+        if not flow.places or flow.kind in self._placed:
             return
         facts = self._model[0]
         installed = {place for worker in self._model for place in worker["hook_points"]}
@@ -299,6 +316,9 @@ class Client:
                     f"{field}['hooks']: hook point {site} has no tap in this engine (it has "
                     f"{has}); start it with hook_points=[..., {site!r}] or hook_points='all'"
                 )
+        if len(self._placed) >= 4096:
+            self._placed.clear()
+        self._placed.add(flow.kind)
 
     @staticmethod
     def check_positions(request: Any) -> None:

@@ -236,7 +236,7 @@ class LLM(vllm.LLM):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         prepared = {output.tllm_request.prompt_id: output.tllm_request for output in outputs}
         tokens = {o.tllm_request.prompt_id: tokens_of(o, o.tllm_request) for o in outputs}
-        pending, wait_s = list(prepared), 0.0
+        pending, wait_s = list(prepared), 1.0 if timeout_s is None else min(1.0, timeout_s)
         while pending:
             answers = self._call("take_results", pending, tokens, wait_s)
             pending = collect(prepared, answers)
@@ -418,7 +418,7 @@ class AsyncLLM(VllmAsyncLLM):
             raise
         finally:
             self._tllm.steering.release(prepared.prompt_id)
-            if not attached and self._tllm.consumers:
+            if not attached and self._tllm.has_results(prepared):
                 # The caller gave up: nobody will come for the results.
                 task = asyncio.ensure_future(self._discard(prepared.prompt_id))
                 self._discarding.add(task)
@@ -465,7 +465,7 @@ class AsyncLLM(VllmAsyncLLM):
 
     async def _attach(self, output: RequestOutput, prepared: Prepared, timeout_s: float) -> None:
         output.tllm_request = prepared  # type: ignore[attr-defined]
-        if not self._tllm.consumers:
+        if not self._tllm.has_results(prepared):  # plain requests cost the engine nothing
             return
         deadline, pause = time.monotonic() + timeout_s, 0.001
         asked = {prepared.prompt_id: prepared}

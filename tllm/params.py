@@ -104,7 +104,9 @@ def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> Requ
         return None
     modules = () if module_ref is None else parse_modules(module_ref)
     where = Selection() if positions is None else Selection.parse(positions, "steering_positions")
-    return RequestSteering(Tiers.parse(**given, names=_STEERING_NAMES), modules, where)
+    asked = RequestSteering(Tiers.parse(**given, names=_STEERING_NAMES), modules, where)
+    asked.hash()
+    return asked
 
 
 def _ask_capture(asked: dict[str, Any], capture: Mapping[str, dict[str, Any]]) -> None:

@@ -183,9 +183,13 @@ class SteeringState:
         composed = self._composed.get(asked)
         if composed is None:
             modules = [self._module(name).scaled(factor) for name, factor in asked.modules]
-            own = [tiers.at(asked.positions) for tiers in (*modules, self._checked(asked.tiers))]
-            parties = [self._global, *own]
-            composed = self._limited(compose(parties), "the request with global steering")
+            own = self._checked(asked.own)
+            if own is asked.own and not modules and not self._global:
+                composed = asked.groups
+            else:
+                at = [tiers.at(asked.positions) for tiers in modules]
+                composed = compose([self._global, *at, own])
+            composed = self._limited(composed, "the request with global steering")
             self._composed[asked] = composed
         return composed
 
@@ -262,10 +266,20 @@ class SteeringState:
     # -- checks ----------------------------------------------------------------------------------
 
     def _checked(self, tiers: Tiers) -> Tiers:
-        """The same tiers with layers counted from 0; raises for what this engine does not have."""
-        return tiers.map(self._checked_entry)
+        """The tiers with layers counted from 0; raises for what this engine does not have."""
+        from_end = False
+        for entry in tiers:
+            self._check(entry)
+            from_end = from_end or (entry.layer is not None and entry.layer < 0)
+        if not from_end:
+            return tiers
+        assert self.facts is not None
+        layers = self.facts.num_layers
+        return tiers.map(
+            lambda e: e if e.layer is None else replace(e, layer=e.layer % layers),
+        )
 
-    def _checked_entry(self, entry: Entry) -> Entry:
+    def _check(self, entry: Entry) -> None:
         facts, name = self.facts, entry.name
         assert facts is not None
         if not facts.max_configs:
@@ -295,14 +309,11 @@ class SteeringState:
                 f"{name} has values up to {largest:.3g}, and the model's dtype holds at most "
                 f"{facts.max_value:.3g}; give a smaller vector and a larger scale"
             )
-        if entry.layer is None:
-            return entry
-        if not -facts.num_layers <= entry.layer < facts.num_layers:
+        if entry.layer is not None and not -facts.num_layers <= entry.layer < facts.num_layers:
             raise ValueError(
                 f"{name}: layer {entry.layer} is out of range; the model has layers 0 to "
                 f"{facts.num_layers - 1} (or {-facts.num_layers} to -1 from the end)"
             )
-        return entry if entry.layer >= 0 else replace(entry, layer=entry.layer % facts.num_layers)
 
     def _limited(self, groups: tuple[Group, ...], what: str) -> tuple[Group, ...]:
         operations: Counter[tuple[str, int | None]] = Counter()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 
 import pytest
 from engine.conftest import TINY_ENGINE
 from engine.reference import save_tiny_model
 from vllm.platforms.cpu import CpuPlatform
 
+from capture import serving
 from capture.truth import Truth
 from tllm import LLM
 
@@ -46,6 +49,17 @@ def tight_engine(tiny_model):
         llm = LLM(tiny_model, max_num_batched_tokens=24, num_gpu_blocks_override=8, **options)
     assert llm.llm_engine.engine_core.engine_core.async_scheduling
     return llm
+
+
+@pytest.fixture(scope="session")
+def served(tiny_model, tmp_path_factory):
+    """What the user of an `AsyncLLM` with two ranks saw, and the folder of the store it wrote."""
+    if os.environ["TLLM_TEST_RUNNER"] != "v1":
+        pytest.skip("the interpreted V2 runner is set up in this process only")
+    root: Path = tmp_path_factory.mktemp("serving") / "store"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        return asyncio.run(serving.serve(tiny_model, str(root))), root
 
 
 def _clean(llm):

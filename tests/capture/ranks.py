@@ -1,49 +1,39 @@
-"""`python ranks.py MODEL ROOT OUTPUT OPTIONS`: captures by several ranks; saves what came back."""
+"""What several ranks are asked to capture, and what came back."""
 
 from __future__ import annotations
 
-import json
-import sys
-
-import torch
-
-from tllm import LLM, SamplingParams
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200]]
 HOOKS = {"post_block": "all", "mlp_out": [0, 3], "lm_head_in": "all"}
-ASKED = [
+ASKED: list[dict[str, Any]] = [
     {"hooks": HOOKS},
     {"hooks": HOOKS, "positions": [0, -1], "reduction": "mean"},
     {"hooks": {"post_block": [3]}, "positions": "all_generated"},
 ]
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "disable_log_stats": True,
+    "hook_points": "all",
+    "distributed_executor_backend": "mp",
+}
+"""Arguments of the engines with several ranks."""
 
 
-def main(model: str, root: str, output: str, options: str) -> None:
-    llm = LLM(
-        model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        disable_log_stats=True,
-        hook_points="all",
-        capture_consumers=[f"filesystem:root={root},publish_interval=0.1"],
-        **json.loads(options),
-    )
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=5,
-            ignore_eos=True,
-            detokenize=False,
-            capture={"memory": spec, "filesystem": {**spec, "request_id": str(i)}},
-        )
-        for i, spec in enumerate(ASKED)
-    ]
-    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    saved = [
+def captures() -> Iterator[tuple[list[int], dict[str, Any]]]:
+    """Each prompt, and what is captured of it."""
+    for number, (prompt, spec) in enumerate(zip(PROMPTS, ASKED, strict=True)):
+        yield prompt, {"memory": spec, "filesystem": {**spec, "request_id": str(number)}}
+
+
+def saved(outputs: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tokens, results, files and rows of each output."""
+    return [
         {
             "tokens": [*o.prompt_token_ids, *o.outputs[0].token_ids],
             "results": {n: (r.status, r.error) for n, r in o.capture_results.items()},
@@ -56,8 +46,3 @@ def main(model: str, root: str, output: str, options: str) -> None:
         }
         for o in outputs
     ]
-    torch.save(saved, output)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,13 +1,19 @@
-"""`python serving.py MODEL ROOT OUTPUT`: captures of an `AsyncLLM`; saves what came back."""
+"""Captures of an `AsyncLLM` whose engine has two tensor-parallel ranks; in the end, one is killed.
+
+The engine and the ranks are processes of their own: one engine for all that needs them.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
+import os
+import signal
 
-import torch
+import psutil
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from capture import ranks
 from tllm import AsyncLLM, SamplingParams
 
 MEMORY = {"hooks": {"post_block": [1]}}
@@ -50,32 +56,39 @@ def saved_output(output):
     }
 
 
-async def main(model: str, root: str, path: str) -> None:
+async def serve(model: str, root: str) -> dict:
+    """What the user saw."""
     engine = await AsyncLLM.create(
         model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
         capture_consumers=[f"filesystem:root={root},publish_interval=0.1"],
+        tensor_parallel_size=2,
+        enforce_eager=True,
+        **ranks.ENGINE,
     )
-    saved = {}
+    saved: dict = {}
     both = {"memory": MEMORY, "filesystem": DISK}
     outputs = await asyncio.gather(
         *(last(engine, p, params(6, both), f"r{i}") for i, p in enumerate(PROMPTS)),
         last(engine, PROMPTS[1], params(4, both, n=2, temperature=1), "two"),
     )
     saved["outputs"] = [saved_output(output) for output in outputs]
+    saved["ranks"] = ranks.saved(
+        await asyncio.gather(
+            *(
+                last(engine, prompt, params(5, capture), f"rank{i}")
+                for i, (prompt, capture) in enumerate(ranks.captures())
+            )
+        )
+    )
 
     aborted = None
-    async for output in engine.generate({"prompt_token_ids": [1, 2]}, params(200, both), "aborted"):
+    async for output in engine.generate({"prompt_token_ids": [1, 2]}, params(100, both), "aborted"):
         aborted = output
         if len(output.outputs[0].token_ids) == 3:
             await engine.abort("aborted")
     saved["aborted"] = saved_output(aborted)
     seen = 0
-    async for _ in engine.generate({"prompt_token_ids": [3]}, params(200, both), "left"):
+    async for _ in engine.generate({"prompt_token_ids": [3]}, params(100, both), "left"):
         seen += 1
         if seen == 3:
             break
@@ -90,15 +103,48 @@ async def main(model: str, root: str, path: str) -> None:
         except ValueError as error:
             saved["refused"].append(str(error))
     await last(engine, [7], params(2, both), "after")
+    saved["calls_for_plain"] = await calls_for_plain(engine)
     for _ in range(100):
         stats = await engine.intervention_stats()
-        if not stats[0]["running_sequences"]:
+        if not any(worker["running_sequences"] for worker in stats):
             break
         await asyncio.sleep(0.1)
     saved["stats"] = stats
+    saved["killed"] = await killed(engine)
     engine.shutdown()
-    torch.save(saved, path)
+    return saved
 
 
-if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+async def calls_for_plain(engine: AsyncLLM) -> list[str]:
+    """What the workers are asked because of a request that captures nothing."""
+    calls, call = [], engine._call
+
+    async def counted(method: str, *args):
+        calls.append(method)
+        return await call(method, *args)
+
+    engine._call = counted  # type: ignore[method-assign]
+    output = await last(engine, [9], params(2, None), "plain")
+    assert output.capture_results == {}
+    engine._call = call  # type: ignore[method-assign]
+    return calls
+
+
+async def killed(engine: AsyncLLM) -> str:
+    """Kill one rank while requests are captured; what these raise."""
+    [process] = [p for p in psutil.Process().children() if len(p.children()) >= 2]
+    worker = max(process.children(), key=lambda child: child.memory_info().rss)
+
+    async def capture(number: int) -> str:
+        for turn in range(1000):
+            asked = {"filesystem": {**DISK, "request_id": f"killed-{turn}-{number}"}}
+            try:
+                await last(engine, PROMPTS[1], params(60, asked), f"killed-{turn}-{number}")
+            except EngineDeadError as dead:
+                return type(dead).__name__
+        return "none"
+
+    running = [asyncio.ensure_future(capture(number)) for number in range(4)]
+    await asyncio.sleep(1)
+    os.kill(worker.pid, signal.SIGKILL)
+    return " ".join({await each for each in running})

@@ -1,37 +1,11 @@
-"""Captures of an `AsyncLLM`, whose engine is in another process."""
+"""Captures of an `AsyncLLM`, whose engine and ranks are in other processes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
 from engine.asking import RELATIVE, error_of
 
 import tllm.stores
-from capture import serving
-
-pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] != "v1",
-    reason="the interpreted V2 runner is set up in this process only",
-)
-
-
-@pytest.fixture(scope="module")
-def served(tiny_model, tmp_path_factory):
-    """What a process with an `AsyncLLM` saw, and the store that it wrote."""
-    folder = tmp_path_factory.mktemp("serving")
-    output = folder / "saved.pt"
-    done = subprocess.run(
-        [sys.executable, serving.__file__, tiny_model, str(folder / "store"), str(output)],
-        capture_output=True,
-        text=True,
-        timeout=480,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return torch.load(output, weights_only=False), tllm.stores.open(folder / "store")
 
 
 def check(truth, output, sample):
@@ -42,7 +16,8 @@ def check(truth, output, sample):
 
 
 def test_rows_come_with_the_last_output_and_to_disk(served, truth):
-    saved, store = served
+    saved, root = served
+    store = tllm.stores.open(root)
     for number, output in enumerate(saved["outputs"]):
         for index, sample in enumerate(output["samples"]):
             assert sample["results"] == {"memory": ("ok", None), "filesystem": ("ok", None)}
@@ -54,8 +29,14 @@ def test_rows_come_with_the_last_output_and_to_disk(served, truth):
             assert index < 2
 
 
+def test_a_plain_request_beside_captures_costs_the_workers_no_call(served):
+    saved, _ = served
+    assert saved["calls_for_plain"] == []
+
+
 def test_an_aborted_request_has_what_was_captured_until_then(served, truth):
-    saved, store = served
+    saved, root = served
+    store = tllm.stores.open(root)
     [sample] = saved["aborted"]["samples"]
     for status, error in sample["results"].values():
         assert status == "partial_error"
@@ -71,5 +52,6 @@ def test_what_is_wrong_is_refused_and_nothing_is_left(served):
     assert "capture['memory']['positions']: position 99" in positions
     assert "capture['memory']['hooks']: post_block has no layer 9" in layer
     assert "capture['disc']" in consumer
-    assert saved["stats"][0]["running_sequences"] == 0
-    assert saved["stats"][0]["consumers"] == {"filesystem": "ok", "memory": "ok"}
+    for worker in saved["stats"]:
+        assert worker["running_sequences"] == 0
+        assert worker["consumers"] == {"filesystem": "ok", "memory": "ok"}

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from engine.asking import error_of, prompts_of
+from typer.testing import CliRunner
 
 import tllm.stores
+from tllm.cli import app
 
 TLLM = Path(sys.executable).parent / "tllm"
 ENGINE = {
@@ -22,42 +24,51 @@ ENGINE = {
     "max_model_len": 128,
     "max_num_seqs": 8,
     "disable_log_stats": True,
+    "kv_cache_memory_bytes": 1 << 26,
 }
 
 
 @pytest.fixture
-def command(tiny_model, tmp_path, runner):
-    """`command(lines, *options)`: exit status and output of `tllm capture`."""
+def arguments(tiny_model, tmp_path, runner):
+    """`arguments(lines, *options)`: those of `tllm`."""
     if runner == "v2":
         pytest.skip("commands do not know the test harness")
 
-    def call(lines, *options):
+    def made(lines, *options):
         path = tmp_path / "prompts.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        arguments = [f"--engine-arg={name}={json.dumps(value)}" for name, value in ENGINE.items()]
-        done = subprocess.run(
-            [
-                *(TLLM, "capture", "--model", tiny_model, "--input", path),
-                *("--out", tmp_path / "store", *options, *arguments),
-            ],
-            env=os.environ | {"COLUMNS": "120"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        # Without the frames of tables and boxes.
-        return done.returncode, re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
+        engine = [f"--engine-arg={name}={json.dumps(value)}" for name, value in ENGINE.items()]
+        return [
+            *("capture", "--model", tiny_model, "--input", str(path)),
+            *("--out", str(tmp_path / "store"), *options, *engine),
+        ]
 
-    return call
+    return made
 
 
-def test_a_job_goes_on_where_it_stopped(command, truth, tmp_path):
+def here(arguments):
+    """Exit status and output of `tllm` in this process, without the frames of tables and boxes."""
+    done = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, re.sub(r"[\s│]+", " ", done.output)
+
+
+def as_a_user(arguments):
+    """The same of the installed command."""
+    environment = os.environ | {"COLUMNS": "120"}
+    done = subprocess.run(
+        [TLLM, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
+
+
+def test_a_job_goes_on_where_it_stopped(arguments, truth, tmp_path):
     prompts = prompts_of([9, 20, 5, 13, 7])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
     options = ("--hooks", "post_block:1", "--hooks", "mlp_out:0,-1", "--tag", "run")
-    status, text = command(lines[:3], *options, "--batch", "2")
+    status, text = here(arguments(lines[:3], *options, "--batch", "2"))
     assert (status, "captured 3 prompts" in text) == (0, True), text
-    status, text = command(lines, *options)
+    status, text = as_a_user(arguments(lines, *options))
     assert status == 0, text
     assert "captured 2 prompts" in text
     assert "there before 3 prompts" in text
@@ -73,10 +84,10 @@ def test_a_job_goes_on_where_it_stopped(command, truth, tmp_path):
                 assert error_of(mine, theirs) < 2e-5
 
 
-def test_what_is_wrong_is_said_before_the_engine_starts(command):
-    status, text = command(["hello", {"no": 1}], "--hooks", "post_block:1")
+def test_what_is_wrong_is_said_before_the_engine_starts(arguments):
+    status, text = here(arguments(["hello", {"no": 1}], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: give a text, or an object" in text
-    status, text = command([], "--hooks", "middle:1")
+    status, text = here(arguments([], "--hooks", "middle:1"))
     assert status == 2
     assert "unknown hook point 'middle'" in text

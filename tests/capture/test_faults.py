@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -18,54 +16,64 @@ from engine.recorder import Recorder
 
 import tllm.stores
 from tllm.consumers.base import Consumer
+from tllm.consumers.capture import capturing
 from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
 from tllm.runtime.ring import Ring
 
-HERE = Path(__file__).parent
 
-
-def run(*command: str, multiprocessing: bool = False) -> dict:
-    """What a script found."""
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocessing))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB, mounted where only a process that holds it sees it."""
+    shell = f'mount -t tmpfs -o size=1m tmpfs "{tmp_path}" && echo mounted && exec sleep 600'
+    holder = subprocess.Popen(
+        ["unshare", "-rm", "sh", "-c", shell], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert found, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(found[-1].removeprefix("FOUND "))
+    assert holder.stdout is not None and holder.stderr is not None
+    if not holder.stdout.readline():
+        pytest.skip(f"no file system can be mounted here: {holder.stderr.read().decode()}")
+    yield Path(f"/proc/{holder.pid}/root{tmp_path}")
+    holder.kill()
+    holder.communicate()
 
 
-def test_a_full_disk_fails_the_requests_that_it_hits(tiny_model, tmp_path, runner):
-    if runner == "v2":
-        pytest.skip("the disk does not know which runner computes")
-    allowed = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", str(tmp_path)]
-    if (probe := subprocess.run(allowed, capture_output=True, text=True)).returncode:
-        pytest.skip(f"no file system can be mounted here: {probe.stderr.strip()}")
-    script = str(HERE / "full_disk.py")
-    found = run("unshare", "-m", sys.executable, script, tiny_model, str(tmp_path))
-    assert "error" in found["statuses"]
-    assert "ok" in found["statuses"]
-    assert any("No space left" in error for error in found["errors"])
-    assert found["tokens"] == [2] * 40
-    assert found["consumers"] == {"filesystem": "ok"}
-    published = {str(i) for i, status in enumerate(found["statuses"]) if status != "error"}
-    assert found["after"] == "ok"
-    assert len(set(found["stored"]) - {"again"}) == len(published) - 1
-    assert found["whole"]
+def test_a_full_disk_fails_the_requests_that_it_hits(small_disk, llm):
+    root = small_disk / "store"
+    llm.register_consumer(FilesystemConsumer(root, layout="packed"))
+    params = [
+        greedy(2, capture={"filesystem": {"hooks": {"post_block": "all"}, "request_id": str(i)}})
+        for i in range(40)
+    ]
+    outputs = generate(llm, prompts_of([40] * 40), params)
+    results = [output.capture_results["filesystem"] for output in outputs]
+    assert {"ok", "error"} <= {result.status for result in results}
+    assert any("No space left" in (result.error or "") for result in results)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [2] * 40
+    # The engine lives, and so does the writer once there is room again.
+    published = [result.payload for result in results if result.status != "error"]
+    for path in published[0].paths:
+        Path(path).unlink()
+    again = {"hooks": {"post_block": [0]}, "request_id": "again"}
+    [after] = generate(llm, prompts_of([40]), greedy(2, capture={"filesystem": again}))
+    assert after.capture_results["filesystem"].status == "ok"
+    store = tllm.stores.open(root)
+    assert {record.request_id for record in store} == {
+        "again",
+        *(payload.request_id for payload in published[1:]),
+    }
+    assert store.verify().ok
+    assert llm.intervention_stats()[0]["consumers"]["filesystem"] == "ok"
 
 
-def test_a_killed_worker_leaves_what_was_published(tiny_model, tmp_path, runner):
-    if runner == "v2":
-        pytest.skip("the test harness of the V2 runner is not in other processes")
-    script = str(HERE / "killed_worker.py")
-    found = run(sys.executable, script, tiny_model, str(tmp_path), multiprocessing=True)
-    assert found == {"statuses": ["ok"] * 6, "error": "EngineDeadError"}
-    store = tllm.stores.open(tmp_path)
-    assert {f"a{i}" for i in range(6)} <= set(store.request_ids())
+def test_a_killed_worker_leaves_what_was_published(served):
+    found, root = served
+    assert found["killed"] == "EngineDeadError"
+    store = tllm.stores.open(root)
+    assert {str(number) for number in range(3)} <= set(store.request_ids())
     assert store.verify().ok
     for record in store:
-        assert record.tensor("post_block", 3).isfinite().all()
+        assert all(record.tensor(hook, layer).isfinite().all() for hook, layer in record.keys)
 
 
 class Stalled(Consumer):
@@ -153,8 +161,6 @@ def test_a_consumer_that_raises_is_an_error_of_its_own_results(llm, truth, where
 
 
 def test_a_promise_of_a_consumer_that_then_raised_is_not_waited_for(llm, monkeypatch):
-    from tllm.consumers.capture.memory import MemoryConsumer
-
     def broken(self, ending, activations):
         raise OSError("broken")
 
@@ -235,6 +241,117 @@ def test_a_slow_disk_makes_the_engine_wait_and_loses_nothing(llm, truth, tmp_pat
         record = records[len(tokens)]
         expected = truth.states(tokens[:-1])["post_block", 2]
         assert torch.allclose(record.tensor("post_block", 2), expected, rtol=1e-4, atol=1e-4)
+
+
+class TestHostMemory:
+    """Rows of running requests exceed what may wait in memory: 40 rows of two layers."""
+
+    SPEC: ClassVar = {"hooks": {"post_block": [0, 2]}}
+    LIMIT = 40 * 2 * 128 * 4
+
+    def register(self, llm, overflow, spill_bytes=1 << 20):
+        consumer = MemoryConsumer(overflow=overflow)
+        consumer._host_bytes, consumer._spill_bytes = self.LIMIT, spill_bytes
+        return llm.register_consumer(consumer)
+
+    def captured(self, llm):
+        """Three requests that exceed the limit beside a plain one, and one that does not."""
+        params = [*[greedy(6, capture={"memory": self.SPEC})] * 3, greedy(6)]
+        together = generate(llm, prompts_of([30, 12, 24, 20]), params)
+        assert [len(output.outputs[0].token_ids) for output in together] == [6] * 4
+        return together[:3], generate(llm, prompts_of([9]), params[0])
+
+    @pytest.mark.parametrize("overflow", ["drop", "block"])
+    def test_rows_beyond_are_given_up_counted_and_marked(self, llm, truth, overflow):
+        consumer = self.register(llm, overflow)
+        together, alone = self.captured(llm)
+        missing = 0
+        for output in together:
+            result = output.capture_results["memory"]
+            found = output.activations["post_block"][2]
+            tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+            lost = len(tokens) - len(found)
+            missing += lost
+            assert result.status == ("partial_error" if lost else "ok")
+            if lost:
+                assert f"{lost} rows were given up: rows of running requests" in result.error
+            expected = truth.states(tokens)["post_block", 2][found.positions]
+            assert torch.allclose(found.tensor, expected, rtol=1e-4, atol=1e-4)
+        stats = consumer.read_stats()
+        assert stats["host_rows_dropped"] == missing > 0
+        assert stats["host_bytes"] == 0
+        truth.check(alone[0], self.SPEC)
+
+    def test_rows_beyond_wait_on_disk(self, llm, truth):
+        consumer = self.register(llm, "spill")
+        together, alone = self.captured(llm)
+        for output in (*together, *alone):
+            truth.check(output, self.SPEC)
+        stats = consumer.read_stats()
+        assert stats["host_rows_dropped"] == stats["host_bytes"] == 0
+        assert stats["host_bytes_spilled"] > self.LIMIT / 2
+
+    def test_a_full_spill_file_is_said(self, llm, truth):
+        consumer = self.register(llm, "spill", spill_bytes=20_000)
+        together, alone = self.captured(llm)
+        errors = [output.capture_results["memory"].error for output in together]
+        assert any(error and "and the spill file" in error for error in errors)
+        assert consumer.read_stats()["host_rows_dropped"] > 0
+        truth.check(alone[0], self.SPEC)
+
+    def test_a_store_gets_what_was_spilled(self, llm, truth, tmp_path):
+        consumer = FilesystemConsumer(tmp_path, layout="packed", overflow="spill")
+        consumer._host_bytes = self.LIMIT
+        llm.register_consumer(consumer)
+        capture = {"filesystem": {**self.SPEC, "request_id": "r"}}
+        [output] = generate(llm, prompts_of([60]), greedy(6, capture=capture))
+        assert output.capture_results["filesystem"].status == "ok"
+        assert consumer.read_stats()["host_bytes_spilled"] > 0
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        got = tllm.stores.open(tmp_path).record("r").tensor("post_block", 2)
+        expected = truth.states(tokens)["post_block", 2]
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+    def test_a_spill_folder_that_is_not_there_is_refused_at_registration(self, llm, tmp_path):
+        with pytest.raises(ValueError, match=r"spill_folder=.*cannot be written"):
+            llm.register_consumer(MemoryConsumer(overflow="spill", spill_folder=tmp_path / "no"))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"overflow": "wait"}, "overflow='wait' is not known"),
+            ({"host_mib": 0}, "host_mib=0 is not allowed"),
+            ({"spill_mib": 1.5}, "spill_mib=1.5 is not allowed"),
+        ],
+    )
+    def test_options_are_checked(self, options, message):
+        with pytest.raises(ValueError, match=message):
+            MemoryConsumer(**options)
+
+
+def test_an_engine_that_waits_for_a_stalled_disk_says_so(llm, tmp_path, monkeypatch, caplog):
+    conclude, stalled = FilesystemConsumer.conclude, threading.Event()
+
+    def slow(self, ending, activations):
+        stalled.wait(60)
+        conclude(self, ending, activations)
+
+    monkeypatch.setattr(FilesystemConsumer, "conclude", slow)
+    monkeypatch.setattr(capturing, "_PATIENCE_S", 0.1)
+    consumer = FilesystemConsumer(tmp_path, layout="packed")
+    consumer._queue_bytes = 1
+    llm.register_consumer(consumer)
+    threading.Timer(1.0, stalled.set).start()
+    capture = {"filesystem": {"hooks": {"post_block": "all"}}}
+    params = [greedy(1, capture=capture), greedy(9, capture=capture), greedy(9)]
+    outputs = generate(llm, prompts_of([5, 9, 7]), params)
+    assert [o.capture_results["filesystem"].status for o in outputs[:2]] == ["ok"] * 2
+    assert len(outputs[2].outputs[0].token_ids) == 9
+    assert "consumer 'filesystem': for 0." in caplog.text
+    assert f"its store {tmp_path}" in caplog.text
+    stats = consumer.read_stats()
+    assert stats["stalls"] == 1
+    assert stats["blocked_seconds"] > 0.5
 
 
 def test_an_engine_that_waits_for_a_writer_goes_on_when_it_fails(llm, tmp_path, monkeypatch):

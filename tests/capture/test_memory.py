@@ -14,7 +14,8 @@ from engine.reference import LAYERS, VOCAB
 
 from capture.truth import POINTS
 from tllm import SamplingParams
-from tllm.ports import ConsumerFlow, ResidualStream
+from tllm.ports import ConsumerFlow, ResidualStream, result_memory
+from tllm.runtime import answers
 
 EVERYTHING = dict.fromkeys(POINTS, "all")
 POSITIONS = {
@@ -79,6 +80,33 @@ def test_generated_rows_alone_leave_the_prompt_to_the_prefix_cache(llm, truth):
         [output] = generate(llm, prompts, greedy(4, capture=memory(**spec)))
         assert output.num_cached_tokens == cached, positions
         truth.check(output, spec)
+
+
+def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monkeypatch):
+    """With few rows: as captures of a MiB and more do."""
+    monkeypatch.setattr(result_memory, "WORTHWHILE", 256)
+    session = tight_llm.llm_engine.model_executor.driver_worker.worker.session
+    linked = []
+    link = answers.AnswerWriter._link
+
+    def counted(self, path, *rest):
+        linked.append(path)
+        return link(self, path, *rest)
+
+    monkeypatch.setattr(answers.AnswerWriter, "_link", counted)
+    specs = [
+        {"hooks": EVERYTHING},
+        {"hooks": {"post_block": [1]}, "positions": "all_generated"},
+        {"hooks": {"post_block": "all"}, "positions": "last_prompt"},
+    ]
+    params = [greedy(40, capture=memory(**spec)) for spec in specs * 2]
+    outputs = generate(tight_llm, prompts_of([60, 30, 40, 9, 20, 50]), params)
+    for output, spec in zip(outputs, specs * 2, strict=True):
+        truth.check(output, spec)
+    assert linked
+    del outputs, output
+    gc.collect()
+    assert not session.result_memory._pieces
 
 
 def test_a_capture_leaves_tokens_and_cache_of_others_alone(llm):

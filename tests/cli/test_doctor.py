@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from tllm import registry
 from tllm.cli import app
 from tllm.cli.doctor import examine
 from tllm.engine import versions
+
+DEMO_MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 
 
 def test_version_is_printed() -> None:
@@ -33,8 +33,10 @@ def test_a_working_installation_has_nothing_wrong() -> None:
     assert found["model runner"].startswith(("V1", "V2"))
 
 
-def test_hook_points_are_those_of_an_engine_with_the_model(run: Callable[..., str]) -> None:
-    report = run(Path(sys.executable).parent / "tllm", "doctor", "--model", "demo/model")
+def test_hook_points_are_those_of_an_engine_with_the_model() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--model", DEMO_MODEL])
+    assert result.exit_code == 0, result.output
+    report = result.output
     found = dict(line.split(maxsplit=1) for line in report.splitlines() if "  " in line)
     assert found["post_block"].strip() == "yes"
     assert found["rows"].strip() == "arrive"

@@ -97,13 +97,23 @@ def test_a_value_without_a_meaning_is_refused_with_a_sentence(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", ["shared", "per-request"])
-def test_the_starter_answers_and_trains_in_both_seed_modes(
-    mode: str, run: Callable[..., str]
-) -> None:
-    flags = "--max-new-tokens 8 --num-answers 4 --dtype float32 --graph-scratch-rows 8"
-    output = run(sys.executable, "starter.py", *flags.split(), "--seed-mode", mode)
+FLAGS = "--max-new-tokens 8 --num-answers 4 --dtype float32 --graph-scratch-rows 8"
+
+
+def assert_trained(output: str) -> None:
+    """One optimiser step for each of the 7 decode steps: all answers share one distiller."""
     figures = dict(line.split()[:2] for line in output.splitlines() if line[:2] == "  ")
-    # One optimiser step for each of the 7 decode steps: all answers share one distiller.
     assert figures["loss_count"] == "7"
     assert figures["rows_trained"] == "28"
+
+
+def test_the_starter_answers_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert starter.main([*FLAGS.split(), "--seed-mode", "shared"]) == 0
+    finally:
+        starter.clear_consumers()
+    assert_trained(capsys.readouterr().out)
+
+
+def test_as_a_user_runs_it_with_a_seed_for_each_request(run: Callable[..., str]) -> None:
+    assert_trained(run(sys.executable, "starter.py", *FLAGS.split(), "--seed-mode", "per-request"))

@@ -56,8 +56,8 @@ class Traffic:
                     {"ranges": [[40, 70]]},
                     {"ranges": [[-10, None]], "exclude": {"positions": [-1]}},
                     {"phase": "generation", "windows": [[3, 6]]},
-                    {"token_ids": range(0, VOCAB, 3)},
-                    {"phase": "generation", "exclude": {"token_ids": range(0, VOCAB, 2)}},
+                    {"token_ids": range(0, VOCAB, 9)},
+                    {"phase": "generation", "exclude": {"token_ids": range(0, VOCAB, 4)}},
                 ]
             )
         return entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Iterable
 
 import torch
@@ -13,11 +14,13 @@ from tllm.logprobs import AsyncLM, AsyncVirtualLM
 
 MODEL = "demo/model"
 VOCAB = 1348
+PLACES, CACHED = 8, 12
+"""Sequences that the shared engine runs at once, and answers that it remembers."""
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 256,
-    "max_num_seqs": 8,
+    "max_num_seqs": PLACES,
     "block_size": 32,
     "kv_cache_memory_bytes": 2**26,
 }
@@ -72,3 +75,18 @@ async def greedy(lm: AsyncLM, prompt: list[int], count: int) -> list[int]:
 
 async def gathered(waiting: Iterable) -> list:
     return list(await asyncio.gather(*waiting))
+
+
+def left_in(lm: AsyncVirtualLM) -> dict[str, int]:
+    """What the backend, its shared rows and its workers still hold, once it is nothing or a minute
+    has passed: workers hear of a request's end with the engine's next step."""
+    deadline = time.monotonic() + 60
+    while True:
+        stats = lm.stats()
+        workers = lm.run(lm.engine.intervention_stats())
+        left = {name: stats[name] for name in ("in_flight", "kept", "kept_blocks")}
+        left["rows_in_use"] = stats["shared_rows"] - stats["free_rows"]
+        left["sequences"] = sum(worker["running_sequences"] for worker in workers)
+        if not any(left.values()) or time.monotonic() > deadline:
+            return {name: count for name, count in left.items() if count}
+        time.sleep(0.02)

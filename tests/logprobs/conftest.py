@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from logprobs.asking import ENGINE, MODEL
+from logprobs.adapters import save_adapter
+from logprobs.asking import CACHED, ENGINE, MODEL, left_in
 from tllm.logprobs import AsyncVirtualLM, TransformersLM
 
 if os.environ["TRITON_INTERPRET"] == "1":
@@ -16,13 +17,30 @@ if os.environ["TRITON_INTERPRET"] == "1":
 
 
 @pytest.fixture(scope="session")
-def shared_lm():
-    """The demo model, 8 sequences and 31 blocks of 32 tokens. No test may wait for the timeout."""
-    engine = ENGINE | {"max_logprobs": -1, "num_gpu_blocks_override": 32}
-    options = {"cache_size": 4, "timeout": 300.0, "idle_seconds": 2.0}
-    lm = AsyncVirtualLM.from_name(MODEL, engine_opts=engine, **options)
-    yield lm
-    lm.cleanup()
+def adapters(tmp_path_factory):
+    """Paths of two adapters of the demo model, by name."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: save_adapter(folder / name, seed) for name, seed in (("one", 1), ("two", 2))}
+
+
+@pytest.fixture(scope="session")
+def shared_lm(adapters):
+    """The demo model with two adapters, in an engine process with 31 blocks of 32 tokens.
+
+    No test may wait for the timeout.
+    """
+    engine = ENGINE | {
+        "max_logprobs": -1,
+        "num_gpu_blocks_override": 32,
+        "enable_lora": True,
+        "max_loras": 6,
+        "max_lora_rank": 8,
+    }
+    options = {"cache_size": CACHED, "timeout": 3600.0, "idle_seconds": 3.0}
+    with AsyncVirtualLM.from_name(MODEL, engine_opts=engine, **options) as lm:
+        for name, path in adapters.items():
+            lm.add_new_lora(path, name)
+        yield lm
 
 
 @pytest.fixture
@@ -31,9 +49,7 @@ def lm(shared_lm):
     shared_lm.clear_cache()
     yield shared_lm
     shared_lm.clear_lora()
-    left = shared_lm.stats()
-    assert (left["in_flight"], left["kept"], left["kept_blocks"]) == (0, 0, 0)
-    assert shared_lm.run(shared_lm.engine.intervention_stats())[0]["running_sequences"] == 0
+    assert not left_in(shared_lm)
 
 
 @pytest.fixture(scope="session")

@@ -3,64 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from vllm.platforms import current_platform
 
-from logprobs.asking import ENGINE, MODEL, OTHER_ENGINE, agrees, gathered, prompts
-from tllm.logprobs import AsyncVirtualLM, TransformersLM
-
-HIDDEN, LAYERS, RANK = 128, 6, 4
-_NAME = "base_model.model.model.layers.{}.self_attn.o_proj"
-
-
-def save_adapter(path, seed):
-    """A random adapter of the attention's output projections, as PEFT saves one."""
-    path.mkdir()
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(LAYERS):
-        name = _NAME.format(layer)
-        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator) / 4
-        tensors[f"{name}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=generator) / 4
-    save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"]}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return str(path)
-
-
-def merged(path):
-    """The demo model with an adapter in its weights."""
-    reference = TransformersLM.from_name(MODEL)
-    tensors = load_file(f"{path}/adapter_model.safetensors")
-    for layer, block in enumerate(reference._model.model.layers):
-        name = _NAME.format(layer)
-        delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
-        block.self_attn.o_proj.weight.data += delta
-    return reference
+from logprobs.adapters import merged
+from logprobs.asking import OTHER_ENGINE, agrees, gathered, prompts
+from logprobs.steering import STEERED, steered_by
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return {name: save_adapter(folder / name, seed) for name, seed in (("one", 1), ("two", 2))}
-
-
-@pytest.fixture(scope="module")
-def references(paths):
-    plain = {None: TransformersLM.from_name(MODEL)}
-    return plain | {name: merged(path) for name, path in paths.items()}
-
-
-@pytest.fixture(scope="module")
-def lm(paths):
-    options = ENGINE | {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
-    with AsyncVirtualLM.from_name(MODEL, engine_opts=options, cache_size=100) as lm:
-        for name, path in paths.items():
-            lm.add_new_lora(path, name)
-        yield lm
+def references(adapters, reference):
+    return {None: reference} | {name: merged(path) for name, path in adapters.items()}
 
 
 def test_adapters_are_mixed_in_one_gather(lm, references):
@@ -108,11 +63,44 @@ def test_lanes_keep_their_adapter(lm, references):
         assert agrees(row, references[name].next_token_logprobs_sync([40, 41, 50]), OTHER_ENGINE)
 
 
-def test_what_cannot_be_loaded_or_set_is_refused(lm, paths, tmp_path):
+def test_adapters_and_steering_are_mixed_in_one_gather_and_remembered_apart(lm, references):
+    prompt = [60, 61, 62, 63]
+    asked = [(name, steered) for name in (None, "one", "two") for steered in ({}, STEERED)]
+
+    def ask(name, steered):
+        return lm.next_token_logprobs(prompt, lora_name=name, **steered)
+
+    found = asyncio.run(gathered(ask(*each) for each in asked))
+    for (name, steered), row in zip(asked, found, strict=True):
+        expected = steered_by if steered else type(references[name]).next_token_logprobs_sync
+        assert agrees(row, expected(references[name], prompt), OTHER_ENGINE)
+    before = lm.stats()["computed"]
+    again = asyncio.run(gathered(ask(*each) for each in reversed(asked)))
+    assert lm.stats()["computed"] == before
+    assert torch.equal(torch.stack(again[::-1]), torch.stack(found))
+
+
+def test_an_adapter_may_be_replaced_by_another_under_its_name(lm, adapters, references):
+    prompt = [31, 32, 33]
+    lm.add_new_lora(adapters["one"], "changing")
+    old = lm.next_token_logprobs_sync(prompt, lora_name="changing")
+    lm.add_new_lora(adapters["two"], "changing")
+    new = lm.next_token_logprobs_sync(prompt, lora_name="changing")  # not the remembered one
+    assert agrees(old, references["one"].next_token_logprobs_sync(prompt), OTHER_ENGINE)
+    assert agrees(new, references["two"].next_token_logprobs_sync(prompt), OTHER_ENGINE)
+
+
+def test_what_cannot_be_loaded_or_set_is_refused(lm, adapters, tmp_path):
     with pytest.raises(ValueError, match="no adapter 'x' was added"):
         lm.set_lora(lora_name="x")
     with pytest.raises(ValueError, match="was added from"):
         lm.set_lora(str(tmp_path), "one")
-    lm.add_new_lora(paths["one"], "one")  # again
-    with pytest.raises(ValueError, match=r"max_loras=3.*max_loras=4 or more"):
-        lm.add_new_lora(str(tmp_path), "three")
+    lm.add_new_lora(adapters["one"], "one")  # again
+    with pytest.raises(Exception, match="No adapter found"):
+        lm.add_new_lora(str(tmp_path), "nowhere")
+    with pytest.raises(ValueError, match="no adapter 'nowhere' was added"):
+        lm.next_token_logprobs_sync([5], lora_name="nowhere")
+    if current_platform.is_cpu():
+        lm.add_new_lora(adapters["two"], "last")
+        with pytest.raises(ValueError, match=r"max_loras=6.*max_loras=7 or more"):
+            lm.add_new_lora(adapters["one"], "one too many")

@@ -8,31 +8,18 @@ import pytest
 import torch
 
 from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered
+from logprobs.steering import LAYER, STEERED, VECTOR, steered_by
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, ResidualStream
 
-LAYER, HIDDEN = 2, 128
-VECTOR = torch.linspace(-2, 2, HIDDEN)
-STEERED = {"steering_vectors": {"post_block": {LAYER: VECTOR}}}
 PROMPT = [60, 61, 62, 63]
-
-
-def expected(reference, tokens, vector=VECTOR):
-    """What `transformers` says when a vector is added to every token at one block's end."""
-    block = reference._model.model.layers[LAYER]
-
-    def add(module, args, output):
-        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
-
-    with block.register_forward_hook(add):
-        return reference.next_token_logprobs_sync(tokens)
 
 
 def test_steered_and_plain_questions_share_a_gather_and_a_cache(lm, reference):
     asked = [lm.next_token_logprobs(PROMPT, **STEERED), lm.next_token_logprobs(PROMPT)] * 2
     found = asyncio.run(gathered(asked))
     for row in found[::2]:
-        assert agrees(row, expected(reference, PROMPT), OTHER_ENGINE)
+        assert agrees(row, steered_by(reference, PROMPT), OTHER_ENGINE)
     for row in found[1::2]:
         assert agrees(row, reference.next_token_logprobs_sync(PROMPT), OTHER_ENGINE)
     before = lm.stats()["computed"]
@@ -43,7 +30,7 @@ def test_steered_and_plain_questions_share_a_gather_and_a_cache(lm, reference):
     assert lm.stats()["computed"] == before  # an equal vector is the same question
     half = {"steering_vectors": {"post_block": {LAYER: VECTOR / 2}}}
     other = lm.next_token_logprobs_sync(PROMPT, **half)
-    assert agrees(other, expected(reference, PROMPT, VECTOR / 2), OTHER_ENGINE)
+    assert agrees(other, steered_by(reference, PROMPT, VECTOR / 2), OTHER_ENGINE)
 
 
 def test_a_lane_and_its_forks_are_steered_in_every_token(lm, reference):
@@ -62,7 +49,7 @@ def test_a_lane_and_its_forks_are_steered_in_every_token(lm, reference):
 
     found, tokens = asyncio.run(run())
     for row, given in zip(found[:2], tokens, strict=False):
-        assert agrees(row, expected(reference, given), OTHER_ENGINE)
+        assert agrees(row, steered_by(reference, given), OTHER_ENGINE)
     assert agrees(found[2], reference.next_token_logprobs_sync(tokens[2]), OTHER_ENGINE)
 
 
@@ -80,8 +67,8 @@ def test_global_steering_reaches_questions_that_follow_and_lanes_that_are_open(l
     lm.next_token_logprobs_sync(PROMPT)  # remembered
     plain, step, query = asyncio.run(run())
     assert agrees(plain, reference.next_token_logprobs_sync(PROMPT), OTHER_ENGINE)
-    assert agrees(step, expected(reference, [*PROMPT, 70]), OTHER_ENGINE)
-    assert agrees(query, expected(reference, PROMPT), OTHER_ENGINE)
+    assert agrees(step, steered_by(reference, [*PROMPT, 70]), OTHER_ENGINE)
+    assert agrees(query, steered_by(reference, PROMPT), OTHER_ENGINE)
     assert agrees(lm.next_token_logprobs_sync(PROMPT), plain)
 
 
@@ -104,6 +91,20 @@ def test_a_query_and_a_lane_bring_captured_rows(lm, reference):
     states = reference._model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
     assert torch.allclose(rows, states[LAYER + 1][0], atol=1e-3)
     assert torch.equal(lm.next_token_logprobs_sync(PROMPT, capture=capture), answer.values)
+
+    async def run():
+        lane = lm.open(PROMPT, capture=capture)
+        for token in (70, 71):
+            await lane.next()
+            lane.feed(token)
+        await lane.next()
+        return await lane.close()
+
+    [output] = asyncio.run(run())
+    fed = torch.tensor([[*PROMPT, 70, 71]])
+    states = reference._model(fed, output_hidden_states=True).hidden_states
+    rows = output.activations["post_block"][LAYER].tensor
+    assert torch.allclose(rows, states[LAYER + 1][0], atol=1e-3)
 
 
 class Adder(Consumer):
@@ -129,6 +130,6 @@ def test_a_consumer_that_writes_is_never_answered_from_the_cache(lm, reference):
         off = lm.next_token_logprobs_sync(PROMPT, consumers={"adder": {"enabled": False}})
     finally:
         lm.unregister_consumer("adder")
-    assert agrees(changed, expected(reference, PROMPT), OTHER_ENGINE)
+    assert agrees(changed, steered_by(reference, PROMPT), OTHER_ENGINE)
     assert agrees(off, plain)
     assert plain.shape == (VOCAB,)

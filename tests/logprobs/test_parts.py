@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
+import inspect
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from tllm.consumers.next_token import HEADER, NextTokenConsumer
 from tllm.consumers.shared_rows import SharedRows
-from tllm.logprobs import OutputCache, load_model_by_name
+from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name
 from tllm.logprobs.arena import Arena
 from tllm.logprobs.blocks import BlockLedger
 from tllm.logprobs.collector import Collector
@@ -168,6 +169,37 @@ def test_equal_interventions_have_equal_keys():
 def test_options_of_the_consumer_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         NextTokenConsumer().validate_options(options)
+
+
+SAMPLING = "max_tokens eos_token_ids temperature seed"
+CALLS = {
+    "from_name": "model_name engine_opts cache_size cache_opts batch_size timeout",
+    "next_token_logprobs": "prompt",
+    "next_token_logprobs_sync": "prompt",
+    "batch_next_token_logprobs": "prompts",
+    "batch_next_token_logprobs_sync": "prompts",
+    "sample": f"prompt_token_ids {SAMPLING}",
+    "batch_sample": f"prompt_token_ids_list {SAMPLING}",
+    "add_new_lora": "lora_path lora_name",
+    "set_lora": "lora_path lora_name",
+    "clear_lora": "",
+    "clear_cache": "",
+    "reset_async_queries": "",
+    "cleanup": "",
+}
+"""Of genlm-backend's `AsyncVirtualLM`; its queries' prompts are positional here."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_are_those_of_genlm_backend(name):
+    signature = inspect.signature(getattr(AsyncVirtualLM, name))
+    positional = [
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.name != "self"
+    ]
+    assert positional == CALLS[name].split()
 
 
 def test_backends_by_name():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tllm.consumers.capture.activations import Rows
+from tllm.ports import ResultMemory
 from tllm.runtime import answers
 
 SHARED = Path("/dev/shm")
@@ -60,3 +61,48 @@ def test_without_room_it_goes_as_bytes(monkeypatch):
     assert np.array_equal(answers.decode(payload), big)
     assert pickle.loads(payload)[1] is None
     assert files(folder.token) == {folder.token}
+
+
+def test_rows_in_shared_memory_are_not_copied(monkeypatch):
+    def copied(*args):
+        raise AssertionError("rows were copied")
+
+    monkeypatch.setattr(answers, "_write", copied)
+    memory = ResultMemory()
+    folder, writer = answers.SharedFolder(), answers.AnswerWriter(memory)
+    own = f"tllm-rows-{answers.os.getpid()}"
+    before = files(own)
+    rows = memory.empty((600, 4, 256), torch.bfloat16).copy_(torch.randn(600, 4, 256))
+    assert len(files(own) - before) == 1
+    expected = rows.clone()
+    payloads = [
+        writer.encode(Rows(np.arange(len(part), dtype=np.int32), [part]), folder.token)
+        for part in (rows[:200], rows[200:])
+    ]
+    # The worker lets go of them before the user's process looks.
+    del rows
+    gc.collect()
+    assert files(own) == before
+    found = [answers.decode(payload).tensor for payload in payloads]
+    assert torch.equal(torch.cat(found), expected)
+    found[0].add_(1)  # it is the reader's own
+    assert torch.equal(found[1], expected[200:])
+    assert files(folder.token) == {folder.token}
+
+
+def test_shared_memory_that_a_killed_process_left_is_removed():
+    left = SHARED / "tllm-rows-999999999-0"
+    left.touch()
+    memory = ResultMemory()
+    assert not left.exists()
+    assert memory.locate([memoryview(b"abc")]) == [None]
+
+
+def test_memory_for_results_without_room_is_ordinary_memory(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tllm.ports.result_memory.os.posix_fallocate", full)
+    rows = ResultMemory().empty((1024, 1024), torch.float32)
+    assert rows.fill_(2).sum() == 2 * 1024 * 1024
+    assert ResultMemory().empty((0, 3, 4), torch.float16).shape == (0, 3, 4)

@@ -1,11 +1,19 @@
-"""`python -m tests.stores.processes JOB ROOT ...`: writers that are killed, starved or shut out."""
+"""Writers in processes of their own: killed, starved, shut out, or beside each other.
+
+`FORKS.Process(target=write_many, ...)` costs no imports: its server has done them. What needs a
+file system or a user of its own is started as `python -m tests.stores.processes JOB ROOT LAYOUT`.
+"""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import resource
+import shutil
+import signal
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +22,9 @@ import torch
 from tests.stores.samples import record_of, rows_of
 from tllm.stores import RecordMeta, StoreError, StoreWriter
 from tllm.stores import open as open_store
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["__main__", "tllm.stores", "tests.stores.samples"])
 
 
 def outcome(future: Any) -> dict[str, Any]:
@@ -25,8 +36,8 @@ def outcome(future: Any) -> dict[str, Any]:
     return {"status": result.status, "text": result.error}
 
 
-def write_until_killed(root: str, layout: Any, durability: Any, run: str) -> None:
-    """Write records of all kinds without end; print each id once it is published."""
+def write_until_killed(told: Connection, root: str, layout: Any, durability: Any, run: str) -> None:
+    """Write records of all kinds without end; tell each id once it is published."""
     writer = StoreWriter(
         root,
         layout=layout,
@@ -39,7 +50,7 @@ def write_until_killed(root: str, layout: Any, durability: Any, run: str) -> Non
     def tell(request_id: str, future: Any) -> None:
         # One system call: never half a line.
         future.add_done_callback(
-            lambda f: os.write(1, f"{f.result().status} {request_id}\n".encode())
+            lambda f: os.write(told.fileno(), f"{f.result().status} {request_id}\n".encode())
         )
 
     number = 0
@@ -55,6 +66,16 @@ def write_until_killed(root: str, layout: Any, durability: Any, run: str) -> Non
             tell(f"{name}-stream", stream.finish())
         tell(name, writer.submit(record_of(name, rows=1 + number % 50, hidden=64)))
         number += 1
+
+
+def cut_off(root: str) -> None:
+    """Be killed in the middle of a record."""
+    writer = StoreWriter(root, publish_interval=1000)
+    stream = writer.begin(RecordMeta("cut"))
+    stream.append("post_block", 0, range(5), torch.ones(5, 8))
+    writer.flush()
+    stream.append("post_block", 0, range(5, 9), torch.ones(4, 8))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fill(root: str, layout: Any) -> None:
@@ -77,6 +98,7 @@ def fill(root: str, layout: Any) -> None:
         name = f"after-{number}"
         outcomes[name] = outcome(writer.submit(record_of(name, rows=200, hidden=512)))
     report(writer, outcomes)
+    shutil.rmtree(root)
 
 
 def exceed_file_size(root: str, layout: Any) -> None:
@@ -129,15 +151,17 @@ def write_many(root: str, layout: Any, writer_id: str, count: str) -> None:
             writer.submit(record_of("shared", tag=str(number)))
 
 
-def hold(root: str, writer_id: str) -> None:
-    """Keep a writer open until the input ends."""
+def hold(told: Connection, root: str, writer_id: str) -> None:
+    """Keep a writer open until it is killed."""
     with StoreWriter(root, writer_id=writer_id):
-        print("open", flush=True)
-        sys.stdin.read()
+        told.send("open")
+        signal.pause()
 
 
 def leave_without_closing(root: str) -> None:
-    """Submit and end, as a script does whose author forgot."""
+    """Submit and end, as a script does whose author forgot; print what it did not need to load."""
+    rooms = ("vllm", "tllm.runtime", "tllm.engine", "tllm.consumers")
+    print([name for name in sys.modules if name.startswith(rooms)])
     writer = StoreWriter(root, publish_interval=1000)
     for number in range(20):
         writer.submit(record_of(str(number)))
@@ -163,16 +187,8 @@ def report(writer: StoreWriter, outcomes: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {
-        job.__name__: job
-        for job in (
-            write_until_killed,
-            fill,
-            exceed_file_size,
-            lose_permission,
-            open_unwritable,
-            write_many,
-            hold,
-            leave_without_closing,
-        )
-    }[sys.argv[1]](*sys.argv[2:])
+    name, root, *layouts = sys.argv[1:]
+    jobs = fill, exceed_file_size, lose_permission, open_unwritable, leave_without_closing
+    [job] = [job for job in jobs if job.__name__ == name]
+    for arguments in [(f"{root}/{layout}", layout) for layout in layouts] or [(root,)]:
+        job(*arguments)

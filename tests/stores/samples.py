@@ -7,7 +7,15 @@ from pathlib import Path
 
 import torch
 
-from tllm.stores import ArrayKey, Record, RecordMeta, Rows, Store, StoredRecord
+from tllm.stores import (
+    ArrayKey,
+    Record,
+    RecordMeta,
+    Rows,
+    StackedRows,
+    Store,
+    StoredRecord,
+)
 
 DTYPES = (
     torch.bfloat16,
@@ -63,6 +71,14 @@ def record_of(
         for layer in range(layers)
     }
     return Record(meta, arrays)
+
+
+def stacked(record: Record) -> Record:
+    """The same record with its arrays in one tensor."""
+    assert not isinstance(record.arrays, StackedRows)
+    rows = list(record.arrays.values())
+    tensor = torch.stack([each.tensor for each in rows], 1)
+    return Record(record.meta, StackedRows(tuple(record.arrays), tensor, rows[0].positions))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.stores.processes import outcome
+from tests.stores.processes import FORKS, cut_off, hold, outcome, write_until_killed
 from tests.stores.samples import (
     LAYOUTS,
     assert_same,
@@ -36,13 +36,13 @@ JOB = [sys.executable, "-m", "tests.stores.processes"]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(*command: str | Path) -> dict[str, Any]:
-    """Run a job to its end; the JSON that it prints."""
+def run(*command: str | Path) -> list[dict[str, Any]]:
+    """Run jobs to their end; the JSON that each prints."""
     done = subprocess.run(
         command, cwd=ROOT, env=ENV, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def as_ordinary_user() -> list[str]:
@@ -66,11 +66,16 @@ def in_small_disk(tmp_path: Path) -> list[str]:
     return prefix
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_full_disk_fails_the_records_that_hit_it_and_nothing_else(
-    tmp_path: Path, in_small_disk: list[str], layout: str
+    tmp_path: Path, in_small_disk: list[str]
 ) -> None:
-    found = run(*in_small_disk, *JOB, "fill", tmp_path / "disk" / "root", layout)
+    results = run(*in_small_disk, *JOB, "fill", tmp_path / "disk", *LAYOUTS)
+    assert len(results) == len(LAYOUTS)
+    for found in results:
+        check_full_disk(found)
+
+
+def check_full_disk(found: dict[str, Any]) -> None:
     outcomes = found["outcomes"]
     stream = outcomes.pop("stream")
     kept = {name for name, result in outcomes.items() if result["status"] == "ok"}
@@ -93,35 +98,37 @@ def test_a_full_disk_fails_the_records_that_hit_it_and_nothing_else(
     assert found["stats"]["failed"] == len(lost) + (stream["status"] == "error")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_file_size_limit_fails_only_records_that_exceed_it(tmp_path: Path, layout: str) -> None:
-    found = run(*JOB, "exceed_file_size", tmp_path, layout)
-    for name, result in found["outcomes"].items():
-        if name.startswith("3000"):
-            assert result["errno"] == errno.EFBIG
-            assert "EFBIG" in result["text"]
-        else:
-            assert result["status"] == "ok"
-    assert set(found["stored"]) == {"10-0", "10-2", "10-4"}
-    assert found["problems"] == []
-    assert found["unpublished"] == []
+def test_a_file_size_limit_fails_only_records_that_exceed_it(tmp_path: Path) -> None:
+    results = run(*JOB, "exceed_file_size", tmp_path, *LAYOUTS)
+    assert len(results) == len(LAYOUTS)
+    for found in results:
+        for name, result in found["outcomes"].items():
+            if name.startswith("3000"):
+                assert result["errno"] == errno.EFBIG
+                assert "EFBIG" in result["text"]
+            else:
+                assert result["status"] == "ok"
+        assert set(found["stored"]) == {"10-0", "10-2", "10-4"}
+        assert found["problems"] == []
+        assert found["unpublished"] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_lost_permission_fails_records_until_it_is_back(tmp_path: Path, layout: str) -> None:
-    found = run(*as_ordinary_user(), *JOB, "lose_permission", tmp_path / "root", layout)
-    assert found["outcomes"]["before"]["status"] == "ok"
-    assert found["outcomes"]["during"]["errno"] == errno.EACCES
-    assert "Permission denied [EACCES]" in found["outcomes"]["during"]["text"]
-    assert found["outcomes"]["after"]["status"] == "ok"
-    assert set(found["stored"]) == {"before", "after"}
-    assert found["problems"] == []
+def test_a_lost_permission_fails_records_until_it_is_back(tmp_path: Path) -> None:
+    results = run(*as_ordinary_user(), *JOB, "lose_permission", tmp_path, *LAYOUTS)
+    assert len(results) == len(LAYOUTS)
+    for found in results:
+        assert found["outcomes"]["before"]["status"] == "ok"
+        assert found["outcomes"]["during"]["errno"] == errno.EACCES
+        assert "Permission denied [EACCES]" in found["outcomes"]["during"]["text"]
+        assert found["outcomes"]["after"]["status"] == "ok"
+        assert set(found["stored"]) == {"before", "after"}
+        assert found["problems"] == []
 
 
 def test_an_unwritable_root_is_refused_at_once(tmp_path: Path) -> None:
     root = tmp_path / "root"
     root.mkdir()
-    found = run(*as_ordinary_user(), *JOB, "open_unwritable", root)
+    [found] = run(*as_ordinary_user(), *JOB, "open_unwritable", root)
     assert found["errno"] == errno.EACCES
     assert f"root='{root}' cannot be written" in found["refused"]
 
@@ -142,16 +149,20 @@ def test_killed_writers_lose_nothing_that_was_published(
     random_wait = random.Random(f"{layout}{durability}")
     promised: set[str] = set()
     for number in range(3):
-        command = [*JOB, "write_until_killed", str(tmp_path), layout, durability, f"run{number}"]
-        with subprocess.Popen(
-            command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as writer:
-            assert writer.stdout is not None
-            first = writer.stdout.readline()
-            assert first.startswith(b"ok "), writer.stderr and writer.stderr.read()
+        listening, telling = FORKS.Pipe(duplex=False)
+        arguments = telling, str(tmp_path), layout, durability, f"run{number}"
+        writer = FORKS.Process(target=write_until_killed, args=arguments, daemon=True)
+        writer.start()
+        telling.close()
+        with os.fdopen(os.dup(listening.fileno()), "rb") as lines:
+            first = lines.readline()
+            assert first.startswith(b"ok ")
             time.sleep(random_wait.uniform(0, 0.5))
-            writer.send_signal(signal.SIGKILL)
-            told = first + writer.stdout.read()
+            writer.kill()
+            told = first + lines.read()
+        listening.close()
+        writer.join()
+        assert writer.exitcode == -signal.SIGKILL
         promised |= {line.split(" ")[1] for line in told.decode().splitlines()}
         store = stores.open(tmp_path)
         assert promised <= store.request_ids()
@@ -186,18 +197,10 @@ def named_by(sidecar: Path) -> Iterator[Path]:
 
 
 def test_a_record_cut_off_by_a_kill_is_pending_and_does_not_count(tmp_path: Path) -> None:
-    script = f"""
-import os, signal, torch
-from tllm.stores import RecordMeta, StoreWriter
-writer = StoreWriter({str(tmp_path)!r}, publish_interval=1000)
-stream = writer.begin(RecordMeta("cut"))
-stream.append("post_block", 0, range(5), torch.ones(5, 8))
-writer.flush()
-stream.append("post_block", 0, range(5, 9), torch.ones(4, 8))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=ENV, check=False)
-    assert done.returncode == -signal.SIGKILL
+    writer = FORKS.Process(target=cut_off, args=(str(tmp_path),))
+    writer.start()
+    writer.join()
+    assert writer.exitcode == -signal.SIGKILL
     store = stores.open(tmp_path)
     assert len(store) == 0
     assert not store.has("cut")
@@ -214,25 +217,22 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_script_that_ends_without_closing_loses_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([*JOB, "leave_without_closing", tmp_path], cwd=ROOT, env=ENV, check=False)
-    assert done.returncode == 0
+    [loaded] = run(*JOB, "leave_without_closing", tmp_path)
     assert len(stores.open(tmp_path)) == 20
+    # Neither vLLM nor the runtime is needed.
+    assert loaded == []
 
 
 def test_one_writer_id_is_one_process_at_a_time(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [*JOB, "hold", str(tmp_path), "rank0"],
-        cwd=ROOT,
-        env=ENV,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"open\n"
-        with pytest.raises(ValueError, match=rf"writer_id='rank0' .*process {other.pid}"):
-            StoreWriter(tmp_path, writer_id="rank0")
-        StoreWriter(tmp_path, writer_id="rank1").close()
-        other.kill()
+    listening, telling = FORKS.Pipe(duplex=False)
+    other = FORKS.Process(target=hold, args=(telling, str(tmp_path), "rank0"), daemon=True)
+    other.start()
+    assert listening.recv() == "open"
+    with pytest.raises(ValueError, match=rf"writer_id='rank0' .*process {other.pid}"):
+        StoreWriter(tmp_path, writer_id="rank0")
+    StoreWriter(tmp_path, writer_id="rank1").close()
+    other.kill()
+    other.join()
     StoreWriter(tmp_path, writer_id="rank0").close()
 
 

@@ -16,9 +16,10 @@ from tests.stores.samples import (
     payloads,
     record_of,
     rows_of,
+    stacked,
 )
 from tllm import stores
-from tllm.stores import Record, RecordMeta, Rows, StoreError, StoreWriter
+from tllm.stores import Record, RecordMeta, Rows, StackedRows, StoreError, StoreWriter
 
 
 def changed(request_id: str, rows: int = 7) -> Record:
@@ -526,3 +527,52 @@ def test_a_payload_without_sidecar_does_not_stand_in_the_way(tmp_path: Path) -> 
             writer.submit(record_of("r", rows=1, layers=1))
         assert_same(stores.open(root)[0], record_of("r", rows=1, layers=1))
         assert not stores.open(root).verify().unpublished
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("queue_bytes", [20_000, 1 << 20], ids=["many blocks", "one block"])
+def test_stacked_rows_are_stored_as_each_array_by_itself(
+    tmp_path: Path, layout, queue_bytes: int
+) -> None:
+    dtypes = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+    records = [
+        record_of(f"{n}", rows=rows, layers=layers, dtype=dtypes[n % 3], hidden=8 * (1 + n % 2))
+        for n, (rows, layers) in enumerate([(1, 5), (0, 2), (3, 1), (40, 5), (1, 1), (2, 28)] * 9)
+    ]
+    spill = tmp_path / "spill"
+    spill.mkdir()
+    root = tmp_path / "root"
+    with StoreWriter(
+        root, layout=layout, queue_bytes=queue_bytes, overflow="spill", spill_folder=spill
+    ) as writer:
+        futures = [
+            writer.submit(stacked(record) if n % 7 else record) for n, record in enumerate(records)
+        ]
+    assert {future.result(0).status for future in futures} == {"ok"}
+    store = stores.open(root)
+    for record, future in zip(records, futures, strict=True):
+        assert_same(store.record(record.meta.request_id), record)
+        given = record.arrays.values()
+        assert future.result(0).rows == sum(len(rows.tensor) for rows in given)
+        assert future.result(0).bytes == sum(
+            rows.tensor.nbytes + 4 * len(rows.tensor) for rows in given
+        )
+    assert_whole(store)
+
+
+@pytest.mark.parametrize(
+    ("places", "shape", "message"),
+    [
+        ((), (1, 1, 4), "places=.. is empty"),
+        ((("post_block", 1), ("block_output", 1)), (1, 2, 4), "post_block.1 is given twice"),
+        ((("post_block", 1),), (1, 2, 4), "for 1 places"),
+        ((("post_block", 1),), (2, 4), "give a tensor .rows, places, hidden."),
+        ((("post_block", 1),), (2, 1, 4), "1 positions were given for 2 rows"),
+        ((("middle", 1),), (1, 1, 4), "unknown hook point 'middle'"),
+    ],
+)
+def test_stacked_rows_that_are_not_fit_are_refused(
+    tmp_path: Path, places, shape, message: str
+) -> None:
+    with StoreWriter(tmp_path) as writer, pytest.raises(ValueError, match=message):
+        writer.submit(Record(RecordMeta("r"), StackedRows(places, torch.zeros(shape), [0])))

@@ -48,7 +48,6 @@ class InterventionWorker(_Base):
     def init_device(self) -> None:
         limits.check(self.vllm_config)
         self._options = EngineOptions.from_config(self.vllm_config.additional_config)
-        self._answers = AnswerWriter()
         points = [point.value for point in self._options.points]
         digest = compile_digest(points, self.vllm_config.model_config.dtype)
         self.vllm_config.additional_config = {
@@ -105,6 +104,7 @@ class InterventionWorker(_Base):
                 max_ring_rows=self._options.max_capture_mib * 2**20 // row_bytes,
                 overflow=self._options.overflow,
             )
+        self._answers = AnswerWriter(self.session.result_memory)
         self._attachment = RunnerAttachment.attach(
             self.model_runner, self.session, v2=self.use_v2_model_runner
         )

@@ -14,6 +14,13 @@ from tllm.llm import AsyncLLM
 from tllm.logprobs.blocks import Holding
 
 
+class LaneClosedError(RuntimeError):
+    """A lane was closed while its next token was computed."""
+
+    def __init__(self) -> None:
+        super().__init__("the lane was closed while it waited for its next token")
+
+
 class KeptRequest:
     """vLLM's streaming input: each turn appends tokens, computes only them, and samples one token,
     which vLLM drops when the next turn begins.
@@ -62,7 +69,7 @@ class KeptRequest:
         self.tokens += len(tokens)
         async with self._lock:
             if not self.open:
-                raise RuntimeError("the lane was closed while it waited for its next token")
+                raise LaneClosedError
             loop = asyncio.get_running_loop()
             self._turn = loop.create_future()
             part = StreamingInput(tokens_input(list(tokens)), params)
@@ -87,7 +94,7 @@ class KeptRequest:
         except Exception as error:
             self._fail(error)
         except asyncio.CancelledError:
-            self._fail(RuntimeError("the lane was closed while it waited for its next token"))
+            self._fail(LaneClosedError())
             raise
         finally:
             self.open = False

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 from weakref import WeakSet
 
@@ -15,12 +16,14 @@ import vllm
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tllm.consumers.next_token import NextToken, NextTokenConsumer
+from tllm.engine.processes import gone, processes_of
 from tllm.llm import AsyncLLM
 from tllm.logprobs.admission import Admission
 from tllm.logprobs.arena import Arena, Place
-from tllm.logprobs.kept_request import KeptRequest
+from tllm.logprobs.kept_request import KeptRequest, LaneClosedError
 from tllm.logprobs.question import Answer, Form, Question
 
 Transport = Literal["shared", "rpc"]
@@ -58,12 +61,16 @@ class Particle:
         self.closed = False
 
 
+Asked = tuple[Question, Particle | None, Asker]
+"""A question, the lane whose next step it is or None, and who waits."""
+
+
 class _InFlight:
     """A question that is being answered, and who waits for it."""
 
     def __init__(self) -> None:
-        self.askers: list[Asker] = []
-        self.task: asyncio.Task[None] | None = None
+        self.asked: list[Asked] = []
+        self.task: asyncio.Task[Answer] | None = None
         self.of_lane = False
 
 
@@ -101,56 +108,56 @@ class Service:
 
     # -- questions -----------------------------------------------------------------------------
 
-    def serve(self, questions: Iterable[tuple[Question, Particle | None, Asker]]) -> None:
+    def serve(self, questions: Iterable[Asked]) -> None:
         """Begin to answer; what is being answered already is not computed again."""
-        for question, particle, asker in questions:
+        for asked in questions:
+            question, particle, _ = asked
             key = (self.engine.steering.version, *question.key)
             if question.interventions.results:  # rows are somebody's own
                 key = (*key, object())
             flight = self._in_flight.get(key)
             if flight is None:
                 flight = self._in_flight[key] = _InFlight()
-                work = self._work(key, flight, question, particle)
-                flight.task = asyncio.get_running_loop().create_task(work)
+                # A callback, since a task that is cancelled before it begins runs nothing at all.
+                flight.task = asyncio.get_running_loop().create_task(self._work(question, particle))
+                flight.task.add_done_callback(partial(self._end, key, flight))
             else:
                 self.shared += 1
             flight.of_lane = flight.of_lane or particle is not None
-            flight.askers.append(asker)
+            flight.asked.append(asked)
 
     def cancel(self, askers: Iterable[Asker]) -> None:
         """These do not wait any more. What nobody waits for is aborted, except a lane's turn."""
-        gone = set(askers)
-        for flight in self._in_flight.values():
-            flight.askers = [asker for asker in flight.askers if asker not in gone]
-            if not flight.askers and not flight.of_lane and flight.task is not None:
+        leaving = set(askers)
+        for key, flight in list(self._in_flight.items()):
+            flight.asked = [asked for asked in flight.asked if asked[2] not in leaving]
+            if not flight.asked and not flight.of_lane and flight.task is not None:
                 flight.task.cancel()
+                del self._in_flight[key]  # an equal question may follow before the task has ended
 
-    async def _work(
-        self,
-        key: tuple[Any, ...],
-        flight: _InFlight,
-        question: Question,
-        particle: Particle | None,
-    ) -> None:
+    async def _work(self, question: Question, particle: Particle | None) -> Answer:
+        if particle is None:
+            return await self._query(question)
+        return await self._step(question, particle)
+
+    def _end(self, key: tuple[Any, ...], flight: _InFlight, task: asyncio.Task[Answer]) -> None:
+        if self._in_flight.get(key) is flight:
+            del self._in_flight[key]
         outcome: Answer | Exception
-        try:
-            if particle is None:
-                outcome = await self._query(question)
-            else:
-                outcome = await self._step(question, particle)
-        except Exception as error:
-            outcome = error
-        except asyncio.CancelledError:
+        if task.cancelled():
             outcome = RuntimeError("the query was cancelled")
-            raise
-        finally:
-            # One that was cancelled may have been followed by an equal one.
-            if self._in_flight.get(key) is flight:
-                del self._in_flight[key]
-            for i, asker in enumerate(flight.askers):
-                last = i == len(flight.askers) - 1
-                given = outcome if last or isinstance(outcome, Exception) else outcome.copy()
-                asker.resolve(given)
+        else:
+            error = task.exception()
+            outcome = error if isinstance(error, Exception) else task.result()
+        waiting = flight.asked
+        if isinstance(outcome, LaneClosedError):  # that concerns nobody who asked beside the lane
+            closed = [asked for asked in waiting if asked[1] is not None and asked[1].closed]
+            self.serve(asked for asked in waiting if asked not in closed)
+            waiting = closed
+        for i, (_, _, asker) in enumerate(waiting):
+            last = i == len(waiting) - 1
+            given = outcome if last or isinstance(outcome, Exception) else outcome.copy()
+            asker.resolve(given)
 
     async def _query(self, question: Question) -> Answer:
         """A request of its own."""
@@ -295,8 +302,7 @@ class Service:
                 yield {"ticket": ticket, **form.options()}, take
             finally:
                 if not fetched:
-                    settling = self.engine.call_consumer(CONSUMER, "settle", [ticket])
-                    self._in_background(settling)
+                    self._in_background(self._settle([ticket]))
             return
         arena = self._arena(form)
         place = await arena.lease()
@@ -310,7 +316,7 @@ class Service:
             yield {"ticket": ticket, "place": arena.option(place), **form.options()}, read
         finally:
             if not fetched:  # the worker may still write into the row
-                self._in_background(self._settle(arena, place))
+                self._in_background(self._reuse(arena, place))
 
     def _arena(self, form: Form) -> Arena:
         numbers = form.numbers(self.vocab_size)
@@ -320,8 +326,12 @@ class Service:
             self._arenas[numbers] = Arena(numbers, self._shared_bytes)
         return self._arenas[numbers]
 
-    async def _settle(self, arena: Arena, place: Place) -> None:
-        await self.engine.call_consumer(CONSUMER, "settle")
+    async def _settle(self, tickets: list[int]) -> None:
+        with suppress(EngineDeadError):  # which writes nothing any more
+            await self.engine.call_consumer(CONSUMER, "settle", tickets)
+
+    async def _reuse(self, arena: Arena, place: Place) -> None:
+        await self._settle([])
         arena.release(place)
 
     def _take(self, ticket: int) -> asyncio.Future[NextToken]:
@@ -380,12 +390,15 @@ class Service:
 
     async def shut_down(self) -> None:
         """Abort what runs, end the engine's process, and give the shared memory back."""
+        tasks: list[asyncio.Task[Any]]
         tasks = [flight.task for flight in self._in_flight.values() if flight.task is not None]
         for each in tasks:
             each.cancel()
         tasks += [task for kept in self._kept if (task := kept.cancel()) is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)
+        processes = processes_of(self.engine)
         self.engine.shutdown()
+        await gone(processes)
         for arena in self._arenas.values():
             arena.close()

@@ -13,6 +13,7 @@ from tllm.ports.request_meta import (
     RowMeta,
 )
 from tllm.ports.residual_stream import ResidualStream
+from tllm.ports.result_memory import ResultMemory
 from tllm.ports.sampler import Candidates, Sampler
 from tllm.ports.token_target import TokenTarget
 
@@ -35,6 +36,7 @@ __all__ = [
     "RequestResult",
     "ResidualStream",
     "ResidualWriter",
+    "ResultMemory",
     "RowMeta",
     "Sampler",
     "TokenTarget",

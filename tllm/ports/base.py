@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
 from tllm.spec.selection import Selection
@@ -162,7 +163,7 @@ class ConsumerFlow:
         assert isinstance(self.positions, Selection)
         return self.positions
 
-    @property
+    @cached_property
     def kind(self) -> ConsumerFlow:
         """The flow without what differs from sequence to sequence: those of a kind share
         capture programs and bundles."""

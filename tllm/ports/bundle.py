@@ -11,6 +11,7 @@ import torch
 
 from tllm.ports.base import PortRead
 from tllm.ports.request_meta import RequestInfo, RowMeta
+from tllm.ports.result_memory import ResultMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +95,15 @@ class ConsumerContext(ABC):
         device: the model's device.
         stream: the stream the call runs on (already current); None on a CPU.
         model: sizes, dtype and final norm of the served model.
+        result_memory: host memory for large results, which then cross to the user's process without
+            being copied.
     """
 
     step: int
     device: torch.device
     stream: torch.cuda.Stream | None
     model: ModelView
+    result_memory: ResultMemory
 
     @abstractmethod
     def writer(self, role: str) -> ResidualWriter:

@@ -20,12 +20,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_FOLDER = Path("/dev/shm")
+from tllm.ports.result_memory import SHARED_FOLDER, WORTHWHILE, ResultMemory
+
+_FOLDER = SHARED_FOLDER
 _TOKEN = re.compile("tllm-[0-9a-f]{32}")
 _KEPT_S = 600.0
-_WORTHWHILE = 1 << 20
 _PIECE = 32 << 20
 _ALIGNMENT = 64
+
+_Place = tuple[int, int, int] | bytes
+"""Number of the file, first byte and number of bytes; or the bytes themselves."""
 
 
 class SharedFolder:
@@ -43,10 +47,15 @@ class SharedFolder:
 class AnswerWriter:
     """The worker's end: makes answers into bytes.
 
-    Their arrays are in shared memory if both ends see it and there is room.
+    Their arrays are in shared memory if both ends see it and there is room. Those that are there
+    already are not copied.
+
+    Args:
+        memory: where results may lie.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: ResultMemory | None = None) -> None:
+        self._memory = memory
         self._written: deque[tuple[float, Path]] = deque()
         atexit.register(self._forget, 0.0)
 
@@ -62,21 +71,57 @@ class AnswerWriter:
 
     def _share(
         self, views: Sequence[memoryview], token: str
-    ) -> tuple[str, list[tuple[int, int]]] | None:
-        """Name of the file that holds the views, and where; None when bytes are better."""
-        sizes = [-(-len(view) // _ALIGNMENT) * _ALIGNMENT for view in views]
-        if sum(sizes) < _WORTHWHILE:
-            return None
-        starts = [0, *accumulate(sizes)]
-        path = _FOLDER / f"{token}-{uuid.uuid4().hex}"
+    ) -> tuple[list[str], list[_Place]] | None:
+        """Names of the files that hold the views, and where; None when bytes are better."""
         self._forget(_KEPT_S)
-        self._written.append((time.monotonic(), path))
+        names: list[str] = []
+        places: list[_Place] = [b""] * len(views)
+        linked: dict[Path, int] = {}
+        copied = []
+        located = self._memory.locate(views) if self._memory else [None] * len(views)
+        for i, (view, found) in enumerate(zip(views, located, strict=True)):
+            number = None if found is None else self._link(found[0], linked, names, token)
+            if found is None or number is None:
+                copied.append(i)
+            else:
+                places[i] = number, found[1], len(view)
+        sizes = [-(-len(views[i]) // _ALIGNMENT) * _ALIGNMENT for i in copied]
+        if sum(sizes) < WORTHWHILE:
+            if not names:
+                return None
+            for i in copied:
+                places[i] = bytes(views[i])
+            return names, places
+        starts = [0, *accumulate(sizes)]
+        path = self._new_name(token)
         try:
-            _write(path, views, starts[:-1], starts[-1])
+            _write(path, [views[i] for i in copied], starts[:-1], starts[-1])
         except OSError:  # no room
             path.unlink(missing_ok=True)
             return None
-        return path.name, [(start, len(view)) for start, view in zip(starts, views, strict=False)]
+        for i, start in zip(copied, starts, strict=False):
+            places[i] = len(names), start, len(views[i])
+        names.append(path.name)
+        return names, places
+
+    def _link(
+        self, path: Path, linked: dict[Path, int], names: list[str], token: str
+    ) -> int | None:
+        """The number of a file among those of an answer, under a name that is the reader's."""
+        if path not in linked:
+            name = self._new_name(token)
+            try:
+                os.link(path, name)
+            except OSError:
+                return None
+            linked[path] = len(names)
+            names.append(name.name)
+        return linked[path]
+
+    def _new_name(self, token: str) -> Path:
+        path = _FOLDER / f"{token}-{uuid.uuid4().hex}"
+        self._written.append((time.monotonic(), path))
+        return path
 
     def _forget(self, age: float) -> None:
         """Remove what nobody came for: readers remove what they have opened."""
@@ -86,14 +131,16 @@ class AnswerWriter:
 
 def _write(path: Path, views: Sequence[memoryview], offsets: Sequence[int], size: int) -> None:
     with path.open("x+b") as file:
-        # A write into a mapping that finds no room is a signal; this is an error.
-        os.posix_fallocate(file.fileno(), 0, size)
-        with mmap.mmap(file.fileno(), size) as memory:
-            _copy(np.frombuffer(memory, np.uint8), views, offsets)
+        file.truncate(size)
+        target = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+        _copy(file.fileno(), target, views, offsets)
 
 
 def _copy(
-    target: npt.NDArray[np.uint8], views: Sequence[memoryview], offsets: Sequence[int]
+    descriptor: int,
+    target: npt.NDArray[np.uint8],
+    views: Sequence[memoryview],
+    offsets: Sequence[int],
 ) -> None:
     pieces = [
         (start + low, view[low : low + _PIECE])
@@ -103,22 +150,35 @@ def _copy(
 
     def copy(piece: tuple[int, memoryview]) -> None:
         start, source = piece
+        # A write into a mapping that finds no room is a signal; this is an error.
+        os.posix_fallocate(descriptor, start, max(1, len(source)))
         np.copyto(target[start : start + len(source)], np.frombuffer(source, np.uint8))
 
-    # numpy lets go of the interpreter while it copies.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        list(threads.map(copy, pieces))
+    large = [piece for piece in pieces if len(piece[1]) >= WORTHWHILE]
+    for piece in pieces:
+        if len(piece[1]) < WORTHWHILE:
+            copy(piece)
+    if large:
+        # Both calls let go of the interpreter.
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1, len(large))) as threads:
+            list(threads.map(copy, large))
 
 
 def decode(payload: bytes) -> Any:
     """The answer; arrays in shared memory stay there, and go when nobody holds them any more."""
-    body, name, places = pickle.loads(payload)
-    if name is None:
+    body, names, places = pickle.loads(payload)
+    if names is None:
         return pickle.loads(body)
-    path = _FOLDER / name
+    files = []
     try:
-        with path.open("r+b") as file:
-            memory = memoryview(mmap.mmap(file.fileno(), 0))
+        for name in names:
+            with (_FOLDER / name).open("r+b") as file:
+                files.append(memoryview(mmap.mmap(file.fileno(), 0)))
     finally:
-        path.unlink(missing_ok=True)
-    return pickle.loads(body, buffers=[memory[start : start + size] for start, size in places])
+        for name in names:
+            (_FOLDER / name).unlink(missing_ok=True)
+    buffers = [
+        bytearray(place) if isinstance(place, bytes) else files[place[0]][place[1] :][: place[2]]
+        for place in places
+    ]
+    return pickle.loads(body, buffers=buffers)

@@ -24,6 +24,7 @@ from tllm.ports import (
     PortRead,
     RequestInfo,
     ResidualWriter,
+    ResultMemory,
     RowMeta,
 )
 from tllm.runtime.batch import DECODE, PREFILL, Frame, ProgramRows
@@ -214,9 +215,11 @@ class Context(ConsumerContext):
         model: ModelView,
         writers: Mapping[str, ResidualWriter],
         export: Callable[[str, Mapping[str, torch.Tensor], RowMeta | None], None],
+        result_memory: ResultMemory,
     ) -> None:
         self.step = 0
         self.model = model
+        self.result_memory = result_memory
         self.device = model.device
         self.stream: torch.cuda.Stream | None = None
         self._writers = writers

@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from tllm.ports import ConsumerFlow, ModelView, PortRead, RequestInfo, RequestResult, RowMeta
+from tllm.ports import (
+    ConsumerFlow,
+    ModelView,
+    PortRead,
+    RequestInfo,
+    RequestResult,
+    ResultMemory,
+    RowMeta,
+)
 from tllm.runtime.batch import DECODE, PREFILL, Frame, RowPlanner, StepBatch
 from tllm.runtime.descriptor import PlanRow
 from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Context, Dispatcher
@@ -106,6 +114,8 @@ class Session:
         self._bundled = False
         self._step = 0
         self._results = Results(_MAX_KEPT_RESULTS)
+        #: Of the consumers, for rows that the user is given.
+        self.result_memory = ResultMemory()
         #: By prompt and consumer: sequences that ended, and whose tokens are not known.
         self._late: dict[str, dict[str, list[RequestInfo]]] = {}
         self.rows_captured = 0
@@ -139,7 +149,9 @@ class Session:
             if tap is not None
         }
         elsewhere = {write.role: AbsentWriter() for write, tap in places if tap is None}
-        context = Context(self._model, {**own, **elsewhere}, self._exporter(consumer))
+        context = Context(
+            self._model, {**own, **elsewhere}, self._exporter(consumer), self.result_memory
+        )
         owner = BoundConsumer(consumer, context)
         owner.flows = [
             self._bound(owner, number, flow, here)
@@ -386,6 +398,12 @@ class Session:
     def _follow_programs(self, sequence: Sequence) -> None:
         """Say what the rows of a sequence do: which are captured for whom, and how steered."""
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
+        if not self._consumers and not sequence.steering:
+            self._slots.set_timeline(slot, None)
+            for phase in (PREFILL, DECODE):
+                self._slots.follow(slot, phase, 0, -1)
+            self._served.discard(slot)
+            return
         wanted = list(self._wanted(sequence))
         steered = self._acquire_steering(sequence)
         starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -14,13 +16,27 @@ from tllm.spec.selection import Selection
 Reduction = Literal["none", "mean", "max", "last"]
 CaptureDtype = Literal["model", "float32", "float16"]
 
-Layers: TypeAlias = "tuple[int, ...] | slice | None"
-"""Layers of a hook point: listed, a range whose open ends are the model's, or none to choose."""
-
 OPTIONS = ("hooks", "positions", "reduction", "dtype")
 
 _RANGE = re.compile(r"(-?\d*):(-?\d*)")
-_ALL = slice(None)
+
+_SHORT = 4096
+"""Characters of a capture's text up to which what was parsed is kept for whoever asks the same."""
+
+
+@dataclass(frozen=True)
+class LayerRange:
+    """Layers from `start` to before `stop`; open ends are the model's."""
+
+    start: int | None = None
+    stop: int | None = None
+
+    def __str__(self) -> str:
+        return ":".join("" if edge is None else str(edge) for edge in (self.start, self.stop))
+
+
+Layers: TypeAlias = "tuple[int, ...] | LayerRange | None"
+"""Layers of a hook point: listed, a range, or none to choose."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +58,19 @@ class CaptureSpec:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], name: str) -> CaptureSpec:
-        """The capture in `given`, whose other keys are ignored. `ValueError` names the field."""
+        """The capture in `given`, whose other keys are ignored. `ValueError` names the field.
+
+        Those who ask the same are given the same object.
+        """
+        chosen = {key: given[key] for key in OPTIONS if key in given}
+        try:
+            text = json.dumps(chosen)
+            return _parsed(text) if len(text) <= _SHORT else cls._parse(chosen, name)
+        except (TypeError, ValueError):  # arrays and the like, or what is to be refused by name
+            return cls._parse(chosen, name)
+
+    @classmethod
+    def _parse(cls, given: Mapping[str, Any], name: str) -> CaptureSpec:
         if "hooks" not in given:
             raise ValueError(
                 f"{name} has no 'hooks'; say what to capture, such as "
@@ -67,24 +95,36 @@ class CaptureSpec:
 
         Raises `ValueError` for a range that is empty in a model of `num_layers` layers.
         """
-        found: dict[tuple[str, int | None], None] = {}
-        for point, layers in self.hooks:
-            if layers is None:
-                found[point, None] = None
-            elif isinstance(layers, slice):
-                chosen = range(*layers.indices(num_layers))
-                edges = [edge for edge in (layers.start, layers.stop) if edge is not None]
-                if not chosen or any(not -num_layers <= edge <= num_layers for edge in edges):
-                    raise ValueError(
-                        f"hooks[{point!r}]: the range {_text(layers)} does not lie in a model of "
-                        f"{num_layers} layers; give edges from 0 to {num_layers}"
-                    )
-                found.update(dict.fromkeys((point, layer) for layer in chosen))
-            else:
-                for layer in layers:
-                    located = layer + num_layers if -num_layers <= layer < 0 else layer
-                    found[point, located] = None
-        return tuple(found)
+        return _places(self.hooks, num_layers)
+
+
+@lru_cache(4096)
+def _parsed(text: str) -> CaptureSpec:
+    return CaptureSpec._parse(json.loads(text), "capture")
+
+
+@lru_cache(4096)
+def _places(
+    hooks: tuple[tuple[str, Layers], ...], num_layers: int
+) -> tuple[tuple[str, int | None], ...]:
+    found: dict[tuple[str, int | None], None] = {}
+    for point, layers in hooks:
+        if layers is None:
+            found[point, None] = None
+        elif isinstance(layers, LayerRange):
+            chosen = range(*slice(layers.start, layers.stop).indices(num_layers))
+            edges = [edge for edge in (layers.start, layers.stop) if edge is not None]
+            if not chosen or any(not -num_layers <= edge <= num_layers for edge in edges):
+                raise ValueError(
+                    f"hooks[{point!r}]: the range {layers} does not lie in a model of "
+                    f"{num_layers} layers; give edges from 0 to {num_layers}"
+                )
+            found.update(dict.fromkeys((point, layer) for layer in chosen))
+        else:
+            for layer in layers:
+                located = layer + num_layers if -num_layers <= layer < 0 else layer
+                found[point, located] = None
+    return tuple(found)
 
 
 def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers], ...]:
@@ -137,9 +177,9 @@ def _layers(point: HookPoint, given: Any, name: str) -> Layers:
         )
     if isinstance(given, str):
         if given == "all":
-            return _ALL
+            return LayerRange()
         if match := _RANGE.fullmatch(given):
-            return slice(*(int(edge) if edge else None for edge in match.groups()))
+            return LayerRange(*(int(edge) if edge else None for edge in match.groups()))
         given = re.split("[,+]", given)
     if isinstance(given, Integral) and not isinstance(given, bool):
         given = [given]
@@ -160,10 +200,6 @@ def _layers(point: HookPoint, given: Any, name: str) -> Layers:
     if not layers:
         raise ValueError(f"{name} is empty; give 'all', a list of indices, or leave the point out")
     return tuple(dict.fromkeys(layers))
-
-
-def _text(layers: slice) -> str:
-    return ":".join("" if edge is None else str(edge) for edge in (layers.start, layers.stop))
 
 
 def _one_of(allowed: Any, given: Any, name: str) -> Any:

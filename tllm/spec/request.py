@@ -13,6 +13,14 @@ EXTRA_ARG = "tllm"
 """Key of `SamplingParams.extra_args` under which the request's spec travels."""
 
 
+class Wire(dict[str, Any]):
+    """A request's spec as plain data, once nobody changes it any more: copies of the sampling
+    parameters share it."""
+
+    def __deepcopy__(self, memo: Any) -> Wire:
+        return self
+
+
 @dataclass(frozen=True)
 class RowsRead:
     """Some rows that somebody reads.
@@ -34,7 +42,7 @@ class RowsRead:
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RowsRead:
         """The inverse of `to_wire`."""
-        return cls(wire["name"], Selection.parse(wire["positions"]), wire["once"])
+        return cls(wire["name"], Selection.from_wire(wire["positions"]), wire["once"])
 
 
 @dataclass(frozen=True)

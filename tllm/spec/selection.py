@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -147,7 +147,7 @@ class Selection:
         text = json.dumps(wire)
         return _from_text(text) if len(text) <= _SHORT else cls.parse(wire)
 
-    @property
+    @cached_property
     def everything(self) -> bool:
         """Whether every token is meant."""
         return self == Selection()
@@ -241,11 +241,6 @@ def intersected(left: Intervals, right: Intervals) -> Intervals:
         else:
             j += 1
     return tuple(found)
-
-
-def covers(intervals: Intervals, position: int) -> bool:
-    """Whether a position lies in any of the intervals."""
-    return any(start <= position < stop for start, stop in intervals)
 
 
 def stretch_starts(prompt_len: int, intervals: Iterable[Intervals]) -> list[int]:

@@ -6,6 +6,8 @@ import base64
 import binascii
 import hashlib
 import math
+import struct
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.selection import Selection, covers, stretch_starts
+from tllm.spec.selection import Selection, stretch_starts
 
 SteeringPhase = Literal["any", "prefill", "decode"]
 FloatArray = npt.NDArray[np.float32]
@@ -25,6 +27,9 @@ MAX_OPERATIONS = 64
 """The most operations at one hook point of one layer, global and request together."""
 MAX_CLAMPS = 16
 """The most of them that need the row's component along a direction: each reads the whole row."""
+
+
+_COEFFICIENTS = struct.Struct("<6d")
 
 
 class Coefficients(NamedTuple):
@@ -301,6 +306,23 @@ class RequestSteering:
     modules: tuple[tuple[str, float], ...] = ()
     positions: Selection = field(default_factory=Selection)
 
+    @cached_property
+    def own(self) -> Tiers:
+        """What it asks beside modules, at the tokens it means."""
+        return self.tiers.at(self.positions)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """What is done to it where nothing but its own steering applies."""
+        return compose([self.own])
+
+    def hash(self) -> None:
+        """Do now, once, what every request that asks this needs."""
+        for entry in self.own:
+            entry.largest  # noqa: B018 - computed once, when first looked at
+        for group in self.groups:
+            group.digest  # noqa: B018
+
     def __deepcopy__(self, memo: Any) -> RequestSteering:
         # Copies of the parameters share it: it never changes, and vectors are large.
         return self
@@ -342,7 +364,11 @@ class Group:
     @cached_property
     def digest(self) -> str:
         """Of what is done, whatever tokens it is done to."""
-        return _digest(repr(self.operations).encode())
+        parts = [
+            f"{hook}:{layer}:{digest}:".encode() + _COEFFICIENTS.pack(*coefficients)
+            for hook, layer, digest, coefficients in self.operations
+        ]
+        return _digest(b"".join(parts))
 
     @cached_property
     def use(self) -> GroupUse:
@@ -447,26 +473,29 @@ def steering_stretches(
         [use.positions.intervals(prompt_len, tokens, kind[0] if kind else None) for use in uses]
         for kind in kinds
     ]
+    edges = [[[e for pair in intervals for e in pair] for intervals in each] for each in where]
+
+    def configuration(kind: int, position: int) -> Configuration:
+        phase = "prefill" if position < prompt_len else "decode"
+        return tuple(
+            use.digest
+            for use, of_use in zip(uses, edges[kind], strict=True)
+            if use.phase in ("any", phase) and bisect_right(of_use, position) % 2
+        )
+
     stretches: Stretches = []
     for start in stretch_starts(prompt_len, [each for of_kind in where for each in of_kind]):
-        phase = "prefill" if start < prompt_len else "decode"
-        others, *of_kinds = (
-            tuple(
-                use.digest
-                for use, intervals in zip(uses, of_kind, strict=True)
-                if use.phase in ("any", phase) and covers(intervals, start)
-            )
-            for of_kind in where
-        )
-        applied: Configuration | TokenChoice = others
-        by_token = [
-            (token, configuration)
-            for kind, configuration in zip(kinds[1:], of_kinds, strict=True)
-            if configuration != others
-            for token in kind
-        ]
-        if by_token and phase == "decode":
-            applied = TokenChoice(tuple(sorted(by_token)), others)
+        applied: Configuration | TokenChoice = configuration(0, start)
+        if start >= prompt_len and len(kinds) > 1:
+            found = [configuration(number, start) for number in range(len(kinds))]
+            by_token = [
+                (token, of_kind)
+                for kind, of_kind in zip(kinds, found, strict=True)
+                if of_kind != found[0]
+                for token in kind
+            ]
+            if by_token:
+                applied = TokenChoice(tuple(sorted(by_token)), found[0])
         if not stretches or stretches[-1][1] != applied:
             stretches.append((start, applied))
     return stretches

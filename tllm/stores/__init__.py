@@ -8,7 +8,7 @@ from tllm.stores.catalog import Damage
 from tllm.stores.error import StoreError
 from tllm.stores.export import export
 from tllm.stores.paths import Layout
-from tllm.stores.record import ArrayKey, Record, RecordMeta, Rows
+from tllm.stores.record import ArrayKey, Record, RecordMeta, Rows, StackedRows
 from tllm.stores.recording import Published
 from tllm.stores.stats import WriterStats
 from tllm.stores.store import Store
@@ -29,6 +29,7 @@ __all__ = [
     "RecordMeta",
     "RecordStream",
     "Rows",
+    "StackedRows",
     "Store",
     "StoreError",
     "StoreWriter",

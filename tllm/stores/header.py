@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 PREFIX_BYTES = 8
 """The length of the header, little endian, before the header itself."""
@@ -21,7 +20,7 @@ _SIZES = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class TensorEntry:
     """One tensor of a file.
 
@@ -44,15 +43,16 @@ def encode_header(
 
     Raises `ValueError` when it is longer than `capacity`.
     """
-    # Both arguments are text and integers only: nothing here depends on a locale or a float.
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    for entry in entries:
-        fields[entry.name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [entry.begin, entry.end],
-        }
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=True).encode()
+    # Names and dtypes are of this package's making: nothing in them is to be escaped.
+    fields = [
+        f'"{entry.name}":{{"dtype":"{entry.dtype}","shape":[{",".join(map(str, entry.shape))}],'
+        f'"data_offsets":[{entry.begin},{entry.end}]}}'
+        for entry in entries
+    ]
+    if metadata:
+        named = json.dumps(dict(metadata), separators=(",", ":"), ensure_ascii=True)
+        fields.insert(0, f'"__metadata__":{named}')
+    text = f"{{{','.join(fields)}}}".encode()
     length = -(-len(text) // 8) * 8 if capacity is None else capacity - PREFIX_BYTES
     if len(text) > length:
         raise ValueError(f"a header of {len(text)} bytes does not fit in {length}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,7 @@ class WriterPaths:
     root: Path
     writer_id: str
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         """All of this writer's files."""
         return self.root / WRITERS / file_name(self.writer_id)
@@ -39,7 +40,7 @@ class WriterPaths:
         """Locked while the writer lives."""
         return self.folder / "lock"
 
-    @property
+    @cached_property
     def staging(self) -> Path:
         """What is not published yet."""
         return self.folder / "staging"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tllm.stores.dtype import ITEM_SIZES
 from tllm.stores.header import TensorEntry, encode_header
@@ -21,8 +22,7 @@ _FIXED_BYTES = 1024
 """More than all else takes in the header: `__metadata__`, and the tensor of positions."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Where rows were put: in which tensor, and from which of its rows on."""
 
     tensor: str
@@ -109,6 +109,29 @@ class PayloadFile:
         self._pending += [buffer for buffer in buffers if len(buffer)]
         self._size += nbytes
         return span
+
+    def add_each(
+        self, names: Sequence[str], dtype: str, width: int, rows: int, data: memoryview
+    ) -> list[Span]:
+        """`add` for arrays of one shape, given as the bytes of `[names, rows, width]`."""
+        length = len(data) // len(names)
+        spans = [self.add(names[0], dtype, width, rows, [data[:length]])]
+        size, entries, counts = self._size, self._entries, self._names
+        shape, used = (rows, width), 0
+        # Aligned: each follows rows of the same element size.
+        for name in names[1:]:
+            count = counts.get(name, 0)
+            counts[name] = count + 1
+            full = f"{name}+{count}" if count else name
+            entries.append(TensorEntry(full, dtype, shape, size, size + length))
+            used += _ENTRY_BYTES + len(full)
+            size += length
+            spans.append(Span(full, 0))
+        self._header_used += used
+        self._size = size
+        if length and len(names) > 1:
+            self._pending.append(data[length:])
+        return spans
 
     def mark(self) -> Mark:
         """The present state, for `rollback`; only between writes, with nothing pending."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tllm.stores.error import StoreError
 from tllm.stores.paths import Layout, WriterPaths
-from tllm.stores.record import CheckedRows, RecordMeta
+from tllm.stores.record import CheckedRows, CheckedStack, RecordMeta
 from tllm.stores.recording import Recording
 
 
@@ -25,7 +25,7 @@ class Item:
     """
 
     recording: Recording
-    arrays: Sequence[CheckedRows] = ()
+    arrays: Sequence[CheckedRows | CheckedStack] = ()
     end: RecordMeta | None = None
     lost: Mapping[str, StoreError] = field(default_factory=dict)
     abort: bool = False

@@ -14,7 +14,7 @@ import torch
 from tllm.stores.error import StoreError, describe
 from tllm.stores.paths import Layout
 from tllm.stores.record import RecordMeta
-from tllm.stores.sidecar import PieceEntry, SidecarLine
+from tllm.stores.sidecar import Entry, SidecarLine
 
 _VERSIONS = {"tllm": version("tllm"), "torch": torch.__version__}
 
@@ -115,7 +115,7 @@ class Recording:
         error = "; ".join(text for text in (self.meta.error, *self.lost) if text)
         return replace(self.meta, status="partial_error", error=error)
 
-    def line(self, arrays: Sequence[PieceEntry]) -> SidecarLine:
+    def line(self, arrays: Sequence[Entry]) -> SidecarLine:
         """The sidecar line of the part that is being published."""
         meta = self.final_meta()
         status = ("aborted" if self.aborted else meta.status) if self.ended else "pending"
@@ -145,7 +145,7 @@ class Recording:
         )
 
     def published_part(
-        self, payloads: Sequence[Path], sidecar: Path, entries: Sequence[PieceEntry]
+        self, payloads: Sequence[Path], sidecar: Path, entries: Sequence[Entry]
     ) -> None:
         """A part is on disk; settles the record when it was the last."""
         self.part += 1

@@ -9,7 +9,7 @@ from tllm.stores.paths import PAYLOAD_SUFFIX
 from tllm.stores.publication import Publication
 from tllm.stores.publisher import Item, Publisher
 from tllm.stores.recording import Recording
-from tllm.stores.sidecar import PieceEntry
+from tllm.stores.sidecar import Entry
 from tllm.stores.volume import Volume
 
 HEADER_BYTES = 128 << 10
@@ -109,7 +109,7 @@ class ShardPublisher(Publisher):
         staged = volume.staged_bytes
         shard = self.room.paths.shard(next(self.room.numbers))
         sidecar = shard.with_suffix(".jsonl")
-        parts: dict[Recording, list[PieceEntry]] = {}
+        parts: dict[Recording, list[Entry]] = {}
         try:
             volume.seal()
             for recording in present:

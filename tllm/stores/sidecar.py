@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Protocol
 
 from tllm.stores.dtype import ITEM_SIZES
 from tllm.stores.record import canonical_json
@@ -16,6 +16,25 @@ VERSION = 1
 
 POSITION_BYTES = 4
 """Of one position, an `I32`."""
+
+
+class Entry(Protocol):
+    """Pieces of a record in one payload file."""
+
+    @property
+    def file(self) -> str:
+        """The payload, relative to the sidecar's folder."""
+
+    @property
+    def rows(self) -> int:
+        """Of all arrays together."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and positions."""
+
+    def encode(self) -> str:
+        """As canonical JSON objects with commas between."""
 
 
 @dataclass(slots=True)  # not frozen: there is one for each array of each record
@@ -88,7 +107,12 @@ class SidecarLine:
     created: str
     layout: str
     writer: str
-    arrays: Sequence[PieceEntry]
+    arrays: Sequence[Entry]
+
+    @property
+    def pieces(self) -> list[PieceEntry]:
+        """The arrays of a line that was read."""
+        return [entry for entry in self.arrays if isinstance(entry, PieceEntry)]
 
     def encode(self) -> bytes:
         """The line, with its checksum and a line feed."""
@@ -140,7 +164,7 @@ class SidecarLine:
                 raise ValueError(f"{name}={getattr(self, name)!r} has the wrong type")
             if kind is int and not 0 <= getattr(self, name) < 2**31:
                 raise ValueError(f"{name}={getattr(self, name)!r} is out of range")
-        for piece in self.arrays:
+        for piece in self.pieces:
             sizes = piece.rows, piece.hidden, piece.row_start, piece.position_start, piece.crc32
             texts = piece.hook, piece.file, piece.tensor
             if (

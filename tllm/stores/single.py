@@ -10,9 +10,9 @@ from tllm.stores.error import describe
 from tllm.stores.paths import PAYLOAD_SUFFIX
 from tllm.stores.publication import Publication, remove
 from tllm.stores.publisher import Item, Publisher, Publishing
-from tllm.stores.record import ArrayKey, CheckedRows
+from tllm.stores.record import ArrayKey, CheckedRows, CheckedStack
 from tllm.stores.recording import Recording
-from tllm.stores.sidecar import PieceEntry, SidecarLine
+from tllm.stores.sidecar import Entry, SidecarLine
 from tllm.stores.volume import Volume
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class SinglePublisher(Publisher):
         recording.lost.update(item.lost)
         work = self._works.get(recording)
         if work is None:
-            folder = self.room.paths.staging / str(next(self.room.names))
+            folder = Path(f"{self.room.paths.staging}/{next(self.room.names)}")
             work = self._works[recording] = _Work(recording, folder, self.room)
         if item.abort:
             self._drop(work)
@@ -56,7 +56,11 @@ class SinglePublisher(Publisher):
             recording.abort()
             return
         for rows in item.arrays:
-            work.stage(rows)
+            if work.packed or isinstance(rows, CheckedRows):
+                work.stage(rows)
+            else:
+                for alone in rows.unstacked():
+                    work.stage(alone)
         if item.end is not None:
             recording.meta = item.end
             recording.ended = True
@@ -90,7 +94,7 @@ class SinglePublisher(Publisher):
             if not volume.staged_bytes:
                 continue
             try:
-                work.folder.mkdir(exist_ok=True)
+                work.make_folder()
                 self.room.release(volume.write())
             except OSError as error:
                 work.recording.lose(error)
@@ -112,16 +116,16 @@ class SinglePublisher(Publisher):
         except Exception as error:  # whatever it is, the writer lives on
             self.give_up(recording, error)
             return
-        self._drop(work)
+        self._drop(work, published=True)
         files = [sidecar.parent / name for name in dict.fromkeys(e.file for e in entries)]
         recording.published_part(files, sidecar, entries)
 
-    def _seal(self, work: _Work, sidecar: Path) -> tuple[list[tuple[Path, Path]], list[PieceEntry]]:
+    def _seal(self, work: _Work, sidecar: Path) -> tuple[list[tuple[Path, Path]], list[Entry]]:
         """Finish the record's files: what to move where, and what is in them."""
         stem = sidecar.stem
-        entries: list[PieceEntry] = []
+        entries: list[Entry] = []
         payloads: list[tuple[Path, Path]] = []
-        work.folder.mkdir(exist_ok=True)
+        work.make_folder()
         for volume in work.volumes():
             if not volume.seal():
                 volume.discard()
@@ -138,10 +142,14 @@ class SinglePublisher(Publisher):
             payloads.append((work.folder, sidecar.parent / stem))
         return payloads, entries
 
-    def _drop(self, work: _Work) -> None:
+    def _drop(self, work: _Work, published: bool = False) -> None:
         """Forget a record's volumes, and remove what of them is still staged."""
         del self._works[work.recording]
         self.room.release(work.staged_bytes)
+        if work.packed:
+            for volume in () if published else work.volumes():
+                volume.discard()
+            return
         try:
             remove(work.folder)
         except OSError as error:
@@ -169,16 +177,22 @@ class _Work:
         for volumes in self._volumes.values():
             yield from volumes
 
-    def stage(self, rows: CheckedRows) -> None:
-        """Take rows into the volume where they belong."""
-        volumes = self._volumes.setdefault(None if self.packed else rows.key, [])
+    def make_folder(self) -> None:
+        """Make the folder of a record that has one."""
+        if not self.packed:
+            self.folder.mkdir(exist_ok=True)
+
+    def stage(self, rows: CheckedRows | CheckedStack) -> None:
+        """Take rows into the volume where they belong; packed, also stacks."""
+        key = rows.key if isinstance(rows, CheckedRows) and not self.packed else None
+        volumes = self._volumes.setdefault(key, [])
         if not volumes or not volumes[-1].has_room([rows]):
-            volumes.append(self._volume(rows.key, len(volumes)))
+            volumes.append(self._volume(key, len(volumes)))
         volumes[-1].stage(self.recording, rows)
 
-    def _volume(self, key: ArrayKey, number: int) -> Volume:
-        if self.packed:
-            path = self.folder / f"{number}{PAYLOAD_SUFFIX}"
+    def _volume(self, key: ArrayKey | None, number: int) -> Volume:
+        if key is None:
+            path = Path(f"{self.folder}-{number}{PAYLOAD_SUFFIX}")
             return Volume(path, PACKED_HEADER_BYTES, self._sync)
         path = self.folder / f"{key.name}{PAYLOAD_SUFFIX}"
         return Volume(path, ARRAY_HEADER_BYTES, self._sync, lambda _: ROWS)

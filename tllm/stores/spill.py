@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import threading
@@ -13,7 +14,7 @@ import torch
 
 from tllm.stores.dtype import TORCH_DTYPES, as_bytes
 from tllm.stores.payload import write_all
-from tllm.stores.record import CheckedRows
+from tllm.stores.record import CheckedRows, CheckedStack
 
 _SEGMENT_BYTES = 256 << 20
 
@@ -37,8 +38,8 @@ class Spilled:
         nbytes: of the tensors.
     """
 
-    arrays: Sequence[CheckedRows]
-    shapes: Sequence[tuple[int, int]]
+    arrays: Sequence[CheckedRows | CheckedStack]
+    shapes: Sequence[tuple[int, ...]]
     nbytes: int
     _segment: _Segment
     _offset: int
@@ -59,7 +60,7 @@ class SpillFile:
     _segment: _Segment | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def put(self, arrays: Sequence[CheckedRows]) -> Spilled | None:
+    def put(self, arrays: Sequence[CheckedRows | CheckedStack]) -> Spilled | None:
         """Write rows; None when they do not fit below the limit. Raises `OSError`."""
         buffers = [as_bytes(rows.tensor) for rows in arrays]
         nbytes = sum(map(len, buffers))
@@ -81,10 +82,10 @@ class SpillFile:
             self._segment = segment if segment.size < _SEGMENT_BYTES else None
         # Not a view of the rows: that would keep their memory.
         empty = [replace(rows, tensor=torch.empty(0)) for rows in arrays]
-        shapes = [(rows.tensor.shape[0], rows.tensor.shape[1]) for rows in arrays]
+        shapes = [tuple(rows.tensor.shape) for rows in arrays]
         return Spilled(empty, shapes, nbytes, segment, offset)
 
-    def take(self, spilled: Spilled) -> list[CheckedRows]:
+    def take(self, spilled: Spilled) -> list[CheckedRows | CheckedStack]:
         """Read rows back, once. Raises `OSError`."""
         segment = spilled._segment
         data = bytearray(spilled.nbytes)
@@ -98,16 +99,15 @@ class SpillFile:
                 done += count
         finally:
             self._release(spilled)
-        arrays = []
+        arrays: list[CheckedRows | CheckedStack] = []
         offset = 0
-        for rows, (count, hidden) in zip(spilled.arrays, spilled.shapes, strict=True):
+        for rows, shape in zip(spilled.arrays, spilled.shapes, strict=True):
             dtype = TORCH_DTYPES[rows.dtype]
-            elements = count * hidden
-            nbytes = elements * dtype.itemsize
-            tensor = torch.empty((count, hidden), dtype=dtype)
-            if elements:
+            nbytes = math.prod(shape) * dtype.itemsize
+            tensor = torch.empty(shape, dtype=dtype)
+            if nbytes:
                 raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=offset)
-                tensor = raw.view(dtype).view(count, hidden)
+                tensor = raw.view(dtype).view(shape)
             arrays.append(replace(rows, tensor=tensor))
             offset += nbytes
         return arrays

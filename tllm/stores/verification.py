@@ -107,7 +107,7 @@ def _verify_sidecar(
             found.problems.append(Problem(path, f"line {number + 1}: {error}"))
             continue
         last: dict[ArrayKey, int] = {}
-        for piece in line.arrays:
+        for piece in line.pieces:
             file = (folder / piece.file).as_posix()
             named.add(file)
             if file not in opened:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from tllm.stores.dtype import as_bytes
 from tllm.stores.payload import PayloadFile
-from tllm.stores.record import ArrayKey, CheckedRows, PositionArray
+from tllm.stores.record import ArrayKey, CheckedRows, CheckedStack, PositionArray
 from tllm.stores.recording import Recording
-from tllm.stores.sidecar import FORMAT, VERSION, PieceEntry
+from tllm.stores.sidecar import FORMAT, VERSION, Entry, PieceEntry
+from tllm.stores.stack import Buffer, StackBlock, StackEntry, StackPiece
 
 POSITIONS = "positions"
 _METADATA = {"format": "pt", FORMAT: str(VERSION)}
@@ -20,6 +21,7 @@ _LONGEST_NAME = 40
 """More bytes than the name of a tensor has: hook point, layer and number."""
 
 _Group = tuple[ArrayKey, str, int]
+_StackGroup = tuple[tuple[ArrayKey, ...], str, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -77,7 +79,10 @@ class Volume:
         self._file = PayloadFile(path, header_bytes, sync)
         self._tensor_name = tensor_name
         self._staged: dict[_Group, list[Piece]] = {}
+        self._staged_stacks: dict[_StackGroup, list[StackPiece]] = {}
         self._pieces: dict[Recording, dict[ArrayKey, list[Piece]]] = {}
+        self._stacks: dict[Recording, list[StackPiece]] = {}
+        self._spare: list[Buffer] = []
         self._position_starts: dict[Piece, int] = {}
         self._broken: OSError | None = None
         self.staged_bytes = 0
@@ -92,19 +97,28 @@ class Volume:
         """Whether blocks were written."""
         return self._file.begun
 
-    def has_room(self, arrays: Sequence[CheckedRows]) -> bool:
+    def has_room(self, arrays: Sequence[CheckedRows | CheckedStack]) -> bool:
         """Whether the header has room for these arrays on top of what is staged."""
         if not self._file.begun:
             return True
-        most = len(self._staged) + len(arrays)
-        if self._file.has_room(most, most * _LONGEST_NAME):
-            return True
-        # More exactly, but slower: what is staged already needs no second tensor.
-        needed = len({*self._staged, *(_group(rows) for rows in arrays)})
+        # What is staged already needs no second tensor.
+        stacks = {*self._staged_stacks}
+        singles = {*self._staged}
+        for rows in arrays:
+            if isinstance(rows, CheckedStack):
+                stacks.add(_stack_group(rows))
+            else:
+                singles.add(_group(rows))
+        needed = len(singles) + sum(len(keys) for keys, _, _ in stacks)
         return self._file.has_room(needed, needed * _LONGEST_NAME)
 
-    def stage(self, recording: Recording, rows: CheckedRows) -> None:
+    def stage(self, recording: Recording, rows: CheckedRows | CheckedStack) -> None:
         """Take rows into the next block; nothing is copied or written yet."""
+        if isinstance(rows, CheckedStack):
+            stacks = self._staged_stacks.setdefault(_stack_group(rows), [])
+            stacks.append(StackPiece.of(recording, rows))
+            self.staged_bytes += rows.nbytes
+            return
         group = self._staged.setdefault(_group(rows), [])
         if not group or group[-1].recording is not recording:
             group.append(Piece(recording, rows.key, rows.dtype, rows.tensor.shape[1], 0, [], []))
@@ -116,7 +130,10 @@ class Volume:
 
     def staged_recordings(self) -> list[Recording]:
         """Whose rows are staged."""
-        staged = self._staged.values()
+        staged: list[Sequence[Piece | StackPiece]] = [
+            *self._staged.values(),
+            *self._staged_stacks.values(),
+        ]
         return list(dict.fromkeys(piece.recording for pieces in staged for piece in pieces))
 
     def unstage(self, recording: Recording) -> int:
@@ -127,6 +144,11 @@ class Volume:
             self._staged[group] = [p for p in pieces if p.recording is not recording]
             if not self._staged[group]:
                 del self._staged[group]
+        for stacks, those in list(self._staged_stacks.items()):
+            freed += sum(each.nbytes for each in those if each.recording is recording)
+            self._staged_stacks[stacks] = [e for e in those if e.recording is not recording]
+            if not self._staged_stacks[stacks]:
+                del self._staged_stacks[stacks]
         self.staged_bytes -= freed
         return freed
 
@@ -159,14 +181,15 @@ class Volume:
             raise self._broken
         self._place()
         self._settle()
-        if not self._pieces:
+        if not self._pieces and not self._stacks:
             return 0
         self._add_positions()
         return self._file.finish(_METADATA)
 
-    def entries(self, recording: Recording, file: str) -> list[PieceEntry]:
+    def entries(self, recording: Recording, file: str) -> list[Entry]:
         """A record's pieces, once sealed; `file` is the payload as its sidecar names it."""
-        return [
+        found: list[Entry] = [StackEntry(each, file) for each in self._stacks.get(recording, ())]
+        return found + [
             PieceEntry(
                 *piece.key,
                 dtype=piece.dtype,
@@ -199,6 +222,9 @@ class Volume:
             for piece in pieces:
                 piece.tensor, piece.row_start = span.tensor, row
                 row += piece.rows
+        for (keys, _, _), stacks in self._staged_stacks.items():
+            names = [self._tensor_name(key) for key in keys]
+            StackBlock.place(self._file, names, stacks, self._spare)
 
     def _settle(self) -> None:
         """Staged pieces are in the file: add them up, and join them with those before them."""
@@ -216,6 +242,13 @@ class Volume:
                 else:
                     known.append(piece)
         self._staged.clear()
+        for stacks in self._staged_stacks.values():
+            block = stacks[0].block
+            assert block is not None
+            block.settle(stacks, self._spare)
+            for each in stacks:
+                self._stacks.setdefault(each.recording, []).append(each)
+        self._staged_stacks.clear()
 
     def _add_positions(self) -> None:
         """One tensor with the positions of all pieces; those of a record share equal ones."""
@@ -236,7 +269,16 @@ class Volume:
                     count += piece.rows
                 self._position_starts[piece] = starts[data]
                 piece.crc32 = zlib.crc32(data, piece.crc32)
+        for stacks in self._stacks.values():
+            for each in stacks:
+                each.position_start = count
+                buffers.append(memoryview(each.positions))
+                count += each.rows
         self._file.add(POSITIONS, "I32", None, count, buffers)
+
+
+def _stack_group(stack: CheckedStack) -> _StackGroup:
+    return stack.keys, stack.dtype, stack.tensor.shape[2]
 
 
 def _group(rows: CheckedRows) -> _Group:

@@ -17,6 +17,9 @@ from tllm.spec.hooks import HookPoint
 
 IntArray = npt.NDArray[np.int32]
 
+_FEW = 256
+"""Positions that are pickled as they are."""
+
 
 @dataclass(frozen=True, eq=False)
 class Activation:
@@ -78,13 +81,23 @@ class Rows:
         )
 
     def __getstate__(self) -> Any:
-        pieces = [piece.contiguous() for piece in self._pieces]
-        raw = [piece.view(torch.uint8).numpy() for piece in pieces]
-        return self.positions, raw, str(pieces[0].dtype).removeprefix("torch.")
+        first = self._pieces[0]
+        shape, dtype = tuple(first.shape[1:]), str(first.dtype).removeprefix("torch.")
+        if not len(self):
+            return None, (), shape, dtype
+        # What is large is not copied on its way: numpy's buffers travel beside the pickle.
+        positions = self.positions if len(self) > _FEW else self.positions.tobytes()
+        raw = [piece.contiguous().view(torch.uint8).numpy() for piece in self._pieces]
+        return positions, raw, shape, dtype
 
     def __setstate__(self, state: Any) -> None:
-        self.positions, raw, dtype = state
-        self._pieces = [torch.from_numpy(array).view(getattr(torch, dtype)) for array in raw]
+        positions, raw, shape, dtype = state
+        if isinstance(positions, bytes):
+            positions = np.frombuffer(bytearray(positions), np.int32)
+        self.positions = np.zeros(0, np.int32) if positions is None else positions
+        kind = getattr(torch, dtype)
+        self._pieces = [torch.from_numpy(array).view(kind) for array in raw]
+        self._pieces = self._pieces or [torch.empty((0, *shape), dtype=kind)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,15 +186,23 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
         places = ", ".join(f"{p} {sorted(layers, key=str)}" for p, layers in self.items())
         return f"Activations({places})"
 
+    def stacked(self) -> tuple[tuple[Place, ...], IntArray, torch.Tensor]:
+        """Of what one worker captured: places, positions, and rows `[rows, places, hidden]`.
+
+        With a reduction there is one row, and the positions are those that it was made of.
+        """
+        [block] = self._blocks
+        return block.places, *self._values(block)
+
     @cached_property
     def _by_point(self) -> dict[str, _Layers]:
         found: dict[str, dict[int | None, Activation]] = {}
         for block in sorted(self._blocks, key=lambda block: _is_empty(block)):
             positions, tensor = self._values(block)
-            for column, (point, layer) in enumerate(block.places):
+            for (point, layer), rows in zip(block.places, tensor.unbind(1), strict=True):
                 layers = found.setdefault(point, {})
                 if layer not in layers:
-                    layers[layer] = Activation(tensor[:, column], positions)
+                    layers[layer] = Activation(rows, positions)
         ordered = [point.value for point in HookPoint if point.value in found]
         return {
             point: _Layers(

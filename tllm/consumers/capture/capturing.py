@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
+import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -17,6 +23,7 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.capture.activations import Activations, Block, Reduced, Rows
 from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
+from tllm.consumers.capture.spill_file import SpillFile
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -25,9 +32,18 @@ from tllm.ports import (
     PortBundle,
     RequestInfo,
     ResidualStream,
+    ResultMemory,
     RowMeta,
 )
+from tllm.ports.base import require_one_of
 from tllm.spec.capture import CaptureSpec
+
+Overflow = Literal["block", "drop", "spill"]
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that an engine waits before that is said.
+_PATIENCE_S = 5.0
 
 _Key = tuple[str, int]
 _NONE = np.zeros(0, np.int32)
@@ -40,7 +56,36 @@ class Capturing(Consumer):
     Rows leave the ring on a side stream, into page-locked host memory. Sorting them by sequence is
     the delivery thread's, so the engine's thread does the same work for one hook point of one
     sequence as for all of all.
+
+    Args:
+        overflow: what happens to rows of running requests beyond `host_mib`: `drop` gives them up,
+            `spill` keeps up to `spill_mib` of them in a file in `spill_folder`; `block` makes the
+            engine wait for requests that have ended to be handed over, and then gives them up:
+            those that run free nothing before they end. What is given up is counted, and the
+            results are `partial_error`.
+        host_mib: rows of running requests in host memory; by default half of the machine's memory.
+        spill_mib, spill_folder: see `overflow`.
     """
+
+    #: Whether the rows themselves go to the user's process.
+    rows_are_results: bool = False
+
+    def __init__(
+        self,
+        *,
+        overflow: str = "block",
+        host_mib: int | None = None,
+        spill_mib: int = 8192,
+        spill_folder: str | Path | None = None,
+    ) -> None:
+        require_one_of("overflow", overflow, get_args(Overflow))
+        for name, given in (("host_mib", host_mib), ("spill_mib", spill_mib)):
+            if given is not None and (type(given) is not int or given < 1):
+                raise ValueError(f"{name}={given!r} is not allowed; give an integer from 1 on")
+        self._overflow = overflow
+        self._host_bytes = None if host_mib is None else host_mib << 20
+        self._spill_bytes = spill_mib << 20
+        self._spill_folder = None if spill_folder is None else Path(spill_folder)
 
     @abstractmethod
     def spec(self, options: Mapping[str, Any]) -> CaptureSpec:
@@ -66,22 +111,10 @@ class Capturing(Consumer):
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
         """One flow for all hook points."""
-        spec = self.spec(options)
-        return [
-            ConsumerFlow(
-                reads=[ResidualStream.read_block(spec.places(num_layers), role="rows")],
-                window="out_of_band",
-                delivery="device_lease",
-                positions=spec.positions,
-                label=_label(spec),
-                prompt_rows="once",
-                ranks="first",
-                split_by_stage=True,
-            )
-        ]
+        return (_flow(self.spec(options), num_layers),)
 
     def start(self, ctx: ConsumerContext) -> None:
-        """Nothing is allocated before somebody asks."""
+        """Nothing is allocated before somebody asks; `ValueError` when it could not spill."""
         self._model = ctx.model
         self._specs: dict[_Key, CaptureSpec] = {}
         self._places: dict[tuple[Place, ...], tuple[Place, ...]] = {}
@@ -89,7 +122,25 @@ class Capturing(Consumer):
         # What the exports under way are; they arrive in order, on one thread.
         self._exported: deque[tuple[str, tuple[Place, ...]]] = deque()
         self._ending: deque[Ending] = deque()
-        self._rows = HostRows()
+        self._concluded = threading.Condition()
+        self._stalls = 0
+        self._blocked_seconds = 0.0
+        self._limit = _half_of_memory() if self._host_bytes is None else self._host_bytes
+        spill = None
+        if self._overflow == "spill":
+            folder = self._spill_folder
+            if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
+                raise ValueError(
+                    f"spill_folder={str(folder)!r} cannot be written; give a folder that the "
+                    "workers may write"
+                )
+            spill = SpillFile(self._spill_folder, self._spill_bytes)
+        self._rows = HostRows(
+            self._limit,
+            ctx.result_memory if self.rows_are_results else ResultMemory(0),
+            spill,
+            leave=not self.rows_are_results,
+        )
         self._captured_rows = 0
         self._captured_bytes = 0
 
@@ -110,12 +161,42 @@ class Capturing(Consumer):
         if spec.reduction != "none":
             self._table(spec, places).add(meta, rows, prefill)
             return
+        if self._overflow == "block" and self._rows.held > self._limit - rows.nbytes:
+            self._wait_for_endings()
         if spec.dtype != "model":
             rows = rows.to(getattr(torch, spec.dtype))
         self._captured_rows += len(meta)
         self._captured_bytes += rows.numel() * rows.element_size()
         self._exported.append((bundle.label, places))
         ctx.export("rows", {"rows": rows}, meta)
+
+    def _wait_for_endings(self) -> None:
+        """Wait until all sequences that have ended were handed over."""
+        self._wait(self._concluded, lambda: not self._ending, "requests that ended to be taken")
+
+    def _wait(self, change: threading.Condition, done: Callable[[], bool], what: str) -> None:
+        """Make the engine wait, and say so when that takes long."""
+        with change:
+            if done():
+                return
+            begin, patience = time.monotonic(), _PATIENCE_S
+            while not change.wait_for(done, patience):
+                self._stalls += patience == _PATIENCE_S
+                logger.warning(
+                    "consumer %r: for %.1f s the engine, with all its requests, has waited for %s. "
+                    "Is a disk stalled? With overflow='drop' or 'spill' the engine does not wait.",
+                    self.consumer_id,
+                    time.monotonic() - begin,
+                    what,
+                )
+                patience = 12 * _PATIENCE_S
+            self._blocked_seconds += time.monotonic() - begin
+
+    def on_error(self, error: BaseException) -> None:
+        """Nothing will be handed over any more: the engine need not wait for it."""
+        with self._concluded:
+            self._ending.clear()
+            self._concluded.notify_all()
 
     def _table(self, spec: CaptureSpec, places: tuple[Place, ...]) -> Reductions:
         key = (spec.reduction, places)
@@ -157,27 +238,38 @@ class Capturing(Consumer):
             chunk = Chunk(sequences, meta.request_index, meta.positions, tensors["rows"])
             self._rows.add(self._exported.popleft(), chunk)
             return
-        ending = self._ending.popleft()
+        ending, missing = self._ending[0], ""
         spec = ending.spec
         if spec.reduction == "none":
-            block = self._kept_rows(ending)
+            block, missing = self._kept_rows(ending)
         else:
             block = self._reduced(ending, tensors)
         dtype = self._model.dtype if spec.dtype == "model" else getattr(torch, spec.dtype)
         activations = Activations(
-            [block], reduction=spec.reduction, dtype=dtype, num_layers=self._model.num_layers
+            [block],
+            reduction=spec.reduction,
+            dtype=dtype,
+            num_layers=self._model.num_layers,
+            problem=missing or None,
         )
+        with self._concluded:
+            self._ending.popleft()
+            last = not self._ending
         self.conclude(ending, activations)
+        if last:
+            with self._concluded:
+                self._concluded.notify_all()
 
-    def _kept_rows(self, ending: Ending) -> Block:
+    def _kept_rows(self, ending: Ending) -> tuple[Block, str]:
+        """Its rows, and what is missing."""
         spec, places, request = ending.spec, ending.places, ending.request
         dtype = self._model.dtype if spec.dtype == "model" else getattr(torch, spec.dtype)
         empty = torch.empty((0, len(places), self._model.hidden_size), dtype=dtype)
-        rows = self._rows.take((_label(spec), places), sequence_key(request))
+        rows, missing = self._rows.take((_label(spec), places), sequence_key(request))
         if rows is None:
             rows = Rows(_NONE, [empty])
         prompt, generated = rows.split(request.prompt_len)
-        return Block(places, prompt, generated)
+        return Block(places, prompt, generated), missing
 
     def _reduced(self, ending: Ending, tensors: Mapping[str, torch.Tensor]) -> Block:
         places, taken = ending.places, ending.taken
@@ -198,8 +290,28 @@ class Capturing(Consumer):
         """Nothing beyond what the runtime waits for."""
 
     def read_stats(self) -> Mapping[str, Any]:
-        """`{"rows", "bytes"}` that were brought to the host, reductions aside."""
-        return {"rows": self._captured_rows, "bytes": self._captured_bytes}
+        """Reductions aside: `rows` and `bytes` that were brought to the host, `host_bytes` of
+        running requests there, and `host_rows_dropped` and `host_bytes_spilled` beyond the limit;
+        `blocked_seconds` that the engine waited, and `stalls`: how often for more than a few."""
+        return {
+            "rows": self._captured_rows,
+            "bytes": self._captured_bytes,
+            "host_bytes": self._rows.held,
+            "host_rows_dropped": self._rows.dropped,
+            "host_bytes_spilled": self._rows.spilled,
+            "blocked_seconds": self._blocked_seconds,
+            "stalls": self._stalls,
+        }
+
+    def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What all workers counted together."""
+        first = stats[0] if stats else {}
+        counted = [name for name, value in first.items() if isinstance(value, int | float)]
+        return {**first, **{name: sum(each[name] for each in stats) for name in counted}}
+
+    def stop(self) -> None:
+        """Let go of what is left."""
+        self._rows.close()
 
 
 @dataclass(eq=False)
@@ -213,8 +325,26 @@ class Ending:
     result: Future[Any] = field(default_factory=Future)
 
 
+@lru_cache(4096)
+def _flow(spec: CaptureSpec, num_layers: int) -> ConsumerFlow:
+    return ConsumerFlow(
+        reads=[ResidualStream.read_block(spec.places(num_layers), role="rows")],
+        window="out_of_band",
+        delivery="device_lease",
+        positions=spec.positions,
+        label=_label(spec),
+        prompt_rows="once",
+        ranks="first",
+        split_by_stage=True,
+    )
+
+
 def _label(spec: CaptureSpec) -> str:
     return f"{spec.reduction} {spec.dtype}"
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:

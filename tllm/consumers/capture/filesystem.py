@@ -18,7 +18,15 @@ from tllm.consumers.capture.capturing import Capturing, Ending
 from tllm.ports import ConsumerContext, Payload, PortBundle, RequestInfo, RequestResult, RowMeta
 from tllm.ports.base import require_one_of
 from tllm.spec.capture import OPTIONS, CaptureSpec
-from tllm.stores import Layout, Published, Record, RecordMeta, Rows, StoreError, StoreWriter
+from tllm.stores import (
+    Layout,
+    Published,
+    Record,
+    RecordMeta,
+    StackedRows,
+    StoreError,
+    StoreWriter,
+)
 from tllm.stores.name import checked_text
 
 _OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
@@ -83,6 +91,8 @@ class FilesystemConsumer(Capturing):
             `spill_mib` in a file in `spill_folder`. What is given up is counted, and the results
             are `partial_error`.
         queue_mib, spill_mib, spill_folder: see `overflow`.
+        host_mib: rows of running requests in host memory, by default half of the machine's memory;
+            beyond it, `overflow` decides (see `Capturing`).
         consumer_id: its name, for a second one in the same engine.
     """
 
@@ -108,8 +118,12 @@ class FilesystemConsumer(Capturing):
         queue_mib: int = 512,
         spill_mib: int = 8192,
         spill_folder: str | Path | None = None,
+        host_mib: int | None = None,
         consumer_id: str = "filesystem",
     ) -> None:
+        super().__init__(
+            overflow=overflow, host_mib=host_mib, spill_mib=spill_mib, spill_folder=spill_folder
+        )
         if not str(root):
             raise ValueError("root='' is not allowed; give a folder")
         if isinstance(queue_mib, bool) or not isinstance(queue_mib, int) or queue_mib < 1:
@@ -120,7 +134,6 @@ class FilesystemConsumer(Capturing):
         self._root = str(Path(root).absolute())
         self._tag = checked_text("tag", tag)
         self._layout = layout
-        self._overflow = overflow
         self._defaults: dict[str, Any] = {
             "positions": positions,
             "reduction": reduction,
@@ -208,13 +221,15 @@ class FilesystemConsumer(Capturing):
     def _wait_for_room(self) -> None:
         """With `block`, the engine waits here until the writer has caught up."""
         if self._overflow == "block":
-            with self._room:
-                self._room.wait_for(
-                    lambda: self._waiting_bytes < self._queue_bytes or self._has_failed
-                )
+            what = f"its store {self._root} (queue_mib={self._queue_bytes >> 20})"
+            self._wait(self._room, self._has_room, what)
+
+    def _has_room(self) -> bool:
+        return self._waiting_bytes < self._queue_bytes or self._has_failed
 
     def on_error(self, error: BaseException) -> None:
         """Nothing will be written any more: the engine need not wait for it."""
+        super().on_error(error)
         with self._room:
             self._has_failed = True
             self._room.notify_all()
@@ -276,14 +291,10 @@ class FilesystemConsumer(Capturing):
             stage=self._model.stage,
             num_stages=self._model.num_stages,
         )
-        arrays: dict[Any, Rows] = {}
-        for point, layers in activations.items():
-            for layer, activation in layers.items():
-                positions = activation.positions
-                if spec.reduction != "none":
-                    positions = positions[-1:]
-                arrays[point, layer] = Rows(activation.tensor, positions)
-        return Record(meta, arrays)
+        places, positions, rows = activations.stacked()
+        if spec.reduction != "none":
+            positions = positions[-1:]
+        return Record(meta, StackedRows(places, rows, positions))
 
     def _settle(self, result: Future[Any], meta: RecordMeta, future: Future[Published]) -> None:
         """The record is on disk, or will never be."""
@@ -332,6 +343,7 @@ class FilesystemConsumer(Capturing):
 
     def stop(self) -> None:
         """Publish what is there."""
+        super().stop()
         for writer in self._writers.values():
             writer.close()
 
@@ -339,8 +351,3 @@ class FilesystemConsumer(Capturing):
         """Records published, partial and failed; rows and bytes captured; the writers' own."""
         writers = {layout: writer.stats() for layout, writer in self._writers.items()}
         return {**super().read_stats(), **self._counts, "writers": writers}
-
-    def merge_stats(self, stats: Any) -> Mapping[str, Any]:
-        """Rows, bytes and records of all workers together."""
-        summed = ("rows", "bytes", "records", "partial", "failed")
-        return {**stats[0], **{name: sum(each[name] for each in stats) for name in summed}}

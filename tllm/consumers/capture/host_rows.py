@@ -10,6 +10,8 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.capture.activations import Rows
+from tllm.consumers.capture.spill_file import SpilledRows, SpillFile
+from tllm.ports import ResultMemory
 
 IntArray = npt.NDArray[np.int32]
 
@@ -35,10 +37,19 @@ class Chunk:
 
 @dataclass(eq=False)
 class _Pieces:
-    """What a sequence has, in the order it came."""
+    """What a sequence has, in the order it came.
+
+    Attributes:
+        nbytes: of its rows in memory.
+        lost: rows that found no place.
+        reason: why.
+    """
 
     positions: list[IntArray] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
+    rows: list[torch.Tensor | SpilledRows] = field(default_factory=list)
+    nbytes: int = 0
+    lost: int = 0
+    reason: str = ""
 
 
 class HostRows:
@@ -46,36 +57,119 @@ class HostRows:
 
     A step's rows are kept as they came: adding costs one append, whatever the number of sequences
     and hook points. Every few steps, and when a sequence ends, small chunks are sorted by sequence
-    in one go. Used on one thread.
+    in one go. Used on one thread; counters may be read on any.
+
+    Args:
+        limit: bytes in memory. Rows beyond it are given up, or written to `spill`; those of a
+            sequence are counted until it is taken.
+        memory: where rows go when they are sorted.
+        spill: takes the rows beyond the limit, as long as it has room.
+        leave: rows that lie together already are left where they are; else they are copied, out of
+            the page-locked memory that the next steps need.
+
+    Attributes:
+        held: bytes in memory.
+        dropped: rows that were given up, ever.
+        spilled: bytes that were written to `spill`, ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, limit: int, memory: ResultMemory, spill: SpillFile | None = None, leave: bool = True
+    ) -> None:
+        self._limit = limit
+        self._memory = memory
+        self._leave = leave
+        self._spill = spill
         self._unsorted: dict[Hashable, list[Chunk]] = {}
         self._pieces: dict[Hashable, _Pieces] = {}
+        self.held = 0
+        self.dropped = 0
+        self.spilled = 0
 
     def add(self, kind: Hashable, chunk: Chunk) -> None:
         """Add the rows of a step. Those of a kind have the same places and dtype."""
+        if self.held + chunk.rows.nbytes > self._limit:
+            self._add_beyond_limit(kind, chunk)
+            return
+        self.held += chunk.rows.nbytes
         chunks = self._unsorted.setdefault(kind, [])
         chunks.append(chunk)
         if len(chunks) >= _CHUNKS:
             self._sort(kind)
 
-    def take(self, kind: Hashable, sequence: Hashable) -> Rows | None:
-        """All rows of a sequence, by position; None when there are none."""
+    def take(self, kind: Hashable, sequence: Hashable) -> tuple[Rows | None, str]:
+        """All rows of a sequence, by position (None when there are none), and what is missing."""
         self._sort(kind)
         pieces = self._pieces.pop(sequence, None)
         if pieces is None:
-            return None
+            return None, ""
+        self.held -= pieces.nbytes
+        found = self._read_back(pieces)
+        missing = f"{pieces.lost} rows were given up: {pieces.reason}" if pieces.lost else ""
+        if not found:
+            return None, missing
         positions = np.concatenate(pieces.positions)
         if (np.diff(positions) > 0).all():
-            return Rows(positions, pieces.rows)
+            return Rows(positions, found), missing
         order = np.argsort(positions, kind="stable")
-        rows = torch.cat(pieces.rows)[torch.from_numpy(order)]
-        return Rows(positions[order], [rows])
+        rows = torch.cat(found)[torch.from_numpy(order)]
+        return Rows(positions[order], [rows]), missing
 
-    def discard(self, sequence: Hashable) -> None:
-        """Forget the rows of a sequence that were sorted."""
-        self._pieces.pop(sequence, None)
+    def close(self) -> None:
+        """Forget all rows."""
+        self._unsorted.clear()
+        self._pieces.clear()
+        if self._spill is not None:
+            self._spill.close()
+
+    def _add_beyond_limit(self, kind: Hashable, chunk: Chunk) -> None:
+        self._sort(kind)  # what came before stays before
+        for number, sequence in enumerate(chunk.sequences):
+            at = np.flatnonzero(chunk.index == number)
+            pieces = self._pieces.setdefault(sequence, _Pieces())
+            kept, why = self._spilled(chunk.rows[torch.from_numpy(at)])
+            if kept is not None:
+                pieces.positions.append(chunk.positions[at])
+                pieces.rows.append(kept)
+                continue
+            self.dropped += len(at)
+            pieces.lost += len(at)
+            pieces.reason = (
+                f"rows of running requests filled their {self._limit} bytes of memory{why}; "
+                "capture less at once, or raise host_mib or spill_mib"
+            )
+
+    def _spilled(self, rows: torch.Tensor) -> tuple[SpilledRows | None, str]:
+        """Rows on disk; None, and why, when they are not."""
+        if self._spill is None:
+            return None, ""
+        try:
+            kept = self._spill.put(rows)
+        except OSError as error:
+            return None, f" and spilling failed: {error}"
+        if kept is None:
+            return None, " and the spill file"
+        self.spilled += kept.nbytes
+        return kept, ""
+
+    def _read_back(self, pieces: _Pieces) -> list[torch.Tensor]:
+        """A sequence's rows, those on disk too; what cannot be read is lost."""
+        found: list[torch.Tensor] = []
+        positions: list[IntArray] = []
+        for where, rows in zip(pieces.positions, pieces.rows, strict=True):
+            if isinstance(rows, SpilledRows):
+                assert self._spill is not None
+                try:
+                    rows = self._spill.take(rows)
+                except OSError as error:
+                    self.dropped += len(rows)
+                    pieces.lost += len(rows)
+                    pieces.reason = f"spilled rows could not be read: {error}"
+                    continue
+            found.append(rows)
+            positions.append(where)
+        pieces.positions = positions
+        return found
 
     def _sort(self, kind: Hashable) -> None:
         chunks = self._unsorted.pop(kind, [])
@@ -94,8 +188,10 @@ class HostRows:
         edges = np.flatnonzero(np.diff(chunk.index, prepend=-1)).tolist()
         for low, high in zip(edges, [*edges[1:], len(chunk.index)], strict=True):
             pieces = self._pieces.setdefault(chunk.sequences[chunk.index[low]], _Pieces())
-            pieces.positions.append(chunk.positions[low:high])
-            pieces.rows.append(chunk.rows[low:high])
+            rows = chunk.rows[low:high]
+            if not self._leave:
+                rows = self._memory.empty(tuple(rows.shape), rows.dtype).copy_(rows)
+            self._append(pieces, chunk.positions[low:high], rows)
 
     def _sort_small(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
@@ -109,15 +205,25 @@ class HostRows:
         order = np.argsort(owner, kind="stable")
         positions = np.concatenate([chunk.positions for chunk in chunks])[order]
         # Copied once, out of the page-locked memory that the next steps need.
-        rows = torch.cat([chunk.rows for chunk in chunks])
-        if len(numbers) > 1:
-            rows = rows.index_select(0, torch.from_numpy(order))
+        rows = self._memory.empty((len(order), *chunks[0].rows.shape[1:]), chunks[0].rows.dtype)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        begin = 0
+        for chunk in chunks:
+            end = begin + len(chunk.positions)
+            rows.index_copy_(0, torch.from_numpy(place[begin:end]), chunk.rows)
+            begin = end
         edges = np.searchsorted(owner[order], np.arange(len(numbers) + 1)).tolist()
         for sequence, number in numbers.items():
             low, high = edges[number], edges[number + 1]
             pieces = self._pieces.setdefault(sequence, _Pieces())
-            pieces.positions.append(positions[low:high])
-            pieces.rows.append(rows[low:high])
+            self._append(pieces, positions[low:high], rows[low:high])
+
+    @staticmethod
+    def _append(pieces: _Pieces, positions: IntArray, rows: torch.Tensor) -> None:
+        pieces.positions.append(positions)
+        pieces.rows.append(rows)
+        pieces.nbytes += rows.nbytes
 
 
 def _is_grouped(index: IntArray) -> bool:

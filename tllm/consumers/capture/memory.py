@@ -20,6 +20,7 @@ class MemoryConsumer(Capturing):
 
     consumer_id = "memory"
     on_request_only = True
+    rows_are_results = True
 
     def spec(self, options: Mapping[str, Any]) -> CaptureSpec:
         """Takes `hooks`, `positions`, `reduction` and `dtype`."""
