@@ -37,6 +37,9 @@ class Engine:
             text=True,
             env=environment,
         )
+
+    def wait(self) -> None:
+        """Wait until the engine has started."""
         self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -63,11 +66,13 @@ class Engine:
 
 @contextmanager
 def engines(benchmark: Benchmark) -> Iterator[tuple[Engine, Engine]]:
-    """Untouched vLLM and tLLM, both resident; only one works at a time."""
+    """Untouched vLLM and tLLM, both resident: they start side by side, and work in turn."""
     opened: list[Engine] = []
     try:
         for name in ("vllm", "tllm"):
             opened.append(Engine(name, benchmark))
+        for engine in opened:
+            engine.wait()
         yield opened[0], opened[1]
     finally:
         for engine in opened:

@@ -144,6 +144,9 @@ def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
     ]
 
 
+_LONGEST = 1152
+"""Tokens of a sequence in benchmarks that share their engines."""
+
 STEERED = {
     "1-layer": Steered(layers=1),
     "all-layers": Steered(),
@@ -155,7 +158,7 @@ STEERED = {
 
 
 def _steered(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
-    engine = {"max_num_seqs": 2 * prompts}
+    engine = {"max_num_seqs": 2 * prompts, "max_model_len": _LONGEST}
     many = Workload(prompts=prompts, samples=1, engine=engine, **sizes)
     twice = Workload(prompts=2 * prompts, samples=1, engine=engine, **sizes)
     return [
@@ -192,7 +195,17 @@ BENCHMARKS = {
         *_on("1.5b"),
         *_on("0.5b"),
         *_on("tiny", Workload(prompts=2, samples=4, prompt_tokens=16, max_tokens=32)),
-        *_captured("7b", 28, Workload(64, 1, prompt_tokens=512, max_tokens=64)),
+        *_captured(
+            "7b",
+            28,
+            Workload(
+                64,
+                1,
+                prompt_tokens=512,
+                max_tokens=64,
+                engine={"max_num_seqs": 256, "max_model_len": _LONGEST},
+            ),
+        ),
         *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
         *_steered("7b", 128),
         *_steered("1.5b", 128),

@@ -9,7 +9,7 @@ from tllm.runtime.kernels.backend import INTERPRETED
 
 #: Interpreted, a row costs milliseconds, and all rows are worked on alike: passes with more rows
 #: than this take the reference.
-_INTERPRETED_ROWS = 8
+_INTERPRETED_ROWS = 3
 
 
 def _tap_cuda(

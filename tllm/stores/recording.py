@@ -11,12 +11,13 @@ from typing import Literal
 
 import torch
 
+from tllm import __version__
 from tllm.stores.error import StoreError, describe
 from tllm.stores.paths import Layout
 from tllm.stores.record import RecordMeta
 from tllm.stores.sidecar import Entry, SidecarLine
 
-_VERSIONS = {"tllm": version("tllm"), "torch": torch.__version__}
+_VERSIONS = {"tllm": __version__, "torch": torch.__version__}
 
 
 @dataclass(frozen=True)
