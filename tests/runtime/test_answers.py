@@ -10,6 +10,7 @@ import torch
 
 from tllm.consumers.capture.activations import Rows
 from tllm.ports import ResultMemory
+from tllm.ports.result_memory import name_prefix
 from tllm.runtime import answers
 
 SHARED = Path("/dev/shm")
@@ -70,7 +71,7 @@ def test_rows_in_shared_memory_are_not_copied(monkeypatch):
     monkeypatch.setattr(answers, "_write", copied)
     memory = ResultMemory()
     folder, writer = answers.SharedFolder(), answers.AnswerWriter(memory)
-    own = f"tllm-rows-{answers.os.getpid()}"
+    own = f"{name_prefix()}{answers.os.getpid()}"
     before = files(own)
     rows = memory.empty((600, 4, 256), torch.bfloat16).copy_(torch.randn(600, 4, 256))
     assert len(files(own) - before) == 1
@@ -91,10 +92,16 @@ def test_rows_in_shared_memory_are_not_copied(monkeypatch):
 
 
 def test_shared_memory_that_a_killed_process_left_is_removed():
-    left = SHARED / "tllm-rows-999999999-0"
-    left.touch()
-    memory = ResultMemory()
-    assert not left.exists()
+    left = SHARED / f"{name_prefix()}999999999-0"
+    another_container = SHARED / "tllm-rows-1-999999999-0"
+    try:
+        for path in (left, another_container):
+            path.touch()
+        memory = ResultMemory()
+        assert not left.exists()
+        assert another_container.exists()
+    finally:
+        another_container.unlink()
     assert memory.locate([memoryview(b"abc")]) == [None]
 
 

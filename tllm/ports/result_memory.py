@@ -76,7 +76,7 @@ class ResultMemory:
         # The engine's own processes need shared memory too.
         if nbytes > (room.f_bavail - room.f_blocks // 4) * room.f_frsize:
             return None
-        path = SHARED_FOLDER / f"{_NAME}{os.getpid()}-{uuid.uuid4().hex}"
+        path = SHARED_FOLDER / f"{name_prefix()}{os.getpid()}-{uuid.uuid4().hex}"
         try:
             with path.open("x+b") as file:
                 # A write into a mapping that finds no room is a signal; this is an error.
@@ -97,11 +97,22 @@ class ResultMemory:
         path.unlink(missing_ok=True)
 
 
+def name_prefix() -> str:
+    """How the names begin of files whose process id means something here: containers may share
+    the folder and not the process ids."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        namespace = 0
+    return f"{_NAME}{namespace}-"
+
+
 def _remove_left_behind() -> None:
     """Remove what processes that were killed could not."""
     if not SHARED_FOLDER.is_dir():
         return
-    for path in SHARED_FOLDER.glob(f"{_NAME}*"):
-        owner = path.name.removeprefix(_NAME).partition("-")[0]
+    owners = name_prefix()
+    for path in SHARED_FOLDER.glob(f"{owners}*"):
+        owner = path.name.removeprefix(owners).partition("-")[0]
         if not Path("/proc", owner).exists():
             path.unlink(missing_ok=True)
