@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tllm.version import __version__
+
 if TYPE_CHECKING:
     from tllm.llm import (
         LLM,
@@ -13,13 +15,12 @@ if TYPE_CHECKING:
     )
     from tllm.params import SamplingParams
 
-__version__ = "0.1.0"
-
 __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncLLMEngine",
     "SamplingParams",
+    "__version__",
     "clear_consumers",
     "make_llm",
     "register_consumer",

@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 
-from tllm import __version__
 from tllm.stores.error import StoreError, describe
 from tllm.stores.paths import Layout
 from tllm.stores.record import RecordMeta
 from tllm.stores.sidecar import Entry, SidecarLine
+from tllm.version import __version__
 
 _VERSIONS = {"tllm": __version__, "torch": torch.__version__}
 
