@@ -18,6 +18,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 512,
     "disable_log_stats": True,
     "hook_points": "all",
     "distributed_executor_backend": "mp",

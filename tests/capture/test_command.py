@@ -24,7 +24,7 @@ ENGINE = {
     "max_model_len": 128,
     "max_num_seqs": 8,
     "disable_log_stats": True,
-    "kv_cache_memory_bytes": 1 << 26,
+    "num_gpu_blocks_override": 512,
 }
 
 

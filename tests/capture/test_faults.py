@@ -355,7 +355,7 @@ def test_an_engine_that_waits_for_a_stalled_disk_says_so(llm, tmp_path, monkeypa
     assert f"its store {tmp_path}" in caplog.text
     stats = consumer.read_stats()
     assert stats["stalls"] == 1
-    assert stats["blocked_seconds"] > 0.5
+    assert stats["blocked_seconds"] >= 0.1
 
 
 def test_an_engine_that_waits_for_a_writer_goes_on_when_it_fails(llm, tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ def llm(tiny_qwen2: Path, reference: Any) -> Any:
         max_num_seqs=8,
         # Small, so that long prompts arrive in chunks, in one batch with decoding rows.
         max_num_batched_tokens=32,
+        num_gpu_blocks_override=512,
         hook_points=["pre_attn", "post_block", "mlp_out", "lm_head_in"],
         disable_log_stats=True,
     )

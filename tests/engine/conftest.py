@@ -16,6 +16,7 @@ TINY_ENGINE = {
     "max_model_len": 256,
     "max_num_seqs": 8,
     "block_size": 32,
+    "num_gpu_blocks_override": 512,  # 40 MiB; several engines live side by side
     "disable_log_stats": True,
     "hook_points": "all",
 }
@@ -51,10 +52,10 @@ def tight_engine(tiny_model):
         settle(vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    options = TINY_ENGINE | {"max_model_len": 160}
+    options = TINY_ENGINE | {"max_model_len": 160, "num_gpu_blocks_override": 8}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "check_and_update_config", settle_and_schedule_ahead)
-        llm = LLM(tiny_model, max_num_batched_tokens=24, num_gpu_blocks_override=8, **options)
+        llm = LLM(tiny_model, max_num_batched_tokens=24, **options)
     assert llm.llm_engine.engine_core.engine_core.async_scheduling
     return llm
 

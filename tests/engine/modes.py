@@ -97,6 +97,7 @@ def main(model: str, output: str, options: str) -> None:
         max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=32,
+        num_gpu_blocks_override=512,
         disable_log_stats=True,
         **json.loads(options),
     )

@@ -22,8 +22,8 @@ VECTORS = list(6 * torch.randn(3, HIDDEN, generator=GENERATOR))
 @pytest.fixture(scope="module")
 def cached(tiny_model):
     """Few enough blocks that sequences preempt each other, and enough that blocks are found."""
-    options = TINY_ENGINE | {"max_model_len": 224}
-    return LLM(tiny_model, max_num_batched_tokens=48, num_gpu_blocks_override=30, **options)
+    options = TINY_ENGINE | {"max_model_len": 224, "num_gpu_blocks_override": 30}
+    return LLM(tiny_model, max_num_batched_tokens=48, **options)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ class Traffic:
                     {"ranges": [[40, 70]]},
                     {"ranges": [[-10, None]], "exclude": {"positions": [-1]}},
                     {"phase": "generation", "windows": [[3, 6]]},
-                    {"token_ids": range(0, VOCAB, 9)},
+                    {"token_ids": range(0, VOCAB, 50)},
                     {"phase": "generation", "exclude": {"token_ids": range(0, VOCAB, 4)}},
                 ]
             )

@@ -20,6 +20,7 @@ def demo_engine():
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=8,
+        num_gpu_blocks_override=512,
         disable_log_stats=True,
     )
 

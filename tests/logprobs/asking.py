@@ -22,7 +22,7 @@ ENGINE = {
     "max_model_len": 256,
     "max_num_seqs": PLACES,
     "block_size": 32,
-    "kv_cache_memory_bytes": 2**26,
+    "num_gpu_blocks_override": 512,
 }
 
 #: genlm-backend's own: log-probabilities of one engine, and of two implementations.

@@ -111,6 +111,7 @@ def llm() -> LLM:
         enforce_eager=True,
         max_num_seqs=64,
         max_num_batched_tokens=256,
+        num_gpu_blocks_override=512,
         hook_points="all",
         disable_log_stats=True,
     )
