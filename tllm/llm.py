@@ -333,9 +333,24 @@ class AsyncLLM(VllmAsyncLLM):
             while not (await asyncio.wait({answers}, timeout=1.0))[0]:
                 if self.errored:
                     raise self.dead_error
-            return decode_answers(answers.result())
+            try:
+                encoded = answers.result()
+            except Exception as error:
+                # Workers answer, whatever happens: the engine is going down, or this is a fault
+                # of the call's own, and vLLM says which some moments later.
+                if await self._goes_down():
+                    raise self.dead_error from error
+                raise
+            return decode_answers(encoded)
         finally:
             answers.cancel()
+
+    async def _goes_down(self, within_s: float = 5.0) -> bool:
+        """Whether the engine is dead, or is found to be within some seconds."""
+        deadline = time.monotonic() + within_s
+        while not self.errored and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return self.errored
 
     async def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer now. Use `await engine.read_stats(consumer)` for its statistics."""

@@ -131,7 +131,7 @@ async def calls_for_plain(engine: AsyncLLM) -> list[str]:
 
 
 async def killed(engine: AsyncLLM) -> str:
-    """Kill one rank while requests are captured; what these raise."""
+    """Kill one rank while requests are captured and workers are asked; what these raise."""
     [process] = [p for p in psutil.Process().children() if len(p.children()) >= 2]
     worker = max(process.children(), key=lambda child: child.memory_info().rss)
 
@@ -144,7 +144,15 @@ async def killed(engine: AsyncLLM) -> str:
                 return type(dead).__name__
         return "none"
 
+    async def watch() -> str:
+        try:
+            while True:
+                await engine.intervention_stats()
+        except EngineDeadError as dead:
+            return type(dead).__name__
+
     running = [asyncio.ensure_future(capture(number)) for number in range(4)]
+    running.append(asyncio.ensure_future(watch()))
     await asyncio.sleep(1)
     os.kill(worker.pid, signal.SIGKILL)
     return " ".join({await each for each in running})
