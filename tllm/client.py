@@ -241,7 +241,7 @@ class Client:
             if name in named or name in self.capture_consumers:
                 captures.append(name)
             field = f"{'capture' if name in captures else 'consumers'}[{name!r}]"
-            wants_tokens = wants_tokens or consumer.needs_tokens
+            wants_tokens = wants_tokens or consumer.needs_tokens_of(chosen)
             flows = list(self._flows[name])
             writes = writes or any(
                 write.port == "residual_stream" for flow in flows for write in flow.writes

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import cloudpickle
+
 from tllm.outputs import ConsumerResult
 from tllm.ports import Payload
 
 _WORST = ("ok", "pending", "partial_error", "error")
+_LEFT_OUT = (
+    "pipeline stages returned different results, and only the first one's is here; let "
+    "on_request_finished return a mapping with a key for each layer, or a Payload that joins them"
+)
 
 
 class Collected:
@@ -36,8 +42,9 @@ class Collected:
     def joined(self) -> dict[int, dict[str, ConsumerResult]]:
         """One result for each sample and consumer.
 
-        Of a tensor-parallel group the first rank's payload counts. Those of pipeline stages are
-        joined if they are `Payload`s; else the first stage's counts that has one.
+        Payloads come from the first rank of a tensor-parallel group. Those of pipeline stages are
+        joined if they are `Payload`s or mappings (key by key). Others that differ cannot be: the
+        first stage's is given, and the result is a `partial_error`.
         """
         return {
             index: {name: _joined(list(by_worker.values())) for name, by_worker in results.items()}
@@ -48,11 +55,24 @@ class Collected:
 def _joined(parts: list[Mapping[str, Any]]) -> ConsumerResult:
     status = max((part["status"] for part in parts), key=_WORST.index)
     errors = dict.fromkeys(part["error"] for part in parts if part["error"])
-    payload = None
+    payload, left_out = None, False
     for part in parts:
-        other = part["payload"]
-        if payload is None:
-            payload = other
-        elif other is not None and isinstance(payload, Payload):
-            payload = payload.joined(other)
+        payload, complete = _with(payload, part["payload"])
+        left_out = left_out or not complete
+    if left_out:
+        status = max(status, "partial_error", key=_WORST.index)
+        errors[_LEFT_OUT] = None
     return ConsumerResult(status, "; ".join(errors) or None, payload)
+
+
+def _with(payload: Any, other: Any) -> tuple[Any, bool]:
+    """A stage's payload with that of a later one, and whether all of it is there."""
+    if payload is None or other is None:
+        return (other if payload is None else payload), True
+    if isinstance(payload, Payload) and type(payload).joined is not Payload.joined:
+        return payload.joined(other), True
+    if isinstance(payload, Mapping) and isinstance(other, Mapping):
+        pairs = {key: _with(payload.get(key), value) for key, value in other.items()}
+        joined = {key: value for key, (value, _) in pairs.items()}
+        return {**payload, **joined}, all(complete for _, complete in pairs.values())
+    return payload, cloudpickle.dumps(payload) == cloudpickle.dumps(other)

@@ -26,6 +26,7 @@ from tllm.client import (
     tokens_of,
 )
 from tllm.consumers.base import Consumer
+from tllm.engine.replicas import call_workers
 from tllm.outputs import attach_results
 from tllm.registry import Registry, consumer_from_spec
 from tllm.spec.steering import Group, RequestSteering
@@ -327,7 +328,7 @@ class AsyncLLM(VllmAsyncLLM):
         return await self._call_encoded(method, encode_call(*args), self._tllm.shared.token)
 
     async def _call_encoded(self, *arguments: Any) -> list[Any]:
-        answers = asyncio.ensure_future(self.collective_rpc("tllm", args=arguments))
+        answers = asyncio.ensure_future(call_workers(self, "tllm", arguments))
         try:
             # vLLM lets these calls wait for ever when the engine's process dies.
             while not (await asyncio.wait({answers}, timeout=1.0))[0]:
@@ -367,8 +368,14 @@ class AsyncLLM(VllmAsyncLLM):
         del self._tllm.consumers[name]
 
     async def read_stats(self, consumer: Consumer) -> Mapping[str, Any]:
-        """A consumer's statistics."""
-        return consumer.merge_stats(await self._call("consumer_stats", consumer.consumer_id))
+        """A consumer's statistics, over all workers of all data-parallel replicas."""
+        found = await self._call("consumer_stats", consumer.consumer_id)
+        workers = self.vllm_config.parallel_config.world_size
+        replicas = [
+            consumer.merge_stats(found[first : first + workers])
+            for first in range(0, len(found), workers)
+        ]
+        return replicas[0] if len(replicas) == 1 else consumer.merge_replicas(replicas)
 
     async def synchronize(self) -> None:
         """Wait until every consumer is done with what it was given."""

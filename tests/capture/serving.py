@@ -88,7 +88,8 @@ async def serve(model: str, root: str) -> dict:
             await engine.abort("aborted")
     saved["aborted"] = saved_output(aborted)
     seen = 0
-    async for _ in engine.generate({"prompt_token_ids": [3]}, params(100, both), "left"):
+    by_token = {"filesystem": DISK | {"positions": {"token_ids": [3]}}}
+    async for _ in engine.generate({"prompt_token_ids": [3]}, params(100, by_token), "left"):
         seen += 1
         if seen == 3:
             break

@@ -43,7 +43,9 @@ def test_an_aborted_request_has_what_was_captured_until_then(served, truth):
         assert "aborted" in error
     check(truth, saved["aborted"], sample)
     partial = store.filter(tag="t", status="partial_error")
-    assert {record.request_id.split("-")[0] for record in partial} >= {"left"}
+    [left] = [record for record in partial if record.request_id.startswith("left")]
+    assert "which tokens it generated is not known" in left.error
+    assert {tuple(left.positions(*key).tolist()) for key in left.keys} == {(0,)}
 
 
 def test_what_is_wrong_is_refused_and_nothing_is_left(served):

@@ -20,6 +20,7 @@ from tllm.consumers.capture import capturing
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
+from tllm.registry import consumer_from_spec
 from tllm.runtime.ring import Ring
 
 
@@ -250,7 +251,7 @@ class TestHostMemory:
     LIMIT = 40 * 2 * 128 * 4
 
     def register(self, llm, overflow, spill_bytes=1 << 20):
-        consumer = MemoryConsumer(overflow=overflow)
+        consumer = consumer_from_spec(f"memory:overflow={overflow}")
         consumer._host_bytes, consumer._spill_bytes = self.LIMIT, spill_bytes
         return llm.register_consumer(consumer)
 

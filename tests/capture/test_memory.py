@@ -26,8 +26,11 @@ POSITIONS = {
     "indices": [0, 2, -1, 7],
     "ranges": {"ranges": [[1, 3], [-2, None]]},
     "windows": {"phase": "generation", "windows": [[1, 3]]},
-    "tokens": {"phase": "prompt", "token_ids": list(range(0, VOCAB, 3))},
+    "tokens": {"phase": "prompt", "token_ids": list(range(0, VOCAB, 2))},
     "exclusions": {"exclude": {"positions": [-1], "ranges": [[0, 2]]}},
+    "tokens of both": {"token_ids": list(range(0, VOCAB, 3)), "positions": [1]},
+    "generated tokens": {"phase": "generation", "token_ids": list(range(0, VOCAB, 2))},
+    "all but some tokens": {"windows": [[2, 50]], "exclude": {"token_ids": [*range(0, VOCAB, 2)]}},
 }
 
 
@@ -206,10 +209,6 @@ REFUSED = {
         "hooks": {"post_block": [1]},
         "positions": [-6],
     },
-    r"token_ids of generated tokens are not known": {
-        "hooks": {"post_block": [1]},
-        "positions": {"token_ids": [3]},
-    },
     r"capture\['memory'\]\['reduction'\]='sum'": {"hooks": {"post_block": [1]}, "reduction": "sum"},
     r"capture\['memory'\]\['dtype'\]='int8'": {"hooks": {"post_block": [1]}, "dtype": "int8"},
     r"capture\['memory'\] has unknown options \['tag'\]": {
@@ -384,7 +383,8 @@ def random_spec(pick, prompt_len, max_tokens):
         if pick.random() < 0.4:
             positions["exclude"] = some()
     else:
-        positions = {"phase": "prompt", "token_ids": pick.sample(range(VOCAB), 90)}
+        phase = pick.choice(["any", "prompt", "generation"])
+        positions = {"phase": phase, "token_ids": pick.sample(range(VOCAB), 90)}
     spec = {"hooks": hooks, "positions": positions}
     if pick.random() < 0.3:
         spec["reduction"] = pick.choice(["mean", "max", "last"])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tllm.spec.selection import Selection
+from tllm.spec.selection import Selection, united
 
 LONGEST = 40
 
@@ -78,6 +78,31 @@ def test_every_token_is_meant_or_not_as_the_words_say(include, exclude, phase, t
     for position in range(2 * LONGEST):
         found = any(a <= position < b for a, b in intervals)
         assert found == meant(spec, position, tokens, prompt_len), position
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    criteria,
+    st.none() | criteria,
+    st.sampled_from(["any", "generation"]),
+    st.lists(st.integers(0, 6), min_size=LONGEST, max_size=LONGEST),
+    st.integers(1, LONGEST),
+)
+def test_what_may_be_meant_without_knowing_the_generated_tokens(
+    include, exclude, phase, tokens, prompt_len
+):
+    spec = {**include, "phase": phase, **({"exclude": exclude} if exclude else {})}
+    selection = Selection.parse(spec)
+    parts = selection.in_prompt_and_after()
+    assert not any(part.depends_on_generated_tokens for part in parts)
+    known = tokens[:prompt_len]
+    inside = [interval for part in parts for interval in part.intervals(prompt_len, known)]
+    for position in range(LONGEST):
+        found = any(a <= position < b for a, b in inside)
+        now = meant(spec, position, tokens, prompt_len)
+        assert found == now if position < prompt_len else found >= now, position
+    if not selection.depends_on_generated_tokens:
+        assert united(inside) == selection.intervals(prompt_len, known)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,10 @@ class Consumer(ABC):
     #: when the caller aborts, until the result is fetched.
     needs_tokens: bool = False
 
+    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
+        """The same for one request, by its options; `needs_tokens` by default."""
+        return self.needs_tokens
+
     @abstractmethod
     def flows(self) -> Sequence[ConsumerFlow]:
         """What is read and written, and when. Asked once, at registration."""
@@ -135,3 +139,8 @@ class Consumer(ABC):
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """One mapping from those of the workers; the first worker's by default."""
         return stats[0] if stats else {}
+
+    def merge_replicas(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """One mapping from those of data-parallel replicas, which served different requests; by
+        default they stand side by side, as `{"replicas": [...]}`."""
+        return {"replicas": list(stats)}

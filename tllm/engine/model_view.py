@@ -67,7 +67,8 @@ def describe(
 def _place_of_worker(vllm_config: Any) -> dict[str, Any]:
     """Where in the cluster this worker is."""
     stage, rank = get_pp_group(), get_tp_group()
-    replica = vllm_config.parallel_config.data_parallel_rank
+    # The rank of a replica of a dense model is 0: it knows nothing of the others.
+    replica = vllm_config.parallel_config.data_parallel_index
     return {
         "worker": f"dp{replica}-pp{stage.rank_in_group}-tp{rank.rank_in_group}",
         "first_rank": rank.rank_in_group == 0,

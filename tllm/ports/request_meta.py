@@ -105,7 +105,8 @@ class Payload:
     """
 
     def joined(self, other: Any) -> Any:
-        """This payload together with that of another pipeline stage."""
+        """This payload together with that of another pipeline stage. A class that leaves this out
+        has payloads that cannot be joined: if they differ, the user is told."""
         return self
 
     def with_prompt_of(self, first: Any) -> Any:

@@ -54,8 +54,8 @@ class Consumer(Protocol):
     consumer_id: str
     on_request_only: bool
     remote_methods: Sequence[str]
-    needs_tokens: bool
 
+    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool: ...
     def flows(self) -> Sequence[ConsumerFlow]: ...
     def request_flows(
         self, options: Mapping[str, Any], num_layers: int

@@ -18,13 +18,16 @@ class Results:
 
     Args:
         limit: results of this many prompts are kept; of more, the oldest are forgotten.
+        payloads: whether they are given; of tensor-parallel ranks, all but the first say only how
+            it went.
 
     Attributes:
         forgotten: prompts whose results nobody came for in time.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, payloads: bool = True) -> None:
         self._limit = limit
+        self._payloads = payloads
         self._kept: OrderedDict[str, dict[int, dict[str, _Kept]]] = OrderedDict()
         self.forgotten = 0
 
@@ -37,7 +40,7 @@ class Results:
             missing: what the runtime itself knows to be missing.
         """
         samples = self._kept.setdefault(prompt_id, {})
-        samples.setdefault(sample, {})[consumer] = _Kept(result, missing)
+        samples.setdefault(sample, {})[consumer] = _Kept(result, missing, self._payloads)
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
             self.forgotten += 1
@@ -76,9 +79,10 @@ class Results:
 
 
 class _Kept:
-    def __init__(self, result: Any, missing: str | None) -> None:
+    def __init__(self, result: Any, missing: str | None, payload: bool) -> None:
         self.result = result
         self._missing = missing
+        self._payload = payload
 
     @property
     def done(self) -> bool:
@@ -101,4 +105,5 @@ class _Kept:
         if self._missing:
             status = "error" if status == "error" else "partial_error"
             error_text = "; ".join(filter(None, (error_text, self._missing)))
-        return {"status": status, "error": error_text, "payload": result.payload}
+        payload = result.payload if self._payload else None
+        return {"status": status, "error": error_text, "payload": payload}

@@ -113,7 +113,7 @@ class Session:
         self._served: set[int] = set()
         self._bundled = False
         self._step = 0
-        self._results = Results(_MAX_KEPT_RESULTS)
+        self._results = Results(_MAX_KEPT_RESULTS, payloads=model.first_rank)
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
         #: By prompt and consumer: sequences that ended, and whose tokens are not known.
@@ -524,16 +524,16 @@ class Session:
         if sequence.ended:
             return
         self._dispatcher.before_forward()
+        call = self._dispatcher.call
         results: dict[str, Any] = {}
         for owner in self._consumers.values():
             if owner.serves(sequence):
                 self._dispatcher.flush(owner)
-                info = replace(
-                    owner.info(sequence),
-                    missing=_missing(sequence, owner.id),
-                    token_ids=sequence.token_ids if owner.consumer.needs_tokens else None,
-                )
-                if owner.consumer.needs_tokens and sequence.token_ids is None:
+                info = replace(owner.info(sequence), missing=_missing(sequence, owner.id))
+                needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
+                if needs_tokens:
+                    info = replace(info, token_ids=sequence.token_ids)
+                if needs_tokens and sequence.token_ids is None:
                     late = self._late.setdefault(info.prompt_id, {})
                     late.setdefault(owner.id, []).append(info)
                 else:

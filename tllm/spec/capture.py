@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -76,19 +76,25 @@ class CaptureSpec:
                 f"{name} has no 'hooks'; say what to capture, such as "
                 "{'hooks': {'post_block': [12]}}"
             )
-        spec = cls(
+        return cls(
             hooks=parse_hooks(given["hooks"], f"{name}['hooks']"),
             positions=Selection.parse(given.get("positions", "all"), f"{name}['positions']"),
             reduction=_one_of(Reduction, given.get("reduction", "none"), f"{name}['reduction']"),
             dtype=_one_of(CaptureDtype, given.get("dtype", "model"), f"{name}['dtype']"),
         )
-        if spec.positions.depends_on_generated_tokens:
-            raise ValueError(
-                f"{name}['positions']: token_ids of generated tokens are not known when their rows "
-                "are captured; add 'phase': 'prompt', or capture all of them and choose by the "
-                "tokens of the output"
-            )
-        return spec
+
+    @cached_property
+    def chooses_late(self) -> bool:
+        """Whether some rows are chosen when the sequence ends: by which token was generated."""
+        return self.positions.depends_on_generated_tokens
+
+    @property
+    def kept(self) -> tuple[Reduction, CaptureDtype]:
+        """What becomes of rows while the sequence runs: those that are chosen later are not
+        reduced yet."""
+        if self.chooses_late and self.reduction != "none":
+            return "none", "model"
+        return self.reduction, self.dtype
 
     def places(self, num_layers: int) -> tuple[tuple[str, int | None], ...]:
         """Each hook point with its layer; negative layers stay as given.

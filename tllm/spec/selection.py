@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
@@ -181,6 +181,23 @@ class Selection:
             excluded = self.exclude.intervals(prompt_len, origin, tokens, generated)
             meant = intersected(meant, complement(excluded))
         return meant
+
+    def in_prompt_and_after(self) -> tuple[Selection, ...]:
+        """Selections that name no generated token by its id: together they mean what this one
+        does of the prompt, and all generated tokens that it may mean, whatever these are."""
+        after = replace(
+            self,
+            phase="generation",
+            include=Criteria() if self.include.token_ids else self._counted(self.include),
+            exclude=replace(self._counted(self.exclude), token_ids=()),
+        )
+        return (after,) if self.phase == "generation" else (replace(self, phase="prompt"), after)
+
+    def _counted(self, criteria: Criteria) -> Criteria:
+        """Criteria whose windows count from the first token of the sequence, as ranges."""
+        if self.phase == "generation":
+            return criteria
+        return replace(criteria, ranges=(*criteria.ranges, *criteria.windows), windows=())
 
     def check(self, prompt_len: int, max_tokens: int | None, name: str = "positions") -> None:
         """Refuse positions that the sequence cannot have.

@@ -14,6 +14,7 @@ import torch
 from tllm.ports import Payload, Place
 from tllm.spec.capture import Reduction
 from tllm.spec.hooks import HookPoint
+from tllm.spec.selection import Intervals
 
 IntArray = npt.NDArray[np.int32]
 
@@ -61,6 +62,15 @@ class Rows:
         if count >= len(self):
             return self
         return Rows(self.positions[:count], [self.tensor[:count]])
+
+    def within(self, intervals: Intervals) -> Rows:
+        """The rows at positions in any of the intervals."""
+        edges = np.array([edge for interval in intervals for edge in interval], np.int64)
+        # Positions in an interval have passed an odd number of edges.
+        [at] = np.nonzero(np.searchsorted(edges, self.positions, side="right") % 2)
+        if len(at) == len(self):
+            return self
+        return Rows(self.positions[at], [self.tensor[torch.from_numpy(at)]])
 
     def split(self, position: int) -> tuple[Rows, Rows]:
         """The rows before a position, and the others."""
@@ -123,6 +133,13 @@ class Reduced:
             rest = _reduce(tail, how)
             total = _combine(total, rest, how) if len(self.positions) else rest
         return positions, total
+
+    @classmethod
+    def of(cls, rows: Rows, how: Reduction) -> Reduced:
+        """The reduction of all rows."""
+        tensor = rows.tensor.float()
+        total = _reduce(tensor, how) if len(rows) else tensor.new_zeros((1, *tensor.shape[1:]))
+        return cls(rows.positions, Rows(rows.positions[:1], [total]), rows.up_to(0))
 
 
 @dataclass(frozen=True, eq=False)

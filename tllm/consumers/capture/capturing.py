@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -36,7 +36,8 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import require_one_of
-from tllm.spec.capture import CaptureSpec
+from tllm.spec.capture import CaptureSpec, Reduction
+from tllm.spec.selection import intersected
 
 Overflow = Literal["block", "drop", "spill"]
 
@@ -110,8 +111,12 @@ class Capturing(Consumer):
             self.spec(options)
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
-        """One flow for all hook points."""
-        return (_flow(self.spec(options), num_layers),)
+        """One flow for all hook points, or two that make one of another's rows."""
+        return _flows(self.spec(options), num_layers)
+
+    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
+        """Also when which token was generated decides whether its row is wanted."""
+        return self.needs_tokens or self.spec(options).chooses_late
 
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing is allocated before somebody asks; `ValueError` when it could not spill."""
@@ -158,13 +163,14 @@ class Capturing(Consumer):
         spec = self._specs[sequence_key(meta.requests[0])]
         self._places[spec.places(self._model.num_layers)] = places
         prefill = bundle.key["phase"] == "prefill"
-        if spec.reduction != "none":
-            self._table(spec, places).add(meta, rows, prefill)
+        reduction, dtype = spec.kept
+        if reduction != "none":
+            self._table(reduction, places).add(meta, rows, prefill)
             return
         if self._overflow == "block" and self._rows.held > self._limit - rows.nbytes:
             self._wait_for_endings()
-        if spec.dtype != "model":
-            rows = rows.to(getattr(torch, spec.dtype))
+        if dtype != "model":
+            rows = rows.to(getattr(torch, dtype))
         self._captured_rows += len(meta)
         self._captured_bytes += rows.numel() * rows.element_size()
         self._exported.append((bundle.label, places))
@@ -198,12 +204,12 @@ class Capturing(Consumer):
             self._ending.clear()
             self._concluded.notify_all()
 
-    def _table(self, spec: CaptureSpec, places: tuple[Place, ...]) -> Reductions:
-        key = (spec.reduction, places)
+    def _table(self, reduction: Reduction, places: tuple[Place, ...]) -> Reductions:
+        key = (reduction, places)
         found = self._reductions.get(key)
         if found is None:
             found = self._reductions[key] = Reductions(
-                spec.reduction, len(places), self._model.hidden_size, self._model.device
+                reduction, len(places), self._model.hidden_size, self._model.device
             )
         return found
 
@@ -218,7 +224,7 @@ class Capturing(Consumer):
         ending = Ending(request, spec, places)
         tensors: dict[str, torch.Tensor] = {}
         with _on(ctx.side_stream()):
-            table = self._reductions.get((spec.reduction, places))
+            table = self._reductions.get((spec.kept[0], places))
             if table is not None:
                 ending.taken = taken = table.take(request)
                 tensors["totals"] = taken.totals
@@ -240,7 +246,7 @@ class Capturing(Consumer):
             return
         ending, missing = self._ending[0], ""
         spec = ending.spec
-        if spec.reduction == "none":
+        if spec.kept[0] == "none":
             block, missing = self._kept_rows(ending)
         else:
             block = self._reduced(ending, tensors)
@@ -263,13 +269,29 @@ class Capturing(Consumer):
     def _kept_rows(self, ending: Ending) -> tuple[Block, str]:
         """Its rows, and what is missing."""
         spec, places, request = ending.spec, ending.places, ending.request
-        dtype = self._model.dtype if spec.dtype == "model" else getattr(torch, spec.dtype)
+        kept = spec.kept[1]
+        dtype = self._model.dtype if kept == "model" else getattr(torch, kept)
         empty = torch.empty((0, len(places), self._model.hidden_size), dtype=dtype)
         rows, missing = self._rows.take((_label(spec), places), sequence_key(request))
         if rows is None:
             rows = Rows(_NONE, [empty])
         prompt, generated = rows.split(request.prompt_len)
-        return Block(places, prompt, generated), missing
+        if not spec.chooses_late:
+            return Block(places, prompt, generated), missing
+        if request.token_ids is None:
+            generated = generated.up_to(0)
+            missing = missing or (
+                "the request was given up: which tokens it generated is not known, and no rows of "
+                "theirs were chosen"
+            )
+        else:
+            tokens = request.token_ids[:-1]  # the last one has no row
+            meant = spec.positions.intervals(request.prompt_len, tokens)
+            generated = generated.within(intersected(meant, ((0, len(tokens)),)))
+        if spec.reduction == "none":
+            return Block(places, prompt, generated), missing
+        how = spec.reduction
+        return Block(places, Reduced.of(prompt, how), Reduced.of(generated, how)), missing
 
     def _reduced(self, ending: Ending, tensors: Mapping[str, torch.Tensor]) -> Block:
         places, taken = ending.places, ending.taken
@@ -305,9 +327,11 @@ class Capturing(Consumer):
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """What all workers counted together."""
-        first = stats[0] if stats else {}
-        counted = [name for name, value in first.items() if isinstance(value, int | float)]
-        return {**first, **{name: sum(each[name] for each in stats) for name in counted}}
+        return dict(_summed(stats)) if stats else {}
+
+    def merge_replicas(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """What all replicas counted together."""
+        return self.merge_stats(stats)
 
     def stop(self) -> None:
         """Let go of what is left."""
@@ -326,21 +350,39 @@ class Ending:
 
 
 @lru_cache(4096)
-def _flow(spec: CaptureSpec, num_layers: int) -> ConsumerFlow:
-    return ConsumerFlow(
-        reads=[ResidualStream.read_block(spec.places(num_layers), role="rows")],
-        window="out_of_band",
-        delivery="device_lease",
-        positions=spec.positions,
-        label=_label(spec),
-        prompt_rows="once",
-        ranks="first",
-        split_by_stage=True,
+def _flows(spec: CaptureSpec, num_layers: int) -> tuple[ConsumerFlow, ...]:
+    positions = spec.positions
+    return tuple(
+        ConsumerFlow(
+            reads=[ResidualStream.read_block(spec.places(num_layers), role="rows")],
+            window="out_of_band",
+            delivery="device_lease",
+            positions=each,
+            label=_label(spec),
+            prompt_rows="once",
+            ranks="first",
+            split_by_stage=True,
+        )
+        for each in (positions.in_prompt_and_after() if spec.chooses_late else (positions,))
     )
 
 
+def _summed(values: Sequence[Any]) -> Any:
+    """Counts together, also in mappings and dataclasses; of anything else, the first that is
+    something."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        present = dict.fromkeys(key for each in values for key in each)
+        return {key: _summed([each[key] for each in values if key in each]) for key in present}
+    if is_dataclass(first) and not isinstance(first, type):
+        return type(first)(**_summed([vars(each) for each in values]))
+    if isinstance(first, int | float):
+        return sum(values)
+    return next(filter(None, values), first)
+
+
 def _label(spec: CaptureSpec) -> str:
-    return f"{spec.reduction} {spec.dtype}"
+    return " ".join(spec.kept)
 
 
 def _half_of_memory() -> int:

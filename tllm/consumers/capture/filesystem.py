@@ -256,7 +256,7 @@ class FilesystemConsumer(Capturing):
             problems.append("the request was aborted; this is what was captured until then")
         else:
             activations = activations.up_to(len(request.token_ids))
-            problems.append(activations.problem)
+        problems.append(activations.problem)
         error = "; ".join(filter(None, problems))
         try:
             record = self._record(request, ending.spec, activations, error)
