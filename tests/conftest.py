@@ -31,6 +31,9 @@ os.environ |= {
 }
 
 
+pytest_plugins = ["tiny_engines"]
+
+
 class InterpretedDriver:
     """What vLLM asks of a Triton driver: whether there is one."""
 

@@ -308,7 +308,7 @@ def test_nothing_is_left_when_all_is_over(llm):
     assert not consumer._specs
     assert not consumer._rows._unsorted
     assert not consumer._rows._pieces
-    assert not worker.session._results._kept
+    assert not worker.session._endings._results._kept
     gc.collect()
 
 

@@ -1,31 +1,12 @@
-"""The engines that these tests share, and the model they serve."""
+"""What these tests are compared with."""
 
 from __future__ import annotations
 
 import pytest
 import vllm
-from vllm.platforms.cpu import CpuPlatform
+from tiny_engines import TINY_ENGINE
 
-from engine.reference import Reference, save_tiny_model
-from tllm import LLM
-
-TINY_ENGINE = {
-    "skip_tokenizer_init": True,
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "block_size": 32,
-    "num_gpu_blocks_override": 512,  # 40 MiB; several engines live side by side
-    "disable_log_stats": True,
-    "hook_points": "all",
-}
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """Path of the tiny model."""
-    return str(save_tiny_model(tmp_path_factory.mktemp("tiny-qwen2")))
+from engine.reference import Reference
 
 
 @pytest.fixture(scope="session")
@@ -34,52 +15,7 @@ def reference(tiny_model):
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_model):
-    """Prompts longer than 24 tokens are computed in chunks."""
-    return LLM(tiny_model, max_num_batched_tokens=24, **TINY_ENGINE)
-
-
-@pytest.fixture(scope="session")
-def tight_engine(tiny_model):
-    """7 blocks of 32 tokens for 8 sequences, which preempt each other; schedules a step ahead.
-
-    vLLM schedules ahead on GPUs, and turns that off for a CPU although it works there.
-    """
-    settle = CpuPlatform.check_and_update_config
-
-    @staticmethod
-    def settle_and_schedule_ahead(vllm_config):
-        settle(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    options = TINY_ENGINE | {"max_model_len": 160, "num_gpu_blocks_override": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", settle_and_schedule_ahead)
-        llm = LLM(tiny_model, max_num_batched_tokens=24, **options)
-    assert llm.llm_engine.engine_core.engine_core.async_scheduling
-    return llm
-
-
-@pytest.fixture(scope="session")
 def plain_engine(tiny_model):
     """vLLM as it is. Kept to the end: a collected engine takes vLLM's process groups with it."""
     options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
     return vllm.LLM(tiny_model, **options)
-
-
-def _clean(llm):
-    yield llm
-    llm.clear_consumers()
-    llm.reset_prefix_cache()
-
-
-@pytest.fixture
-def llm(engine):
-    """The shared engine, without consumers."""
-    yield from _clean(engine)
-
-
-@pytest.fixture
-def tight_llm(tight_engine):
-    """The shared engine that preempts, without consumers."""
-    yield from _clean(tight_engine)

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_engines import TINY_ENGINE
 from vllm.lora.request import LoRARequest
 
-from engine.conftest import TINY_ENGINE
 from engine.modes import Reader
 from engine.reference import HIDDEN, LAYERS, Addition, Reference
 from tllm import LLM, SamplingParams

@@ -1,9 +1,9 @@
 """What is refused when an engine starts, and that a plain vLLM is left alone."""
 
 import pytest
+from tiny_engines import TINY_ENGINE
 
 from engine.asking import generate, greedy, prompts_of, tokens_of
-from engine.conftest import TINY_ENGINE
 from tllm import LLM
 
 

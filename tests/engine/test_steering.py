@@ -7,8 +7,8 @@ import os
 
 import pytest
 import torch
+from tiny_engines import TINY_ENGINE
 
-from engine.conftest import TINY_ENGINE
 from engine.reference import HIDDEN, LAYERS, Addition
 from tllm import LLM, SamplingParams
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_engines import TINY_ENGINE
 
-from engine.conftest import TINY_ENGINE
 from engine.reference import HIDDEN, VOCAB
 from tllm import LLM, SamplingParams
 

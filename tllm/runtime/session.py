@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,41 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from tllm.ports import (
-    ConsumerFlow,
-    ModelView,
-    PortRead,
-    RequestInfo,
-    RequestResult,
-    ResultMemory,
-    RowMeta,
-)
-from tllm.runtime.batch import DECODE, PREFILL, Frame, RowPlanner, StepBatch
+from tllm.ports import ModelView, RequestInfo, ResultMemory, RowMeta
+from tllm.runtime.assignments import Assignments
+from tllm.runtime.batch import Frame, RowPlanner, StepBatch
+from tllm.runtime.binder import Binder
 from tllm.runtime.descriptor import PlanRow
 from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Context, Dispatcher
+from tllm.runtime.endings import Endings
 from tllm.runtime.kernels.candidates import Collected
-from tllm.runtime.programs import Programs, TooManyProgramsError
-from tllm.runtime.results import Answer, Results
+from tllm.runtime.programs import Programs
+from tllm.runtime.results import Answer
 from tllm.runtime.ring import Overflow, Ring
 from tllm.runtime.sampling import Guidance, LmHead, SamplerStep
 from tllm.runtime.slots import Sequence, Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import TapKey, Taps
-from tllm.runtime.timeline import Timeline, covers_each
 from tllm.runtime.token_choices import TokenChoices
 from tllm.runtime.transfer import HostCopy, upload
 from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
 from tllm.spec.request import RequestSpec
-from tllm.spec.selection import END, Intervals, intersected, stretch_starts
-from tllm.spec.steering import TokenChoice, configurations, steering_stretches
-
-#: Results nobody came for are forgotten beyond this many prompts.
-_MAX_KEPT_RESULTS = 65536
-
-_DROPPED = (
-    "{rows} rows were dropped because the capture ring was full; capture less at once, raise "
-    "max_capture_mib, or start the engine with overflow='block'"
-)
 
 
 class Session:
@@ -81,19 +65,21 @@ class Session:
         overflow: Overflow,
     ) -> None:
         self._taps = taps
-        self._resolve = resolve
         self._model = model
-        self._samples = samples
         self._consumers: dict[str, BoundConsumer] = {}
-        self._flows: list[BoundFlow] = []
         self._slots = Slots(max_sequences)
         self._programs = Programs(taps, max_programs)
         self._additions = Additions(taps, self._slots)
         self.steering = Steering(taps, resolve, steering_rows, steering_vectors)
         self._choices = TokenChoices(taps.device)
+        self._assignments = Assignments(
+            self._slots, self._programs, self.steering, self._choices, self._consumers
+        )
         self._writers: dict[str, list[TapWriter]] = {}
         self._dispatcher = Dispatcher(self._slots, model.device, self._note_failure)
         self._guidance = Guidance(lm_head, model, self._slots, self._dispatcher)
+        self._binder = Binder(taps, resolve, model, samples=samples, refusal=self._guidance.refusal)
+        self._endings = Endings(self._dispatcher, self._consumers, payloads=model.first_rank)
         self._failed: list[BoundConsumer] = []
         ring = Ring(
             hidden_size=taps.hidden_size,
@@ -109,15 +95,10 @@ class Session:
         self._planner = RowPlanner(self._slots, taps, self._programs, ring)
         self._frame: Frame | None = None
         self._frame_flows: list[BoundFlow] = []
-        #: Slots of the sequences that use any consumer.
-        self._served: set[int] = set()
         self._bundled = False
         self._step = 0
-        self._results = Results(_MAX_KEPT_RESULTS, payloads=model.first_rank)
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
-        #: By prompt and consumer: sequences that ended, and whose tokens are not known.
-        self._late: dict[str, dict[str, list[RequestInfo]]] = {}
         self.rows_captured = 0
         self.rows_dropped = 0
         self.rows_steered = 0
@@ -140,9 +121,9 @@ class Session:
                 "it first, or give this one another consumer_id"
             )
         flows = list(consumer.flows())
-        reads = [self._reads_here(flow) for flow in flows]
+        reads = [self._binder.reads_here(flow) for flow in flows]
         writes = [w for flow in flows for w in flow.writes if w.port == "residual_stream"]
-        places = [(write, self._tap(write.site, write.layer)) for write in writes]
+        places = [(write, self._binder.tap(write.site, write.layer)) for write in writes]
         own = {
             write.role: self._additions.add_writer(tap, PHASES[write.phase])
             for write, tap in places
@@ -154,7 +135,7 @@ class Session:
         )
         owner = BoundConsumer(consumer, context)
         owner.flows = [
-            self._bound(owner, number, flow, here)
+            self._binder.bound(owner, number, flow, here)
             for number, (flow, here) in enumerate(zip(flows, reads, strict=True))
             if here is not None
         ]
@@ -189,8 +170,7 @@ class Session:
 
     def _remove(self, consumer_id: str) -> None:
         owner = self._consumers[consumer_id]
-        for prompt_id in [p for p, late in self._late.items() if owner.id in late]:
-            self._finish_late(prompt_id, {})
+        self._endings.give_up_waiting(owner.id, self._step)
         owner.thread.drain()
         owner.export_thread.drain()
         self._dispatcher.call(owner, owner.consumer.stop)
@@ -207,69 +187,9 @@ class Session:
     def _follow_consumers(self) -> None:
         """Capture for the consumers that are there and did not raise, and for no other."""
         alive = [owner for owner in self._consumers.values() if owner.alive]
-        self._flows = [flow for owner in alive for flow in owner.flows]
-        self._guidance.set_flows(self._flows)
-        self._programs.clear()
-        self._slots.invalidate()
-        for sequence in self._slots:
-            self._follow_programs(sequence)
-
-    def _reads_here(self, flow: ConsumerFlow) -> tuple[PortRead, ...] | None:
-        """A flow's reads as this rank has them. None: the flow belongs to another rank.
-
-        Raises `ValueError` for what this engine does not have, or cannot give together.
-        """
-        needs_sampling = flow.reads_port("logits") or flow.reads_port("token_target")
-        guides = any(write.port == "sampler" for write in flow.writes)
-        if guides and self._samples and self._guidance.refusal:
-            raise ValueError(f"Sampler.write is not possible: {self._guidance.refusal}")
-        reads, wanted, here = [], 0, 0
-        for read in flow.reads:
-            keys = [self._resolve(site, layer) for site, layer in read.places]
-            found = tuple((str(p), n) for p, n in keys if (p, n) in self._taps.index)
-            wanted, here = wanted + len(keys), here + len(found)
-            if found or not keys:
-                reads.append(replace(read, places=found))
-        if not self._samples and (needs_sampling or guides):
-            if here:
-                raise ValueError(
-                    "a flow reads a hook point of one pipeline stage together with the logits, "
-                    "the sampler or the sampled token of another; split it into two flows"
-                )
-            return None
-        if here and here < wanted and not flow.split_by_stage:
-            raise ValueError(
-                f"a flow reads hook points of several pipeline stages ({here} of {wanted} are "
-                "here); declare one flow for each stage, or give it split_by_stage=True"
-            )
-        if (wanted and not here) or (flow.ranks == "first" and not self._model.first_rank):
-            return None
-        return tuple(reads)
-
-    def _bound(
-        self, owner: BoundConsumer, number: int, flow: ConsumerFlow, reads: tuple[PortRead, ...]
-    ) -> BoundFlow:
-        taps = {
-            read.role: tuple(self._resolve(site, layer) for site, layer in read.places)
-            for read in reads
-            if read.places
-        }
-        return BoundFlow(owner, number, flow, reads, taps)
-
-    def _bind_request_flow(self, owner: BoundConsumer, flow: ConsumerFlow) -> BoundFlow | None:
-        """A flow that one sequence asked for; `ValueError` for what such flows cannot do."""
-        if flow.writes:
-            raise ValueError("a flow of request_flows writes; declare its writes in flows()")
-        if flow.dispatch_every_n_steps > 1:
-            raise ValueError("a flow of request_flows has dispatch_every_n_steps; leave it 1")
-        reads = self._reads_here(flow)
-        return None if reads is None else self._bound(owner, -1, flow, reads)
-
-    def _tap(self, site: str | None, layer: int | None) -> TapKey | None:
-        """The installed tap of a hook point; None when another pipeline rank has it."""
-        assert site is not None
-        key = self._resolve(site, layer)
-        return key if key in self._taps.index else None
+        flows = [flow for owner in alive for flow in owner.flows]
+        self._guidance.set_flows(flows)
+        self._assignments.change(flows)
 
     def _exporter(
         self, consumer: Consumer
@@ -335,7 +255,7 @@ class Session:
                     owner.forget(known.info.slot)
                     owner.asked.pop(known.info.slot, None)
                     self._ask(known, owner)
-                self._follow_programs(known)
+                self._assignments.follow(known)
             return
         self._detach_failed()
         info = RequestInfo(
@@ -357,7 +277,7 @@ class Session:
         self._slots.add_sequence(sequence)
         for owner in self._consumers.values():
             self._ask(sequence, owner)
-        self._follow_programs(sequence)
+        self._assignments.follow(sequence)
         self._introduce(sequence, list(self._consumers.values()))
 
     def _ask(self, sequence: Sequence, owner: BoundConsumer) -> None:
@@ -369,7 +289,7 @@ class Session:
             flows = owner.consumer.request_flows(options, self._model.num_layers)
             asked = []
             for flow in flows:
-                bound = owner.interned(flow, partial(self._bind_request_flow, owner))
+                bound = owner.interned(flow, partial(self._binder.for_request, owner))
                 if bound is not None:
                     asked.append((bound, flow.selection))
         except ValueError as error:  # as in the user's process: this request is at fault
@@ -395,114 +315,6 @@ class Session:
             if owner.error:
                 sequence.errors[owner.id] = owner.error
 
-    def _follow_programs(self, sequence: Sequence) -> None:
-        """Say what the rows of a sequence do: which are captured for whom, and how steered."""
-        slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
-        if not self._consumers and not sequence.steering:
-            self._slots.set_timeline(slot, None)
-            for phase in (PREFILL, DECODE):
-                self._slots.follow(slot, phase, 0, -1)
-            self._served.discard(slot)
-            return
-        wanted = list(self._wanted(sequence))
-        steered = self._acquire_steering(sequence)
-        starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
-        starts = sorted({*starts, *(start for start, _ in steered)})
-        rows, steer, row = dict(steered), [], -1
-        for start in starts:
-            row = rows.get(start, row)
-            steer.append(row)
-        program = self._programs_of(sequence, wanted, starts)
-        if starts == [0, prompt_len]:
-            self._slots.set_timeline(slot, None)
-            for phase in (PREFILL, DECODE):
-                self._slots.follow(slot, phase, program[phase], steer[phase])
-        else:
-            timeline = Timeline(*(np.array(each, np.int32) for each in (starts, program, steer)))
-            self._slots.set_timeline(slot, timeline)
-        self._served.discard(slot)
-        for owner in self._consumers.values():
-            self._slots.users(owner.id)[slot] = owner.serves(sequence)
-            if owner.serves(sequence):
-                self._served.add(slot)
-
-    def _wanted(self, sequence: Sequence) -> Iterator[tuple[BoundFlow, Intervals]]:
-        """The flows that want rows of a sequence, and at which positions."""
-        info, tokens = sequence.info, sequence.prompt_token_ids
-        asked = [(flow, flow.flow.selection) for flow in self._flows]
-        for owner in self._consumers.values():
-            if owner.alive:
-                asked += owner.asked.get(info.slot, ())
-        for flow, selection in asked:
-            if not flow.owner.serves(sequence):
-                continue
-            if tokens is None and (selection.include.token_ids or selection.exclude.token_ids):
-                sequence.errors[flow.owner.id] = (
-                    "positions: token_ids cannot be found in a prompt that was given as "
-                    "embeddings; give positions"
-                )
-                continue
-            intervals = selection.intervals(info.prompt_len, tokens or ())
-            if info.sample_index and flow.flow.prompt_rows == "once":
-                intervals = intersected(intervals, ((info.prompt_len, END),))
-            yield flow, intervals
-
-    def _programs_of(
-        self,
-        sequence: Sequence,
-        wanted: list[tuple[BoundFlow, Intervals]],
-        starts: list[int],
-    ) -> list[int]:
-        """The capture program of each stretch; those that the sequence followed are let go."""
-        slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
-        phases = [PREFILL if start < prompt_len else DECODE for start in starts]
-        covered = [(flow, covers_each(intervals, starts)) for flow, intervals in wanted]
-        asked = [
-            (phase, tuple(dict.fromkeys(f for f, at in covered if at[i] and phase in f.phases)))
-            for i, phase in enumerate(phases)
-        ]
-        try:
-            return self._programs.follow(slot, asked)
-        except TooManyProgramsError as error:
-            # What everybody is given comes before what single sequences ask for.
-            for_all = [(flow, where) for flow, where in wanted if flow.number >= 0]
-            refused = [flow for flow, _ in wanted if flow.number < 0 or len(for_all) == len(wanted)]
-            for flow in refused:
-                sequence.errors[flow.owner.id] = str(error)
-            if len(for_all) == len(wanted):
-                return [0] * len(starts)
-            return self._programs_of(sequence, for_all, starts)
-
-    def _acquire_steering(self, sequence: Sequence) -> list[tuple[int, int]]:
-        """`(first position, steering row)` of each stretch of a sequence; rows are kept until it
-        is removed."""
-        if not sequence.steering:
-            return []
-        stretches = steering_stretches(
-            sequence.steering, sequence.info.prompt_len, sequence.prompt_token_ids or ()
-        )
-        rows = sequence.steering_rows
-        try:
-            for groups in configurations(stretches) - rows.keys():
-                rows[groups] = self.steering.acquire(groups)
-        except ValueError as error:
-            sequence.errors["steering"] = str(error)
-            return []
-        return [
-            (start, self._choice(sequence, applied))
-            if isinstance(applied, TokenChoice)
-            else (start, rows[applied])
-            for start, applied in stretches
-        ]
-
-    def _choice(self, sequence: Sequence, chosen: TokenChoice) -> int:
-        """What stands in the row plan for a choice by token; kept until the sequence is removed."""
-        rows, choices = sequence.steering_rows, sequence.token_choices
-        choice = tuple((t, rows[groups]) for t, groups in chosen.by_token), rows[chosen.others]
-        if choice not in choices:
-            choices[choice] = self._choices.acquire(choice)
-        return choices[choice]
-
     def finish_sequence(self, engine_id: str, token_ids: tuple[int, ...] | None = None) -> None:
         """The engine let go of a sequence, whatever ended it.
 
@@ -513,10 +325,7 @@ class Session:
         if sequence is not None:
             sequence.token_ids = sequence.token_ids or token_ids
             self._conclude(sequence)
-            for groups in sequence.steering_rows:
-                self.steering.release(groups)
-            for choice in sequence.token_choices:
-                self._choices.release(choice)
+            self._assignments.release(sequence)
             self._slots.remove(engine_id)
 
     def _conclude(self, sequence: Sequence) -> None:
@@ -524,53 +333,10 @@ class Session:
         if sequence.ended:
             return
         self._dispatcher.before_forward()
-        call = self._dispatcher.call
-        results: dict[str, Any] = {}
-        for owner in self._consumers.values():
-            if owner.serves(sequence):
-                self._dispatcher.flush(owner)
-                info = replace(owner.info(sequence), missing=_missing(sequence, owner.id))
-                needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
-                if needs_tokens:
-                    info = replace(info, token_ids=sequence.token_ids)
-                if needs_tokens and sequence.token_ids is None:
-                    late = self._late.setdefault(info.prompt_id, {})
-                    late.setdefault(owner.id, []).append(info)
-                else:
-                    result = self._finish(owner, info)
-                    if result is not None:
-                        results[owner.id] = result
-            owner.forget(sequence.info.slot)
-            owner.asked.pop(sequence.info.slot, None)
-        for name, error in sequence.errors.items():
-            results[name] = RequestResult(None, "error", error)
+        self._endings.conclude(sequence, self._step)
         self._additions.forget(sequence.info.slot)
         sequence.ended = True
-        self._follow_programs(sequence)
-        if sequence.keep_results:
-            info = sequence.info
-            for name, result in results.items():
-                missing = _missing(sequence, name)
-                self._results.keep(info.prompt_id, info.sample_index, name, result, missing)
-
-    def _finish(self, owner: BoundConsumer, info: RequestInfo) -> Any:
-        """Ask a consumer for its result."""
-        context = owner.context.at(self._step)
-        return self._dispatcher.call(owner, owner.consumer.on_request_finished, info, context)
-
-    def _finish_late(self, prompt_id: str, tokens: Mapping[int, list[int]]) -> None:
-        """Ask consumers that waited for the tokens of a prompt's samples."""
-        for name, infos in self._late.pop(prompt_id, {}).items():
-            owner = self._consumers[name]
-            for info in infos:
-                given = tokens.get(info.sample_index)
-                known = None if given is None else tuple(given)
-                result = self._finish(owner, replace(info, token_ids=known))
-                if owner.error:
-                    result = RequestResult(None, "error", owner.error)
-                if result is not None:
-                    sample = info.sample_index
-                    self._results.keep(prompt_id, sample, name, result, info.missing)
+        self._assignments.follow(sequence)
 
     def take_results(
         self,
@@ -594,20 +360,15 @@ class Session:
                 sequence.token_ids = tuple(known) if known is not None else sequence.token_ids
                 self._conclude(sequence)
         for prompt_id in prompt_ids:
-            self._finish_late(prompt_id, tokens.get(prompt_id, {}))
-        for owner in self._consumers.values():
-            if wait_s > 0:
-                self._dispatcher.call(owner, owner.consumer.expedite)
-            if owner.error:
-                self._results.fail(owner.id, owner.error)
-        return self._results.take(prompt_ids, wait_s)
+            self._endings.conclude_late(prompt_id, tokens.get(prompt_id, {}), self._step)
+        return self._endings.take(prompt_ids, wait_s)
 
     # -- steps ---------------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do for anybody."""
-        if self.steering.users or self._served:
+        if self.steering.users or self._assignments.served:
             return False
         return all(owner.consumer.on_request_only for owner in self._consumers.values())
 
@@ -642,7 +403,7 @@ class Session:
         if frame.chooses:
             tokens = int(batch.counts.sum())
             self._choices.apply(self._taps.plan[PlanRow.STEER, :tokens], token_ids[:tokens])
-        self._frame_flows = self._dispatcher.flows_of(frame, self._flows)
+        self._frame_flows = self._dispatcher.flows_of(frame, self._assignments.flows)
         self._taps.commit()
         self._taps.settle()
         self._bundled = False
@@ -815,7 +576,7 @@ class Session:
             "rows_dropped": self.rows_dropped,
             "rows_steered": self.rows_steered,
             "ring_rows": self._ring.capacity,
-            "results_forgotten": self._results.forgotten,
+            "results_forgotten": self._endings.forgotten,
             "steering_configurations": self.steering.rows_in_use,
             "steering_mib": self.steering.vector_bytes / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
@@ -824,9 +585,3 @@ class Session:
     def _make_progress(self) -> bool:
         """Let a delivery thread finish a job; False when none has one."""
         return any(owner.thread.wait_for_one() for owner in self._consumers.values())
-
-
-def _missing(sequence: Sequence, consumer_id: str) -> str | None:
-    """Which rows that a consumer wanted were given up."""
-    rows = sequence.dropped.get(consumer_id)
-    return _DROPPED.format(rows=rows) if rows else None
