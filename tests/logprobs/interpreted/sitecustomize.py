@@ -1,11 +1,14 @@
-"""For engine processes of the v2 pass: the Triton driver that `tests/conftest.py` makes.
+"""For engine processes of the v2 pass: what `tests/conftest.py` does in its own.
 
 An engine process is a fresh interpreter, which imports this first when its folder is on PYTHONPATH.
 """
 
 import types
+from importlib import metadata
 
 import triton.backends
+from triton import language
+from triton.language.extra import libdevice
 
 
 class InterpretedDriver:
@@ -16,4 +19,11 @@ class InterpretedDriver:
         return True
 
 
+def version(name: str) -> str:
+    """vLLM 0.30 gives Triton up when no distribution is called "vllm"."""
+    return "cpu" if name == "vllm" else own_version(name)
+
+
+own_version, metadata.version = metadata.version, version
+libdevice.log1p = lambda x: language.log(1 + x)
 triton.backends.backends["cpu"] = types.SimpleNamespace(driver=InterpretedDriver, compiler=None)
