@@ -7,8 +7,10 @@ kernel, vLLM's and ours, in Triton's interpreter: a test harness, never a produc
 
 import os
 import types
+from collections.abc import Callable
 from importlib import metadata
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +71,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("kernels"):
                 item.add_marker(skip)
+
+
+@pytest.fixture
+def invoke(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """`invoke(*arguments)`: exit status, output and errors of `tllm` in this process.
+
+    Typer's own runner has no file descriptors, which vLLM 0.30 wants of its output.
+    """
+    from tllm.cli import app
+
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            app(arguments)
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
 
 
 @pytest.fixture(scope="session", autouse=INTERPRETED)

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 from engine.asking import error_of, prompts_of
-from typer.testing import CliRunner
 
 import tllm.stores
-from tllm.cli import app
 
 TLLM = Path(sys.executable).parent / "tllm"
 ENGINE = {
@@ -46,11 +44,16 @@ def arguments(tiny_model, tmp_path, runner):
     return made
 
 
-def here(arguments):
-    """Exit status and output of `tllm` in this process, without the frames of tables and boxes."""
-    done = CliRunner(env={"COLUMNS": "120"}).invoke(app, arguments)
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, re.sub(r"[\s│]+", " ", done.output)
+@pytest.fixture
+def here(invoke):
+    """`here(arguments)`: exit status and output of `tllm` in this process, without the frames of
+    tables and boxes."""
+
+    def call(arguments):
+        status, out, err = invoke(*arguments)
+        return status, re.sub(r"[\s│]+", " ", out + err)
+
+    return call
 
 
 def as_a_user(arguments):
@@ -62,7 +65,7 @@ def as_a_user(arguments):
     return done.returncode, re.sub(r"[\s│]+", " ", done.stdout + done.stderr)
 
 
-def test_a_job_goes_on_where_it_stopped(arguments, truth, tmp_path):
+def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
     prompts = prompts_of([9, 20, 5, 13, 7])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
     options = ("--hooks", "post_block:1", "--hooks", "mlp_out:0,-1", "--tag", "run")
@@ -84,7 +87,7 @@ def test_a_job_goes_on_where_it_stopped(arguments, truth, tmp_path):
                 assert error_of(mine, theirs) < 2e-5
 
 
-def test_what_is_wrong_is_said_before_the_engine_starts(arguments):
+def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
     status, text = here(arguments(["hello", {"no": 1}], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: give a text, or an object" in text

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,9 @@ def test_a_working_installation_has_nothing_wrong() -> None:
     assert found["model runner"].startswith(("V1", "V2"))
 
 
-def test_hook_points_are_those_of_an_engine_with_the_model() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--model", DEMO_MODEL])
-    assert result.exit_code == 0, result.output
-    report = result.output
+def test_hook_points_are_those_of_an_engine_with_the_model(invoke: Callable[..., Any]) -> None:
+    status, report, _ = invoke("doctor", "--model", DEMO_MODEL)
+    assert status == 0, report
     found = dict(line.split(maxsplit=1) for line in report.splitlines() if "  " in line)
     assert found["post_block"].strip() == "yes"
     assert found["rows"].strip() == "arrive"

@@ -107,12 +107,12 @@ def assert_trained(output: str) -> None:
     assert figures["rows_trained"] == "28"
 
 
-def test_the_starter_answers_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_starter_answers_and_trains(capfd: pytest.CaptureFixture[str]) -> None:
     try:
         assert starter.main([*FLAGS.split(), "--seed-mode", "shared"]) == 0
     finally:
         starter.clear_consumers()
-    assert_trained(capsys.readouterr().out)
+    assert_trained(capfd.readouterr().out)
 
 
 def test_as_a_user_runs_it_with_a_seed_for_each_request(run: Callable[..., str]) -> None:
