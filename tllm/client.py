@@ -111,6 +111,8 @@ class Prepared:
         prompt_id: the key its results are kept under.
         captures: the consumers whose results are capture results.
         wants_tokens: a consumer waits for the tokens of the output.
+        streamed: its prompt arrives in parts; only the engine knows which tokens it keeps of the
+            answers between them.
         unused: the consumers that were registered and have nothing to do with it.
         steered: something is done to its rows.
         results: what the workers said so far.
@@ -121,16 +123,19 @@ class Prepared:
     prompt_id: str
     captures: tuple[str, ...]
     wants_tokens: bool = False
+    streamed: bool = False
     unused: frozenset[str] = frozenset()
     steered: bool = False
     results: Collected = field(default_factory=Collected)
     handed_over: set[tuple[int, str]] = field(default_factory=set)
 
 
-def tokens_of(output: RequestOutput, prepared: Prepared) -> dict[int, list[int]]:
-    """All tokens of each sample, if a consumer waits for them."""
+def tokens_of(output: RequestOutput, prepared: Prepared) -> dict[int, list[int]] | None:
+    """All tokens of each sample, if a consumer waits for them; None: the engine will say."""
     if not prepared.wants_tokens:
         return {}
+    if prepared.streamed:
+        return None
     prompt = list(output.prompt_token_ids or ())
     return {sample.index: [*prompt, *sample.token_ids] for sample in output.outputs}
 
@@ -138,8 +143,8 @@ def tokens_of(output: RequestOutput, prepared: Prepared) -> dict[int, list[int]]
 def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
     """Give requests, by `prompt_id`, what each worker answered; returns who must ask again."""
     for worker, answer in enumerate(answers):
-        for prompt_id, samples in answer.items():
-            prepared[prompt_id].results.add(worker, samples)
+        for prompt_id, request in prepared.items():
+            request.results.add(worker, answer.get(prompt_id, {}))
     return [prompt_id for prompt_id, request in prepared.items() if request.results.pending]
 
 
@@ -266,7 +271,14 @@ class Client:
         own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: Wire(spec.to_wire())}
         if prompt_id is None:
             self.steering.hold(key, tuple(steering))
-        return Prepared(own, key, tuple(captures), wants_tokens, frozenset(unused), bool(steering))
+        return Prepared(
+            own,
+            key,
+            tuple(captures),
+            wants_tokens=wants_tokens,
+            unused=frozenset(unused),
+            steered=bool(steering),
+        )
 
     def has_results(self, prepared: Prepared) -> bool:
         """Whether the workers may have anything to say about a request when it ends."""

@@ -24,7 +24,13 @@ class Collected:
         self._parts: dict[int, dict[str, dict[int, Mapping[str, Any]]]] = {}
 
     def add(self, worker: int, samples: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
-        """Add a worker's answer; it replaces what was pending."""
+        """Add a worker's answer; it replaces what was pending there."""
+        for parts in self._parts.values():
+            for name, by_worker in list(parts.items()):
+                if worker in by_worker and by_worker[worker]["status"] == "pending":
+                    del by_worker[worker]
+                if not by_worker:
+                    del parts[name]
         for index, results in samples.items():
             for name, result in results.items():
                 self._parts.setdefault(index, {}).setdefault(name, {})[worker] = result

@@ -26,7 +26,7 @@ from tllm.client import (
     tokens_of,
 )
 from tllm.consumers.base import Consumer
-from tllm.engine.replicas import call_workers
+from tllm.engine.calls import call_all_workers, call_workers
 from tllm.outputs import attach_results
 from tllm.registry import Registry, consumer_from_spec
 from tllm.spec.steering import Group, RequestSteering
@@ -129,13 +129,13 @@ class LLM(vllm.LLM):
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         arguments = (method, encode_call(*args), self._tllm.shared.token)
-        return decode_answers(self.collective_rpc("tllm", args=arguments))
+        return decode_answers(call_workers(self, "tllm", arguments))
 
     def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer now; it sees rows from the next forward pass on."""
         made = _made(consumer)
         payload = self._tllm.admit(made)
-        decode_answers(self.collective_rpc("tllm", args=("register", payload)))
+        decode_answers(call_workers(self, "tllm", ("register", payload)))
         self._tllm.consumers[made.consumer_id] = made
         # The user's object stands for its copies in the workers from now on.
         vars(made)["synchronize"] = self.synchronize
@@ -328,7 +328,7 @@ class AsyncLLM(VllmAsyncLLM):
         return await self._call_encoded(method, encode_call(*args), self._tllm.shared.token)
 
     async def _call_encoded(self, *arguments: Any) -> list[Any]:
-        answers = asyncio.ensure_future(call_workers(self, "tllm", arguments))
+        answers = asyncio.ensure_future(call_all_workers(self, "tllm", arguments))
         try:
             # vLLM lets these calls wait for ever when the engine's process dies.
             while not (await asyncio.wait({answers}, timeout=1.0))[0]:
@@ -420,6 +420,7 @@ class AsyncLLM(VllmAsyncLLM):
         groups = await self._send_steering(Client.asked_steering(sampling_params))
         prepared = self._tllm.prepare(sampling_params, request_id, groups, results=results)
         if isinstance(prompt, AsyncGenerator):
+            prepared = replace(prepared, streamed=True)
             prompt = self._prepared(prompt, sampling_params, request_id, prepared, groups, results)
         output: RequestOutput | None = None
         attached = not results

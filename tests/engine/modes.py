@@ -7,10 +7,14 @@ OPTIONS is JSON: arguments of `tllm.LLM`.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 
 import numpy as np
 import torch
+from vllm.v1.engine.core_client import SyncMPClient
 
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
@@ -132,8 +136,21 @@ def main(model: str, output: str, options: str) -> None:
             for o in during
         ],
         "stats": llm.intervention_stats(),
+        "dead": killed(llm) if isinstance(llm.llm_engine.engine_core, SyncMPClient) else None,
     }
     torch.save(saved, output)
+
+
+def killed(llm: LLM) -> str:
+    """Kill the engine's process while it is asked something; what the caller sees."""
+    [process] = llm.llm_engine.engine_core.resources.engine_manager.processes
+    os.kill(process.pid, signal.SIGSTOP)  # it would answer otherwise
+    threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL)).start()
+    try:
+        llm.intervention_stats()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
 
 
 if __name__ == "__main__":

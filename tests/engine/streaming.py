@@ -19,6 +19,11 @@ TURNS = [[5, 6, 7, 8], [30, 31, 32]]
 """What the user of a streaming session says, one after the other."""
 ANSWER = 2
 """Tokens of the answer to each."""
+CAPTURE = {
+    "memory": {"hooks": {"post_block": [1]}, "positions": {"token_ids": [5, 6, 30]}},
+    "filesystem": {"hooks": {"post_block": [1]}},
+}
+"""What is captured of the session."""
 STEERED = [40, 41, 42, 43]
 """Prompt of two requests, steered globally and by a module too."""
 
@@ -55,6 +60,7 @@ async def main(model: str, output: str) -> None:
         max_model_len=256,
         max_num_seqs=4,
         consumers=[Reader("reader", READ)],
+        capture_consumers=[f"filesystem:root={output}.store"],
     )
     saved = {}
     plain = [
@@ -77,10 +83,11 @@ async def main(model: str, output: str) -> None:
         if seen == 3:
             await engine.abort("aborted")
             break
-    session = await collect(engine, turns(), params(ANSWER), "session")
+    session = await collect(engine, turns(), params(ANSWER, capture=CAPTURE), "session")
     saved["session"] = {
         "tokens": [list(o.outputs[0].token_ids) for o in session],
         "result": session[-1].consumer_results.get("reader"),
+        "captures": session[-1].capture_results,
     }
     try:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")

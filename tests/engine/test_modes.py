@@ -77,3 +77,5 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
                 assert error_of(row, expected[name][position]) < RELATIVE
         assert set(saved["rows"][i]) == {*modes.READERS}
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
+    in_process = mode == "compiled"
+    assert saved["dead"] == (None if in_process else "EngineDeadError")

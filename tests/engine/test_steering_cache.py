@@ -162,11 +162,11 @@ def hits_of(llm, prompt, **steering):
 
 
 @pytest.fixture
-def fresh(engine):
-    engine.reset_prefix_cache()
-    yield engine
-    engine.steering.clear()
-    engine.reset_prefix_cache()
+def fresh(tiny_engine):
+    tiny_engine.reset_prefix_cache()
+    yield tiny_engine
+    tiny_engine.steering.clear()
+    tiny_engine.reset_prefix_cache()
 
 
 PROMPT = list(range(5, 105))  # three blocks and four tokens

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tllm.stores
 from engine import modes, streaming
 from engine.asking import RELATIVE, error_of
 from engine.reference import HIDDEN, Addition
@@ -56,6 +57,31 @@ def test_rows_of_a_streaming_session_are_delivered_once(saved):
     passed = sum(map(len, streaming.TURNS)) + len(streaming.TURNS) * (streaming.ANSWER - 1)
     result = saved["session"]["result"]
     assert result.payload.positions.tolist() == list(range(passed))
+
+
+def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(saved, reference):
+    stored = saved["session"]["captures"]["filesystem"]
+    assert (stored.status, stored.error) == ("ok", None)
+    [record] = tllm.stores.open(stored.payload.root)
+    first, second = streaming.TURNS
+    answers = saved["session"]["tokens"][-1]
+    kept = streaming.ANSWER - 1
+    tokens = [*first, *answers[:kept], *second, *answers[streaming.ANSWER :]]
+    assert list(record.token_ids) == tokens
+    _, states = reference.run(tokens[:-1], [("post_block", 1)])
+    rows = record.tensor("post_block", 1)
+    for row, expected in zip(rows, states["post_block", 1], strict=True):
+        assert error_of(row, expected) < RELATIVE
+
+
+def test_a_streaming_session_cannot_say_which_of_its_tokens_were_generated(saved):
+    capture = saved["session"]["captures"]["memory"]
+    assert capture.status == "partial_error"
+    assert "the prompt was streamed" in capture.error
+    first, second = streaming.TURNS
+    after = len(first) + streaming.ANSWER - 1
+    positions = capture.payload["post_block"][1].positions
+    assert positions.tolist() == [first.index(5), first.index(6), after + second.index(30)]
 
 
 def test_steering_is_global_and_by_request(saved, reference):

@@ -1,11 +1,14 @@
 """Who rows belong to, when they are selected, split and joined."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
+import torch
 
 from tllm.ports import PerToken, RequestInfo, RowMeta
+from tllm.runtime import transfer
 from tllm.runtime.dispatch import _joined, _split
 from tllm.runtime.transfer import DeliveryThread
 
@@ -62,6 +65,13 @@ def test_values_of_tokens_computed_ahead_of_the_end_are_cut_off():
     assert cut.positions.tolist() == [2, 3, 4] and cut.values.tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_values_in_another_order_are_sorted(kind):
+    values = PerToken(np.array([4, 5, 2, 3], np.int32), kind([[40], [50], [20], [30]])).up_to(5)
+    assert values.positions.tolist() == [2, 3]
+    assert values.values.tolist() == [[20], [30]]
+
+
 class TestDeliveryThread:
     def test_jobs_run_in_order_on_one_thread_and_drain_waits_for_them(self):
         thread = DeliveryThread("jobs")
@@ -80,6 +90,20 @@ class TestDeliveryThread:
         threading.Timer(0.05, gate.set).start()
         assert thread.wait_for_one()
         assert done == [1]
+        thread.close()
+
+    def test_a_long_wait_is_said(self, monkeypatch, caplog):
+        monkeypatch.setattr(transfer, "_PATIENCE_S", 0.02)
+        thread = DeliveryThread("slow-consumer")
+
+        def until_it_was_said():
+            begin = time.monotonic()
+            while "slow-consumer: for" not in caplog.text and time.monotonic() - begin < 60:
+                time.sleep(0.01)
+
+        thread.submit(until_it_was_said)
+        thread.drain()
+        assert "has waited for this thread" in caplog.text
         thread.close()
 
     def test_draining_from_a_job_does_not_wait_for_itself(self):

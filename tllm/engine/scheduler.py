@@ -84,7 +84,9 @@ class _Rules(_Base):
         params = request.sampling_params
         spec = RequestSpec.from_extra_args(params.extra_args if params else None)
         # Whoever aborts, or finds a stop string, knows better which tokens belong to the output.
-        if spec.wants_tokens and request.status != RequestStatus.FINISHED_ABORTED:
+        # Of a streamed prompt nobody does, and when its inputs end vLLM aborts it.
+        known = request.status != RequestStatus.FINISHED_ABORTED
+        if spec.wants_tokens and (known or request.streaming_queue is not None):
             self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)
 

@@ -34,6 +34,8 @@ _SEAMS = (
     ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request schedule"),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "add_request"),
     ("vllm.v1.request", "Request", "update_block_hashes"),
+    ("vllm.v1.engine.core_client", "SyncMPClient", "ensure_alive _send_input"),
+    ("vllm.v1.engine.core_client", "AsyncMPClient", "_call_utility_async"),
 )
 
 

@@ -146,12 +146,19 @@ class PerToken(Payload):
     the user, rows whose token is not part of the output are gone.
 
     Attributes:
-        positions: `[rows]`, position of each token in the sequence, ascending.
+        positions: `[rows]`, position of each token in the sequence, ascending; given in another
+            order, they and the values are sorted.
         values: `[rows, ...]`, numpy array or CPU tensor.
     """
 
     positions: npt.NDArray[np.int32]
     values: Any
+
+    def __post_init__(self) -> None:
+        if (np.diff(self.positions) < 0).any():
+            order = np.argsort(self.positions, kind="stable")
+            object.__setattr__(self, "positions", self.positions[order])
+            object.__setattr__(self, "values", self.values[order])
 
     def up_to(self, num_tokens: int) -> PerToken:
         """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""

@@ -12,6 +12,9 @@ from tllm.ports import RequestResult
 Answer = dict[str, dict[int, dict[str, dict[str, Any]]]]
 """`{"status", "error", "payload"}` by prompt, sample and consumer."""
 
+PENDING: dict[str, Any] = {"status": "pending", "error": None, "payload": None}
+"""What is said of a result that is not made yet."""
+
 
 class Results:
     """What consumers returned for each sequence, by prompt; each is given once.
@@ -91,7 +94,7 @@ class _Kept:
     def answer(self) -> dict[str, Any]:
         """As it goes to the user's process."""
         if not self.done:
-            return {"status": "pending", "error": None, "payload": None}
+            return PENDING
         result = self.result
         if isinstance(result, Future):
             error = result.exception()

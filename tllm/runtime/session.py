@@ -19,7 +19,7 @@ from tllm.runtime.dispatch import PHASES, BoundConsumer, BoundFlow, Consumer, Co
 from tllm.runtime.endings import Endings
 from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.programs import Programs
-from tllm.runtime.results import Answer
+from tllm.runtime.results import PENDING, Answer
 from tllm.runtime.ring import Overflow, Ring
 from tllm.runtime.sampling import Guidance, LmHead, SamplerStep
 from tllm.runtime.slots import Sequence, Slots
@@ -341,7 +341,7 @@ class Session:
     def take_results(
         self,
         prompt_ids: list[str],
-        tokens: Mapping[str, Mapping[int, list[int]]],
+        tokens: Mapping[str, Mapping[int, list[int]] | None],
         wait_s: float = 0.0,
     ) -> Answer:
         """The results of finished prompts, by prompt, sample and consumer; each is given once.
@@ -349,19 +349,28 @@ class Session:
         What consumers have not made after `wait_s` seconds is `pending`, and can be taken again.
 
         Args:
-            tokens: all tokens of each sample, by prompt, where the caller knows them.
+            tokens: all tokens of each sample, by prompt, where the caller knows them; None where
+                only the engine does, whose word is waited for.
         """
         self.end_step()
         wanted = set(prompt_ids)
+        waiting: Answer = {}
         for sequence in list(self._slots):
             info = sequence.info
-            if info.prompt_id in wanted:
-                known = tokens.get(info.prompt_id, {}).get(info.sample_index)
-                sequence.token_ids = tuple(known) if known is not None else sequence.token_ids
-                self._conclude(sequence)
-        for prompt_id in prompt_ids:
-            self._endings.conclude_late(prompt_id, tokens.get(prompt_id, {}), self._step)
-        return self._endings.take(prompt_ids, wait_s)
+            if info.prompt_id not in wanted or sequence.ended:
+                continue
+            by_sample = tokens.get(info.prompt_id, {})
+            if by_sample is None:
+                users = [o.id for o in self._consumers.values() if o.serves(sequence)]
+                waiting[info.prompt_id] = {info.sample_index: dict.fromkeys(users, PENDING)}
+                continue
+            known = by_sample.get(info.sample_index)
+            sequence.token_ids = tuple(known) if known is not None else sequence.token_ids
+            self._conclude(sequence)
+        asked = [prompt_id for prompt_id in prompt_ids if prompt_id not in waiting]
+        for prompt_id in asked:
+            self._endings.conclude_late(prompt_id, tokens.get(prompt_id) or {}, self._step)
+        return self._endings.take(asked, wait_s) | waiting
 
     # -- steps ---------------------------------------------------------------------------------
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that somebody waits for a thread before that is said.
+_PATIENCE_S = 5.0
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -78,9 +85,7 @@ class DeliveryThread:
             if not (self._jobs or self._running):
                 return False
             before = len(self._jobs)
-            self._changed.wait_for(
-                lambda: len(self._jobs) < before or not (self._jobs or self._running)
-            )
+            self._wait(lambda: len(self._jobs) < before or not (self._jobs or self._running))
             return True
 
     def drain(self) -> None:
@@ -88,7 +93,19 @@ class DeliveryThread:
         if threading.current_thread() is self._thread:
             return
         with self._changed:
-            self._changed.wait_for(lambda: not (self._jobs or self._running))
+            self._wait(lambda: not (self._jobs or self._running))
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Wait, with the lock held, and say so when it takes long."""
+        begin, patience = time.monotonic(), _PATIENCE_S
+        while not self._changed.wait_for(done, patience):
+            logger.warning(
+                "%s: for %.1f s the engine, with all its requests, has waited for this thread. "
+                "Does its consumer wait for something?",
+                self._name,
+                time.monotonic() - begin,
+            )
+            patience = 12 * _PATIENCE_S
 
     def close(self) -> None:
         """End the thread after the jobs it has."""

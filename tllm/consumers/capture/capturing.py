@@ -47,6 +47,10 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 5.0
 
 _Key = tuple[str, int]
+_STREAMED = (
+    "the prompt was streamed: token_ids chose rows as if all of it had been the prompt from the "
+    "beginning; give positions without token_ids of generated tokens"
+)
 _NONE = np.zeros(0, np.int32)
 _ONE = np.zeros(1, np.int32)
 
@@ -122,6 +126,8 @@ class Capturing(Consumer):
         """Nothing is allocated before somebody asks; `ValueError` when it could not spill."""
         self._model = ctx.model
         self._specs: dict[_Key, CaptureSpec] = {}
+        # Prompt lengths at first, of sequences whose tokens choose rows: streamed prompts grow.
+        self._prompt_lens: dict[_Key, int] = {}
         self._places: dict[tuple[Place, ...], tuple[Place, ...]] = {}
         self._reductions: dict[tuple[str, tuple[Place, ...]], Reductions] = {}
         # What the exports under way are; they arrive in order, on one thread.
@@ -152,7 +158,9 @@ class Capturing(Consumer):
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
         """Remember what it asked."""
         if self._model.first_rank:
-            self._specs[sequence_key(request)] = self.spec(request.options)
+            spec = self._specs[sequence_key(request)] = self.spec(request.options)
+            if spec.chooses_late:
+                self._prompt_lens[sequence_key(request)] = request.prompt_len
 
     # Tables made in inference mode can only be written in it.
     @torch.inference_mode()
@@ -221,7 +229,8 @@ class Capturing(Consumer):
             return None
         asked = spec.places(self._model.num_layers)
         places = self._places.get(asked, asked)
-        ending = Ending(request, spec, places)
+        before = self._prompt_lens.pop(sequence_key(request), request.prompt_len)
+        ending = Ending(request, spec, places, streamed=before != request.prompt_len)
         tensors: dict[str, torch.Tensor] = {}
         with _on(ctx.side_stream()):
             table = self._reductions.get((spec.kept[0], places))
@@ -288,6 +297,9 @@ class Capturing(Consumer):
             tokens = request.token_ids[:-1]  # the last one has no row
             meant = spec.positions.intervals(request.prompt_len, tokens)
             generated = generated.within(intersected(meant, ((0, len(tokens)),)))
+            if ending.streamed:
+                prompt = prompt.within(meant)
+                missing = missing or _STREAMED
         if spec.reduction == "none":
             return Block(places, prompt, generated), missing
         how = spec.reduction
@@ -340,11 +352,16 @@ class Capturing(Consumer):
 
 @dataclass(eq=False)
 class Ending:
-    """A sequence that has ended, while the last of its rows are under way."""
+    """A sequence that has ended, while the last of its rows are under way.
+
+    Attributes:
+        streamed: its prompt has grown, and some of the tokens chose rows.
+    """
 
     request: RequestInfo
     spec: CaptureSpec
     places: tuple[Place, ...]
+    streamed: bool = False
     taken: Taken | None = None
     result: Future[Any] = field(default_factory=Future)
 
