@@ -11,7 +11,7 @@ STAMP := $(VENV)/installed
 V2_TESTS := tests/engine tests/runtime tests/esamp tests/consumers \
   tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
 # Four processes for two cores: two at a time, in this order.
-PASSES := test-v1 test-v2 test-v2-oracle test-v1-oracle
+PASSES := test-v1 test-v2 test-v1-oracle test-v2-oracle
 
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
