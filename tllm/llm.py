@@ -395,6 +395,17 @@ class AsyncLLM(VllmAsyncLLM):
         """Counters of each worker."""
         return await self._call("stats")
 
+    def takes_plain(self) -> bool:
+        """Whether `prepared_plain` has an answer: the model is known, and nothing is steered."""
+        return self._tllm.knows_model and not self._tllm.steering.concerns(None)
+
+    def prepared_plain(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
+        """Parameters as the engine takes them, of requests that nobody steers and whose results
+        nobody will look at."""
+        prepared = self._tllm.prepare(params, "", results=False)
+        self._tllm.steering.release(prepared.prompt_id)
+        return prepared.params
+
     async def generate(
         self,
         prompt: Any,

@@ -12,6 +12,7 @@ from logprobs.asking import (
     CACHED,
     CORRELATION,
     OTHER_ENGINE,
+    PLACES,
     VOCAB,
     agrees,
     correlation,
@@ -60,6 +61,34 @@ def test_a_batch_does_not_wait_for_its_timeout(lm):
     """The fixture's is an hour."""
     asked = gathered(map(lm.next_token_logprobs, prompts(3, seed=2)))
     asyncio.run(asyncio.wait_for(asked, 300))
+
+
+def passes(lm):
+    """Of the model, that answered anything."""
+    return lm.run(lm.engine.read_stats(lm.engine.consumers["next_token"]))["bundles"]
+
+
+def test_queries_that_are_asked_together_are_computed_together(lm):
+    lm.batch_next_token_logprobs_sync([[3, 4]])
+    before = passes(lm)
+    lm.batch_next_token_logprobs_sync([[5 + i, 6, 7] for i in range(PLACES)])
+    assert passes(lm) == before + 1
+
+
+def test_lanes_that_are_stepped_together_are_computed_together(lm):
+    async def run():
+        lanes = [lm.open([5 + i, 6, 7]) for i in range(PLACES)]
+        await gathered(lane.next() for lane in lanes)
+        before = await asyncio.to_thread(passes, lm)
+        for step in range(3):
+            for lane in lanes:
+                lane.feed(9 + step)
+            await gathered(lane.next() for lane in lanes)
+        after = await asyncio.to_thread(passes, lm)
+        await gathered(lane.close() for lane in lanes)
+        return after - before
+
+    assert asyncio.run(run()) == 3
 
 
 def test_completions_and_queries_run_side_by_side(lm, reference):

@@ -58,7 +58,8 @@ def test_a_batch_closes_when_nothing_else_can_arrive():
 
     assert asyncio.run(run(50)) == [list(range(50))]
     assert asyncio.run(run(5, hops=1)) == [[0, 1, 2, 3, 4]]  # one more in each turn of the loop
-    assert asyncio.run(run(5, batch_size=2)) == [[0, 1], [2, 3], [4]]
+    assert asyncio.run(run(5, hops=1, batch_size=2)) == [[0, 1], [2, 3], [4]]
+    assert asyncio.run(run(5, batch_size=2)) == [[0, 1, 2, 3, 4]]  # all are ready at once
     assert len(asyncio.run(run(5, hops=1, timeout=0.0))) > 1
 
 

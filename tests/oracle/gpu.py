@@ -36,7 +36,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # (see Gemma 3 in families.py).
 FAMILIES = (
     *("qwen2", "llama", "olmo2", "phi3", "gpt2", "gemma3", "gemma2", "mistral", "qwen3"),
-    *("starcoder2", "stablelm", "falcon", "glm4", "cohere", "mixtral"),
+    *("opt", "starcoder2", "stablelm", "falcon", "glm4", "cohere", "mixtral", "qwen3_moe"),
 )
 
 # FlashAttention takes heads of 64, and not of 32 everywhere.
@@ -117,7 +117,7 @@ def serve(
     from .differential import PHASES, Tolerance, mixed_batch, serving, steered_batch, written_batch
     from .reference import points
 
-    if family == "mixtral" and (why := _why_no_experts()):
+    if family in ("mixtral", "qwen3_moe") and (why := _why_no_experts()):
         yield Line(family, "", note=f"skipped: {why}")
         return
     units = {point: UNITS[point] * _roundoff(dtype) for point in [*points(family), "logits"]}

@@ -1,4 +1,8 @@
-"""Every Triton kernel against the PyTorch reference beside it, on random shapes."""
+"""Every Triton kernel against the PyTorch reference beside it, on random shapes.
+
+Kernels run on a GPU where there is one. Random numbers are drawn on the CPU, so that they are the
+same everywhere; and so run the references that a worker uses there only.
+"""
 
 import random
 
@@ -14,6 +18,8 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.steering import METHODS, Coefficients, Tiers
 
 pytestmark = pytest.mark.kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -32,10 +38,11 @@ def test_row_plan(seed):
         row += count + pick.choice([0, 5])
         destination += (count - skip) * width
     segments = torch.tensor(segments, dtype=torch.int32)
-    plans = [torch.full((4, 5000), -7, dtype=torch.int32) for _ in range(2)]
-    row_plan.launch(segments, plans[0])
-    row_plan.reference(segments, plans[1])
-    assert torch.equal(*plans)
+    expected = torch.full((4, 5000), -7, dtype=torch.int32)
+    plan = expected.to(DEVICE, copy=True)
+    row_plan.launch(segments.to(DEVICE), plan)
+    row_plan.reference(segments, expected)
+    assert torch.equal(plan.cpu(), expected)
 
 
 def test_token_choice():
@@ -48,16 +55,16 @@ def test_token_choice():
         for token in sorted(pick.sample(range(400), count))
     ]
     heads, entries = (torch.tensor(each, dtype=torch.int32) for each in (heads, entries))
-    plans = [torch.tensor([pick.randint(-4, 3) for _ in range(200)], dtype=torch.int32)]
+    steer = torch.tensor([pick.randint(-4, 3) for _ in range(200)], dtype=torch.int32)
     tokens = torch.tensor(
         [pick.choice([7, entries[1, 0], pick.randrange(400)]) for _ in range(200)]
     )
-    plans.append(plans[0].clone())
-    before = plans[0].clone()
-    token_choice.launch(plans[0], tokens, heads, entries)
-    token_choice.reference(plans[1], tokens, heads, entries)
-    assert torch.equal(*plans)
-    for was, now, token in zip(before.tolist(), plans[0].tolist(), tokens.tolist(), strict=True):
+    before = steer.tolist()
+    on_device = [each.to(DEVICE, copy=True) for each in (steer, tokens, heads, entries)]
+    token_choice.launch(*on_device)
+    token_choice.reference(steer, tokens, heads, entries)
+    assert torch.equal(on_device[0].cpu(), steer)
+    for was, now, token in zip(before, steer.tolist(), tokens.tolist(), strict=True):
         if was < -1:
             start, count, others = heads[-2 - was].tolist()
             by_token = dict(entries[start : start + count].tolist())
@@ -84,8 +91,9 @@ def steering_tables(taps, keys, generator, dtype):
         fill(operations[4], 2, Coefficients(strength=0.9, low=-0.2, high=0.1))
         fill(operations[5], 3, Coefficients(add=1.5, component=-0.5))
         fill(table[3], 4, Coefficients(strength=1.0, low=0.0, high=0.0), 1)
-    vectors = vectors.to(dtype)
-    sums = 2 * torch.randn(count, 4, hidden, generator=generator).to(dtype)
+    sums = 2 * torch.randn(count, 4, hidden, generator=generator)
+    tables, operations = tables.to(taps.device), operations.to(taps.device)
+    vectors, sums = vectors.to(taps.device, dtype), sums.to(taps.device, dtype)
     taps.place_steering(
         tables, operations, vectors, {taps.index[key]: sums[taps.index[key]] for key in keys}
     )
@@ -97,30 +105,30 @@ def steering_tables(taps, keys, generator, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_tap(seed, dtype, fused):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator()
     hidden, rows = [24, 64, 100, 7][seed], 9
     first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
     results = []
-    for run in (tap.reference, tap.launch):
+    for run, device in ((tap.reference, "cpu"), (tap.launch, DEVICE)):
         generator.manual_seed(seed)
         taps = Taps(
             {first: None},
             second={first: second},
             hidden_size=hidden,
             dtype=dtype,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             max_tokens=16,
             max_programs=4,
             add_rows=4,
         )
-        arena = torch.zeros(40, hidden, dtype=dtype)
+        arena = torch.zeros(40, hidden, dtype=dtype, device=device)
         taps.set_arena(arena)
         taps.set_program(1, [first])
         taps.set_program(2, [first, second])
         taps.set_capturing([first, second] if seed % 2 else [first])
         for key in (first, second)[: 1 + seed // 2]:
             vectors = torch.randn(2, hidden, generator=generator)
-            taps.set_additions(key, torch.tensor([1, 3]), vectors)
+            taps.set_additions(key, torch.tensor([1, 3], device=device), vectors.to(device))
         kept = steering_tables(taps, (first, second)[seed % 3 :], generator, dtype)
         taps.plan[0] = (2 * torch.randperm(20, generator=generator)[:16]).int()
         taps.plan[0, ::3] = -1
@@ -128,14 +136,13 @@ def test_tap(seed, dtype, fused):
         taps.plan[2] = torch.randint(-1, 4, (16,), generator=generator)
         taps.plan[3] = torch.randint(-1, 4, (16,), generator=generator)
         taps.commit()
-        stream = torch.randn(rows, hidden, generator=generator).to(dtype)
-        residual = torch.randn(rows, hidden, generator=generator).to(dtype) if fused else None
-        run(stream, residual, taps._descriptors[0], taps.plan)
-        results.append((arena, stream, residual if fused else stream))
+        stream, residual = torch.randn(2, rows, hidden, generator=generator).to(device, dtype)
+        run(stream, residual if fused else None, taps._descriptors[0], taps.plan)
+        results.append((arena.cpu(), stream.cpu(), residual.cpu()))
         del kept
     # Triton's interpreter cuts bfloat16 off where devices round.
     tolerance = 1e-5 if dtype == torch.float32 else 2**-4
-    for ours, expected in zip(*results, strict=True):
+    for expected, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
@@ -149,27 +156,27 @@ def test_each_method_computes_its_formula(method):
     w = torch.randn(hidden, generator=generator)
     entry = {"vector": w, "method": method, **chosen}
     parsed = next(iter(Tiers.parse(vectors={"post_block": {0: entry}})))
-    taps = Taps(
-        {key: None},
-        second={},
-        hidden_size=hidden,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_tokens=4,
-        max_programs=1,
-        add_rows=1,
-    )
-    steering = Steering(taps, lambda hook, layer: key, 4, 16)
-    steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
-    row = steering.acquire(("g",))
-    steering.commit()
-    taps.plan[3, :] = row
-    taps.commit()
     h = torch.randn(4, hidden, generator=generator)
     out = {}
-    for name, run in (("kernel", tap.launch), ("reference", tap.reference)):
-        out[name] = h.clone()
-        run(out[name], None, taps._descriptors[0], taps.plan)
+    for run, device in ((tap.launch, DEVICE), (tap.reference, "cpu")):
+        taps = Taps(
+            {key: None},
+            second={},
+            hidden_size=hidden,
+            dtype=torch.float32,
+            device=torch.device(device),
+            max_tokens=4,
+            max_programs=1,
+            add_rows=1,
+        )
+        steering = Steering(taps, lambda hook, layer: key, 4, 16)
+        steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
+        taps.plan[3, :] = steering.acquire(("g",))
+        steering.commit()
+        taps.commit()
+        stream = h.to(device, copy=True)
+        run(stream, None, taps._descriptors[0], taps.plan)
+        out[run] = stream.cpu()
     v = w / w.norm()
     p = (h @ v)[:, None]
     expected = {
@@ -180,13 +187,13 @@ def test_each_method_computes_its_formula(method):
         "project": h + 0.8 * (2.0 - p) * v,
         "multiply": h + 0.8 * (-1.5 - 1) * p * v,
     }[method]
-    torch.testing.assert_close(out["kernel"], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out["reference"], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[tap.launch], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out[tap.reference], expected, rtol=1e-5, atol=1e-5)
 
 
 def sorted_by_token(found):
     """Candidates with tokens ascending, and zeros beyond the count: kernels gather in any order."""
-    valid = torch.arange(found.ids.shape[1]) < found.counts[:, None]
+    valid = torch.arange(found.ids.shape[1], device=DEVICE) < found.counts[:, None]
     assert (found.logits.isfinite() == valid).all()
     order = found.ids.masked_fill(~valid, 10**6).argsort(1)
     valid = valid.gather(1, order)
@@ -214,7 +221,7 @@ def logits(seed):
     logits = torch.randn(5, 300, generator=generator)
     logits[torch.rand(5, 300, generator=generator) > 0.04] = -torch.inf
     logits[2, :40] = 1.0
-    return logits
+    return logits.to(DEVICE)
 
 
 WIDTH = 32
@@ -223,8 +230,8 @@ WIDTH = 32
 @pytest.mark.parametrize("seed", range(4))
 def test_collect(logits, monkeypatch):
     def work():
-        overflow = torch.zeros(1, dtype=torch.int32)
-        rows = torch.tensor([4, 0, 2], dtype=torch.int32)
+        overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=DEVICE)
         found = candidates.collect(logits, rows, WIDTH, overflow)
         assert int(overflow) == 1
         return sorted_by_token(found)
@@ -236,12 +243,12 @@ def test_collect(logits, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_filter_and_collect(seed, dtype, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
-    raw = (4 * torch.randn(4, 300, generator=generator)).to(dtype)
-    temperature = torch.tensor([0.0, 0.7, 1.0, 2.0])
-    min_p = torch.tensor([0.1, 0.05, 0.0, 0.3])
+    raw = (4 * torch.randn(4, 300, generator=generator)).to(DEVICE, dtype)
+    temperature = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)
+    min_p = torch.tensor([0.1, 0.05, 0.0, 0.3], device=DEVICE)
 
     def work():
-        overflow = torch.zeros(1, dtype=torch.int32)
+        overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         processed, found = candidates.filter_and_collect(raw, temperature, min_p, 64, overflow)
         assert int(overflow) == 1  # the row that nothing filters
         return processed, *sorted_by_token(found)
@@ -253,14 +260,15 @@ def test_filter_and_collect(seed, dtype, monkeypatch):
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 def test_project_and_edit(seed, logits, has_bias, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(200, 40, generator=generator)
-    bias = torch.randn(200, generator=generator) if has_bias else None
-    states = torch.randn(3, 40, generator=generator)
-    rows = torch.tensor([4, 0, 2], dtype=torch.int32)
-    which = torch.tensor([1, -1, 2], dtype=torch.int32)
+    weight = torch.randn(200, 40, generator=generator).to(DEVICE)
+    bias = torch.randn(200, generator=generator).to(DEVICE) if has_bias else None
+    states = torch.randn(3, 40, generator=generator).to(DEVICE)
+    rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=DEVICE)
+    which = torch.tensor([1, -1, 2], dtype=torch.int32, device=DEVICE)
+    overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     monkeypatch.setattr(candidates, "uses_triton", lambda device: False)
-    found = candidates.collect(logits, rows, WIDTH, torch.zeros(1, dtype=torch.int32))
-    known = (torch.arange(WIDTH) < found.counts[:, None]) & (which >= 0)[:, None]
+    found = candidates.collect(logits, rows, WIDTH, overflow)
+    known = (torch.arange(WIDTH, device=DEVICE) < found.counts[:, None]) & (which >= 0)[:, None]
 
     def work():
         projected = candidates.project(states, which, weight, bias, 60, found)

@@ -3,14 +3,16 @@
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tllm.ports import RequestInfo
 from tllm.runtime.batch import RowPlanner, StepBatch
 from tllm.runtime.descriptor import PlanRow
 from tllm.runtime.kernels.backend import INTERPRETED
-from tllm.runtime.slots import Slots
+from tllm.runtime.slots import Sequence, Slots
 from tllm.runtime.timeline import Timeline
 
 SLOTS, TOKENS, RING = 6, 64, 200
@@ -54,9 +56,12 @@ def traffic(draw):
         max_size=SLOTS,
         unique_by=lambda entry: entry[0],
     )
-    steps = draw(st.lists(step, min_size=1, max_size=6))
-    steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
-    return asks, adds, steers, timelines, lengths, steps + draw(st.integers(0, 15)) * [steady]
+    steps = []
+    for _ in range(draw(st.integers(1, 6))):
+        steps.append(draw(step))
+        steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
+        steps += draw(st.sampled_from([0, 0, 1, 2, 15])) * [steady]
+    return asks, adds, steers, timelines, lengths, steps
 
 
 def timeline_of(stretches, prompt_len):
@@ -76,7 +81,44 @@ def timeline_of(stretches, prompt_len):
 @settings(max_examples=30 if INTERPRETED else 150, deadline=None)
 @given(traffic())
 def test_each_token_does_what_its_sequence_asked(case):
-    asks, adds, steers, timelines, lengths, steps = case
+    plays(*case)
+
+
+A_DECODE = [[(0, 4, False), (1, 6, False)], *(20 * [[(0, 1, False), (1, 1, False)]])]
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param(
+            [[(0, 1, False), (1, 1, True)], [(0, 1, False), (1, 20, False)], *A_DECODE[1:]],
+            id="one is preempted",
+        ),
+        pytest.param([*A_DECODE[:1], [(0, 30, True), (1, 30, True)]], id="both are preempted"),
+        pytest.param(
+            [[(0, 1, True), (1, 1, True)], *(2 * A_DECODE[1:])], id="both again, token by token"
+        ),
+        pytest.param(3 * [[(1, 1, False), (0, 1, False)]], id="their order changes"),
+        pytest.param(3 * [[(0, 1, False)]], id="one ends"),
+        pytest.param([[(0, 2, False), (1, 1, False)], *A_DECODE[1:]], id="one gets two tokens"),
+    ],
+)
+def test_a_long_decode_is_followed_by_anything(then):
+    asks = [(1, 2), (2, 1)] + (SLOTS - 2) * [(0, 0)]
+    adds, steers = 2 * SLOTS * [-1], [*range(2 * SLOTS)]
+    plays(asks, adds, steers, SLOTS * [[]], SLOTS * [5], A_DECODE + then)
+
+
+def test_the_next_sequence_in_a_slot_has_nothing_delivered():
+    table = Slots(2)
+    table.deliver(np.array([0, 1]), np.array([9, 7]))
+    info = RequestInfo("new", "new", 0, 1, slot=0, prompt_len=3)
+    table.add_sequence(Sequence("new", info, {}, keep_results=False))
+    assert table.delivered.tolist() == [0, 7]
+
+
+def plays(asks, adds, steers, timelines, lengths, steps):
+    """Plan each step, and compare with what each token of it should do."""
     table = Slots(SLOTS)
     table.prompt_len[:] = lengths
     table.program[:] = np.array(asks, np.int32).T
@@ -96,7 +138,7 @@ def test_each_token_does_what_its_sequence_asked(case):
                 computed[slot] = 0
         slots = np.array([slot for slot, _, _ in step], np.int32)
         counts = np.array([count for _, count, _ in step], np.int32)
-        batch = StepBatch(slots, computed[slots].copy(), counts, np.ones(len(slots), bool))
+        batch = StepBatch(slots, computed[slots].copy(), counts, np.zeros(len(slots), np.int32))
         frame = planner.plan(number, batch)
 
         row, expected, places = 0, {}, set()
@@ -136,8 +178,8 @@ def test_each_token_does_what_its_sequence_asked(case):
             found[rows.program.number] = list(
                 zip(
                     rows.slots[which],
-                    rows.positions[which] + rows.offsets,
-                    rows.batch_rows[which] + rows.offsets,
+                    rows.by_row(rows.positions),
+                    rows.by_row(rows.batch_rows),
                     strict=True,
                 )
             )

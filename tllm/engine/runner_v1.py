@@ -11,6 +11,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from tllm.engine.runner import RunnerAttachment, penalized
 from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.sampling import SamplerStep
+from tllm.spec.selection import END
 
 _GREEDY = 1e-5
 
@@ -43,8 +44,8 @@ class V1Attachment(RunnerAttachment):
         self.session.begin_step(
             ids,
             batch.num_computed_tokens_cpu[:count].astype(np.int32),
-            np.fromiter((tokens[i] for i in ids), np.int32, count),
-            ~runner.discard_request_mask.np[:count],
+            np.fromiter(map(tokens.__getitem__, ids), np.int32, count),
+            np.where(runner.discard_request_mask.np[:count], END, 0),
             runner.input_ids.gpu,
         )
         return self._model_forward(*args, **kwargs)

@@ -40,13 +40,11 @@ class V2Attachment(RunnerAttachment):
         else:
             self.scheduler_output = None
             count = input_batch.num_reqs
-            starts = input_batch.num_computed_tokens_np[:count].astype(np.int32)
-            counts = input_batch.num_scheduled_tokens[:count].astype(np.int32)
             self.session.begin_step(
                 input_batch.req_ids[:count],
-                starts,
-                counts,
-                starts + counts >= input_batch.prefill_len_np[:count],
+                input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False),
+                input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False),
+                input_batch.prefill_len_np[:count],
                 input_batch.input_ids,
             )
         return self._prepare_inputs(input_batch, req_states)

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from tllm.engine import prefix_cache
+from tllm.engine.bulk import BulkRequests
 from tllm.engine.options import EngineOptions
 from tllm.spec.request import RequestSpec
 from tllm.spec.steering import Configuration, configurations, steering_stretches
@@ -31,10 +32,15 @@ class _Rules(_Base):
         self._tllm_admitted: set[str] = set()
         self._tllm_reuse_limits: dict[str, int] = {}
         self._tllm_ended: dict[str, tuple[int, ...]] = {}
+        self._tllm_bulk = BulkRequests()
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
 
     def add_request(self, request: Request) -> None:
+        if BulkRequests.are_in(request):
+            for each in self._tllm_bulk.of(request, self.requests):
+                self.add_request(each)
+            return
         known = request.request_id in self.requests  # more of a streamed prompt
         params = request.sampling_params
         spec = RequestSpec.from_extra_args(params.extra_args if params else None)
@@ -80,6 +86,12 @@ class _Rules(_Base):
             self._tllm_admitted |= new & self._tllm_configurations.keys()
         return output
 
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        if self._tllm_bulk:
+            self._tllm_bulk.take(outputs)
+        return outputs
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         params = request.sampling_params
         spec = RequestSpec.from_extra_args(params.extra_args if params else None)
@@ -95,6 +107,8 @@ class _Rules(_Base):
             for request_id in [i for i in table if i not in self.requests]:
                 del table[request_id]
         self._tllm_admitted &= self._tllm_configurations.keys()
+        if self._tllm_bulk:
+            self._tllm_bulk.forget(self.requests)
 
     def _tllm_hold_back(self) -> list[Request]:
         """Take requests out of the queue for which the workers' steering tables have no room.

@@ -31,11 +31,16 @@ _SEAMS = (
     ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", "sample get_model"),
     ("vllm.v1.worker.gpu.sample.sampler", "Sampler", "sample _sample_random"),
     ("vllm.v1.sample.ops.topk_topp_sampler", "TopKTopPSampler", "forward_native"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request schedule"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request schedule update_from_output"),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "add_request"),
     ("vllm.v1.request", "Request", "update_block_hashes"),
     ("vllm.v1.engine.core_client", "SyncMPClient", "ensure_alive _send_input"),
-    ("vllm.v1.engine.core_client", "AsyncMPClient", "_call_utility_async"),
+    (
+        "vllm.v1.engine.core_client",
+        "AsyncMPClient",
+        "_call_utility_async add_request_async abort_requests_async",
+    ),
+    ("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs propagate_error"),
 )
 
 

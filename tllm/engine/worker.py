@@ -124,7 +124,6 @@ class InterventionWorker(_Base):
             )
         return key
 
-    @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self._track(scheduler_output)
         output = super().execute_model(scheduler_output)
@@ -132,17 +131,21 @@ class InterventionWorker(_Base):
             self.session.end_step()
         return output
 
-    @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
         self.session.end_step()
         return output
 
     def _track(self, scheduler_output: SchedulerOutput) -> None:
-        """Follow the sequences that end and begin."""
+        """Tell the session of the sequences that end and begin, and the attachment of the step."""
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         self.session.end_step()
+        if scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs:
+            self._follow_sequences(scheduler_output)
+
+    @torch.inference_mode()
+    def _follow_sequences(self, scheduler_output: SchedulerOutput) -> None:
         tokens: dict[str, tuple[int, ...]] = vars(scheduler_output).get("tllm_ended", {})
         for request_id in scheduler_output.finished_req_ids:
             self.session.finish_sequence(request_id, tokens.get(request_id))

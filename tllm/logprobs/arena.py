@@ -69,12 +69,20 @@ class Arena:
         self._collect()
         return len(self._free)
 
+    def free_now(self) -> bool:
+        """Whether `lease_now` has a row."""
+        self._collect()
+        return bool(self._free) or (self._rows < self._max_rows and self._grow())
+
+    def lease_now(self) -> Place:
+        """A free row, if `free_now`."""
+        return heapq.heappop(self._free)
+
     async def lease(self) -> Place:
         """A free row; waits for one when there is no more memory."""
         while True:
-            self._collect()
-            if self._free or (self._rows < self._max_rows and self._grow()):
-                return heapq.heappop(self._free)
+            if self.free_now():
+                return self.lease_now()
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
             await waiter

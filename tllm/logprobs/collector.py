@@ -16,7 +16,7 @@ class Collector(Generic[T]):
 
     Args:
         hand_over: takes a batch.
-        batch_size: a batch of so many is handed over at once.
+        batch_size: a batch of so many waits for nobody who is not ready yet.
         timeout: seconds after which a batch is handed over in any case.
     """
 
@@ -38,9 +38,7 @@ class Collector(Generic[T]):
     def add(self, item: T) -> None:
         """Ask."""
         self._batch.append(item)
-        if len(self._batch) >= self._batch_size:
-            self.flush()
-        elif not self._armed:
+        if not self._armed:
             self._armed = True
             self._deadline = self._loop.time() + self._timeout
             self._loop.call_soon(self._settle, 0)
@@ -57,7 +55,8 @@ class Collector(Generic[T]):
         return batch
 
     def _settle(self, seen: int) -> None:
-        if len(self._batch) > seen and self._loop.time() < self._deadline:
+        waits = len(self._batch) < self._batch_size and self._loop.time() < self._deadline
+        if len(self._batch) > seen and waits:
             self._loop.call_soon(self._settle, len(self._batch))
             return
         self._armed = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import vllm
@@ -34,6 +34,7 @@ class KeptRequest:
         output: the last one; once `ended` is set, with the consumers' results.
         last_used: the loop's time of its last turn's end.
         turns: how many were asked for and have not ended.
+        request_id: as `AsyncLLM.generate` was given it; empty before the first turn.
     """
 
     def __init__(self, engine: AsyncLLM, holding: Holding) -> None:
@@ -51,6 +52,8 @@ class KeptRequest:
         self.ended = asyncio.Event()
         self.last_used = 0.0
         self.turns = 0
+        self.request_id = ""
+        self._lost: Callable[[Exception], None] | None = None
 
     async def turn(
         self,
@@ -75,10 +78,26 @@ class KeptRequest:
             part = StreamingInput(tokens_input(list(tokens)), params)
             self._inputs.put_nowait(part)
             if self._task is None:
+                self.request_id = request_id
                 self._task = loop.create_task(self._pump(params, request_id, options))
             # The turn is the request's, not this caller's: it goes on when the caller is cancelled.
             await asyncio.shield(self._turn)
             self.last_used = loop.time()
+
+    def begin_turn(self, tokens: int, lost: Callable[[Exception], None]) -> None:
+        """A turn that somebody else sends the engine, while no other is under way.
+
+        Args:
+            tokens: how many are appended.
+            lost: called when the request ends before `end_turn`.
+        """
+        self.tokens += tokens
+        self._lost = lost
+
+    def end_turn(self) -> None:
+        """What comes after the tokens was computed."""
+        self._lost = None
+        self.last_used = asyncio.get_running_loop().time()
 
     async def _pump(
         self, params: vllm.SamplingParams, request_id: str, options: dict[str, Any]
@@ -101,9 +120,13 @@ class KeptRequest:
             self.ended.set()
 
     def _fail(self, error: Exception) -> None:
+        self.open = False
         if self._turn is not None and not self._turn.done():
             self._turn.set_exception(error)
             self._turn.exception()  # seen, if nobody waits for it
+        lost, self._lost = self._lost, None
+        if lost is not None:
+            lost(error)
 
     async def _stream(self) -> AsyncGenerator[StreamingInput, None]:
         while (part := await self._inputs.get()) is not None:
@@ -121,7 +144,7 @@ class KeptRequest:
         self.open = False
         if self._task is None:
             self.ended.set()
-        elif self._turn is not None and not self._turn.done():
+        elif self._lost is not None or (self._turn is not None and not self._turn.done()):
             self._task.cancel()
         else:
             self._inputs.put_nowait(None)

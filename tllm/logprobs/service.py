@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Hashable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 from weakref import WeakSet
 
-import torch
 import vllm
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from tllm.consumers.next_token import NextToken, NextTokenConsumer
 from tllm.engine.processes import gone, processes_of
 from tllm.llm import AsyncLLM
 from tllm.logprobs.admission import Admission
-from tllm.logprobs.arena import Arena, Place
 from tllm.logprobs.kept_request import KeptRequest, LaneClosedError
-from tllm.logprobs.question import Answer, Form, Question
-
-Transport = Literal["shared", "rpc"]
-CONSUMER = NextTokenConsumer.consumer_id
+from tllm.logprobs.parcels import Parcels
+from tllm.logprobs.question import Answer, Question
+from tllm.logprobs.rows import Rows, Transport
 
 
 def _params(kind: RequestOutputKind, **fields: Any) -> vllm.SamplingParams:
@@ -66,11 +60,17 @@ Asked = tuple[Question, Particle | None, Asker]
 
 
 class _InFlight:
-    """A question that is being answered, and who waits for it."""
+    """A question that is being answered, and who waits for it.
+
+    Attributes:
+        task: what answers it, unless it went with others.
+        ticket: under which it went with others.
+    """
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.task: asyncio.Task[Answer] | None = None
+        self.ticket = 0
         self.of_lane = False
 
 
@@ -86,25 +86,17 @@ class Service:
     def __init__(
         self, engine: AsyncLLM, transport: Transport, shared_bytes: int, idle_seconds: float
     ) -> None:
-        if transport not in get_args(Transport):
-            raise ValueError(
-                f"transport={transport!r} is not known; choose one of "
-                f"{', '.join(get_args(Transport))}"
-            )
         self.engine = engine
         self.vocab_size: int = engine.model_config.get_vocab_size()
         self.admission = Admission(engine, idle_seconds)
         self.computed = 0
         self.shared = 0
-        self._transport = transport
-        self._shared_bytes = shared_bytes
-        self._arenas: dict[int, Arena] = {}
-        self._tickets = itertools.count(1)
+        self._rows = Rows(engine, transport, shared_bytes)
+        self._parcels = Parcels(engine, self._rows, self.admission, _QUERY)
         self._prefix = uuid.uuid4().hex[:8]
+        self._requests = itertools.count(1)
         self._in_flight: dict[tuple[Any, ...], _InFlight] = {}
-        self._background: set[asyncio.Task[Any]] = set()
         self._kept: WeakSet[KeptRequest] = WeakSet()
-        self._to_take: dict[int, asyncio.Future[NextToken]] = {}
 
     # -- questions -----------------------------------------------------------------------------
 
@@ -118,37 +110,53 @@ class Service:
             flight = self._in_flight.get(key)
             if flight is None:
                 flight = self._in_flight[key] = _InFlight()
-                # A callback, since a task that is cancelled before it begins runs nothing at all.
-                flight.task = asyncio.get_running_loop().create_task(self._work(question, particle))
-                flight.task.add_done_callback(partial(self._end, key, flight))
+                self._begin(key, flight, question, particle)
             else:
                 self.shared += 1
             flight.of_lane = flight.of_lane or particle is not None
             flight.asked.append(asked)
+        self._parcels.send()
+
+    def _begin(
+        self,
+        key: tuple[Any, ...],
+        flight: _InFlight,
+        question: Question,
+        particle: Particle | None,
+    ) -> None:
+        done = partial(self._conclude, key, flight)
+        request = None if particle is None or particle.closed else particle.request
+        if request is not None and self._parcels.takes_turn(question, request):
+            self.computed += 1
+            self._take_over(request, particle)
+            flight.ticket = self._parcels.add_turn(question, request, done)
+        elif particle is None and self._parcels.takes_query(question):
+            self.computed += 1
+            flight.ticket = self._parcels.add_query(question, self._request_id(), done)
+        else:
+            work = self._query(question) if particle is None else self._step(question, particle)
+            flight.task = asyncio.get_running_loop().create_task(work)
+            # A callback, since a task that is cancelled before it begins runs nothing at all.
+            flight.task.add_done_callback(lambda task: done(_outcome(task)))
 
     def cancel(self, askers: Iterable[Asker]) -> None:
         """These do not wait any more. What nobody waits for is aborted, except a lane's turn."""
         leaving = set(askers)
         for key, flight in list(self._in_flight.items()):
             flight.asked = [asked for asked in flight.asked if asked[2] not in leaving]
-            if not flight.asked and not flight.of_lane and flight.task is not None:
+            if flight.asked or flight.of_lane:
+                continue
+            del self._in_flight[key]  # an equal question may follow before this one has ended
+            if flight.task is not None:
                 flight.task.cancel()
-                del self._in_flight[key]  # an equal question may follow before the task has ended
+            else:
+                self._parcels.abort(flight.ticket)
 
-    async def _work(self, question: Question, particle: Particle | None) -> Answer:
-        if particle is None:
-            return await self._query(question)
-        return await self._step(question, particle)
-
-    def _end(self, key: tuple[Any, ...], flight: _InFlight, task: asyncio.Task[Answer]) -> None:
+    def _conclude(
+        self, key: tuple[Any, ...], flight: _InFlight, outcome: Answer | Exception
+    ) -> None:
         if self._in_flight.get(key) is flight:
             del self._in_flight[key]
-        outcome: Answer | Exception
-        if task.cancelled():
-            outcome = RuntimeError("the query was cancelled")
-        else:
-            error = task.exception()
-            outcome = error if isinstance(error, Exception) else task.result()
         waiting = flight.asked
         if isinstance(outcome, LaneClosedError):  # that concerns nobody who asked beside the lane
             closed = [asked for asked in waiting if asked[1] is not None and asked[1].closed]
@@ -161,7 +169,7 @@ class Service:
 
     async def _query(self, question: Question) -> Answer:
         """A request of its own."""
-        async with self._row(question.form) as (options, fetch):
+        async with self._rows.one(question.form) as (options, fetch):
             interventions = question.interventions
             params = interventions.applied_to(_QUERY, options)
             output = await self._generate(question, params)
@@ -204,7 +212,7 @@ class Service:
         return list(output.outputs[0].token_ids)
 
     def _request_id(self) -> str:
-        return f"logprobs-{self._prefix}-{next(self._tickets)}"
+        return f"logprobs-{self._prefix}-{next(self._requests)}"
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -240,6 +248,11 @@ class Service:
             if not request.holders:
                 self.admission.drop(request)
 
+    def _take_over(self, request: KeptRequest, particle: Particle | None) -> None:
+        """It goes on as one lane's; the others go other ways."""
+        for other in list(request.holders - {particle}):
+            self._let_go(other)
+
     async def _step(self, question: Question, particle: Particle) -> Answer:
         """A turn of a lane's kept request."""
         request, tokens = particle.request, question.tokens
@@ -262,10 +275,9 @@ class Service:
             self._hold(particle, request)
             if interventions.results:
                 particle.served.append(request)
-        for other in list(request.holders - {particle}):
-            self._let_go(other)
+        self._take_over(request, particle)
         new = tokens[request.tokens :]
-        async with self._row(question.form) as (options, fetch):
+        async with self._rows.one(question.form) as (options, fetch):
             params = interventions.applied_to(_TURN, options)
             self.computed += 1
             self.admission.begin_turn(request, len(tokens))
@@ -281,92 +293,6 @@ class Service:
             finally:
                 self.admission.end_turn(request)
         return Answer(values, ids)
-
-    # -- rows ----------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _row(self, form: Form) -> AsyncIterator[tuple[dict[str, Any], Callable[[], Any]]]:
-        """Where a result goes: options for the worker, and how to get it from there."""
-        ticket = next(self._tickets)
-        fetched = False
-        if self._transport == "rpc":
-
-            async def take() -> tuple[torch.Tensor, torch.Tensor | None]:
-                nonlocal fetched
-                found = await self._take(ticket)
-                fetched = True
-                ids = None if found.token_ids is None else torch.from_numpy(found.token_ids)
-                return torch.from_numpy(found.values), ids
-
-            try:
-                yield {"ticket": ticket, **form.options()}, take
-            finally:
-                if not fetched:
-                    self._in_background(self._settle([ticket]))
-            return
-        arena = self._arena(form)
-        place = await arena.lease()
-
-        async def read() -> tuple[torch.Tensor, torch.Tensor | None]:
-            nonlocal fetched
-            fetched = True
-            return arena.read(place, ticket)
-
-        try:
-            yield {"ticket": ticket, "place": arena.option(place), **form.options()}, read
-        finally:
-            if not fetched:  # the worker may still write into the row
-                self._in_background(self._reuse(arena, place))
-
-    def _arena(self, form: Form) -> Arena:
-        numbers = form.numbers(self.vocab_size)
-        if form != Form():  # few widths: powers of two
-            numbers = 1 << max(6, (numbers - 1).bit_length())
-        if numbers not in self._arenas:
-            self._arenas[numbers] = Arena(numbers, self._shared_bytes)
-        return self._arenas[numbers]
-
-    async def _settle(self, tickets: list[int]) -> None:
-        with suppress(EngineDeadError):  # which writes nothing any more
-            await self.engine.call_consumer(CONSUMER, "settle", tickets)
-
-    async def _reuse(self, arena: Arena, place: Place) -> None:
-        await self._settle([])
-        arena.release(place)
-
-    def _take(self, ticket: int) -> asyncio.Future[NextToken]:
-        """Fetch a result from the workers, together with all others that are ready now."""
-        loop = asyncio.get_running_loop()
-        if not self._to_take:
-            loop.call_soon(lambda: self._in_background(self._take_all()))
-        self._to_take[ticket] = loop.create_future()
-        return self._to_take[ticket]
-
-    async def _take_all(self) -> None:
-        wanted, self._to_take = self._to_take, {}
-        try:
-            answers = await self.engine.call_consumer(CONSUMER, "take", list(wanted))
-        except Exception as error:
-            answers, failure = [], error
-        else:
-            failure = RuntimeError(
-                "the worker has no log-probabilities: its consumer 'next_token' has raised (see "
-                "the log), or was unregistered"
-            )
-        # One worker answers; the others have nothing.
-        found = {ticket: result for answer in answers for ticket, result in answer.items()}
-        for ticket, future in wanted.items():
-            if future.done():
-                continue
-            if ticket in found:
-                future.set_result(found[ticket])
-            else:
-                future.set_exception(failure)
-
-    def _in_background(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -384,8 +310,7 @@ class Service:
             "kept": self.admission.idle,
             "in_flight": len(self._in_flight),
             "kept_blocks": self.admission.ledger.used,
-            "shared_rows": sum(map(len, self._arenas.values())),
-            "free_rows": sum(arena.free for arena in self._arenas.values()),
+            **self._rows.stats(),
         }
 
     async def shut_down(self) -> None:
@@ -400,5 +325,11 @@ class Service:
         processes = processes_of(self.engine)
         self.engine.shutdown()
         await gone(processes)
-        for arena in self._arenas.values():
-            arena.close()
+        self._rows.close()
+
+
+def _outcome(task: asyncio.Task[Answer]) -> Answer | Exception:
+    if task.cancelled():
+        return RuntimeError("the query was cancelled")
+    error = task.exception()
+    return error if isinstance(error, Exception) else task.result()

@@ -28,7 +28,8 @@ from tllm.logprobs.question import (
     TopLogprobs,
     checked_tokens,
 )
-from tllm.logprobs.service import Particle, Service, Transport
+from tllm.logprobs.rows import Transport
+from tllm.logprobs.service import Particle, Service
 
 T = TypeVar("T")
 

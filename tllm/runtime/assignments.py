@@ -112,6 +112,9 @@ class Assignments:
     ) -> list[int]:
         """The capture program of each stretch; those that the sequence followed are let go."""
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
+        if not wanted:
+            self._programs.follow(slot, ())
+            return [0] * len(starts)
         phases = [PREFILL if start < prompt_len else DECODE for start in starts]
         covered = [(flow, covers_each(intervals, starts)) for flow, intervals in wanted]
         asked = [
@@ -159,6 +162,17 @@ class Assignments:
         if choice not in choices:
             choices[choice] = self._choices.acquire(choice)
         return choices[choice]
+
+    def end(self, sequence: Sequence) -> None:
+        """Nobody looks at the rows of a sequence any more; it is steered as before."""
+        slot = sequence.info.slot
+        if slot not in self.served:
+            return
+        self._programs.follow(slot, ())
+        self._slots.stop_capturing(slot)
+        self.served.remove(slot)
+        for name in self._consumers:
+            self._slots.users(name)[slot] = False
 
     def release(self, sequence: Sequence) -> None:
         """The engine let go of a sequence."""

@@ -26,7 +26,7 @@ PREFILL, DECODE = 0, 1
 IntArray = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StepBatch:
     """What the engine computes in one step; arrays `[sequences]`, in batch order.
 
@@ -34,18 +34,24 @@ class StepBatch:
         slots: slot of each sequence.
         starts: position of the first token computed.
         counts: number of tokens computed.
-        samples: whether a token is sampled and kept (False for all but the last prompt chunk).
+        sampled_from: length from which on tokens are sampled and kept (the chunks of a prompt
+            but the last do not reach it).
     """
 
     slots: IntArray
     starts: IntArray
     counts: IntArray
-    samples: npt.NDArray[np.bool_]
+    sampled_from: IntArray
 
-    @property
+    @cached_property
     def ends(self) -> IntArray:
         """Position after the last token computed."""
         return self.starts + self.counts
+
+    @cached_property
+    def samples(self) -> npt.NDArray[np.bool_]:
+        """Whether a token is sampled and kept."""
+        return self.ends >= self.sampled_from
 
     @property
     def last_rows(self) -> IntArray:
@@ -62,6 +68,7 @@ class ProgramRows:
         tensor: `[rows, taps, hidden]` view of the ring, None for a program without taps.
         slots, positions, counts: `[segments]`: sequence, first position, number of rows.
         batch_rows: `[segments]`: row of the batch of each segment's first row.
+        total: number of rows.
     """
 
     program: Program
@@ -70,12 +77,15 @@ class ProgramRows:
     positions: IntArray
     counts: IntArray
     batch_rows: IntArray
+    total: int
 
-    @property
-    def offsets(self) -> IntArray:
-        """`[rows]`, how far each row is from its segment's first."""
+    def by_row(self, firsts: IntArray) -> IntArray:
+        """`[rows]`, what counts up in each segment from its one of `firsts` `[segments]`."""
+        if self.total == len(self.counts):
+            return firsts.copy()
         first = np.cumsum(self.counts) - self.counts
-        return (np.arange(int(self.counts.sum())) - first.repeat(self.counts)).astype(np.int32)
+        offsets = np.arange(self.total, dtype=np.int32) - first.repeat(self.counts)
+        return (firsts.repeat(self.counts) + offsets).astype(np.int32)
 
 
 @dataclass(eq=False)
@@ -84,19 +94,17 @@ class Frame:
 
     step: int
     batch: StepBatch
-    rows: list[ProgramRows] = field(default_factory=list)
+    rows: Sequence[ProgramRows] = ()
     span: Span | None = None
-    lost: list[ProgramRows] = field(default_factory=list)
+    lost: Sequence[ProgramRows] = ()
     """Rows given up because the ring was full; they have no tensor."""
     steered: int = 0
     """Rows that follow a steering row, or a choice of one."""
     chooses: bool = False
     """Whether the plan has choices by token."""
-    input_ids: torch.Tensor | None = None
-    """`[tokens]`, on the device."""
-    logits: torch.Tensor | None = None
-    sampled: torch.Tensor | None = None
-    targets: torch.Tensor | None = None
+    logits: torch.Tensor | None = field(default=None, init=False)
+    sampled: torch.Tensor | None = field(default=None, init=False)
+    targets: torch.Tensor | None = field(default=None, init=False)
     """`[tokens]` int64, the token after each."""
 
     @cached_property
@@ -105,6 +113,26 @@ class Frame:
         index = np.full(int(self.batch.slots.max()) + 1, -1, np.int32)
         index[self.batch.slots] = np.arange(len(self.batch.slots), dtype=np.int32)
         return index
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The segments of a layout that follow one capture program.
+
+    Attributes:
+        program: the program.
+        segments: which.
+        destination: of the first, relative to the step's first ring row.
+        slots, counts, batch_rows, total: as in `ProgramRows`.
+    """
+
+    program: Program
+    segments: slice
+    destination: int
+    slots: IntArray
+    counts: IntArray
+    batch_rows: IntArray
+    total: int
 
 
 @dataclass(eq=False)
@@ -121,7 +149,7 @@ class Layout:
             are relative to the step's first ring row.
         owners: `[segments]`, which sequence of the batch.
         positions: `[segments]`, position of the first token; None when it is the sequence's start.
-        groups: `(number, low, high)` of the segments of each program.
+        groups: the segments of each capture program.
         rows: ring rows of the whole step.
         tokens: tokens of the batch.
         steps_left: for how many more decode steps no timeline begins a new stretch.
@@ -133,7 +161,7 @@ class Layout:
     segments: IntArray
     owners: IntArray
     positions: IntArray | None
-    groups: tuple[tuple[int, int, int], ...]
+    groups: tuple[Group, ...]
     rows: int
     tokens: int
     steps_left: int = END
@@ -160,7 +188,7 @@ class Layout:
             and (batch.slots is before.slots or np.array_equal(batch.slots, before.slots))
             # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
             and batch.counts.tobytes() == before.counts.tobytes()
-            and batch.starts.tobytes() == (before.starts + 1).tobytes()
+            and batch.starts.tobytes() == before.ends.tobytes()
         )
 
 
@@ -197,12 +225,11 @@ class RowPlanner:
                 frame.lost = self._rows(layout, None)
                 layout = self._layout = layout_without_capture(layout)
         start = frame.span.start if frame.span else 0
-        frame.rows = self._rows(layout, start)
-        self._write(layout, start)
-        # A recomputed position stays delivered.
-        self._slots.delivered[batch.slots] = np.maximum(
-            self._slots.delivered[batch.slots], batch.ends
-        )
+        if layout.groups:
+            frame.rows = self._rows(layout, start)
+        if self._held != (layout, start):
+            self._write(layout, start)
+        self._slots.deliver(batch.slots, batch.ends)
         return frame
 
     def clear(self) -> None:
@@ -286,8 +313,8 @@ class RowPlanner:
             if decoding and not segments[:, Segment.SKIP].any()
             else (first + segments[:, Segment.SKIP]).astype(np.int32),
             groups=tuple(
-                (int(program[low]), int(low), int(high))
-                for low, high in pairwise(bounds)
+                self._group(batch, segments[low:high], owner[low:high], slice(low, high))
+                for low, high in pairwise(map(int, bounds))
                 if program[low] > 0
             ),
             rows=int(taken.sum()),
@@ -320,38 +347,50 @@ class RowPlanner:
             timeline.lasts_until(end - 1) - end,
         )
 
+    def _group(self, batch: StepBatch, segments: IntArray, owners: IntArray, which: slice) -> Group:
+        """The segments `which` of a batch, that follow the same program."""
+        first, skip = segments[0], segments[:, Segment.SKIP]
+        counts = segments[:, Segment.COUNT] - skip
+        return Group(
+            self._programs[int(first[Segment.PROGRAM])],
+            which,
+            int(first[Segment.DESTINATION]),
+            batch.slots[owners],
+            counts,
+            segments[:, Segment.ROW] + skip,
+            int(counts.sum()),
+        )
+
     def _rows(self, layout: Layout, start: int | None) -> list[ProgramRows]:
         """Which rows of the ring, from `start` on, are whose; None: they have no place in it."""
-        batch, segments = layout.batch, layout.segments
         positions = layout.positions
         if positions is None:
-            positions = batch.starts[layout.owners]
-        found = []
-        for number, low, high in layout.groups:
-            program, of = self._programs[number], slice(low, high)
-            skip = segments[of, Segment.SKIP]
-            counts = segments[of, Segment.COUNT] - skip
-            tensor, width = None, len(program.taps)
-            if width and start is not None:
-                begin = start + int(segments[low, Segment.DESTINATION])
-                rows = int(counts.sum())
-                tensor = self._ring.arena[begin : begin + rows * width].view(rows, width, -1)
-            found.append(
-                ProgramRows(
-                    program,
-                    tensor,
-                    batch.slots[layout.owners[of]],
-                    positions[of],
-                    counts,
-                    segments[of, Segment.ROW] + skip,
-                )
+            positions = layout.batch.starts[layout.owners]
+        return [
+            ProgramRows(
+                group.program,
+                None if start is None else self._captured(group, start),
+                group.slots,
+                positions[group.segments],
+                group.counts,
+                group.batch_rows,
+                group.total,
             )
-        return found
+            for group in layout.groups
+        ]
+
+    def _captured(self, group: Group, start: int) -> torch.Tensor | None:
+        """`[rows, taps, hidden]`, where the rows of a group will lie in the ring."""
+        width = len(group.program.taps)
+        if not width:
+            return None
+        begin = start + group.destination
+        return self._ring.arena[begin : begin + group.total * width].view(group.total, width, -1)
 
     def _write(self, layout: Layout, start: int) -> None:
         """Expand the layout into the plan; rows that no segment covers do nothing."""
-        if self._held == (layout, start):
-            return
+        # What depends on tokens is chosen anew in each step.
+        self._held = None if layout.chooses else (layout, start)
         end = max(layout.tokens, self._dirty)
         if not len(layout.segments) and not self._dirty:
             return
@@ -367,8 +406,6 @@ class RowPlanner:
                 layout.on_device[start] = segments
         self._expand(segments)
         self._dirty = layout.tokens if len(layout.segments) else 0
-        # What depends on tokens is chosen anew in each step.
-        self._held = None if layout.chooses else (layout, start)
 
     def _expand(self, segments: torch.Tensor) -> None:
         self._taps.unsettle()

@@ -7,7 +7,6 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -99,22 +98,22 @@ class BoundFlow:
         """Every tap that it reads."""
         return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
 
-    @property
+    @cached_property
     def phases(self) -> tuple[int, ...]:
         """The phases whose rows it reads."""
         return PHASES[self.flow.phase] if self.flow.reads else ()
 
-    @property
+    @cached_property
     def after_sampling(self) -> bool:
         """Whether its rows are complete only once the step's tokens are sampled."""
         return self.flow.reads_port("token_target")
 
-    @property
+    @cached_property
     def before_sampling(self) -> bool:
         """Whether it is called before the step's tokens are sampled."""
         return self.flow.window == "same_step" and not self.after_sampling
 
-    @property
+    @cached_property
     def keeps_logits(self) -> bool:
         """Whether it reads the logits after the sampler has worked on them in place."""
         return self.flow.reads_port("logits") and not self.before_sampling
@@ -197,8 +196,8 @@ class BoundConsumer:
         return RowMeta(
             requests,
             index.repeat(rows.counts),
-            rows.positions.repeat(rows.counts) + rows.offsets,
-            np.full(int(rows.counts.sum()), step, np.int64),
+            rows.by_row(rows.positions),
+            np.full(rows.total, step, np.int64),
         )
 
     def forget(self, slot: int) -> None:
@@ -228,8 +227,8 @@ class Context(ConsumerContext):
 
     def at(self, step: int) -> Context:
         """The context of one call, on the current stream: threads do not share one."""
-        own = copy(self)
-        own.step = step
+        own = Context.__new__(Context)
+        vars(own).update(vars(self), step=step)
         if self.device.type == "cuda":
             own.stream = torch.cuda.current_stream(self.device)
         return own
@@ -266,7 +265,7 @@ class Piece:
     @property
     def batch_rows(self) -> np.ndarray:
         """`[rows]`, where each lies in the batch."""
-        rows = self.rows.batch_rows.repeat(self.rows.counts) + self.rows.offsets
+        rows = self.rows.by_row(self.rows.batch_rows)
         return rows if self.selection is None else rows[self.selection]
 
     def sampled(self, frame: Frame) -> Piece | None:
@@ -363,6 +362,8 @@ class Dispatcher:
 
     def before_forward(self) -> None:
         """Deliver what waited for the next step."""
+        if not self._waiting_for_next_step:
+            return
         waiting, self._waiting_for_next_step = self._waiting_for_next_step, []
         for flow, frame, pieces in waiting:
             self._deliver(flow, frame, pieces)

@@ -336,7 +336,7 @@ class Session:
         self._endings.conclude(sequence, self._step)
         self._additions.forget(sequence.info.slot)
         sequence.ended = True
-        self._assignments.follow(sequence)
+        self._assignments.end(sequence)
 
     def take_results(
         self,
@@ -375,18 +375,18 @@ class Session:
     # -- steps ---------------------------------------------------------------------------------
 
     @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do for anybody."""
-        if self.steering.users or self._assignments.served:
-            return False
-        return all(owner.consumer.on_request_only for owner in self._consumers.values())
+    def _watched(self) -> bool:
+        """Whether any consumer is there for the sequences that run."""
+        if self._assignments.served:
+            return True
+        return any(not owner.consumer.on_request_only for owner in self._consumers.values())
 
     def begin_step(
         self,
         engine_ids: list[str],
         starts: Any,
         counts: Any,
-        samples: Any,
+        sampled_from: Any,
         token_ids: torch.Tensor,
     ) -> None:
         """Before the forward pass: what waited for it, and the row plan.
@@ -398,36 +398,40 @@ class Session:
         if self._frame is not None:
             self.end_step()
         self._step += 1
-        if self.idle:
+        watched = self._watched
+        if not watched and not self.steering.users:
             self._planner.clear()
             self.steering.commit()  # taps that steered nobody's rows any more rest again
             self._taps.commit()
             return
-        self._dispatcher.before_forward()
-        self._detach_failed()
-        self._additions.commit()
+        if watched:
+            self._dispatcher.before_forward()
+            self._detach_failed()
+            self._additions.commit()
         self.steering.commit()
-        batch = StepBatch(self._slots.of(engine_ids), starts, counts, samples)
-        self._frame = frame = self._planner.plan(self._step, batch)
+        batch = StepBatch(self._slots.of(engine_ids), starts, counts, sampled_from)
+        frame = self._planner.plan(self._step, batch)
         if frame.chooses:
             tokens = int(batch.counts.sum())
             self._choices.apply(self._taps.plan[PlanRow.STEER, :tokens], token_ids[:tokens])
-        self._frame_flows = self._dispatcher.flows_of(frame, self._assignments.flows)
         self._taps.commit()
         self._taps.settle()
-        self._bundled = False
-        self.rows_captured += sum(int(rows.counts.sum()) for rows in frame.rows)
         self.rows_steered += frame.steered
+        if not watched:
+            return
+        self._frame = frame
+        self._frame_flows = self._dispatcher.flows_of(frame, self._assignments.flows)
+        self._bundled = False
+        self.rows_captured += sum(rows.total for rows in frame.rows)
         self._note_dropped(frame)
 
     def _note_dropped(self, frame: Frame) -> None:
         """Rows of this step found no place: the results of their sequences will say so."""
         for rows in frame.lost:
             owners = {flow.owner for flow in rows.program.flows}
-            count = int(rows.counts.sum())
-            self.rows_dropped += count
+            self.rows_dropped += rows.total
             for owner in owners:
-                owner.rows_dropped += count
+                owner.rows_dropped += rows.total
             for slot, lost in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
                 sequence = self._slots.by_slot[slot]
                 if sequence is not None:
@@ -515,6 +519,10 @@ class Session:
         frame = self._frame
         if frame is None:
             return
+        self._complete(frame)
+
+    @torch.inference_mode()
+    def _complete(self, frame: Frame) -> None:
         self.before_sampling(None)
         self._frame = None
         flows = [f for f in self._frame_flows if frame.targets is not None or not f.after_sampling]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -60,8 +60,6 @@ class Slots:
 
     Attributes:
         prompt_len: prompt tokens.
-        delivered: positions below this were delivered; they are not captured again when the
-            engine recomputes them after a preemption.
         program: `[2, slots]`, the capture program of prefill and of decode rows; 0 for none.
         add: `[2, slots]`, the add row of prefill and of decode rows; -1 for none.
         steer: `[2, slots]`, the steering row of prefill and of decode rows; -1 for none, less for
@@ -70,7 +68,7 @@ class Slots:
             replaces `program` and `steer` below the position `settled`.
         settled: `[slots]`, the position from which on `program` and `steer` say all again: where
             the last stretch of a timeline begins; 0 without one.
-        version: changes whenever any of these does (`delivered` aside).
+        version: changes whenever any of these does.
     """
 
     def __init__(self, max_sequences: int) -> None:
@@ -78,7 +76,8 @@ class Slots:
         self._free = list(range(max_sequences - 1, -1, -1))
         self.by_slot: list[Sequence | None] = [None] * max_sequences
         self.prompt_len = np.zeros(max_sequences, np.int32)
-        self.delivered = np.zeros(max_sequences, np.int32)
+        self._delivered = np.zeros(max_sequences, np.int32)
+        self._delivering: tuple[np.ndarray, np.ndarray] | None = None
         self.settled = np.zeros(max_sequences, np.int32)
         self.program = np.zeros((2, max_sequences), np.int32)
         self.add = np.full((2, max_sequences), -1, np.int32)
@@ -119,6 +118,23 @@ class Slots:
             self._users[consumer_id] = users = grown
         return users
 
+    @property
+    def delivered(self) -> np.ndarray:
+        """`[slots]`, positions below which all were delivered: they are not captured again when
+        the engine recomputes them after a preemption."""
+        if self._delivering is not None:
+            (slots, ends), self._delivering = self._delivering, None
+            self._delivered[slots] = np.maximum(self._delivered[slots], ends)
+        return self._delivered
+
+    def deliver(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """The positions of some sequences below `ends` are delivered.
+
+        That is entered when `delivered` is read: a long decode of the same sequences enters it
+        once. Until it is read, every call must be for the step that follows the last call's.
+        """
+        self._delivering = slots, ends
+
     def take_slot(self) -> int:
         """A free slot; doubles the tables when there is none."""
         if not self._free:
@@ -126,7 +142,7 @@ class Slots:
             self._free = list(range(2 * size - 1, size - 1, -1))
             self.by_slot += [None] * size
             self.prompt_len = np.concatenate([self.prompt_len, np.zeros(size, np.int32)])
-            self.delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
+            self._delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
             self.settled = np.concatenate([self.settled, np.zeros(size, np.int32)])
             self.program = np.concatenate([self.program, np.zeros((2, size), np.int32)], 1)
             self.add = np.concatenate([self.add, np.full((2, size), -1, np.int32)], 1)
@@ -174,6 +190,14 @@ class Slots:
             self.version += 1
         elif self.timelines.pop(slot, None) is not None:
             self.version += 1
+
+    def stop_capturing(self, slot: int) -> None:
+        """Let the rows of a sequence follow no capture program any more."""
+        if (timeline := self.timelines.get(slot)) is not None:
+            program = np.zeros_like(timeline.program)
+            self.set_timeline(slot, replace(timeline, program=program))
+        for phase, steer in enumerate(self.steer[:, slot].tolist()):
+            self.follow(slot, phase, 0, steer)
 
     def invalidate(self) -> None:
         """The meaning of capture programs has changed."""

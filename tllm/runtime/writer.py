@@ -63,6 +63,8 @@ class Additions:
 
     def commit(self) -> None:
         """Apply what other threads and streams wrote. On the engine's thread, before a forward."""
+        if not self._writers:
+            return
         self._thread, self._stream = threading.get_ident(), self._current_stream()
         if not self._staged:
             return

@@ -189,50 +189,6 @@ if HAS_TRITON:
         # As the model's dtype holds it, as the next forward hook would see it.
         return value.to(dtype).to(tl.float32), changed
 
-    @triton.jit
-    def _wanted(planned, flags):
-        """Whether a tap with these flags does anything to a row at all."""
-        destination, _, add_row, steering_row = planned
-        wanted = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1)
-        wanted = tl.maximum(wanted, tl.where((flags & ADD_FLAG) != 0, add_row, -1))
-        return tl.maximum(wanted, tl.where((flags & STEER_FLAG) != 0, steering_row, -1)) >= 0
-
-    @triton.jit
-    def _both_stages(
-        stream_at,
-        residual_at,
-        destination,
-        first,
-        second,
-        tables,
-        offsets,
-        inside,
-        HIDDEN: tl.constexpr,
-        HAS_RESIDUAL: tl.constexpr,
-    ):
-        """A row at `stream_at + residual_at`: each stage does what it found, then it is stored."""
-        arena, first_add, second_add, vectors, operations = tables
-        dtype = arena.dtype.element_ty
-        value = tl.load(stream_at + offsets, mask=inside, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            value += tl.load(residual_at + offsets, mask=inside, other=0.0).to(tl.float32)
-            value = value.to(dtype).to(tl.float32)
-        value, changed = _work(
-            value, first, destination, arena, first_add, vectors, operations, offsets, inside,
-            HIDDEN,
-        )  # fmt: skip
-        value, changed_again = _work(
-            value, second, destination, arena, second_add, vectors, operations, offsets, inside,
-            HIDDEN,
-        )  # fmt: skip
-        if changed + changed_again > 0:
-            written = value.to(dtype)
-            if HAS_RESIDUAL:
-                tl.store(residual_at + offsets, written, mask=inside)
-                tl.store(stream_at + offsets, tl.zeros_like(written), mask=inside)
-            else:
-                tl.store(stream_at + offsets, written, mask=inside)
-
     @triton.jit(do_not_specialize=["plan_stride"])
     def _tap_kernel(
         stream_ptr,

@@ -1,0 +1,229 @@
+"""A session on taps of no model: what each step's row plan says, and who is given its rows."""
+
+import numpy as np
+import pytest
+import torch
+
+from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
+from tllm.runtime.descriptor import PlanRow
+from tllm.runtime.session import Session
+from tllm.runtime.taps import Taps
+from tllm.spec.hooks import HookPoint
+from tllm.spec.request import RequestSpec
+from tllm.spec.selection import Selection
+from tllm.spec.steering import Coefficients, GroupUse
+
+CPU, HIDDEN, PROMPT = torch.device("cpu"), 4, 3
+EVERYWHERE = GroupUse("any", Selection(), "strong")
+OFF_AT_8 = GroupUse("any", Selection.parse({"ranges": [[0, 8]]}), "strong")
+
+
+class Positions(Consumer):
+    """Keeps which positions it was given of each sequence, and the steps that it was told of."""
+
+    consumer_id = "positions"
+
+    def __init__(self, window="same_step"):
+        self.window = window
+        self.seen = {}
+        self.steps = []
+
+    def flows(self):
+        reads = (ResidualStream.read(layer=0), RequestMeta.read())
+        return [ConsumerFlow(reads=reads, window=self.window)]
+
+    def consume_bundle(self, bundle, ctx):
+        for name, position in zip(bundle.meta.request_ids, bundle.meta.positions, strict=True):
+            self.seen.setdefault(name, []).append(int(position))
+
+    def on_step_end(self, ctx):
+        self.steps.append(ctx.step)
+
+
+class Asked(Positions):
+    on_request_only = True
+
+
+class Engine:
+    """Steps of running sequences, as an engine would have them."""
+
+    def __init__(self):
+        self.taps = Taps(
+            {(HookPoint.POST_BLOCK, 0): None},
+            second={},
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=CPU,
+            max_tokens=64,
+            max_programs=16,
+            add_rows=8,
+        )
+        self.session = Session(
+            self.taps,
+            lambda site, layer: (HookPoint.parse(site), layer),
+            ModelView(HIDDEN, 1, 10, torch.float32, CPU, None, None, None, max_requests=4),
+            lm_head=None,
+            samples=True,
+            max_sequences=4,
+            max_programs=16,
+            steering_rows=4,
+            steering_vectors=4,
+            ring_rows=64,
+            max_ring_rows=64,
+            overflow="block",
+        )
+        operation = ("post_block", 0, "v", Coefficients(add=1.0))
+        self.session.steering.put({"v": np.ones(HIDDEN, np.float32)}, {"strong": [operation]})
+        self.computed = {}
+
+    def start(self, name, *steering, consumers=()):
+        options = {consumer: {"enabled": True} for consumer in consumers}
+        spec = RequestSpec(name, name, steering=steering, consumers=options)
+        self.session.start_sequence(name, [1] * PROMPT, PROMPT, spec, 0)
+        self.computed[name] = 0
+
+    def finish(self, name):
+        self.session.finish_sequence(name)
+        del self.computed[name]
+
+    def preempt(self, name):
+        self.computed[name] = 0
+
+    def step(self, **counts):
+        """Compute these tokens of each sequence; one of all when none is named.
+
+        Returns:
+            `[tokens]`, whether each is steered.
+        """
+        counts = counts or dict.fromkeys(self.computed, 1)
+        starts = np.array([self.computed[name] for name in counts], np.int32)
+        ids = torch.zeros(sum(counts.values()), dtype=torch.int64)
+        self.session.begin_step(
+            list(counts),
+            starts,
+            np.array(list(counts.values()), np.int32),
+            np.full(len(counts), PROMPT, np.int32),
+            ids,
+        )
+        steered = (self.taps.plan[PlanRow.STEER] >= 0).tolist()
+        assert not any(steered[len(ids) :])
+        self.session.before_sampling(None)
+        self.session.after_sampling(torch.zeros(len(counts), dtype=torch.int64), ids)
+        self.session.end_step()
+        for name, count in counts.items():
+            self.computed[name] += count
+        return steered[: len(ids)]
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+def decoding(engine, steps=10):
+    """`a` is steered and `b` is not; both have come to the same position."""
+    engine.start("a", EVERYWHERE)
+    engine.start("b")
+    assert engine.step(a=PROMPT, b=PROMPT) == [True] * PROMPT + [False] * PROMPT
+    for _ in range(steps):
+        assert engine.step() == [True, False]
+
+
+def test_a_steered_decode_goes_on_after_a_pass_that_is_no_step(engine):
+    decoding(engine)
+    engine.session.skip_step()
+    assert (engine.taps.plan[PlanRow.STEER] == -1).all()
+    assert engine.step() == [True, False]
+    assert engine.step() == [True, False]
+
+
+def test_steering_follows_the_order_of_the_batch(engine):
+    decoding(engine)
+    assert engine.step(b=1, a=1) == [False, True]
+    assert engine.step(b=1) == [False]
+    assert engine.step(b=1, a=1) == [False, True]
+
+
+def test_steering_of_a_range_ends_in_a_steady_decode(engine):
+    engine.start("a", OFF_AT_8)
+    engine.start("b", EVERYWHERE)
+    engine.step(a=PROMPT, b=PROMPT)
+    found = [engine.step() for _ in range(PROMPT, 12)]
+    assert found == [[True, True]] * (8 - PROMPT) + [[False, True]] * 4
+    assert engine.session.rows_steered == 2 * PROMPT + sum(map(sum, found))
+
+
+def test_a_slot_is_not_steered_for_its_next_sequence(engine):
+    decoding(engine)
+    engine.finish("a")
+    engine.start("c")
+    assert engine.step(c=PROMPT, b=1) == [False] * (PROMPT + 1)
+    assert engine.step() == [False, False]
+
+
+@pytest.mark.parametrize("window", ["same_step", "next_step"])
+def test_a_consumer_that_comes_while_sequences_are_steered_has_every_row_from_then_on(
+    engine, window
+):
+    decoding(engine)
+    consumer = Positions(window)
+    engine.session.register(consumer)
+    for _ in range(5):
+        assert engine.step() == [True, False]
+    engine.session.unregister("positions")
+    engine.step()
+    came = PROMPT + 10
+    assert consumer.seen == {name: [*range(came, came + 5)] for name in "ab"}
+    assert len(consumer.steps) == 5
+
+
+def test_rows_computed_again_after_a_long_decode_are_given_once(engine):
+    consumer = Positions()
+    engine.session.register(consumer)
+    decoding(engine, 30)
+    engine.preempt("a")
+    engine.step(a=20, b=1)
+    engine.step(a=PROMPT + 30 - 20, b=1)
+    for _ in range(3):
+        engine.step()
+    length = PROMPT + 30
+    assert consumer.seen == {"a": [*range(length + 3)], "b": [*range(length + 5)]}
+
+
+def test_rows_that_a_consumer_came_too_late_for_are_not_its_when_computed_again(engine):
+    decoding(engine, 30)
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.preempt("a")
+    engine.step(a=PROMPT + 30, b=1)
+    engine.step()
+    assert consumer.seen == {"a": [33], "b": [33, 34]}
+
+
+def test_a_consumer_on_request_is_not_called_for_sequences_that_are_only_steered(engine):
+    consumer = Asked()
+    engine.session.register(consumer)
+    decoding(engine)
+    assert not consumer.steps
+    engine.start("c", consumers=["positions"])
+    engine.step(a=1, b=1, c=PROMPT)
+    engine.step()
+    assert consumer.seen == {"c": [*range(PROMPT + 1)]}
+    assert len(consumer.steps) == 2
+    engine.finish("c")
+    engine.step()
+    assert len(consumer.steps) == 2
+
+
+@pytest.mark.parametrize("steering", [EVERYWHERE, OFF_AT_8])
+def test_a_sequence_whose_results_were_taken_is_steered_and_no_longer_captured(engine, steering):
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.start("a", steering)
+    engine.start("b")
+    engine.step(a=PROMPT, b=PROMPT)
+    engine.step()
+    engine.session.take_results(["a"], {})
+    assert engine.step() == [True, False]
+    assert consumer.seen == {"a": [*range(PROMPT + 1)], "b": [*range(PROMPT + 2)]}
