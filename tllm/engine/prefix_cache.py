@@ -96,23 +96,30 @@ def limit_reuse(manager: Any, limits: dict[str, int]) -> None:
         limits: by request id; may change later.
     """
     coordinator = manager.coordinator
-    get_computed_blocks = manager.get_computed_blocks
     find_longest_cache_hit = coordinator.find_longest_cache_hit
     limit: list[int] = []
 
-    def limited_get_computed_blocks(request: Request) -> Any:
-        if request.request_id not in limits:
-            return get_computed_blocks(request)
-        limit.append(limits[request.request_id])
-        try:
-            return get_computed_blocks(request)
-        finally:
-            limit.pop()
+    def limited(get_computed_blocks: Callable[..., Any]) -> Callable[..., Any]:
+        def limited_get_computed_blocks(request: Request, *args: Any, **kwargs: Any) -> Any:
+            if request.request_id not in limits:
+                return get_computed_blocks(request, *args, **kwargs)
+            limit.append(limits[request.request_id])
+            try:
+                return get_computed_blocks(request, *args, **kwargs)
+            finally:
+                limit.pop()
 
-    def limited_find_longest_cache_hit(block_hashes: Any, max_cache_hit_length: int) -> Any:
+        return limited_get_computed_blocks
+
+    def limited_find_longest_cache_hit(
+        block_hashes: Any, max_cache_hit_length: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if limit:
             max_cache_hit_length = min(max_cache_hit_length, limit[-1])
-        return find_longest_cache_hit(block_hashes, max_cache_hit_length)
+        return find_longest_cache_hit(block_hashes, max_cache_hit_length, *args, **kwargs)
 
-    manager.get_computed_blocks = limited_get_computed_blocks
+    # 0.33 has a second way in, for requests whose other tokens a connector brings.
+    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
+        if hasattr(manager, name):
+            setattr(manager, name, limited(getattr(manager, name)))
     coordinator.find_longest_cache_hit = limited_find_longest_cache_hit
