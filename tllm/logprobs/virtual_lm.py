@@ -46,7 +46,7 @@ class AsyncVirtualLM(AsyncLM):
     Args:
         cache_size: log-probabilities to remember; 0 for none.
         cache_opts: further arguments of `OutputCache`.
-        batch_size, timeout: upper bounds for a batch, see `Collector`. The engine batches what
+        batch_size, timeout: bounds for a batch, see `Collector`. The engine batches what
             arrives while it computes, so neither limits how much is computed together.
         transport: how results come from the workers: `shared` memory, or `rpc` when they are on
             other hosts.
