@@ -280,6 +280,55 @@ def test_a_question_that_was_given_up_may_be_asked_again_at_once(lm):
         assert agrees(asyncio.run(ask(turns)), lm.next_token_logprobs_sync([21, 22, 23]))
 
 
+def test_an_engine_that_is_paused_answers_or_says_so(lm):
+    """Pausing aborts what is under way: of queries, some of which wait for a place, and lanes."""
+    asked = prompts(3 * PLACES)
+
+    async def run():
+        lanes = [lm.open(tokens) for tokens in asked[:4]]
+        await gathered(lane.next() for lane in lanes)
+        for lane in lanes:
+            lane.feed(5)
+        waiting = [lm.next_token_logprobs(tokens) for tokens in asked]
+        waiting += [lane.next() for lane in lanes]
+        tasks = list(map(asyncio.ensure_future, waiting))
+        await asyncio.sleep(0.002)
+        await asyncio.to_thread(lambda: lm.run(lm.engine.pause_generation()))
+        later = asyncio.ensure_future(lm.next_token_logprobs([3, 1, 4]))
+        await asyncio.to_thread(lambda: lm.run(lm.engine.resume_generation()))
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60.0)
+        await asyncio.wait({later}, timeout=60.0)
+        assert later.done()
+        await gathered(lane.close() for lane in lanes)
+        return found
+
+    for outcome in asyncio.run(run()):
+        assert isinstance(outcome, RuntimeError | torch.Tensor)
+    expected = lm.batch_next_token_logprobs_sync(asked)
+    assert agrees(torch.stack([lm.next_token_logprobs_sync(each) for each in asked]), expected)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_query_that_is_given_up_at_once_frees_its_row_in_time(lm, at_once):
+    """Its row must not be used again while the worker may still write to it."""
+
+    async def run():
+        for i in range(20):
+            tasks = [
+                asyncio.ensure_future(lm.next_token_logprobs([7, i, j])) for j in range(PLACES)
+            ]
+            if not at_once:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await gathered(lm.next_token_logprobs([8, i, j]) for j in range(2))
+        return await gathered(lm.next_token_logprobs([8, i, 0]) for i in range(20))
+
+    found = torch.stack(asyncio.run(run()))
+    assert agrees(found, lm.batch_next_token_logprobs_sync([[8, i, 0] for i in range(20)]))
+
+
 def test_reset_cancels_the_queries_that_wait(lm):
     async def reset():
         tasks = [asyncio.ensure_future(lm.next_token_logprobs(p)) for p in prompts(20, seed=9)]

@@ -7,6 +7,7 @@ has no use for vLLM's output, can send them together.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -56,8 +57,10 @@ class Bulk:
     def __init__(self, engine: AsyncLLM, ended: Callable[[int, Exception | None], None]) -> None:
         self._engine = engine
         self._ended = ended
-        self._sent: set[int] = set()
-        self._messages = 0
+        self._sent: dict[int, str] = {}
+        self._begun: dict[str, int] = {}
+        self._messages: dict[str, list[int]] = {}
+        self._numbers = itertools.count(1)
         processor: Any = engine.output_processor
         self._process_outputs = processor.process_outputs
         self._propagate_error = processor.propagate_error
@@ -70,23 +73,28 @@ class Bulk:
         found = known.get(request_id)
         return found[0] if found else None
 
-    async def send(
+    def send(
         self, params: vllm.SamplingParams, begun: Sequence[Item], continued: Sequence[Item]
-    ) -> None:
-        """Send requests of one token each; never raises.
+    ) -> Coroutine[Any, Any, None]:
+        """Send requests of one token each.
 
         Args:
             params: of the requests in `begun`, prepared by the engine.
             continued: the next input of streamed requests, which keep their own parameters.
+
+        Returns:
+            What does it, and never raises. What is to reach the engine later must begin later.
         """
         tickets = [item.ticket for item in (*begun, *continued)]
-        self._sent.update(tickets)
+        self._sent.update((item.ticket, item.request_id) for item in (*begun, *continued))
+        self._begun.update((item.request_id, item.ticket) for item in begun)
+        name = f"{_EXTRA}_{next(self._numbers)}"
+        self._messages[name] = tickets
         message = copy(params)
         wire = {"begun": list(map(list, begun)), "continued": list(map(list, continued))}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
-        self._messages += 1
         request = EngineCoreRequest(
-            request_id=f"{_EXTRA}_{self._messages}",
+            request_id=name,
             prompt_token_ids=[0],
             mm_features=None,
             sampling_params=message,
@@ -96,6 +104,9 @@ class Bulk:
             cache_salt=None,
             data_parallel_rank=None,
         )
+        return self._deliver(request, tickets)
+
+    async def _deliver(self, request: EngineCoreRequest, tickets: list[int]) -> None:
         try:
             if self._engine.errored:
                 raise self._engine.dead_error
@@ -105,7 +116,7 @@ class Bulk:
 
     def forget(self, ticket: int) -> None:
         """Say nothing more of a ticket."""
-        self._sent.discard(ticket)
+        self._begun.pop(self._sent.pop(ticket, ""), None)
 
     def abort(self, ticket: int, request_id: str) -> Coroutine[Any, Any, None]:
         """Give up a request that was begun."""
@@ -115,10 +126,15 @@ class Bulk:
     def _on_outputs(self, outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
         others = []
         for output in outputs:
-            if output.request_id == _ENDED:
+            name = output.request_id
+            if name == _ENDED:
                 self._end(output.new_token_ids, None)
-            elif output.request_id == _FAILED:
-                self._end(output.new_token_ids, RuntimeError("the engine aborted the request"))
+            elif name == _FAILED:
+                self._end(output.new_token_ids, _aborted())
+            elif name in self._begun:  # told by the engine itself, as when it is paused
+                self._end([self._begun[name]], _aborted())
+            elif name in self._messages:
+                self._end(self._messages[name], _aborted())
             else:
                 others.append(output)
         return self._process_outputs(others, *args, **kwargs)
@@ -128,10 +144,18 @@ class Bulk:
         self._propagate_error(error)
 
     def _end(self, tickets: Iterable[int], error: Exception | None) -> None:
-        for ticket in tickets:
+        for ticket in list(tickets):
             if ticket in self._sent:
-                self._sent.remove(ticket)
+                self.forget(ticket)
                 self._ended(ticket, error)
+        open_ones = self._sent.keys()
+        for name, of in list(self._messages.items()):
+            if open_ones.isdisjoint(of):
+                del self._messages[name]
+
+
+def _aborted() -> RuntimeError:
+    return RuntimeError("the engine aborted the request, or did not take it")
 
 
 class BulkRequests:
