@@ -280,6 +280,31 @@ def test_a_question_that_was_given_up_may_be_asked_again_at_once(lm):
         assert agrees(asyncio.run(ask(turns)), lm.next_token_logprobs_sync([21, 22, 23]))
 
 
+def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    wide = {"token_ids": list(range(2, 302))}  # a width that no other test asks for
+
+    async def ask():
+        asked = [lm.next_token_logprobs([3, 1], **wide), lm.next_token_logprobs([4, 1])]
+        return await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60.0)
+
+    lm.batch_next_token_logprobs_sync([[1, 2]])  # from here on plain queries go together
+    with monkeypatch.context() as patch:
+        patch.setattr("tllm.logprobs.arena.SharedRows.create", full)
+        refused, answered = asyncio.run(ask())
+    assert isinstance(refused, RuntimeError) and "--shm-size" in str(refused)
+    assert isinstance(answered, torch.Tensor)
+    found, _ = asyncio.run(ask())
+    assert found.shape == (300,)
+
+
+def test_an_engine_is_asked_by_one_model_only(lm):
+    with pytest.raises(ValueError, match="another AsyncVirtualLM"):
+        type(lm)(lm.engine, lm._thread)
+
+
 def test_an_engine_that_is_paused_answers_or_says_so(lm):
     """Pausing aborts what is under way: of queries, some of which wait for a place, and lanes."""
     asked = prompts(3 * PLACES)

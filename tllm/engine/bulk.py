@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _EXTRA = "tllm_bulk"
 _ENDED, _FAILED = "tllm_bulk_ended", "tllm_bulk_failed"
-"""Stand for a request in outputs whose tokens are tickets."""
+"""Ids of outputs whose `new_token_ids` are tickets."""
 
 
 class Item(NamedTuple):
@@ -45,7 +45,7 @@ class Item(NamedTuple):
 
 
 class Bulk:
-    """The client's half. All methods are called on the engine's event loop.
+    """The client's half, one for an engine. All methods are called on the engine's event loop.
 
     Not for data-parallel replicas: vLLM's client chooses one for each message.
 
@@ -62,6 +62,11 @@ class Bulk:
         self._messages: dict[str, list[int]] = {}
         self._numbers = itertools.count(1)
         processor: Any = engine.output_processor
+        if isinstance(getattr(processor.process_outputs, "__self__", None), Bulk):
+            raise ValueError(
+                "this engine is asked in bulk by another AsyncVirtualLM; use that one, or make "
+                "another engine"
+            )
         self._process_outputs = processor.process_outputs
         self._propagate_error = processor.propagate_error
         processor.process_outputs = self._on_outputs
@@ -79,7 +84,8 @@ class Bulk:
         """Send requests of one token each.
 
         Args:
-            params: of the requests in `begun`, prepared by the engine.
+            params: of the requests in `begun`, prepared by the engine. That they have a token, and
+                fit into the engine, is the caller's to check.
             continued: the next input of streamed requests, which keep their own parameters.
 
         Returns:
@@ -108,6 +114,7 @@ class Bulk:
 
     async def _deliver(self, request: EngineCoreRequest, tickets: list[int]) -> None:
         try:
+            self._engine._run_output_handler()
             if self._engine.errored:
                 raise self._engine.dead_error
             await self._engine.engine_core.add_request_async(request)
@@ -133,7 +140,7 @@ class Bulk:
                 self._end(output.new_token_ids, _aborted())
             elif name in self._begun:  # told by the engine itself, as when it is paused
                 self._end([self._begun[name]], _aborted())
-            elif name in self._messages:
+            elif name in self._messages:  # refused before the scheduler saw it
                 self._end(self._messages[name], _aborted())
             else:
                 others.append(output)

@@ -40,6 +40,7 @@ _SEAMS = (
         "AsyncMPClient",
         "_call_utility_async add_request_async abort_requests_async",
     ),
+    ("vllm.v1.engine.async_llm", "AsyncLLM", "_run_output_handler"),
     ("vllm.v1.engine.output_processor", "OutputProcessor", "process_outputs propagate_error"),
 )
 

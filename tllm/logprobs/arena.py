@@ -70,7 +70,11 @@ class Arena:
         return len(self._free)
 
     def free_now(self) -> bool:
-        """Whether `lease_now` has a row."""
+        """Whether `lease_now` has a row, and nobody waits for it. Raises `RuntimeError` when there
+        is no memory for any row."""
+        return self._has_free() and all(waiter.done() for waiter in self._waiting)
+
+    def _has_free(self) -> bool:
         self._collect()
         return bool(self._free) or (self._rows < self._max_rows and self._grow())
 
@@ -81,7 +85,7 @@ class Arena:
     async def lease(self) -> Place:
         """A free row; waits for one when there is no more memory."""
         while True:
-            if self.free_now():
+            if self._has_free():
                 return self.lease_now()
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)

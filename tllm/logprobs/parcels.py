@@ -65,7 +65,7 @@ class Parcels:
             and question.lora is None
             and not question.interventions.asked
             and self._engine.takes_plain()
-            and self._rows.arena(question.form).free_now()
+            and self._rows.has_room(question.form)
         )
 
     def takes_turn(self, question: Question, request: KeptRequest) -> bool:
@@ -78,7 +78,7 @@ class Parcels:
             and request.tokens < len(question.tokens)
             and not question.interventions.results
             and self._bulk.engine_id(request.request_id) is not None
-            and self._rows.arena(question.form).free_now()
+            and self._rows.has_room(question.form)
         )
 
     def add_query(self, question: Question, request_id: str, done: Done) -> int:
@@ -115,12 +115,13 @@ class Parcels:
         return Item(ticket, request_id, tokens, {CONSUMER: options})
 
     def send(self) -> None:
-        """Off they go; questions of different forms in messages of their own."""
+        """Send what there is: turns in one message, the queries of each form in another."""
         continued, self._continued = self._continued, []
         begun, self._begun = self._begun, {}
         if continued:
             self._rows.in_background(self._bulk.send(self._query, (), continued))
         for items in begun.values():
+            # The form alone is of use: each item brings its own place.
             asked = _PLAIN.applied_to(self._query, items[0].consumers[CONSUMER])
             try:
                 params = self._engine.prepared_plain(asked)
@@ -134,6 +135,14 @@ class Parcels:
         """Nobody waits for a query any more."""
         self._rows.in_background(self._bulk.abort(ticket, self._sent[ticket].request_id))
         self._ended(ticket, RuntimeError("the query was cancelled"))
+
+    def close(self) -> None:
+        """No query will be answered any more. (Turns hear of it from their kept requests.)"""
+        for ticket, sent in list(self._sent.items()):
+            if sent.request is None:
+                self._bulk.forget(ticket)
+                del self._sent[ticket]
+                sent.done(RuntimeError("the query was cancelled"))
 
     def _lost(self, ticket: int, error: Exception) -> None:
         """The kept request has ended."""

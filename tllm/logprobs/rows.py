@@ -90,6 +90,14 @@ class Rows:
             self._arenas[numbers] = Arena(numbers, self._shared_bytes)
         return self._arenas[numbers]
 
+    def has_room(self, form: Form) -> bool:
+        """Whether there is a row at once. Where shared memory has no room, whoever asks for a row
+        is told."""
+        try:
+            return self.arena(form).free_now()
+        except RuntimeError:
+            return False
+
     @staticmethod
     def options(form: Form, arena: Arena, place: Place, ticket: int) -> dict[str, Any]:
         """As `NextTokenConsumer` takes them."""
@@ -118,7 +126,8 @@ class Rows:
             arena.close()
 
     async def _settle(self, tickets: list[int]) -> None:
-        with suppress(EngineDeadError):  # which writes nothing any more
+        # A dead engine writes nothing any more, nor does a consumer that is detached.
+        with suppress(EngineDeadError, RuntimeError, ValueError):
             await self._engine.call_consumer(CONSUMER, "settle", tickets)
 
     async def _reuse(self, arena: Arena, place: Place) -> None:

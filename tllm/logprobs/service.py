@@ -64,13 +64,13 @@ class _InFlight:
 
     Attributes:
         task: what answers it, unless it went with others.
-        ticket: under which it went with others.
+        ticket: under which it went with others, if it did.
     """
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.task: asyncio.Task[Answer] | None = None
-        self.ticket = 0
+        self.ticket: int | None = None
         self.of_lane = False
 
 
@@ -108,13 +108,18 @@ class Service:
             if question.interventions.results:  # rows are somebody's own
                 key = (*key, object())
             flight = self._in_flight.get(key)
+            known = flight is not None
             if flight is None:
                 flight = self._in_flight[key] = _InFlight()
-                self._begin(key, flight, question, particle)
-            else:
-                self.shared += 1
             flight.of_lane = flight.of_lane or particle is not None
             flight.asked.append(asked)
+            if known:
+                self.shared += 1
+                continue
+            try:
+                self._begin(key, flight, question, particle)
+            except Exception as error:  # one question's, and not of those that came with it
+                self._conclude(key, flight, error)
         self._parcels.send()
 
     def _begin(
@@ -149,7 +154,7 @@ class Service:
             del self._in_flight[key]  # an equal question may follow before this one has ended
             if flight.task is not None:
                 flight.task.cancel()
-            else:
+            elif flight.ticket is not None:
                 self._parcels.abort(flight.ticket)
 
     def _conclude(
@@ -276,23 +281,23 @@ class Service:
             if interventions.results:
                 particle.served.append(request)
         self._take_over(request, particle)
-        new = tokens[request.tokens :]
-        async with self._rows.one(question.form) as (options, fetch):
-            params = interventions.applied_to(_TURN, options)
-            self.computed += 1
-            self.admission.begin_turn(request, len(tokens))
-            try:
-                await request.turn(
-                    new,
-                    params,
-                    self._request_id(),
-                    lora_request=question.lora,
-                    results=interventions.results,
-                )
-                values, ids = await fetch()
-            finally:
-                self.admission.end_turn(request)
-        return Answer(values, ids)
+        self.admission.begin_turn(request, len(tokens))
+        try:
+            async with self._rows.one(question.form) as (options, fetch):
+                # Another step of the lane may have come first while this one waited for a row.
+                if new := tokens[request.tokens :]:
+                    self.computed += 1
+                    await request.turn(
+                        new,
+                        interventions.applied_to(_TURN, options),
+                        self._request_id(),
+                        lora_request=question.lora,
+                        results=interventions.results,
+                    )
+                    return Answer(*await fetch())
+        finally:
+            self.admission.end_turn(request)
+        return await self._query(question)
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -319,6 +324,7 @@ class Service:
         tasks = [flight.task for flight in self._in_flight.values() if flight.task is not None]
         for each in tasks:
             each.cancel()
+        self._parcels.close()
         tasks += [task for kept in self._kept if (task := kept.cancel()) is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)

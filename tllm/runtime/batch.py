@@ -66,7 +66,8 @@ class ProgramRows:
     Attributes:
         program: the program.
         tensor: `[rows, taps, hidden]` view of the ring, None for a program without taps.
-        slots, positions, counts: `[segments]`: sequence, first position, number of rows.
+        slots, positions, counts: `[segments]`: sequence, first position, number of rows, which is
+            never 0.
         batch_rows: `[segments]`: row of the batch of each segment's first row.
         total: number of rows.
     """
