@@ -125,8 +125,9 @@ class Bulk:
         """Say nothing more of a ticket."""
         self._begun.pop(self._sent.pop(ticket, ""), None)
 
-    def abort(self, ticket: int, request_id: str) -> Coroutine[Any, Any, None]:
-        """Give up a request that was begun."""
+    def abort(self, ticket: int) -> Coroutine[Any, Any, None]:
+        """Give up a request that was begun. To be run like what `send` returns."""
+        request_id = self._sent[ticket]
         self.forget(ticket)
         return self._engine.engine_core.abort_requests_async([request_id])
 

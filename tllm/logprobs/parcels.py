@@ -34,7 +34,6 @@ class _Sent:
     done: Done
     arena: Arena
     place: Place
-    request_id: str
     request: KeptRequest | None
     blocks: int
 
@@ -110,7 +109,7 @@ class Parcels:
     ) -> Item:
         arena = self._rows.arena(question.form)
         place, ticket = arena.lease_now(), next(self._rows.tickets)
-        self._sent[ticket] = _Sent(done, arena, place, request_id, request, blocks)
+        self._sent[ticket] = _Sent(done, arena, place, request, blocks)
         options = self._rows.options(question.form, arena, place, ticket)
         return Item(ticket, request_id, tokens, {CONSUMER: options})
 
@@ -133,7 +132,7 @@ class Parcels:
 
     def abort(self, ticket: int) -> None:
         """Nobody waits for a query any more."""
-        self._rows.in_background(self._bulk.abort(ticket, self._sent[ticket].request_id))
+        self._rows.in_background(self._bulk.abort(ticket))
         self._ended(ticket, RuntimeError("the query was cancelled"))
 
     def close(self) -> None:
