@@ -296,6 +296,7 @@ class AsyncLLM(VllmAsyncLLM):
         self._tllm = Client()
         self._result_timeout_s = 600.0
         self._registering = asyncio.Lock()
+        self._sending_steering = asyncio.Lock()
         self._discarding: set[asyncio.Future[None]] = set()
         self.steering = AsyncSteeringControl(
             self._tllm.steering, self._ready_to_steer, lambda: self._send_steering(None)
@@ -308,20 +309,24 @@ class AsyncLLM(VllmAsyncLLM):
             self._tllm.steering.facts = Facts(**(await self._call("steering_facts"))[0])
 
     async def _send_steering(self, asked: RequestSteering | None) -> tuple[Group, ...]:
-        """What is done to a request, after the workers have it, or will have it before the
-        request reaches them."""
+        """What is done to a request, after the workers have it.
+
+        Whoever waits for this must hold what it returns before waiting for anything else.
+        """
         state = self._tllm.steering
         if not state.concerns(asked):
             return ()
         await self._ready_to_steer()
-        groups = state.groups(asked)
-        upload = state.upload(groups)
-        if upload is not None:
-            try:
-                await self._call("update_steering", *upload.call)
-            except BaseException:
-                state.undo(upload)
-                raise
+        # One at a time: what is on its way is not there yet, and must not be forgotten again.
+        async with self._sending_steering:
+            groups = state.groups(asked)
+            upload = state.upload(groups)
+            if upload is not None:
+                try:
+                    await self._call("update_steering", *upload.call)
+                except BaseException:
+                    state.undo(upload)
+                    raise
         return groups
 
     async def _call(self, method: str, *args: Any) -> list[Any]:

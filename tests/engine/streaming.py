@@ -51,6 +51,24 @@ async def turns():
         await asyncio.sleep(0.5)
 
 
+async def steered_at_once(engine, vector):
+    """Tokens of three requests with the same vector, which the workers are sent late."""
+    call = engine._call_encoded
+
+    async def late(method, *args):
+        if method == "update_steering":
+            await asyncio.sleep(0.3)
+        return await call(method, *args)
+
+    engine._call_encoded = late
+    asked = params(6, steering_vectors={"post_block": {1: vector}})
+    found = await asyncio.gather(
+        *(collect(engine, {"prompt_token_ids": STEERED}, asked, f"at once {i}") for i in range(3))
+    )
+    engine._call_encoded = call
+    return [list(outputs[-1].outputs[0].token_ids) for outputs in found]
+
+
 async def main(model: str, output: str) -> None:
     engine = await AsyncLLM.create(
         model,
@@ -93,7 +111,8 @@ async def main(model: str, output: str) -> None:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")
     except ValueError as error:
         saved["refusal"] = str(error)
-    early, late = vectors(HIDDEN)[:2]
+    early, late, shared = vectors(HIDDEN)
+    saved["at once"] = await steered_at_once(engine, shared)
     await engine.steering.set({"post_block": {1: early}})
     await engine.steering.register_module("late", {"post_block": {2: late}})
     asked = (params(6), params(6, steering_module_ref="late"))

@@ -97,6 +97,11 @@ def test_steering_is_global_and_by_request(saved, reference):
     assert "['post_block'][99]: layer 99 is out of range" in saved["steering refusal"]
 
 
+def test_requests_that_share_a_new_vector_all_wait_for_it(saved, reference):
+    shared = Addition(("post_block", 1), modes.vectors(HIDDEN)[2])
+    assert saved["at once"] == [reference.greedy(streaming.STEERED, 6, [shared])] * 3
+
+
 def test_an_unknown_consumer_is_refused_and_the_engine_lives(saved):
     assert "consumers['nobody']" in saved["refusal"]
     assert "reader" in saved["refusal"]

@@ -154,6 +154,18 @@ def test_steering_of_a_range_ends_in_a_steady_decode(engine):
     assert engine.session.rows_steered == 2 * PROMPT + sum(map(sum, found))
 
 
+def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.start("a", GroupUse("any", Selection(), "unknown"))
+    engine.start("b", EVERYWHERE)
+    assert engine.step(a=PROMPT, b=PROMPT) == [False] * PROMPT + [True] * PROMPT
+    engine.finish("a")
+    result = engine.session.take_results(["a"], {})["a"][0]["positions"]
+    assert result["status"] == "error" and "unknown is not in this worker" in result["error"]
+    assert consumer.seen == {"b": [0, 1, 2]}
+
+
 def test_a_slot_is_not_steered_for_its_next_sequence(engine):
     decoding(engine)
     engine.finish("a")

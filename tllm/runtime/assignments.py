@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -15,6 +16,8 @@ from tllm.runtime.timeline import Timeline, covers_each
 from tllm.runtime.token_choices import TokenChoices
 from tllm.spec.selection import END, Intervals, intersected, stretch_starts
 from tllm.spec.steering import TokenChoice, configurations, steering_stretches
+
+logger = logging.getLogger(__name__)
 
 
 class Assignments:
@@ -61,8 +64,8 @@ class Assignments:
                 self._slots.follow(slot, phase, 0, -1)
             self.served.discard(slot)
             return
+        steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         wanted = list(self._wanted(sequence))
-        steered = self._acquire_steering(sequence)
         starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
         starts = sorted({*starts, *(start for start, _ in steered)})
         rows, steer, row = dict(steered), [], -1
@@ -135,7 +138,10 @@ class Assignments:
 
     def _acquire_steering(self, sequence: Sequence) -> list[tuple[int, int]]:
         """`(first position, steering row)` of each stretch of a sequence; rows are kept until it
-        is removed."""
+        is removed.
+
+        When a row cannot be had, no consumer is given rows that were to be steered and were not.
+        """
         if not sequence.steering:
             return []
         stretches = steering_stretches(
@@ -145,8 +151,11 @@ class Assignments:
         try:
             for groups in configurations(stretches) - rows.keys():
                 rows[groups] = self._steering.acquire(groups)
-        except ValueError as error:
-            sequence.errors["steering"] = str(error)
+        except ValueError as error:  # a fault of ours: what a request asks was checked before
+            logger.error("request %s is not steered: %s", sequence.info.request_id, error)
+            for name in ("steering", *self._consumers):
+                sequence.errors[name] = str(error)
+                sequence.refused.add(name)
             return []
         return [
             (start, self._choice(sequence, applied))
