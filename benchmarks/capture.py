@@ -40,7 +40,12 @@ class Capturing:
 
             name = "filesystem"
             self._root = Path(tempfile.mkdtemp(prefix="tllm-capture-", dir=os.environ.get(FOLDER)))
-            self.consumer = FilesystemConsumer(self._root / "store", threads=4)
+            self._synced = captured.synced
+            self.consumer = FilesystemConsumer(
+                self._root / "store",
+                threads=4,
+                durability="fsync" if self._synced else "rename",
+            )
         asking: dict[str, Any] = {"capture": {name: spec}}
         self.params = [asking, *({} for _ in range(captured.one_in - 1))]
         self._name = name
@@ -66,7 +71,13 @@ class Capturing:
             nbytes = sum(result.payload.bytes for result in results)
         counted = {"results": len(results), "megabytes_per_second": nbytes / seconds / 1e6}
         if self._root is not None:
-            counted["disk_megabytes_per_second"] = disk_speed(self._root, nbytes) / 1e6
+            # What is on its way to the device, or takes up room, is not the next round's.
+            for path in (self._root / "store").rglob("*.safetensors"):
+                path.unlink()
+            os.sync()
+            speed = disk_speed(self._root, nbytes, self._synced)
+            os.sync()
+            counted["disk_megabytes_per_second"] = speed / 1e6
             counted["share_of_disk"] = (
                 counted["megabytes_per_second"] / counted["disk_megabytes_per_second"]
             )
@@ -78,15 +89,17 @@ class Capturing:
             shutil.rmtree(self._root, ignore_errors=True)
 
 
-def disk_speed(folder: Path, nbytes: int) -> float:
-    """Bytes a second that plain sequential writes of as many bytes reach, without a sync, as the
-    store writes by default."""
+def disk_speed(folder: Path, nbytes: int, synced: bool) -> float:
+    """Bytes a second that plain sequential writes of as many bytes reach; until they are on the
+    device, or not, as the store writes by default."""
     block = os.urandom(_CHUNK)
     path = folder / "speed"
     begin = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for _ in range(max(1, nbytes // _CHUNK)):
             file.write(block)
+        if synced:
+            os.fsync(file.fileno())
     seconds = time.perf_counter() - begin
     path.unlink()
     return max(1, nbytes // _CHUNK) * _CHUNK / seconds

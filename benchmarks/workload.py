@@ -112,12 +112,14 @@ class Captured:
         layers: how many, from the middle outwards, of `post_block`.
         positions: of each request.
         to_disk: into a sharded store; else to memory, back on the outputs.
+        synced: results wait until their rows are on the device.
         one_in: one of so many prompts captures; the others are plain.
     """
 
     layers: int
     positions: str = "all"
     to_disk: bool = False
+    synced: bool = False
     one_in: int = 1
 
     def is_plain(self, prompt: int) -> bool:
@@ -180,6 +182,7 @@ def _captured(shape: str, layers: int, workload: Workload) -> list[Benchmark]:
         "1-layer-to-disk": Captured(1, to_disk=True),
         "4-layers-to-disk": Captured(4, to_disk=True),
         "all-layers-to-disk": Captured(layers, to_disk=True),
+        "all-layers-synced": Captured(layers, to_disk=True, synced=True),
         "beside-plain": Captured(layers, one_in=16),
     }
     return [

@@ -8,6 +8,7 @@ from engine.asking import error_of, generate, greedy, prompts_of, sampled
 import tllm.stores
 from capture.truth import meant
 from tllm import SamplingParams
+from tllm.consumers.capture import capturing
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.registry import consumer_from_spec
 
@@ -100,6 +101,64 @@ def test_rows_ahead_of_the_end_do_not_reach_the_disk(tight_llm, truth, tmp_path)
         count = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
         record = store.record(str(i))
         check_record(record, output, output.outputs[0], truth, list(range(count)))
+
+
+EARLY = []
+"""Requests and positions of rows that were written while their request ran."""
+
+
+class Early(FilesystemConsumer):
+    def take_early(self, request, spec, places, rows):
+        EARLY.append((request.options["request_id"], request.sample_index, rows.positions.tolist()))
+        super().take_early(request, spec, places, rows)
+
+
+@pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
+def test_long_prompts_are_written_while_they_are_computed(
+    tight_llm, truth, tmp_path, monkeypatch, layout
+):
+    monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    EARLY.clear()
+    tight_llm.register_consumer(
+        Early(tmp_path, layout=layout, publish_interval=0.05, shard_bytes=1 << 20)
+    )
+    where = ["all", "all_prompt", [0, 20, -1], "all_generated", "all"]
+    lengths = [90, 70, 60, 20, 50]
+    params = [
+        sampled(20, n=2, capture=filesystem(positions=p, request_id=f"{i}"))
+        for i, p in enumerate(where)
+    ]
+    outputs = generate(tight_llm, prompts_of(lengths), params)
+    store = tllm.stores.open(tmp_path)
+    early: dict = {}
+    for name, sample, positions in EARLY:
+        early.setdefault((name, sample), []).extend(positions)
+    for i, (output, positions) in enumerate(zip(outputs, where, strict=True)):
+        prompt = len(output.prompt_token_ids)
+        for completion in output.outputs:
+            result = completion.capture_results["filesystem"]
+            assert (result.status, result.error) == ("ok", None)
+            record = store.record(f"{i}", sample_index=completion.index)
+            assert record.status == "ok"
+            tokens = [*output.prompt_token_ids, *completion.token_ids][:-1]
+            expected = meant(positions, prompt, tokens)
+            if completion.index:
+                expected = [position for position in expected if position >= prompt]
+            check_record(record, output, completion, truth, expected)
+        written = [position for position in meant(positions, prompt, tokens) if position < prompt]
+        assert early.get((f"{i}", 0), []) == written
+    assert {sample for _, sample, _ in EARLY} == {0}
+    assert store.verify().ok
+
+
+def test_a_name_that_is_taken_is_found_early(llm, tmp_path, monkeypatch):
+    monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    params = greedy(2, capture=filesystem(request_id="same"))
+    first, second = generate(llm, prompts_of([15, 16]), [params, params])
+    results = [o.capture_results["filesystem"] for o in (first, second)]
+    assert sorted(result.status for result in results) == ["error", "ok"]
+    assert "same" in next(r.error for r in results if r.error)
 
 
 def test_both_consumers_at_once(llm, truth, tmp_path):

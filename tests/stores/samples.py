@@ -81,6 +81,17 @@ def stacked(record: Record) -> Record:
     return Record(record.meta, StackedRows(tuple(record.arrays), tensor, rows[0].positions))
 
 
+def in_pieces(record: Record) -> list[StackedRows]:
+    """Its arrays stacked, a few rows at a time."""
+    whole = stacked(record).arrays
+    assert isinstance(whole, StackedRows)
+    starts = range(0, max(1, len(whole.tensor)), 7)
+    return [
+        StackedRows(whole.places, whole.tensor[at : at + 7], whole.positions[at : at + 7])
+        for at in starts
+    ]
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes: NaN and the sign of zero count."""
     return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)

@@ -13,6 +13,7 @@ from tests.stores.samples import (
     LAYOUTS,
     assert_same,
     assert_whole,
+    in_pieces,
     payloads,
     record_of,
     rows_of,
@@ -545,9 +546,16 @@ def test_stacked_rows_are_stored_as_each_array_by_itself(
     with StoreWriter(
         root, layout=layout, queue_bytes=queue_bytes, overflow="spill", spill_folder=spill
     ) as writer:
-        futures = [
-            writer.submit(stacked(record) if n % 7 else record) for n, record in enumerate(records)
-        ]
+        futures = []
+        for n, record in enumerate(records):
+            if n % 4 == 3:
+                stream = writer.begin(record.meta)
+                for piece in in_pieces(record):
+                    stream.append_stack(piece)
+                futures.append(stream.finish())
+            else:
+                given = (record, stacked(record), Record(record.meta, in_pieces(record)))[n % 4]
+                futures.append(writer.submit(given))
     assert {future.result(0).status for future in futures} == {"ok"}
     store = stores.open(root)
     for record, future in zip(records, futures, strict=True):
@@ -576,3 +584,35 @@ def test_stacked_rows_that_are_not_fit_are_refused(
 ) -> None:
     with StoreWriter(tmp_path) as writer, pytest.raises(ValueError, match=message):
         writer.submit(Record(RecordMeta("r"), StackedRows(places, torch.zeros(shape), [0])))
+
+
+def test_pieces_of_a_stack_must_follow_each_other(tmp_path: Path) -> None:
+    def piece(*positions, places=(("post_block", 1), ("mlp_out", 1)), hidden=4):
+        return StackedRows(places, torch.zeros(len(positions), len(places), hidden), positions)
+
+    wrong = {
+        "ascend, from 3": piece(2, 4),
+        "F32 rows of 8 of post_block.1, mlp_out.1": piece(5, hidden=8),
+    }
+    with StoreWriter(tmp_path) as writer:
+        with pytest.raises(ValueError, match="no pieces were given"):
+            writer.submit(Record(RecordMeta("none"), []))
+        other = piece(5, places=(("post_block", 1),))
+        with pytest.raises(ValueError, match="the same places, dtype and width"):
+            writer.submit(Record(RecordMeta("other"), [piece(1, 2), other]))
+        stream = writer.begin(RecordMeta("streamed"))
+        stream.append_stack(piece(1, 2))
+        for message, given in wrong.items():
+            with pytest.raises(ValueError, match=message):
+                writer.submit(Record(RecordMeta(message), [piece(1, 2), given]))
+            with pytest.raises(ValueError, match=message):
+                stream.append_stack(given)
+        with pytest.raises(ValueError, match="append_stack before"):
+            stream.append("post_block", 1, [3], torch.zeros(1, 4))
+        stream.append_stack(piece(4))
+        stream.finish(prompt_len=3)
+    record = stores.open(tmp_path).record("streamed")
+    assert record.prompt_len == 3
+    assert record.positions("post_block", 1).tolist() == [1, 2, 4]
+    assert record.positions("mlp_out", 1).tolist() == [1, 2, 4]
+    assert_whole(stores.open(tmp_path))

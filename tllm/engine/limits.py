@@ -27,5 +27,10 @@ def check(vllm_config: Any) -> None:
             "sequence parallelism gives each rank a part of the rows: set "
             "compilation_config.pass_config.enable_sp=False"
         )
+    if parallel.use_ray and versions.bypasses_worker(vllm_config):
+        refusals.append(
+            "vLLM's older Ray executor (it runs the model behind the worker's back): set "
+            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"
+        )
     if refusals:
         raise ValueError("tLLM does not run with " + "; nor with ".join(refusals))

@@ -161,3 +161,11 @@ def only_temperature_and_min_p(sampler: Any, idx_mapping_np: np.ndarray) -> bool
 def sequence_parallel(pass_config: Any) -> bool:
     """Whether the sequence-parallelism pass is on; later versions than 0.30 have none."""
     return hasattr(pass_config, "enable_sp") and bool(pass_config.enable_sp)
+
+
+def bypasses_worker(vllm_config: Any) -> bool:
+    """Whether the Ray executor calls the model runner, and not the worker that has it."""
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.ray_executor import RayDistributedExecutor
+
+    return issubclass(Executor.get_class(vllm_config), RayDistributedExecutor)

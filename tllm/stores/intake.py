@@ -47,6 +47,7 @@ class Intake:
         self._loads = [0] * threads
         self._changed = threading.Condition()
         self._waiting = 0
+        self._turn = -1
         self.used = 0
         self.peak = 0
         self.blocked_seconds = 0.0
@@ -59,9 +60,12 @@ class Intake:
         return self._waiting > 0
 
     def lightest(self) -> int:
-        """The thread with the least to do."""
+        """The thread with the least to do; of several, each in turn."""
         with self._changed:
-            return min(range(len(self._loads)), key=self._loads.__getitem__)
+            count = len(self._loads)
+            self._turn = (self._turn + 1) % count
+            turns = [(self._turn + i) % count for i in range(count)]
+            return min(turns, key=self._loads.__getitem__)
 
     def put(self, thread: int, item: Item) -> StoreError | None:
         """Queue an item; the error, and nothing queued, when there is no room for it."""

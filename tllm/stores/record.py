@@ -163,6 +163,9 @@ class RecordMeta:
         return self.tag, self.request_id, self.sample_index, self.stage
 
 
+Arrays = Mapping[tuple[str | HookPoint, int | None], Rows] | StackedRows | Sequence[StackedRows]
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
     """A whole record, for `StoreWriter.submit`.
@@ -170,11 +173,11 @@ class Record:
     Attributes:
         meta: what it is.
         arrays: rows by `(hook, layer)`; hook points by name or alias, layer None for `lm_head_in`.
-            Or all of them stacked.
+            Or all of them stacked, in one piece or several of the same places, in order.
     """
 
     meta: RecordMeta
-    arrays: Mapping[tuple[str | HookPoint, int | None], Rows] | StackedRows
+    arrays: Arrays
 
 
 @dataclass(eq=False, slots=True)  # not frozen: that costs more than all checks together
@@ -261,8 +264,9 @@ class CheckedStack:
         return self.tensor.nbytes + len(self.keys) * self.positions.nbytes
 
     @classmethod
-    def of(cls, given: StackedRows) -> CheckedStack:
-        """Check stacked rows; raises `ValueError` saying what is wrong with them."""
+    def of(cls, given: StackedRows, after: int = -1) -> CheckedStack:
+        """Check stacked rows, whose positions are above `after`; raises `ValueError` saying what is
+        wrong with them."""
         keys, tensor = _keys(given.places), given.tensor
         name = f"{keys[0].name} and {len(keys) - 1} more"
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3 or 0 in tensor.shape[1:]:
@@ -273,9 +277,20 @@ class CheckedStack:
                 f"{name}: a tensor {list(tensor.shape)} was given for {len(keys)} places; give "
                 "[rows, places, hidden]"
             )
-        positions = checked_positions(name, given.positions)
+        positions = checked_positions(name, given.positions, after)
         plain = CheckedRows.of(keys[0], Rows(tensor.flatten(1), positions), positions)
         return cls(keys, plain.tensor.view(tensor.shape), plain.dtype, positions)
+
+    @property
+    def kind(self) -> tuple[tuple[ArrayKey, ...], str, int]:
+        """What stacks must have in common to follow each other: arrays, dtype, width."""
+        return self.keys, self.dtype, self.tensor.shape[2]
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        names = ", ".join(key.name for key in self.keys)
+        return f"{self.dtype} rows of {self.tensor.shape[2]} of {names}"
 
     def unstacked(self) -> list[CheckedRows]:
         """Each array by itself; its rows are copied."""
@@ -322,6 +337,8 @@ def checked_arrays(record: Record) -> list[CheckedRows | CheckedStack]:
     """All arrays of a record; `ValueError` when one is not fit, or is given twice."""
     if isinstance(record.arrays, StackedRows):
         return [CheckedStack.of(record.arrays)]
+    if not isinstance(record.arrays, Mapping):
+        return _checked_pieces(record.arrays)
     checked: dict[ArrayKey, CheckedRows] = {}
     # Arrays mostly share their positions: they are checked, and stored, once.
     positions: dict[int, PositionArray] = {}
@@ -334,6 +351,24 @@ def checked_arrays(record: Record) -> list[CheckedRows | CheckedStack]:
             known = positions[id(rows.positions)] = checked_positions(key.name, rows.positions)
         checked[key] = CheckedRows.of(key, rows, known)
     return list(checked.values())
+
+
+def _checked_pieces(pieces: Sequence[StackedRows]) -> list[CheckedRows | CheckedStack]:
+    """Pieces of one stack; `ValueError` when one does not follow the one before."""
+    checked: list[CheckedStack] = []
+    after = -1
+    for piece in pieces:
+        stack = CheckedStack.of(piece, after)
+        if checked and stack.kind != checked[0].kind:
+            raise ValueError(
+                f"a piece of {stack.what} was given after one of {checked[0].what}; all pieces of "
+                "a record have the same places, dtype and width"
+            )
+        after = int(stack.positions[-1]) if stack.rows else after
+        checked.append(stack)
+    if not checked:
+        raise ValueError("no pieces were given; give at least one, which may have no rows")
+    return [stack for stack in checked if stack.rows] or [*checked[:1]]
 
 
 def require_status(status: str, error: str) -> None:

@@ -10,6 +10,7 @@ from tllm.stores.publication import Publication
 from tllm.stores.publisher import Item, Publisher
 from tllm.stores.recording import Recording
 from tllm.stores.sidecar import Entry
+from tllm.stores.stack import Buffer
 from tllm.stores.volume import Volume
 
 HEADER_BYTES = 128 << 10
@@ -27,6 +28,7 @@ class ShardPublisher(Publisher):
 
     _volume: Volume | None = field(default=None, init=False)
     _present: dict[Recording, None] = field(default_factory=dict, init=False)
+    _spare: list[Buffer] = field(default_factory=list, init=False)
 
     @property
     def holding(self) -> bool:
@@ -86,7 +88,7 @@ class ShardPublisher(Publisher):
     def _shard(self) -> Volume:
         if self._volume is None:
             path = self.room.paths.staging / f"{next(self.room.names)}{PAYLOAD_SUFFIX}"
-            self._volume = Volume(path, HEADER_BYTES, self.room.sync)
+            self._volume = Volume(path, HEADER_BYTES, self.room.sync, spare=self._spare)
             self.deadline = time.monotonic() + self.room.interval
         return self._volume
 

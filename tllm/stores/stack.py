@@ -9,7 +9,6 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from tllm.stores.dtype import ITEM_SIZES, as_bytes
 from tllm.stores.payload import PayloadFile
@@ -19,13 +18,17 @@ from tllm.stores.sidecar import POSITION_BYTES
 
 Buffer = npt.NDArray[np.uint8]
 
+_ROUND = 1 << 20
+_MOST_SPARE = 128 << 20
+"""Bytes that are kept for the next block."""
+
 
 @dataclass(eq=False, slots=True)
 class StackPiece:
     """A stack of one record, staged or written. The work for it is that of one array.
 
     Attributes:
-        stack: the rows, until they are written.
+        stacks: the rows, until they are written.
         block: what the stacks of one write have in common, once it is known.
         row: first row in the block's tensors.
         crc32: by array, of the rows and their positions, once they are in the file.
@@ -37,7 +40,7 @@ class StackPiece:
     rows: int
     positions: bytes
     nbytes: int
-    stack: CheckedStack | None
+    stacks: list[CheckedStack]
     block: StackBlock | None = None
     row: int = 0
     crc32: Sequence[int] = ()
@@ -47,7 +50,14 @@ class StackPiece:
     def of(cls, recording: Recording, stack: CheckedStack) -> StackPiece:
         """A record's stack, not yet written."""
         positions = stack.positions.tobytes()
-        return cls(recording, stack.keys, stack.rows, positions, stack.nbytes, stack)
+        return cls(recording, stack.keys, stack.rows, positions, stack.nbytes, [stack])
+
+    def extend(self, stack: CheckedStack) -> None:
+        """The record's next rows, of the same arrays."""
+        self.rows += stack.rows
+        self.positions += stack.positions.tobytes()
+        self.nbytes += stack.nbytes
+        self.stacks.append(stack)
 
 
 @dataclass(eq=False)
@@ -82,29 +92,32 @@ class StackBlock:
         Args:
             spare: memory of earlier blocks, which is filled faster than new memory.
         """
-        rows, stacks = 0, []
+        rows = 0
         taken: Buffer | None = None
         for piece in pieces:
-            assert piece.stack is not None
             piece.row = rows
             rows += piece.rows
-            stacks.append(piece.stack.tensor)
-        _, arrays, hidden = stacks[0].shape
-        dtype = pieces[0].stack.dtype if pieces[0].stack else ""
-        if len(pieces) == 1 and rows <= 1:
-            data = as_bytes(stacks[0])
+        stacks = [stack for piece in pieces for stack in piece.stacks]
+        keys, dtype, hidden = stacks[0].kind
+        if len(stacks) == 1 and rows <= 1:
+            data = as_bytes(stacks[0].tensor)
         elif not rows:
             data = memoryview(b"")
         else:
-            nbytes = arrays * rows * hidden * stacks[0].element_size()
-            taken = (
-                spare.pop() if spare and len(spare[-1]) >= nbytes else np.empty(nbytes, np.uint8)
-            )
-            raw = taken[:nbytes]
-            side_by_side = torch.from_numpy(raw).view(stacks[0].dtype).view(arrays, rows, hidden)
-            for piece, tensor in zip(pieces, stacks, strict=True):
-                side_by_side[:, piece.row : piece.row + piece.rows] = tensor.transpose(0, 1)
-            data = raw.data
+            width = hidden * ITEM_SIZES[dtype]
+            nbytes = len(keys) * rows * width
+            taken = spare.pop() if spare else None
+            if taken is None or len(taken) < nbytes:
+                taken = np.empty(-(-nbytes // _ROUND) * _ROUND, np.uint8)
+            side_by_side = taken[:nbytes].reshape(len(keys), rows, width)
+            row = 0
+            for stack in stacks:
+                # numpy, since torch would begin threads of its own for each of ours.
+                given = np.frombuffer(as_bytes(stack.tensor) or b"", np.uint8)
+                given = given.reshape(stack.rows, len(keys), width)
+                side_by_side[:, row : row + stack.rows] = given.transpose(1, 0, 2)
+                row += stack.rows
+            data = taken[:nbytes].data
         spans = file.add_each(names, dtype, hidden, rows, data)
         block = cls(
             dtype,
@@ -131,11 +144,11 @@ class StackBlock:
             piece.crc32 = [
                 crc32(positions, crc32(data[start : start + length])) for start in starts
             ] or [crc32(positions)] * len(piece.keys)
-            piece.stack = None
+            piece.stacks = []
         self.data = None
-        if self.memory is not None:
+        if self.memory is not None and len(self.memory) <= _MOST_SPARE:
             spare[:] = [self.memory]
-            self.memory = None
+        self.memory = None
 
 
 @dataclass(eq=False, slots=True)

@@ -17,12 +17,19 @@ from tllm.stores.publisher import Item
 from tllm.stores.record import (
     ArrayKey,
     CheckedRows,
+    CheckedStack,
     RecordMeta,
     RecordStatus,
     Rows,
+    StackedRows,
     checked_positions,
 )
 from tllm.stores.recording import Published, Recording
+
+_Array = tuple[str | None, int, int]
+"""Of an array's rows so far: dtype, width and last position."""
+
+_NEW: _Array = None, 0, -1
 
 
 class RecordStream:
@@ -45,7 +52,8 @@ class RecordStream:
         self._recording = recording
         self._put = put
         self._ended = False
-        self._arrays: dict[ArrayKey, tuple[str, int, int]] = {}
+        self._stacked: bool | None = None
+        self._arrays: dict[ArrayKey, _Array] = {}
         self._lost: dict[str, StoreError] = {}
         self._lock = threading.RLock()
 
@@ -76,8 +84,9 @@ class RecordStream:
         """
         with self._lock:
             self._require_open()
+            self._require_same(stacked=False)
             key = ArrayKey.of(hook, layer)
-            dtype, hidden, after = self._arrays.get(key, (None, None, -1))
+            dtype, hidden, after = self._arrays.get(key, _NEW)
             checked = checked_positions(key.name, positions, after)
             rows = CheckedRows.of(key, Rows(tensor, positions), checked)
             if dtype is not None and (dtype, hidden) != (rows.dtype, rows.tensor.shape[1]):
@@ -94,11 +103,36 @@ class RecordStream:
             if error is not None:
                 self._lost[f"rows of {key.name} were not kept: {error.reason}"] = error
 
+    def append_stack(self, rows: StackedRows) -> None:
+        """`append` for several arrays whose rows have the same positions; raises as it does. A
+        record takes either."""
+        with self._lock:
+            self._require_open()
+            self._require_same(stacked=True)
+            known = [self._arrays.get(ArrayKey.of(*place), _NEW) for place in rows.places]
+            stack = CheckedStack.of(rows, max((after for *_, after in known), default=-1))
+            _, dtype, hidden = stack.kind
+            for before in known:
+                if before[0] is not None and before[:2] != (dtype, hidden):
+                    raise ValueError(
+                        f"{stack.what} were given after {before[0]} rows of {before[1]}; an array "
+                        "has one dtype and one width"
+                    )
+            for key, (*_, after) in zip(stack.keys, known, strict=True):
+                last = int(stack.positions[-1]) if stack.rows else after
+                self._arrays[key] = dtype, hidden, last
+            if self._recording is None:
+                return
+            error = self._put(Item(self._recording, [stack], lost=self._take_lost()))
+            if error is not None:
+                self._lost[f"{stack.what} were not kept: {error.reason}"] = error
+
     def finish(
         self,
         status: RecordStatus = "ok",
         error: str = "",
         *,
+        prompt_len: int | None = None,
         token_ids: Sequence[int] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Future[Published]:
@@ -106,7 +140,7 @@ class RecordStream:
 
         Args:
             status, error: see `RecordMeta`.
-            token_ids, metadata: instead of those given at the beginning.
+            prompt_len, token_ids, metadata: instead of those given at the beginning.
 
         Raises:
             ValueError: status, error or metadata are malformed; the record is still open.
@@ -115,6 +149,8 @@ class RecordStream:
         with self._lock:
             self._require_open()
             changes: dict[str, Any] = {"status": status, "error": error}
+            if prompt_len is not None:
+                changes["prompt_len"] = prompt_len
             if token_ids is not None:
                 changes["token_ids"] = token_ids
             if metadata is not None:
@@ -137,6 +173,14 @@ class RecordStream:
     def _take_lost(self) -> dict[str, StoreError]:
         lost, self._lost = self._lost, {}
         return lost
+
+    def _require_same(self, stacked: bool) -> None:
+        if self._stacked not in (None, stacked):
+            raise ValueError(
+                f"record {self.meta.request_id!r} was given rows by "
+                f"{'append_stack' if self._stacked else 'append'} before; go on with that"
+            )
+        self._stacked = stacked
 
     def _require_open(self) -> None:
         if self._ended:

@@ -66,6 +66,7 @@ class Volume:
         path: payload file to create.
         header_bytes, sync: see `PayloadFile`.
         tensor_name: the tensor's name for an array.
+        spare: memory of earlier blocks, also of volumes before.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Volume:
         header_bytes: int,
         sync: bool,
         tensor_name: Callable[[ArrayKey], str] = lambda key: key.name,
+        spare: list[Buffer] | None = None,
     ) -> None:
         self.path = path
         self._file = PayloadFile(path, header_bytes, sync)
@@ -82,7 +84,7 @@ class Volume:
         self._staged_stacks: dict[_StackGroup, list[StackPiece]] = {}
         self._pieces: dict[Recording, dict[ArrayKey, list[Piece]]] = {}
         self._stacks: dict[Recording, list[StackPiece]] = {}
-        self._spare: list[Buffer] = []
+        self._spare = [] if spare is None else spare
         self._position_starts: dict[Piece, int] = {}
         self._broken: OSError | None = None
         self.staged_bytes = 0
@@ -106,7 +108,7 @@ class Volume:
         singles = {*self._staged}
         for rows in arrays:
             if isinstance(rows, CheckedStack):
-                stacks.add(_stack_group(rows))
+                stacks.add(rows.kind)
             else:
                 singles.add(_group(rows))
         needed = len(singles) + sum(len(keys) for keys, _, _ in stacks)
@@ -115,8 +117,11 @@ class Volume:
     def stage(self, recording: Recording, rows: CheckedRows | CheckedStack) -> None:
         """Take rows into the next block; nothing is copied or written yet."""
         if isinstance(rows, CheckedStack):
-            stacks = self._staged_stacks.setdefault(_stack_group(rows), [])
-            stacks.append(StackPiece.of(recording, rows))
+            stacks = self._staged_stacks.setdefault(rows.kind, [])
+            if stacks and stacks[-1].recording is recording:
+                stacks[-1].extend(rows)
+            else:
+                stacks.append(StackPiece.of(recording, rows))
             self.staged_bytes += rows.nbytes
             return
         group = self._staged.setdefault(_group(rows), [])
@@ -275,10 +280,6 @@ class Volume:
                 buffers.append(memoryview(each.positions))
                 count += each.rows
         self._file.add(POSITIONS, "I32", None, count, buffers)
-
-
-def _stack_group(stack: CheckedStack) -> _StackGroup:
-    return stack.keys, stack.dtype, stack.tensor.shape[2]
 
 
 def _group(rows: CheckedRows) -> _Group:

@@ -21,6 +21,9 @@ IntArray = npt.NDArray[np.int32]
 _FEW = 256
 """Positions that are pickled as they are."""
 
+_MANY_BYTES = 1 << 20
+"""Rows that are not copied where that can be avoided."""
+
 
 @dataclass(frozen=True, eq=False)
 class Activation:
@@ -57,11 +60,20 @@ class Rows:
             self._pieces = [torch.cat(self._pieces)]
         return self._pieces[0]
 
+    def pieces(self) -> Iterator[tuple[IntArray, torch.Tensor]]:
+        """Positions and rows of each piece that has any."""
+        begin = 0
+        for piece in self._pieces:
+            end = begin + len(piece)
+            if begin < end:
+                yield self.positions[begin:end], piece
+            begin = end
+
     def up_to(self, count: int) -> Rows:
         """The first rows."""
         if count >= len(self):
             return self
-        return Rows(self.positions[:count], [self.tensor[:count]])
+        return Rows(self.positions[:count], self._split(count)[0])
 
     def within(self, intervals: Intervals) -> Rows:
         """The rows at positions in any of the intervals."""
@@ -75,6 +87,11 @@ class Rows:
     def split(self, position: int) -> tuple[Rows, Rows]:
         """The rows before a position, and the others."""
         count = int(np.searchsorted(self.positions, position))
+        before, after = self._split(count)
+        return Rows(self.positions[:count], before), Rows(self.positions[count:], after)
+
+    def _split(self, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The pieces of the first rows, and of the others."""
         before: list[torch.Tensor] = []
         after: list[torch.Tensor] = []
         left = count
@@ -85,10 +102,7 @@ class Rows:
                 after.append(piece[left:])
             left = max(0, left - len(piece))
         none = [self._pieces[0][:0]]
-        return (
-            Rows(self.positions[:count], before or none),
-            Rows(self.positions[count:], after or none),
-        )
+        return before or none, after or none
 
     def __getstate__(self) -> Any:
         first = self._pieces[0]
@@ -203,13 +217,19 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
         places = ", ".join(f"{p} {sorted(layers, key=str)}" for p, layers in self.items())
         return f"Activations({places})"
 
-    def stacked(self) -> tuple[tuple[Place, ...], IntArray, torch.Tensor]:
-        """Of what one worker captured: places, positions, and rows `[rows, places, hidden]`.
+    def stacked(self) -> tuple[tuple[Place, ...], list[tuple[IntArray, torch.Tensor]]]:
+        """Of what one worker captured: places, and positions with rows `[rows, places, hidden]`.
+        Large rows that lie in several pieces are not joined for it.
 
         With a reduction there is one row, and the positions are those that it was made of.
         """
         [block] = self._blocks
-        return block.places, *self._values(block)
+        phases = block.prompt, block.generated
+        if all(isinstance(rows, Rows) for rows in phases):
+            pieces = [p for rows in phases if isinstance(rows, Rows) for p in rows.pieces()]
+            if sum(rows.nbytes for _, rows in pieces) >= _MANY_BYTES:
+                return block.places, pieces
+        return block.places, [self._values(block)]
 
     @cached_property
     def _by_point(self) -> dict[str, _Layers]:

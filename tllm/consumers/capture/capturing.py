@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 #: Seconds that an engine waits before that is said.
 _PATIENCE_S = 5.0
 
+_EARLY_BYTES = 8 << 20
+"""Rows of a sequence that are worth a part of their own in what they are written to."""
+
 _Key = tuple[str, int]
 _STREAMED = (
     "the prompt was streamed: token_ids chose rows as if all of it had been the prompt from the "
@@ -74,6 +77,8 @@ class Capturing(Consumer):
 
     #: Whether the rows themselves go to the user's process.
     rows_are_results: bool = False
+    #: Whether `take_early` has a use for large prompts while they are captured.
+    takes_early: bool = False
 
     def __init__(
         self,
@@ -101,6 +106,14 @@ class Capturing(Consumer):
         """All rows of a sequence are on the host: give `ending.result` its value, now or later.
 
         On the delivery thread.
+        """
+
+    def take_early(
+        self, request: RequestInfo, spec: CaptureSpec, places: tuple[Place, ...], rows: Rows
+    ) -> None:
+        """Rows of the prompt of a sequence that runs; they will not be in what `conclude` gets.
+
+        On the delivery thread, in the order of positions, and only with `takes_early`.
         """
 
     def flows(self) -> Sequence[ConsumerFlow]:
@@ -251,7 +264,10 @@ class Capturing(Consumer):
             assert meta is not None
             sequences = [sequence_key(request) for request in meta.requests]
             chunk = Chunk(sequences, meta.request_index, meta.positions, tensors["rows"])
-            self._rows.add(self._exported.popleft(), chunk)
+            kind = self._exported.popleft()
+            self._rows.add(kind, chunk)
+            if self.takes_early:
+                self._give_early(kind, chunk, meta.requests)
             return
         ending, missing = self._ending[0], ""
         spec = ending.spec
@@ -274,6 +290,21 @@ class Capturing(Consumer):
         if last:
             with self._concluded:
                 self._concluded.notify_all()
+
+    def _give_early(
+        self, kind: tuple[str, tuple[Place, ...]], chunk: Chunk, requests: Sequence[RequestInfo]
+    ) -> None:
+        """Hand over what a large chunk completes. Rows of generated tokens wait: the engine may
+        have computed some that will not belong to the sequence."""
+        counts = np.bincount(chunk.index, minlength=len(requests))
+        large = counts * (chunk.rows.nbytes // max(1, len(chunk.index))) >= _EARLY_BYTES
+        for request in (requests[number] for number in np.flatnonzero(large).tolist()):
+            key = sequence_key(request)
+            spec = self._specs.get(key)  # not there: it has ended, and all will come at once
+            if spec is not None and not spec.chooses_late:
+                rows = self._rows.take_before(kind, key, request.prompt_len)
+                if rows is not None:
+                    self.take_early(request, spec, kind[1], rows)
 
     def _kept_rows(self, ending: Ending) -> tuple[Block, str]:
         """Its rows, and what is missing."""

@@ -13,9 +13,18 @@ from typing import Any, get_args
 
 import torch
 
-from tllm.consumers.capture.activations import Activations
+from tllm.consumers.capture.activations import Activations, Rows
 from tllm.consumers.capture.capturing import Capturing, Ending
-from tllm.ports import ConsumerContext, Payload, PortBundle, RequestInfo, RequestResult, RowMeta
+from tllm.consumers.capture.reductions import sequence_key
+from tllm.ports import (
+    ConsumerContext,
+    Payload,
+    Place,
+    PortBundle,
+    RequestInfo,
+    RequestResult,
+    RowMeta,
+)
 from tllm.ports.base import require_one_of
 from tllm.spec.capture import OPTIONS, CaptureSpec
 from tllm.stores import (
@@ -23,6 +32,7 @@ from tllm.stores import (
     Published,
     Record,
     RecordMeta,
+    RecordStream,
     StackedRows,
     StoreError,
     StoreWriter,
@@ -97,6 +107,7 @@ class FilesystemConsumer(Capturing):
     """
 
     needs_tokens = True
+    takes_early = True
 
     def __init__(
         self,
@@ -184,6 +195,8 @@ class FilesystemConsumer(Capturing):
         """Open the store; `ValueError` when it cannot be written."""
         super().start(ctx)
         self._writers: dict[str, StoreWriter] = {}
+        # Of long prompts: the record that is being written, or why it cannot be.
+        self._begun: dict[tuple[str, int], RecordStream | Exception] = {}
         self._expedited_until = 0.0
         self._waiting_bytes = 0
         self._has_failed = False
@@ -251,6 +264,7 @@ class FilesystemConsumer(Capturing):
     def conclude(self, ending: Ending, activations: Activations) -> None:
         """Hand the record to the store's writer."""
         request = ending.request
+        begun = self._begun.pop(sequence_key(request), None)
         problems = [request.missing]
         if request.token_ids is None:
             problems.append("the request was aborted; this is what was captured until then")
@@ -259,24 +273,67 @@ class FilesystemConsumer(Capturing):
         problems.append(activations.problem)
         error = "; ".join(filter(None, problems))
         try:
-            record = self._record(request, ending.spec, activations, error)
-            published = self._writer(request.options.get("layout", self._layout)).submit(record)
+            spec = ending.spec
+            meta = self._meta(request, spec, error)
+            published = self._hand_over(begun, meta, request, _pieces(activations, spec))
         except (ValueError, StoreError) as failure:
             self._fail(ending.result, failure)
             return
-        published.add_done_callback(lambda future: self._settle(ending.result, record.meta, future))
+        published.add_done_callback(lambda future: self._settle(ending.result, meta, future))
         if not self._ending and time.monotonic() < self._expedited_until:
             self._publish()
 
-    def _record(
-        self, request: RequestInfo, spec: CaptureSpec, activations: Activations, error: str
-    ) -> Record:
+    def take_early(
+        self, request: RequestInfo, spec: CaptureSpec, places: tuple[Place, ...], rows: Rows
+    ) -> None:
+        """Begin to write the record of a long prompt."""
+        key = sequence_key(request)
+        begun = self._begun.get(key)
+        if isinstance(begun, Exception):
+            return
+        try:
+            if begun is None:
+                meta = self._meta(request, spec, "")
+                begun = self._begun[key] = self._writer_for(request).begin(meta)
+            for positions, piece in rows.pieces():
+                begun.append_stack(StackedRows(places, piece, positions))
+        except (ValueError, StoreError) as failure:
+            if isinstance(begun, RecordStream):
+                begun.abort()
+            self._begun[key] = failure
+
+    def _hand_over(
+        self,
+        begun: RecordStream | Exception | None,
+        meta: RecordMeta,
+        request: RequestInfo,
+        pieces: list[StackedRows],
+    ) -> Future[Published]:
+        """The last rows of a record, or all; raises what went wrong before."""
+        if begun is None:
+            return self._writer_for(request).submit(Record(meta, pieces))
+        if isinstance(begun, Exception):
+            raise begun
+        for piece in pieces:
+            begun.append_stack(piece)
+        return begun.finish(
+            meta.status,
+            meta.error,
+            prompt_len=meta.prompt_len,
+            token_ids=meta.token_ids,
+            metadata=meta.metadata,
+        )
+
+    def _writer_for(self, request: RequestInfo) -> StoreWriter:
+        return self._writer(request.options.get("layout", self._layout))
+
+    def _meta(self, request: RequestInfo, spec: CaptureSpec, error: str) -> RecordMeta:
         options = request.options
         name = options.get("request_id", f"{request.request_id}-{request.prompt_id[:8]}")
         metadata = dict(options.get("metadata", {}))
         if request.num_samples > 1 and request.sample_index:
             metadata["prompt_rows_in_sample"] = 0
-        meta = RecordMeta(
+        return RecordMeta(
             request_id=name,
             tag=options.get("tag", self._tag),
             sample_index=request.sample_index,
@@ -291,10 +348,6 @@ class FilesystemConsumer(Capturing):
             stage=self._model.stage,
             num_stages=self._model.num_stages,
         )
-        places, positions, rows = activations.stacked()
-        if spec.reduction != "none":
-            positions = positions[-1:]
-        return Record(meta, StackedRows(places, rows, positions))
 
     def _settle(self, result: Future[Any], meta: RecordMeta, future: Future[Published]) -> None:
         """The record is on disk, or will never be."""
@@ -351,3 +404,11 @@ class FilesystemConsumer(Capturing):
         """Records published, partial and failed; rows and bytes captured; the writers' own."""
         writers = {layout: writer.stats() for layout, writer in self._writers.items()}
         return {**super().read_stats(), **self._counts, "writers": writers}
+
+
+def _pieces(activations: Activations, spec: CaptureSpec) -> list[StackedRows]:
+    """The rows of a record; of a reduction, at the last position that it was made of."""
+    places, pieces = activations.stacked()
+    if spec.reduction != "none":
+        pieces = [(positions[-1:], rows) for positions, rows in pieces]
+    return [StackedRows(places, rows, positions) for positions, rows in pieces]

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.capture.activations import Rows
+from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.consumers.capture.spill_file import SpilledRows, SpillFile
 from tllm.ports import ResultMemory
 
@@ -80,6 +81,7 @@ class HostRows:
         self._memory = memory
         self._leave = leave
         self._spill = spill
+        self._copier = RowCopier()
         self._unsorted: dict[Hashable, list[Chunk]] = {}
         self._pieces: dict[Hashable, _Pieces] = {}
         self.held = 0
@@ -115,10 +117,34 @@ class HostRows:
         rows = torch.cat(found)[torch.from_numpy(order)]
         return Rows(positions[order], [rows]), missing
 
+    def take_before(self, kind: Hashable, sequence: Hashable, position: int) -> Rows | None:
+        """The rows of a running sequence before a position, if none of them was given up or
+        spilled; None when there are none."""
+        self._sort(kind)
+        pieces = self._pieces.get(sequence)
+        if pieces is None or pieces.lost:
+            return None
+        taken, left = _Pieces(), _Pieces()
+        for positions, rows in zip(pieces.positions, pieces.rows, strict=True):
+            count = int(np.searchsorted(positions, position))
+            if isinstance(rows, SpilledRows) or (count and left.rows):
+                return None  # not in the order of positions
+            if count:
+                self._append(taken, positions[:count], rows[:count])
+            if count < len(positions):
+                self._append(left, positions[count:], rows[count:])
+        if not taken.rows:
+            return None
+        self._pieces[sequence] = left
+        self.held -= taken.nbytes
+        found = [rows for rows in taken.rows if isinstance(rows, torch.Tensor)]
+        return Rows(np.concatenate(taken.positions), found)
+
     def close(self) -> None:
         """Forget all rows."""
         self._unsorted.clear()
         self._pieces.clear()
+        self._copier.close()
         if self._spill is not None:
             self._spill.close()
 
@@ -175,27 +201,34 @@ class HostRows:
         chunks = self._unsorted.pop(kind, [])
         # Many rows of few sequences need no copy: they lie together already.
         small: list[Chunk] = []
+        copies: list[RowCopy] = []
         for chunk in chunks:
             if len(chunk.positions) > 4 * len(chunk.sequences) and _is_grouped(chunk.index):
-                self._sort_small(small)
+                copies += self._sort_small(small)
                 small = []
-                self._cut(chunk)
+                copies += self._cut(chunk)
             else:
                 small.append(chunk)
-        self._sort_small(small)
+        self._copier.run([*copies, *self._sort_small(small)])
 
-    def _cut(self, chunk: Chunk) -> None:
+    def _cut(self, chunk: Chunk) -> list[RowCopy]:
+        """Give the sequences of a chunk their rows; what has to be copied for that."""
+        copies = []
         edges = np.flatnonzero(np.diff(chunk.index, prepend=-1)).tolist()
         for low, high in zip(edges, [*edges[1:], len(chunk.index)], strict=True):
             pieces = self._pieces.setdefault(chunk.sequences[chunk.index[low]], _Pieces())
             rows = chunk.rows[low:high]
             if not self._leave:
-                rows = self._memory.empty(tuple(rows.shape), rows.dtype).copy_(rows)
+                own = self._memory.empty(tuple(rows.shape), rows.dtype)
+                copies.append(RowCopy(own, 0, rows))
+                rows = own
             self._append(pieces, chunk.positions[low:high], rows)
+        return copies
 
-    def _sort_small(self, chunks: Sequence[Chunk]) -> None:
+    def _sort_small(self, chunks: Sequence[Chunk]) -> list[RowCopy]:
+        """As `_cut`, for chunks whose rows do not lie together."""
         if not chunks:
-            return
+            return []
         numbers: dict[Hashable, int] = {}
         owners = []
         for chunk in chunks:
@@ -208,16 +241,17 @@ class HostRows:
         rows = self._memory.empty((len(order), *chunks[0].rows.shape[1:]), chunks[0].rows.dtype)
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        begin = 0
+        begin, copies = 0, []
         for chunk in chunks:
             end = begin + len(chunk.positions)
-            rows.index_copy_(0, torch.from_numpy(place[begin:end]), chunk.rows)
+            copies.append(RowCopy(rows, place[begin:end], chunk.rows))
             begin = end
         edges = np.searchsorted(owner[order], np.arange(len(numbers) + 1)).tolist()
         for sequence, number in numbers.items():
             low, high = edges[number], edges[number + 1]
             pieces = self._pieces.setdefault(sequence, _Pieces())
             self._append(pieces, positions[low:high], rows[low:high])
+        return copies
 
     @staticmethod
     def _append(pieces: _Pieces, positions: IntArray, rows: torch.Tensor) -> None:

@@ -1,0 +1,109 @@
+"""Copies of rows in host memory, on several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_Bytes = npt.NDArray[np.uint8]
+
+_PIECE = 4 << 20
+"""Bytes that are worth another thread's while."""
+
+
+class RowCopy(NamedTuple):
+    """Rows to be copied.
+
+    Attributes:
+        target, source: `[rows, ...]`, contiguous, of one dtype and row shape.
+        at: which rows of the target: an index for each row of the source, or where they begin.
+    """
+
+    target: torch.Tensor
+    at: npt.NDArray[np.int64] | int
+    source: torch.Tensor
+
+
+class RowCopier:
+    """Makes many copies at once.
+
+    One thread cannot fill memory that is new to the process as fast as rows arrive: every page is
+    a fault.
+
+    Args:
+        threads: at most; by default half of the processors, and no more than eight.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._count = threads or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
+        self._threads: ThreadPoolExecutor | None = None
+
+    def run(self, copies: Sequence[RowCopy]) -> None:
+        """Make the copies. Their targets must not overlap."""
+        pieces = [piece for copy in copies for piece in _pieces(copy)]
+        if self._count == 1 or sum(source.nbytes for *_, source in pieces) < 2 * _PIECE:
+            for piece in pieces:
+                _copy(piece)
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._count, "tllm-copies")
+        for _ in self._threads.map(_copy_all, _shares(pieces)):
+            pass
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+
+_Piece = tuple[_Bytes, npt.NDArray[np.int64] | slice, _Bytes]
+"""Target, which of its rows, and source; as bytes."""
+
+
+def _pieces(copy: RowCopy) -> Iterator[_Piece]:
+    target, source = _as_bytes(copy.target), _as_bytes(copy.source)
+    rows = max(1, _PIECE // max(1, source.shape[1]))
+    for low in range(0, len(source), rows):
+        part = source[low : low + rows]
+        if isinstance(copy.at, int):
+            begin = copy.at + low
+            yield target, slice(begin, begin + len(part)), part
+        else:
+            yield target, copy.at[low : low + rows], part
+
+
+def _shares(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces that one thread copies in one go: small ones together."""
+    share: list[_Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        share.append(piece)
+        nbytes += piece[2].nbytes
+        if nbytes >= _PIECE:
+            yield share
+            share, nbytes = [], 0
+    if share:
+        yield share
+
+
+def _copy_all(pieces: Sequence[_Piece]) -> None:
+    for piece in pieces:
+        _copy(piece)
+
+
+def _copy(piece: _Piece) -> None:
+    # numpy lets go of the interpreter, and torch would begin threads of its own in each of these.
+    target, at, source = piece
+    target[at] = source
+
+
+def _as_bytes(rows: torch.Tensor) -> _Bytes:
+    flat: _Bytes = rows.contiguous().view(torch.uint8).numpy()
+    return flat.reshape(len(rows), rows.numel() // max(1, len(rows)) * rows.element_size())

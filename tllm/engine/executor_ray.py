@@ -1,0 +1,33 @@
+"""The executor on Ray: vLLM's own, which kills its workers, after they have closed.
+
+Needs Ray. Run with Ray 2.60 on vLLM 0.32; the source of 0.30 was read.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 4.0
+"""vLLM kills the engine's process, which waits here, after five seconds."""
+
+
+class InterventionRayExecutor(RayExecutorV2):
+    """`distributed_executor_backend` on Ray.
+
+    A killed worker takes along what no one waits for and is not on disk yet, and leaves files in
+    shared memory behind. Workers that are processes of the engine's get to their `shutdown`; these
+    would not.
+    """
+
+    def shutdown(self) -> None:
+        started = bool(vars(self).get("response_mqs"))
+        if started and not self.is_failed and not self.shutting_down:
+            try:
+                self.collective_rpc("shutdown", timeout=_CLOSE_S)
+            except Exception as error:
+                logger.warning("workers are killed before they have closed: %s", error)
+        super().shutdown()
