@@ -231,6 +231,7 @@ class Client:
         *,
         prompt_id: str | None = None,
         results: bool = True,
+        streamed: bool = False,
     ) -> Prepared:
         """Make a request ready.
 
@@ -239,6 +240,7 @@ class Client:
                 `self.steering.release(prompt_id)`.
             prompt_id: of a request that goes on (streaming input).
             results: whether somebody will come for what the consumers have to say.
+            streamed: its prompt arrives in parts. Only the engine knows then where it ends.
 
         Raises `ValueError` for options that no registered consumer takes.
         """
@@ -276,6 +278,8 @@ class Client:
                 self._check_places(flow, field)
                 flows.append(flow)
             reads += [read for flow in flows for read in _rows_read(flow, field)]
+        if streamed and results and len(unused) < len(self.consumers):
+            wants_tokens = True
         key = prompt_id or uuid.uuid4().hex
         spec = RequestSpec(
             request_id=request_id,
@@ -297,6 +301,7 @@ class Client:
             key,
             tuple(captures),
             wants_tokens=wants_tokens,
+            streamed=streamed,
             unused=frozenset(unused),
             steered=bool(steering),
         )

@@ -434,9 +434,11 @@ class AsyncLLM(VllmAsyncLLM):
         if self._tllm.consumers and not self._tllm.knows_model:
             self._tllm.learn_model(await self._call("stats"))
         groups = await self._send_steering(Client.asked_steering(sampling_params))
-        prepared = self._tllm.prepare(sampling_params, request_id, groups, results=results)
-        if isinstance(prompt, AsyncGenerator):
-            prepared = replace(prepared, streamed=True)
+        streamed = isinstance(prompt, AsyncGenerator)
+        prepared = self._tllm.prepare(
+            sampling_params, request_id, groups, results=results, streamed=streamed
+        )
+        if streamed:
             prompt = self._prepared(prompt, sampling_params, request_id, prepared, groups, results)
         output: RequestOutput | None = None
         attached = not results
@@ -488,6 +490,7 @@ class AsyncLLM(VllmAsyncLLM):
                     groups,
                     prompt_id=prepared.prompt_id,
                     results=results,
+                    streamed=True,
                 )
                 part = replace(part, sampling_params=own.params)
             yield part

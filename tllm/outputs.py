@@ -9,6 +9,7 @@ from typing import Any, Literal
 from vllm.outputs import RequestOutput
 
 from tllm.ports import Payload
+from tllm.ports.request_meta import cut
 
 Status = Literal["ok", "partial_error", "error", "pending"]
 
@@ -84,20 +85,14 @@ def _final(
     """With the prompt rows of sample 0 where they are shared, and without rows of tokens that were
     computed ahead of the sequence's end."""
     payload, problems = result.payload, [result.error]
-    if isinstance(payload, Payload):
-        if first is not None and first is not result:
-            payload = payload.with_prompt_of(first.payload)
-            if first.status not in ("ok", result.status) or first.error != result.error:
-                problems.append(
-                    first.error and f"of sample 0, whose prompt rows these are: {first.error}"
-                )
-        payload = payload.up_to(num_tokens)
-        problems.append(payload.problem if isinstance(payload, Payload) else None)
-    elif isinstance(payload, Mapping):
-        payload = {
-            key: value.up_to(num_tokens) if isinstance(value, Payload) else value
-            for key, value in payload.items()
-        }
+    if isinstance(payload, Payload) and first is not None and first is not result:
+        payload = payload.with_prompt_of(first.payload)
+        if first.status not in ("ok", result.status) or first.error != result.error:
+            problems.append(
+                first.error and f"of sample 0, whose prompt rows these are: {first.error}"
+            )
+    payload = cut(payload, num_tokens)
+    problems.append(payload.problem if isinstance(payload, Payload) else None)
     if aborted and payload is not None:
         problems.append("the request was aborted; this is what was captured until then")
     status: Status = result.status

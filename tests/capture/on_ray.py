@@ -53,7 +53,7 @@ async def serve(model: str, root: str, options: dict[str, Any]) -> dict[str, Any
     engine = await AsyncLLM.create(
         model,
         consumers=[Steering()],
-        capture_consumers=[f"filesystem:root={root},publish_interval=60"],
+        capture_consumers=[f"filesystem:root={root},publish_interval=3"],
         enforce_eager=True,
         **{**ranks.ENGINE, "distributed_executor_backend": None, **options},
     )
@@ -70,7 +70,6 @@ async def serve(model: str, root: str, options: dict[str, Any]) -> dict[str, Any
         "late": [output.consumer_results["late"].payload for output in outputs],
         "stats": await engine.intervention_stats(),
     }
-    await asyncio.sleep(1.5)  # whoever asked for results was in a hurry
 
     async def leave(number: int) -> None:
         asked = params(2, {"filesystem": {"hooks": {"post_block": [1]}}})

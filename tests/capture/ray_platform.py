@@ -7,13 +7,14 @@ is a plugin of vLLM's (`vllm.platform_plugins`), in every process of the test.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
     ray_device_key = "GPU"
-    ray_noset_device_env_vars = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+    ray_noset_device_env_vars: ClassVar = ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
 
 
 def register() -> str:

@@ -17,7 +17,6 @@ from engine.reference import Addition, Reference
 from vllm.v1.executor.ray_executor import RayDistributedExecutor
 
 import tllm.stores
-from capture import ranks
 from capture.truth import located, meant, reduced
 from tllm.engine import limits
 
@@ -111,8 +110,9 @@ def test_rows_files_and_steering_are_those_of_transformers(mode, tiny_model, tmp
     assert writers <= {prefix + layout for prefix in layouts for layout in on_ray.LAYOUTS}
     assert {writer.partition("-filesystem-")[0] for writer in writers} == workers
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
-    # Ray's workers are killed; before that, they have closed.
-    assert len(store) == len(saved["outputs"]) + on_ray.UNATTENDED
+    if len(workers) == 1:
+        # Ray's workers are killed; before that, they have closed. Replicas are killed as a whole.
+        assert len(store) == len(saved["outputs"]) + on_ray.UNATTENDED
 
 
 def test_the_older_ray_executor_is_refused_with_what_to_set():

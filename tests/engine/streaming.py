@@ -7,6 +7,7 @@ import sys
 
 import torch
 from vllm.engine.protocol import StreamingInput
+from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind
 
 from engine.modes import Reader, vectors
@@ -24,6 +25,9 @@ CAPTURE = {
     "filesystem": {"hooks": {"post_block": [1]}},
 }
 """What is captured of the session."""
+LONGER, STOPPED_AFTER = 6, 3
+"""Tokens of the answers of a session, and where its last one is stopped by a token."""
+STOPPED = {"memory": {"hooks": {"post_block": [1]}}, "filesystem": {"hooks": {"post_block": [1]}}}
 STEERED = [40, 41, 42, 43]
 """Prompt of two requests, steered globally and by a module too."""
 
@@ -47,7 +51,7 @@ async def collect(engine, prompt, asked, request_id):
 async def turns():
     """A prompt that arrives in parts."""
     for turn in TURNS:
-        yield StreamingInput(prompt={"prompt_token_ids": turn})
+        yield StreamingInput(prompt={"prompt_token_ids": list(turn)})  # vLLM appends to it
         await asyncio.sleep(0.5)
 
 
@@ -69,7 +73,32 @@ async def steered_at_once(engine, vector):
     return [list(outputs[-1].outputs[0].token_ids) for outputs in found]
 
 
+async def stopped_session(engine):
+    """A session whose last answer ends by itself, while its next token is under way."""
+    unstopped = await collect(engine, turns(), params(LONGER), "session to be stopped")
+    answers = list(unstopped[-1].outputs[0].token_ids)
+    asked = params(LONGER, stop_token_ids=[answers[LONGER + STOPPED_AFTER - 1]], capture=STOPPED)
+    outputs = await collect(engine, turns(), asked, "stopped session")
+    return {
+        "unstopped": answers,
+        "tokens": list(outputs[-1].outputs[0].token_ids),
+        "results": outputs[-1].capture_results,
+    }
+
+
+def schedule_ahead():
+    """As vLLM does on GPUs; it turns that off for a CPU although it works there."""
+    settle = CpuPlatform.check_and_update_config
+
+    def settled(vllm_config):
+        settle(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(settled)
+
+
 async def main(model: str, output: str) -> None:
+    schedule_ahead()
     engine = await AsyncLLM.create(
         model,
         skip_tokenizer_init=True,
@@ -111,6 +140,7 @@ async def main(model: str, output: str) -> None:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")
     except ValueError as error:
         saved["refusal"] = str(error)
+    saved["stopped"] = await stopped_session(engine)
     early, late, shared = vectors(HIDDEN)
     saved["at once"] = await steered_at_once(engine, shared)
     await engine.steering.set({"post_block": {1: early}})

@@ -62,7 +62,7 @@ def test_rows_of_a_streaming_session_are_delivered_once(saved):
 def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(saved, reference):
     stored = saved["session"]["captures"]["filesystem"]
     assert (stored.status, stored.error) == ("ok", None)
-    [record] = tllm.stores.open(stored.payload.root)
+    record = tllm.stores.open(stored.payload.root).record(stored.payload.request_id)
     first, second = streaming.TURNS
     answers = saved["session"]["tokens"][-1]
     kept = streaming.ANSWER - 1
@@ -72,6 +72,25 @@ def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(s
     rows = record.tensor("post_block", 1)
     for row, expected in zip(rows, states["post_block", 1], strict=True):
         assert error_of(row, expected) < RELATIVE
+
+
+def test_a_streaming_session_ends_where_the_engine_says(saved, reference):
+    """vLLM had scheduled a token more than the answer has, and its rows are nobody's."""
+    answers, stopped = saved["stopped"]["unstopped"], saved["stopped"]["tokens"]
+    assert stopped == answers[: streaming.LONGER + streaming.STOPPED_AFTER]
+    first, second = streaming.TURNS
+    tokens = [*first, *answers[: streaming.LONGER - 1], *second, *stopped[streaming.LONGER :]]
+    results = saved["stopped"]["results"]
+    assert {result.status for result in results.values()} == {"ok"}
+    activation = results["memory"].payload["post_block"][1]
+    assert activation.positions.tolist() == list(range(len(tokens) - 1))
+    stored = results["filesystem"].payload
+    record = tllm.stores.open(stored.root).record(stored.request_id)
+    assert list(record.token_ids) == tokens
+    _, states = reference.run(tokens[:-1], [("post_block", 1)])
+    for rows in (activation.tensor, record.tensor("post_block", 1)):
+        for row, expected in zip(rows, states["post_block", 1], strict=True):
+            assert error_of(row, expected) < RELATIVE
 
 
 def test_a_streaming_session_cannot_say_which_of_its_tokens_were_generated(saved):

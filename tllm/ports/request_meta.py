@@ -123,6 +123,18 @@ class Payload:
         return None
 
 
+def cut(result: Any, num_tokens: int) -> Any:
+    """A payload, or those in a mapping, `up_to` the end of a sequence; anything else as it is."""
+    if isinstance(result, Payload):  # which may be a mapping too
+        return result.up_to(num_tokens)
+    if isinstance(result, Mapping):
+        return {
+            key: value.up_to(num_tokens) if isinstance(value, Payload) else value
+            for key, value in result.items()
+        }
+    return result
+
+
 @dataclass(frozen=True, eq=False)
 class RequestResult:
     """What `Consumer.on_request_finished` may return instead of a bare payload.

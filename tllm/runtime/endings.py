@@ -66,8 +66,10 @@ class Endings:
             results[name] = RequestResult(None, "error", error)
         if sequence.keep_results:
             prompt_id, sample = sequence.info.prompt_id, sequence.info.sample_index
+            known = None if sequence.token_ids is None else len(sequence.token_ids)
             for name, result in results.items():
-                self._results.keep(prompt_id, sample, name, result, _missing(sequence, name))
+                missing = _missing(sequence, name)
+                self._results.keep(prompt_id, sample, name, result, missing, known)
 
     def conclude_late(self, prompt_id: str, tokens: Mapping[int, list[int]], step: int) -> None:
         """Ask consumers that waited for the tokens of a prompt's samples, by sample."""

@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from tllm.ports import RequestResult
+from tllm.ports.request_meta import cut
 
 Answer = dict[str, dict[int, dict[str, dict[str, Any]]]]
 """`{"status", "error", "payload"}` by prompt, sample and consumer."""
@@ -35,15 +36,23 @@ class Results:
         self.forgotten = 0
 
     def keep(
-        self, prompt_id: str, sample: int, consumer: str, result: Any, missing: str | None
+        self,
+        prompt_id: str,
+        sample: int,
+        consumer: str,
+        result: Any,
+        missing: str | None,
+        num_tokens: int | None = None,
     ) -> None:
         """Keep what a consumer returned: a payload, a `RequestResult`, or a `Future` of either.
 
         Args:
             missing: what the runtime itself knows to be missing.
+            num_tokens: of the sequence, if they are known: rows of later ones are not its own.
         """
         samples = self._kept.setdefault(prompt_id, {})
-        samples.setdefault(sample, {})[consumer] = _Kept(result, missing, self._payloads)
+        kept = _Kept(result, missing, self._payloads, num_tokens)
+        samples.setdefault(sample, {})[consumer] = kept
         while len(self._kept) > self._limit:
             self._kept.popitem(last=False)
             self.forgotten += 1
@@ -82,10 +91,13 @@ class Results:
 
 
 class _Kept:
-    def __init__(self, result: Any, missing: str | None, payload: bool) -> None:
+    def __init__(
+        self, result: Any, missing: str | None, payload: bool, num_tokens: int | None
+    ) -> None:
         self.result = result
         self._missing = missing
         self._payload = payload
+        self._num_tokens = num_tokens
 
     @property
     def done(self) -> bool:
@@ -109,4 +121,6 @@ class _Kept:
             status = "error" if status == "error" else "partial_error"
             error_text = "; ".join(filter(None, (error_text, self._missing)))
         payload = result.payload if self._payload else None
+        if self._num_tokens is not None:
+            payload = cut(payload, self._num_tokens)
         return {"status": status, "error": error_text, "payload": payload}

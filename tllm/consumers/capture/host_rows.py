@@ -16,7 +16,8 @@ from tllm.ports import ResultMemory
 
 IntArray = npt.NDArray[np.int32]
 
-_CHUNKS = 32
+_CHUNKS, _CHUNK_BYTES = 32, 128 << 20
+"""What is sorted in one go: more would wait for longer than the next steps take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +58,8 @@ class HostRows:
     """Rows of the running sequences.
 
     A step's rows are kept as they came: adding costs one append, whatever the number of sequences
-    and hook points. Every few steps, and when a sequence ends, small chunks are sorted by sequence
-    in one go. Used on one thread; counters may be read on any.
+    and hook points. Every few steps, and when a sequence ends, chunks are sorted by sequence in one
+    go. Used on one thread; counters may be read on any.
 
     Args:
         limit: bytes in memory. Rows beyond it are given up, or written to `spill`; those of a
@@ -96,7 +97,7 @@ class HostRows:
         self.held += chunk.rows.nbytes
         chunks = self._unsorted.setdefault(kind, [])
         chunks.append(chunk)
-        if len(chunks) >= _CHUNKS:
+        if len(chunks) >= _CHUNKS or sum(each.rows.nbytes for each in chunks) >= _CHUNK_BYTES:
             self._sort(kind)
 
     def take(self, kind: Hashable, sequence: Hashable) -> tuple[Rows | None, str]:
