@@ -17,6 +17,7 @@ from tllm.collected import Collected
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.engine import versions
+from tllm.engine.executor import executor_for
 from tllm.engine.options import CONFIG_KEY, EngineOptions
 from tllm.outputs import set_result
 from tllm.ports import ConsumerFlow
@@ -85,7 +86,7 @@ def engine_arguments(
         worker = "worker_cuda.InterventionCUDAWorker"
     return {
         **kwargs,
-        **_executor(kwargs),
+        **executor_for(kwargs),
         "worker_cls": f"tllm.engine.{worker}",
         "scheduler_cls": "tllm.engine.scheduler.create_scheduler",
         "additional_config": {
@@ -93,26 +94,6 @@ def engine_arguments(
             CONFIG_KEY: chosen.to_config(),
         },
     }
-
-
-def _executor(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Our executor in place of vLLM's on Ray.
-
-    Not in place of the older one, nor where Ray is missing: the worker, and vLLM, refuse these.
-    """
-    asked = kwargs.get("distributed_executor_backend")
-    if asked is None and kwargs.get("data_parallel_backend") == "ray":
-        asked = "ray"
-    if asked != "ray":
-        return {}
-    from vllm import envs
-    from vllm.v1.executor.ray_utils import ray_is_available
-
-    if not ray_is_available() or not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
-        return {}
-    from tllm.engine.executor_ray import InterventionRayExecutor
-
-    return {"distributed_executor_backend": InterventionRayExecutor}
 
 
 #: Consumers of every engine, made when a request names them for the first time.
