@@ -111,6 +111,14 @@ def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dic
             "plain_interval": [round(edge, 4) for edge in bootstrap_interval(speeds_of_plain)],
             "plain_ratios": [round(ratio, 4) for ratio in speeds_of_plain],
         }
+    captures = [pair["tllm"]["counters"].get("capture", {}) for pair in rounds]
+    disk: dict[str, Any] = {}
+    if "share_of_disk" in captures[0]:
+        shares = [capture["share_of_disk"] for capture in captures]
+        disk = {
+            "share_of_disk": round(statistics.median(shares), 4),
+            "shares_of_disk": [round(share, 4) for share in shares],
+        }
     return {
         "name": benchmark.name,
         "workload": {
@@ -123,6 +131,7 @@ def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dic
         "interval": [round(low, 4), round(high, 4)],
         "ratios": [round(r, 4) for r in ratios],
         **plain,
+        **disk,
         "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
         "tllm_tokens_per_second": round(statistics.median(speeds["tllm"]), 1),
         "counters": rounds[-1]["tllm"]["counters"],
