@@ -151,11 +151,32 @@ def test_long_prompts_are_written_while_they_are_computed(
     assert store.verify().ok
 
 
+@pytest.mark.parametrize("room", [0, 40_000])
+def test_what_the_queue_has_no_room_for_waits_in_memory(
+    tight_llm, truth, tmp_path, monkeypatch, room
+):
+    monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    monkeypatch.setattr(tllm.stores.StoreWriter, "room", room)
+    EARLY.clear()
+    tight_llm.register_consumer(Early(tmp_path, overflow="drop", publish_interval=0.05))
+    params = [greedy(6, capture=filesystem(request_id=f"{i}")) for i in range(3)]
+    outputs = generate(tight_llm, prompts_of([90, 3, 50]), params)
+    for i, output in enumerate(outputs):
+        record = tllm.stores.open(tmp_path).record(f"{i}")
+        count = len(output.prompt_token_ids) + 5
+        check_record(record, output, output.outputs[0], truth, list(range(count)))
+    row = 4 * len(PLACES) * (128 + 1)
+    assert all(len(positions) * row <= room for *_, positions in EARLY)
+    assert bool(EARLY) == bool(room)
+
+
 def test_a_name_that_is_taken_is_found_early(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
-    llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    EARLY.clear()
+    llm.register_consumer(Early(tmp_path, layout="packed"))
     params = greedy(2, capture=filesystem(request_id="same"))
     first, second = generate(llm, prompts_of([15, 16]), [params, params])
+    assert [positions[0] for *_, positions in EARLY].count(0) == 2
     results = [o.capture_results["filesystem"] for o in (first, second)]
     assert sorted(result.status for result in results) == ["error", "ok"]
     assert "same" in next(r.error for r in results if r.error)

@@ -88,9 +88,12 @@ def test_every_row_is_given_once_in_order(monkeypatch, many_threads, leave, seed
         )
         if prefill and rng.random() < 0.5:
             sequence, limit = chosen[0], rng.randint(0, 200)
-            early = held.take_before("kind", sequence, limit)
+            held.sort("kind")
+            most = rng.choice([500, 1 << 30])
+            early = held.take_before(sequence, limit, most)
             if early is not None:
                 assert early.positions[-1] < limit
+                assert early.tensor.nbytes + 4 * len(early) * SHAPE[0] <= most
                 given[sequence].append((early.positions, early.tensor))
     for sequence, count in ahead.items():
         rows, missing = held.take("kind", sequence)

@@ -83,6 +83,22 @@ async def stopped_session(engine):
         "unstopped": answers,
         "tokens": list(outputs[-1].outputs[0].token_ids),
         "results": outputs[-1].capture_results,
+        "interrupted": await interrupted_session(engine, answers[STOPPED_AFTER - 1]),
+    }
+
+
+async def interrupted_session(engine, stop):
+    """A session whose first answer ends by itself, while its next token is under way."""
+    reduced = {"memory": {"hooks": {"post_block": [1]}, "reduction": "mean"}}
+    asked = [params(LONGER, stop_token_ids=[stop], capture=each) for each in (STOPPED, reduced)]
+    outputs = [
+        await collect(engine, turns(), each, f"interrupted {i}") for i, each in enumerate(asked)
+    ]
+    return {
+        "tokens": list(outputs[0][-1].outputs[0].token_ids),
+        "results": outputs[0][-1].capture_results,
+        "reader": outputs[0][-1].consumer_results["reader"],
+        "reduced": outputs[1][-1].capture_results["memory"],
     }
 
 

@@ -93,6 +93,35 @@ def test_a_streaming_session_ends_where_the_engine_says(saved, reference):
             assert error_of(row, expected) < RELATIVE
 
 
+def test_a_token_that_is_dropped_between_the_parts_leaves_no_row(saved, reference):
+    """The next part begins where the dropped token was, and its row is the one that counts."""
+    interrupted = saved["stopped"]["interrupted"]
+    first, second = streaming.TURNS
+    kept = saved["stopped"]["unstopped"][: streaming.STOPPED_AFTER - 1]
+    context = [*first, *kept, *second]
+    answer = interrupted["tokens"][streaming.STOPPED_AFTER :]
+    assert answer == reference.greedy(context, len(answer))
+    tokens = [*context, *answer]
+    _, states = reference.run(tokens[:-1], [("post_block", 1)])
+    results = interrupted["results"]
+    assert {result.status for result in results.values()} == {"ok"}
+    activation = results["memory"].payload["post_block"][1]
+    stored = results["filesystem"].payload
+    record = tllm.stores.open(stored.root).record(stored.request_id)
+    assert list(record.token_ids) == tokens
+    reader = interrupted["reader"].payload
+    for positions, rows in (
+        (activation.positions, activation.tensor),
+        (record.positions("post_block", 1), record.tensor("post_block", 1)),
+        (reader.positions, reader.values),
+    ):
+        assert positions.tolist() == list(range(len(tokens) - 1))
+        for row, expected in zip(rows, states["post_block", 1], strict=True):
+            assert error_of(row, expected) < RELATIVE
+    assert interrupted["reduced"].status == "partial_error"
+    assert "1 tokens that the engine dropped" in interrupted["reduced"].error
+
+
 def test_a_streaming_session_cannot_say_which_of_its_tokens_were_generated(saved):
     capture = saved["session"]["captures"]["memory"]
     assert capture.status == "partial_error"

@@ -154,6 +154,37 @@ def test_steering_of_a_range_ends_in_a_steady_decode(engine):
     assert engine.session.rows_steered == 2 * PROMPT + sum(map(sum, found))
 
 
+def test_a_consumer_that_needs_tokens_hears_of_an_end_that_nobody_waits_for(engine):
+    ended = []
+
+    class Needing(Positions):
+        needs_tokens = True
+
+        def on_request_finished(self, request, ctx):
+            ended.append((request.request_id, request.token_ids))
+
+    engine.session.register(Needing())
+    engine.session.start_sequence("a", [1] * PROMPT, PROMPT, RequestSpec("a"), 0)
+    engine.computed["a"] = 0
+    engine.step(a=PROMPT)
+    engine.finish("a")
+    assert ended == [("a", None)]
+
+
+def test_what_was_computed_of_a_dropped_token_comes_again(engine):
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.step(a=1)
+    engine.step(a=1)  # of a token that is dropped: the prompt goes on at its position
+    spec = RequestSpec("a", "a")
+    engine.session.start_sequence("a", [1] * (PROMPT + 3), PROMPT + 3, spec, 0, PROMPT + 1)
+    engine.computed["a"] = PROMPT + 1
+    engine.step(a=2)
+    assert consumer.seen["a"] == [0, 1, 2, 3, 4, 4, 5]
+
+
 def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
     consumer = Positions()
     engine.session.register(consumer)

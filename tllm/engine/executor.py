@@ -15,7 +15,8 @@ def executor_for(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         kwargs: the user's engine arguments.
     """
     asked = kwargs.get("distributed_executor_backend")
-    if asked is None and kwargs.get("data_parallel_backend") == "ray":
+    replicas = kwargs.get("data_parallel_size", 1)
+    if asked is None and replicas > 1 and kwargs.get("data_parallel_backend") == "ray":
         asked = "ray"
     if asked != "ray":
         return {}

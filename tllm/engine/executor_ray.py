@@ -23,6 +23,11 @@ class InterventionRayExecutor(RayExecutorV2):
     would not.
     """
 
+    def _init_executor(self) -> None:
+        # vLLM's workers look for this word, to leave the choice of devices to Ray.
+        self.parallel_config.distributed_executor_backend = "ray"
+        super()._init_executor()
+
     def shutdown(self) -> None:
         started = bool(vars(self).get("response_mqs"))
         if started and not self.is_failed and not self.shutting_down:

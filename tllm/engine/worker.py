@@ -158,6 +158,7 @@ class InterventionWorker(_Base):
                 _prompt_len(new),
                 spec,
                 spec.sample_index(new.req_id),
+                new.num_computed_tokens,
             )
 
     def shutdown(self) -> None:

@@ -114,13 +114,22 @@ class Payload:
         return self
 
     def up_to(self, num_tokens: int) -> Any:
-        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""
+        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model. It
+        may be asked again of what it returned."""
         return self
 
     @property
     def problem(self) -> str | None:
         """What is missing or wrong in it, in words; None when nothing is."""
         return None
+
+
+def in_order(positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """The order in which positions ascend, and of equal ones the last only: when the prompt of a
+    sequence grows, the engine may drop a token, and compute another at its position."""
+    order = np.argsort(positions, kind="stable")
+    last = np.append(np.diff(positions[order]) > 0, True)
+    return order[last[: len(order)]]
 
 
 def cut(result: Any, num_tokens: int) -> Any:
@@ -159,7 +168,7 @@ class PerToken(Payload):
 
     Attributes:
         positions: `[rows]`, position of each token in the sequence, ascending; given in another
-            order, they and the values are sorted.
+            order, they and the values are sorted, and of equal ones the last counts.
         values: `[rows, ...]`, numpy array or CPU tensor.
     """
 
@@ -167,8 +176,8 @@ class PerToken(Payload):
     values: Any
 
     def __post_init__(self) -> None:
-        if (np.diff(self.positions) < 0).any():
-            order = np.argsort(self.positions, kind="stable")
+        if (np.diff(self.positions) <= 0).any():
+            order = in_order(self.positions)
             object.__setattr__(self, "positions", self.positions[order])
             object.__setattr__(self, "values", self.values[order])
 

@@ -153,9 +153,9 @@ class Assignments:
                 rows[groups] = self._steering.acquire(groups)
         except ValueError as error:  # a fault of ours: what a request asks was checked before
             logger.error("request %s is not steered: %s", sequence.info.request_id, error)
-            for name in ("steering", *self._consumers):
-                sequence.errors[name] = str(error)
-                sequence.refused.add(name)
+            concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
+            sequence.refused.update(concerned)
+            sequence.errors.update(dict.fromkeys(["steering", *concerned], str(error)))
             return []
         return [
             (start, self._choice(sequence, applied))

@@ -309,6 +309,14 @@ class Dispatcher:
             self.fail(owner, error)
             return None
 
+    @staticmethod
+    def stop(owner: BoundConsumer) -> None:
+        """End a consumer, also one that has raised."""
+        try:
+            owner.consumer.stop()
+        except Exception:
+            logger.exception("consumer %r raised in stop", owner.id)
+
     def fail(self, owner: BoundConsumer, error: BaseException) -> None:
         """Detach a consumer because of an error; any later one of its is the same mistake."""
         if not owner.alive:

@@ -53,7 +53,7 @@ class Endings:
                 needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
                 if needs_tokens:
                     info = replace(info, token_ids=sequence.token_ids)
-                if needs_tokens and sequence.token_ids is None:
+                if needs_tokens and sequence.token_ids is None and sequence.keep_results:
                     late = self._late.setdefault(info.prompt_id, {})
                     late.setdefault(owner.id, []).append(info)
                 else:

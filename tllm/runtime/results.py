@@ -122,5 +122,9 @@ class _Kept:
             error_text = "; ".join(filter(None, (error_text, self._missing)))
         payload = result.payload if self._payload else None
         if self._num_tokens is not None:
-            payload = cut(payload, self._num_tokens)
+            try:
+                payload = cut(payload, self._num_tokens)
+            except Exception as fault:  # one consumer's, and not of all that are asked for here
+                status, error_text = "error", f"{type(fault).__name__}: {fault}"
+                payload = None
         return {"status": status, "error": error_text, "payload": payload}

@@ -173,7 +173,7 @@ class Session:
         self._endings.give_up_waiting(owner.id, self._step)
         owner.thread.drain()
         owner.export_thread.drain()
-        self._dispatcher.call(owner, owner.consumer.stop)
+        self._dispatcher.stop(owner)
         owner.thread.close()
         owner.export_thread.close()
         self._remove_writers(owner)
@@ -242,8 +242,15 @@ class Session:
         prompt_len: int,
         spec: RequestSpec,
         sample_index: int,
+        num_computed: int = 0,
     ) -> None:
-        """The engine scheduled a sequence, for the first time or again after a preemption."""
+        """The engine scheduled a sequence, for the first time or again after a preemption.
+
+        Args:
+            num_computed: tokens that it will not compute now. When a prompt has grown, that can be
+                less than was computed: tokens that had been scheduled ahead of a stop are dropped,
+                and others take their positions.
+        """
         known = self._slots.get(engine_id)
         if known is not None:
             if known.info.prompt_len != prompt_len:  # streaming input: the prompt has grown
@@ -251,6 +258,7 @@ class Session:
                 known.prompt_token_ids = prompt_token_ids
                 known.consumers = spec.consumers  # each input brings its own options
                 self._slots.set_prompt_len(known.info.slot, prompt_len)
+                self._slots.withdraw(known.info.slot, num_computed)
                 for owner in self._consumers.values():
                     owner.forget(known.info.slot)
                     owner.asked.pop(known.info.slot, None)

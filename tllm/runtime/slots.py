@@ -135,6 +135,10 @@ class Slots:
         """
         self._delivering = slots, ends
 
+    def withdraw(self, slot: int, position: int) -> None:
+        """What was delivered of a sequence from a position on is not its own any more."""
+        self.delivered[slot] = min(self.delivered[slot], position)
+
     def take_slot(self) -> int:
         """A free slot; doubles the tables when there is none."""
         if not self._free:

@@ -55,6 +55,11 @@ class Intake:
         self.spilled_bytes = 0
 
     @property
+    def room(self) -> int:
+        """Bytes that are let in at once."""
+        return self._limit - self.used
+
+    @property
     def crowded(self) -> bool:
         """Whether somebody waits for room."""
         return self._waiting > 0

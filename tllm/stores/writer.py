@@ -261,6 +261,11 @@ class StoreWriter:
                 os.close(self._lock_fd)
                 self._lock_fd = -1
 
+    @property
+    def room(self) -> int:
+        """Bytes of rows that can be submitted now without waiting, spilling or loss."""
+        return self._intake.room
+
     def stats(self) -> WriterStats:
         """What was done so far."""
         intake = self._intake

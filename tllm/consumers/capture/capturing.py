@@ -69,8 +69,8 @@ class Capturing(Consumer):
         overflow: what happens to rows of running requests beyond `host_mib`: `drop` gives them up,
             `spill` keeps up to `spill_mib` of them in a file in `spill_folder`; `block` makes the
             engine wait for requests that have ended to be handed over, and then gives them up:
-            those that run free nothing before they end. What is given up is counted, and the
-            results are `partial_error`.
+            those that run free little before they end. What is given up is counted, and the results
+            are `partial_error`.
         host_mib: rows of running requests in host memory; by default half of the machine's memory.
         spill_mib, spill_folder: see `overflow`.
     """
@@ -116,6 +116,10 @@ class Capturing(Consumer):
         On the delivery thread, in the order of positions, and only with `takes_early`.
         """
 
+    def room_for_early(self, request: RequestInfo) -> int:
+        """How many bytes `take_early` may be given now. On the delivery thread."""
+        return 0
+
     def flows(self) -> Sequence[ConsumerFlow]:
         """No rows of everybody's; the way to the host."""
         return [
@@ -146,6 +150,8 @@ class Capturing(Consumer):
         # What the exports under way are; they arrive in order, on one thread.
         self._exported: deque[tuple[str, tuple[Place, ...]]] = deque()
         self._ending: deque[Ending] = deque()
+        # Large prompts that may be handed over before their request ends.
+        self._early: dict[_Key, tuple[RequestInfo, tuple[Place, ...]]] = {}
         self._concluded = threading.Condition()
         self._stalls = 0
         self._blocked_seconds = 0.0
@@ -267,14 +273,17 @@ class Capturing(Consumer):
             kind = self._exported.popleft()
             self._rows.add(kind, chunk)
             if self.takes_early:
-                self._give_early(kind, chunk, meta.requests)
+                self._note_large(kind, chunk, meta.requests)
+                self._give_early()
             return
         ending, missing = self._ending[0], ""
+        self._early.pop(sequence_key(ending.request), None)
         spec = ending.spec
         if spec.kept[0] == "none":
             block, missing = self._kept_rows(ending)
         else:
             block = self._reduced(ending, tensors)
+            missing = _dropped_in(block)
         dtype = self._model.dtype if spec.dtype == "model" else getattr(torch, spec.dtype)
         activations = Activations(
             [block],
@@ -291,20 +300,32 @@ class Capturing(Consumer):
             with self._concluded:
                 self._concluded.notify_all()
 
-    def _give_early(
+    def _note_large(
         self, kind: tuple[str, tuple[Place, ...]], chunk: Chunk, requests: Sequence[RequestInfo]
     ) -> None:
-        """Hand over what a large chunk completes. Rows of generated tokens wait: the engine may
-        have computed some that will not belong to the sequence."""
+        """Remember the sequences of which a chunk has many rows."""
         counts = np.bincount(chunk.index, minlength=len(requests))
         large = counts * (chunk.rows.nbytes // max(1, len(chunk.index))) >= _EARLY_BYTES
-        for request in (requests[number] for number in np.flatnonzero(large).tolist()):
-            key = sequence_key(request)
-            spec = self._specs.get(key)  # not there: it has ended, and all will come at once
-            if spec is not None and not spec.chooses_late:
-                rows = self._rows.take_before(kind, key, request.prompt_len)
-                if rows is not None:
-                    self.take_early(request, spec, kind[1], rows)
+        if large.any():
+            self._rows.sort(kind)
+            for request in (requests[number] for number in np.flatnonzero(large).tolist()):
+                self._early[sequence_key(request)] = request, kind[1]
+
+    def _give_early(self) -> None:
+        """Hand over large prompts while there is room for them. Rows of generated tokens wait: the
+        engine may have computed some that will not belong to the sequence."""
+        for key, (request, places) in list(self._early.items()):
+            room = self.room_for_early(request)
+            if room < _EARLY_BYTES:
+                return
+            spec = self._specs.get(key)
+            if spec is None or spec.chooses_late:  # it has ended, and all will come at once; or may
+                del self._early[key]
+                continue
+            rows = self._rows.take_before(key, request.prompt_len, room)
+            if rows is not None:
+                del self._early[key]
+                self.take_early(request, spec, places, rows)
 
     def _kept_rows(self, ending: Ending) -> tuple[Block, str]:
         """Its rows, and what is missing."""
@@ -412,6 +433,19 @@ def _flows(spec: CaptureSpec, num_layers: int) -> tuple[ConsumerFlow, ...]:
             split_by_stage=True,
         )
         for each in (positions.in_prompt_and_after() if spec.chooses_late else (positions,))
+    )
+
+
+def _dropped_in(block: Block) -> str:
+    """Of a reduction whose prompt was streamed: what is wrong with it."""
+    parts = [part for part in (block.prompt, block.generated) if isinstance(part, Reduced)]
+    positions = np.concatenate([each for p in parts for each in (p.positions, p.tail.positions)])
+    dropped = len(positions) - len(np.unique(positions))
+    if not dropped:
+        return ""
+    return (
+        f"the prompt was streamed: {dropped} tokens that the engine dropped between its parts are "
+        "in the reduction; use reduction 'none'"
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -85,7 +85,8 @@ class FilesystemConsumer(Capturing):
     Without `hooks`, requests ask for themselves: `SamplingParams(capture={"filesystem": {"hooks":
     {"post_block": [12]}, "positions": "all", "tag": "run-1"}})`. With `hooks`, every request is
     captured, and one that asks for itself gets what it asks. The result of a request is there once
-    its record is published; the engine goes on meanwhile.
+    its record is published; the engine goes on meanwhile. Large prompts are written while their
+    request runs: the record is `pending` until it ends, and its name is taken from then on.
 
     With n > 1, the record of sample 0 has the prompt's rows, those of the others only their own.
 
@@ -272,11 +273,21 @@ class FilesystemConsumer(Capturing):
             activations = activations.up_to(len(request.token_ids))
         problems.append(activations.problem)
         error = "; ".join(filter(None, problems))
+        spec = ending.spec
         try:
-            spec = ending.spec
             meta = self._meta(request, spec, error)
+            if isinstance(begun, RecordStream):  # it has its name
+                meta = replace(
+                    begun.meta,
+                    status=meta.status,
+                    error=meta.error,
+                    prompt_len=meta.prompt_len,
+                    token_ids=meta.token_ids,
+                    metadata=meta.metadata,
+                )
             published = self._hand_over(begun, meta, request, _pieces(activations, spec))
         except (ValueError, StoreError) as failure:
+            _give_up(begun)
             self._fail(ending.result, failure)
             return
         published.add_done_callback(lambda future: self._settle(ending.result, meta, future))
@@ -298,9 +309,13 @@ class FilesystemConsumer(Capturing):
             for positions, piece in rows.pieces():
                 begun.append_stack(StackedRows(places, piece, positions))
         except (ValueError, StoreError) as failure:
-            if isinstance(begun, RecordStream):
-                begun.abort()
-            self._begun[key] = failure
+            _give_up(begun)
+            self._begun[key] = failure.with_traceback(None)  # which has the rows
+
+    def room_for_early(self, request: RequestInfo) -> int:
+        """What fits into the writer's queue: what does not is better kept in memory."""
+        writer = self._writers.get(request.options.get("layout", self._layout))
+        return self._queue_bytes if writer is None else writer.room
 
     def _hand_over(
         self,
@@ -315,7 +330,8 @@ class FilesystemConsumer(Capturing):
         if isinstance(begun, Exception):
             raise begun
         for piece in pieces:
-            begun.append_stack(piece)
+            if len(piece.tensor):
+                begun.append_stack(piece)
         return begun.finish(
             meta.status,
             meta.error,
@@ -404,6 +420,12 @@ class FilesystemConsumer(Capturing):
         """Records published, partial and failed; rows and bytes captured; the writers' own."""
         writers = {layout: writer.stats() for layout, writer in self._writers.items()}
         return {**super().read_stats(), **self._counts, "writers": writers}
+
+
+def _give_up(begun: RecordStream | Exception | None) -> None:
+    """Keep nothing of a record."""
+    if isinstance(begun, RecordStream) and begun.active:
+        begun.abort()
 
 
 def _pieces(activations: Activations, spec: CaptureSpec) -> list[StackedRows]:

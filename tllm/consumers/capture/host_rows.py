@@ -13,6 +13,7 @@ from tllm.consumers.capture.activations import Rows
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.consumers.capture.spill_file import SpilledRows, SpillFile
 from tllm.ports import ResultMemory
+from tllm.ports.request_meta import in_order
 
 IntArray = npt.NDArray[np.int32]
 
@@ -98,11 +99,26 @@ class HostRows:
         chunks = self._unsorted.setdefault(kind, [])
         chunks.append(chunk)
         if len(chunks) >= _CHUNKS or sum(each.rows.nbytes for each in chunks) >= _CHUNK_BYTES:
-            self._sort(kind)
+            self.sort(kind)
+
+    def sort(self, kind: Hashable) -> None:
+        """Give the sequences their rows of the chunks so far."""
+        chunks = self._unsorted.pop(kind, [])
+        # Many rows of few sequences need no copy: they lie together already.
+        small: list[Chunk] = []
+        copies: list[RowCopy] = []
+        for chunk in chunks:
+            if len(chunk.positions) > 4 * len(chunk.sequences) and _is_grouped(chunk.index):
+                copies += self._sort_small(small)
+                small = []
+                copies += self._cut(chunk)
+            else:
+                small.append(chunk)
+        self._copier.run([*copies, *self._sort_small(small)])
 
     def take(self, kind: Hashable, sequence: Hashable) -> tuple[Rows | None, str]:
         """All rows of a sequence, by position (None when there are none), and what is missing."""
-        self._sort(kind)
+        self.sort(kind)
         pieces = self._pieces.pop(sequence, None)
         if pieces is None:
             return None, ""
@@ -114,14 +130,14 @@ class HostRows:
         positions = np.concatenate(pieces.positions)
         if (np.diff(positions) > 0).all():
             return Rows(positions, found), missing
-        order = np.argsort(positions, kind="stable")
+        order = in_order(positions)
         rows = torch.cat(found)[torch.from_numpy(order)]
         return Rows(positions[order], [rows]), missing
 
-    def take_before(self, kind: Hashable, sequence: Hashable, position: int) -> Rows | None:
-        """The rows of a running sequence before a position, if none of them was given up or
-        spilled; None when there are none."""
-        self._sort(kind)
+    def take_before(self, sequence: Hashable, position: int, most: int) -> Rows | None:
+        """The sorted rows of a running sequence before a position, with their positions at most so
+        many bytes. None when there are more, or none, and when some were given up or spilled, or
+        did not come in the order of positions."""
         pieces = self._pieces.get(sequence)
         if pieces is None or pieces.lost:
             return None
@@ -134,7 +150,9 @@ class HostRows:
                 self._append(taken, positions[:count], rows[:count])
             if count < len(positions):
                 self._append(left, positions[count:], rows[count:])
-        if not taken.rows:
+        if not taken.rows or taken.nbytes + _positions_bytes(taken.rows) > most:
+            return None
+        if not (np.diff(np.concatenate(taken.positions)) > 0).all():
             return None
         self._pieces[sequence] = left
         self.held -= taken.nbytes
@@ -150,7 +168,7 @@ class HostRows:
             self._spill.close()
 
     def _add_beyond_limit(self, kind: Hashable, chunk: Chunk) -> None:
-        self._sort(kind)  # what came before stays before
+        self.sort(kind)  # what came before stays before
         for number, sequence in enumerate(chunk.sequences):
             at = np.flatnonzero(chunk.index == number)
             pieces = self._pieces.setdefault(sequence, _Pieces())
@@ -197,20 +215,6 @@ class HostRows:
             positions.append(where)
         pieces.positions = positions
         return found
-
-    def _sort(self, kind: Hashable) -> None:
-        chunks = self._unsorted.pop(kind, [])
-        # Many rows of few sequences need no copy: they lie together already.
-        small: list[Chunk] = []
-        copies: list[RowCopy] = []
-        for chunk in chunks:
-            if len(chunk.positions) > 4 * len(chunk.sequences) and _is_grouped(chunk.index):
-                copies += self._sort_small(small)
-                small = []
-                copies += self._cut(chunk)
-            else:
-                small.append(chunk)
-        self._copier.run([*copies, *self._sort_small(small)])
 
     def _cut(self, chunk: Chunk) -> list[RowCopy]:
         """Give the sequences of a chunk their rows; what has to be copied for that."""
@@ -259,6 +263,11 @@ class HostRows:
         pieces.positions.append(positions)
         pieces.rows.append(rows)
         pieces.nbytes += rows.nbytes
+
+
+def _positions_bytes(rows: Sequence[torch.Tensor | SpilledRows]) -> int:
+    """Of rows `[rows, places, hidden]`, with positions for each place."""
+    return sum(4 * each.shape[0] * each.shape[1] for each in rows if isinstance(each, torch.Tensor))
 
 
 def _is_grouped(index: IntArray) -> bool:
