@@ -170,6 +170,50 @@ def test_what_the_queue_has_no_room_for_waits_in_memory(
     assert bool(EARLY) == bool(room)
 
 
+def test_of_an_aborted_request_what_was_written_early_stays(
+    tight_llm, truth, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    EARLY.clear()
+    tight_llm.register_consumer(Early(tmp_path, publish_interval=0.05))
+    [prompt] = prompts_of([60])
+    engine = tight_llm.llm_engine
+    asked = greedy(30, capture=filesystem(request_id="gone"))
+    engine.add_request("gone", {"prompt_token_ids": prompt}, asked)
+    for _ in range(6):
+        engine.step()
+    engine.abort_request(["gone"])
+    generate(tight_llm, prompts_of([5]), greedy(2))  # the workers hear of it
+    tight_llm.clear_consumers()  # nobody will come for the result
+    record = tllm.stores.open(tmp_path).record("gone")
+    assert record.status == "partial_error" and "aborted" in record.error
+    assert sum(len(positions) for *_, positions in EARLY) == 60
+    for point, layer in PLACES:
+        positions, rows = record.positions(point, layer), record.tensor(point, layer)
+        assert len(positions) > 60 or point != "post_block"
+        assert positions.tolist() == list(range(len(positions)))
+        for mine, theirs in zip(rows[:60], truth.states(prompt)[point, layer], strict=True):
+            assert error_of(mine, theirs) < 2e-5
+    assert tllm.stores.open(tmp_path).verify().ok
+
+
+def test_a_limit_that_is_met_early_is_said(tight_llm, truth, tmp_path, monkeypatch):
+    monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    row = 4 * len(PLACES) * (128 + 1)
+    tight_llm.register_consumer(Early(tmp_path, publish_interval=0.05, max_bytes=50 * row))
+    params = [greedy(4, capture=filesystem(request_id=f"{i}")) for i in range(2)]
+    outputs = generate(tight_llm, prompts_of([90, 10]), params)
+    result = outputs[0].capture_results["filesystem"]
+    assert result.status == "partial_error" and "max_bytes" in result.error
+    record = tllm.stores.open(tmp_path).record("0")
+    tokens = [*outputs[0].prompt_token_ids, *outputs[0].outputs[0].token_ids][:-1]
+    for point, layer in PLACES:
+        positions, rows = record.positions(point, layer), record.tensor(point, layer)
+        assert 0 < len(positions) <= 50
+        for mine, theirs in zip(rows, truth.states(tokens)[point, layer][positions], strict=True):
+            assert error_of(mine, theirs) < 2e-5
+
+
 def test_a_name_that_is_taken_is_found_early(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
     EARLY.clear()

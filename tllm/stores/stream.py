@@ -55,6 +55,7 @@ class RecordStream:
         self._stacked: bool | None = None
         self._arrays: dict[ArrayKey, _Array] = {}
         self._lost: dict[str, StoreError] = {}
+        self._told: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
     @property
@@ -99,9 +100,7 @@ class RecordStream:
             self._arrays[key] = rows.dtype, rows.tensor.shape[1], after
             if self._recording is None:
                 return
-            error = self._put(Item(self._recording, [rows], lost=self._take_lost()))
-            if error is not None:
-                self._lost[f"rows of {key.name} were not kept: {error.reason}"] = error
+            self._give(self._recording, rows, key.name)
 
     def append_stack(self, rows: StackedRows) -> None:
         """`append` for several arrays whose rows have the same positions; raises as it does. A
@@ -123,9 +122,8 @@ class RecordStream:
                 self._arrays[key] = dtype, hidden, last
             if self._recording is None:
                 return
-            error = self._put(Item(self._recording, [stack], lost=self._take_lost()))
-            if error is not None:
-                self._lost[f"{stack.what} were not kept: {error.reason}"] = error
+            others = f" and {len(stack.keys) - 1} more" if len(stack.keys) > 1 else ""
+            self._give(self._recording, stack, stack.keys[0].name + others)
 
     def finish(
         self,
@@ -169,6 +167,17 @@ class RecordStream:
         if self._recording is not None:
             # Ends are never refused: they have no rows.
             self._put(Item(self._recording, end=end, abort=abort, lost=self._take_lost()))
+
+    def _give(self, recording: Recording, rows: CheckedRows | CheckedStack, what: str) -> None:
+        """Queue rows. When they find no place, that is said with what comes next; the first of them
+        stand for all that follow for the same reason."""
+        lost = self._take_lost()
+        error = self._put(Item(recording, [rows], lost=lost))
+        if error is not None:
+            self._lost = lost
+            if (what, error.reason) not in self._told:
+                self._told.add((what, error.reason))
+                lost[f"rows of {what} were not kept: {error.reason} ({error})"] = error
 
     def _take_lost(self) -> dict[str, StoreError]:
         lost, self._lost = self._lost, {}
