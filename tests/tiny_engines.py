@@ -38,24 +38,13 @@ def tiny_engine(tiny_model):
 
 @pytest.fixture(scope="session")
 def tight_engine(tiny_model):
-    """7 blocks of 32 tokens for 8 sequences, which preempt each other; schedules a step ahead.
-
-    vLLM schedules ahead on GPUs, and turns that off for a CPU although it works there.
-    """
-    from vllm.platforms.cpu import CpuPlatform
+    """7 blocks of 32 tokens for 8 sequences, which preempt each other; schedules a step ahead."""
+    from engine.ahead import scheduling_ahead
 
     from tllm import LLM
 
-    settle = CpuPlatform.check_and_update_config
-
-    @staticmethod
-    def settle_and_schedule_ahead(vllm_config):
-        settle(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
     options = TINY_ENGINE | {"max_model_len": 160, "num_gpu_blocks_override": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", settle_and_schedule_ahead)
+    with scheduling_ahead():
         llm = LLM(tiny_model, max_num_batched_tokens=24, **options)
     assert llm.llm_engine.engine_core.engine_core.async_scheduling
     return llm

@@ -7,9 +7,9 @@ import sys
 
 import torch
 from vllm.engine.protocol import StreamingInput
-from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind
 
+from engine.ahead import scheduling_ahead
 from engine.modes import Reader, vectors
 from engine.reference import HIDDEN
 from tllm import AsyncLLM, SamplingParams
@@ -102,29 +102,18 @@ async def interrupted_session(engine, stop):
     }
 
 
-def schedule_ahead():
-    """As vLLM does on GPUs; it turns that off for a CPU although it works there."""
-    settle = CpuPlatform.check_and_update_config
-
-    def settled(vllm_config):
-        settle(vllm_config)
-        vllm_config.scheduler_config.async_scheduling = True
-
-    CpuPlatform.check_and_update_config = staticmethod(settled)
-
-
 async def main(model: str, output: str) -> None:
-    schedule_ahead()
-    engine = await AsyncLLM.create(
-        model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        consumers=[Reader("reader", READ)],
-        capture_consumers=[f"filesystem:root={output}.store"],
-    )
+    with scheduling_ahead():
+        engine = await AsyncLLM.create(
+            model,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=4,
+            consumers=[Reader("reader", READ)],
+            capture_consumers=[f"filesystem:root={output}.store"],
+        )
     saved = {}
     plain = [
         collect(engine, {"prompt_token_ids": prompt}, params(6), f"request-{i}")

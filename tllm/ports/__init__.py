@@ -11,6 +11,7 @@ from tllm.ports.request_meta import (
     RequestMeta,
     RequestResult,
     RowMeta,
+    in_order,
 )
 from tllm.ports.residual_stream import ResidualStream
 from tllm.ports.result_memory import ResultMemory
@@ -41,4 +42,5 @@ __all__ = [
     "Sampler",
     "TokenTarget",
     "Window",
+    "in_order",
 ]

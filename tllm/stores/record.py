@@ -180,6 +180,10 @@ class Record:
     arrays: Arrays
 
 
+StackKind = tuple[tuple[ArrayKey, ...], str, int]
+"""Arrays, dtype and width of a stack."""
+
+
 @dataclass(eq=False, slots=True)  # not frozen: that costs more than all checks together
 class CheckedRows:
     """Rows that were found fit to be stored.
@@ -282,7 +286,7 @@ class CheckedStack:
         return cls(keys, plain.tensor.view(tensor.shape), plain.dtype, positions)
 
     @property
-    def kind(self) -> tuple[tuple[ArrayKey, ...], str, int]:
+    def kind(self) -> StackKind:
         """What stacks must have in common to follow each other: arrays, dtype, width."""
         return self.keys, self.dtype, self.tensor.shape[2]
 

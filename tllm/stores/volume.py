@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tllm.stores.dtype import as_bytes
 from tllm.stores.payload import PayloadFile
-from tllm.stores.record import ArrayKey, CheckedRows, CheckedStack, PositionArray
+from tllm.stores.record import ArrayKey, CheckedRows, CheckedStack, PositionArray, StackKind
 from tllm.stores.recording import Recording
 from tllm.stores.sidecar import FORMAT, VERSION, Entry, PieceEntry
 from tllm.stores.stack import Buffer, StackBlock, StackEntry, StackPiece
@@ -21,7 +21,6 @@ _LONGEST_NAME = 40
 """More bytes than the name of a tensor has: hook point, layer and number."""
 
 _Group = tuple[ArrayKey, str, int]
-_StackGroup = tuple[tuple[ArrayKey, ...], str, int]
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +80,7 @@ class Volume:
         self._file = PayloadFile(path, header_bytes, sync)
         self._tensor_name = tensor_name
         self._staged: dict[_Group, list[Piece]] = {}
-        self._staged_stacks: dict[_StackGroup, list[StackPiece]] = {}
+        self._staged_stacks: dict[StackKind, list[StackPiece]] = {}
         self._pieces: dict[Recording, dict[ArrayKey, list[Piece]]] = {}
         self._stacks: dict[Recording, list[StackPiece]] = {}
         self._spare = [] if spare is None else spare

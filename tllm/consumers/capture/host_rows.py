@@ -12,8 +12,7 @@ import torch
 from tllm.consumers.capture.activations import Rows
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.consumers.capture.spill_file import SpilledRows, SpillFile
-from tllm.ports import ResultMemory
-from tllm.ports.request_meta import in_order
+from tllm.ports import ResultMemory, in_order
 
 IntArray = npt.NDArray[np.int32]
 
