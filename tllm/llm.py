@@ -80,6 +80,9 @@ class LLM(vllm.LLM):
             consumers are slower than the model (`"block"` or `"drop"`).
         max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
             rest waits; 0 turns steering off), and the device memory for their vectors.
+        fuse_norms: whether a tap and the norm after it are one kernel (default: yes, on a GPU and
+            for models that are not quantized). With False a tap costs a launch of its own, and all
+            that is computed without an intervention is computed by vLLM's own kernels.
         **kwargs: any other argument of `vllm.LLM`.
 
     Attributes:
@@ -99,6 +102,7 @@ class LLM(vllm.LLM):
         overflow: str | None = None,
         max_steering_configs: int | None = None,
         max_steering_mib: int | None = None,
+        fuse_norms: bool | None = None,
         **kwargs: Any,
     ) -> None:
         capturing = list(map(_made, capture_consumers))
@@ -110,6 +114,7 @@ class LLM(vllm.LLM):
             overflow=overflow,
             max_steering_configs=max_steering_configs,
             max_steering_mib=max_steering_mib,
+            fuse_norms=fuse_norms,
         )
         self._tllm = Client()
         self.steering = SteeringControl(
@@ -269,6 +274,7 @@ class AsyncLLM(VllmAsyncLLM):
         overflow: str | None = None,
         max_steering_configs: int | None = None,
         max_steering_mib: int | None = None,
+        fuse_norms: bool | None = None,
         **kwargs: Any,
     ) -> AsyncLLM:
         """An engine for a model; arguments as `LLM` takes them."""
@@ -283,6 +289,7 @@ class AsyncLLM(VllmAsyncLLM):
             overflow=overflow,
             max_steering_configs=max_steering_configs,
             max_steering_mib=max_steering_mib,
+            fuse_norms=fuse_norms,
         )
         arguments = engine_arguments(kwargs, options, chosen)
         engine = cls.from_engine_args(AsyncEngineArgs(model=model, **arguments))

@@ -44,6 +44,18 @@ def generate(llm, prompts, asked, **options):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@pytest.mark.kernels
+def test_taps_with_their_norms_and_without_compute_the_same(llm, tiny_model):
+    """Everything else in this pass is computed with them, where the model's norms allow it."""
+    apart = LLM(tiny_model, fuse_norms=False, **TINY_ENGINE)
+    # Every layer has a norm before attention and one before the MLP; the first of all adds nothing
+    # up, and the final one adds as the others do.
+    fused = [engine.intervention_stats()[0]["norms_fused"] for engine in (llm, apart)]
+    assert fused == [2 * LAYERS, 0]
+    asked = [{"steering_vectors": at(V)}, {}, {"steering_vectors": at(W, ("post_attn", 0))}]
+    assert generate(llm, PROMPTS, asked) == generate(apart, PROMPTS, asked)
+
+
 def at(vector, place=AT):
     return {place[0]: {place[1]: vector}}
 

@@ -155,6 +155,26 @@ def test_sites_are_in_the_order_the_forward_pass_reaches_them() -> None:
     assert reached == list(sites)
 
 
+def test_norm_that_reads_a_stream_next_is_named() -> None:
+    stack = Stack()
+    norms = {key: site.norm for key, site in resolve(CausalLM(stack)).sites.items() if site.norm}
+    last = LAYERS - 1
+    assert norms == {
+        **{(HookPoint.POST_ATTN, i): stack.layers[i].post_attention_layernorm for i in range(3)},
+        **{(HookPoint.POST_BLOCK, i): stack.layers[i + 1].input_layernorm for i in range(last)},
+        (HookPoint.POST_BLOCK, last): stack.norm,
+    }
+
+
+def test_norm_on_the_next_pipeline_rank_is_not_named() -> None:
+    stack = Stack()
+    stack.layers[2], stack.norm = PPMissingLayer(), PPMissingLayer()
+    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    sites = resolve(CausalLM(stack), families=[row]).sites
+    assert sites[HookPoint.POST_BLOCK, 0].norm is stack.layers[1].input_layernorm
+    assert sites[HookPoint.POST_BLOCK, 1].norm is None
+
+
 def test_stream_and_residual_of_a_call_are_found_by_position_and_by_keyword() -> None:
     site = resolve(CausalLM(Stack())).sites[HookPoint.PRE_ATTN, 0]
     positions, stream, residual = torch.zeros(3, 1)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from tllm.runtime import ops
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SEGMENT_WIDTH, Operation, Segment
-from tllm.runtime.kernels import candidates, row_plan, tap, token_choice
+from tllm.runtime.kernels import candidates, row_plan, tap, tap_norm, token_choice
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
 from tllm.spec.hooks import HookPoint
@@ -101,16 +102,15 @@ def steering_tables(taps, keys, generator, dtype):
     return tables, operations, vectors, sums  # to be kept alive
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["stream", "fused residual"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_tap(seed, dtype, fused):
-    generator = torch.Generator()
-    hidden, rows = [24, 64, 100, 7][seed], 9
-    first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
-    results = []
-    for run, device in ((tap.reference, "cpu"), (tap.launch, DEVICE)):
-        generator.manual_seed(seed)
+class BusyTap:
+    """A tap whose two stages capture, add and steer, other rows each in another way."""
+
+    rows = 9
+
+    def __init__(self, seed, dtype, device):
+        first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
+        generator = torch.Generator().manual_seed(seed)
+        hidden = [24, 64, 100, 7][seed]
         taps = Taps(
             {first: None},
             second={first: second},
@@ -121,29 +121,102 @@ def test_tap(seed, dtype, fused):
             max_programs=4,
             add_rows=4,
         )
-        arena = torch.zeros(40, hidden, dtype=dtype, device=device)
-        taps.set_arena(arena)
+        self.arena = torch.zeros(40, hidden, dtype=dtype, device=device)
+        taps.set_arena(self.arena)
         taps.set_program(1, [first])
         taps.set_program(2, [first, second])
         taps.set_capturing([first, second] if seed % 2 else [first])
         for key in (first, second)[: 1 + seed // 2]:
             vectors = torch.randn(2, hidden, generator=generator)
             taps.set_additions(key, torch.tensor([1, 3], device=device), vectors.to(device))
-        kept = steering_tables(taps, (first, second)[seed % 3 :], generator, dtype)
+        self._kept = steering_tables(taps, (first, second)[seed % 3 :], generator, dtype)
         taps.plan[0] = (2 * torch.randperm(20, generator=generator)[:16]).int()
         taps.plan[0, ::3] = -1
         taps.plan[1] = torch.randint(0, 3, (16,), generator=generator)
         taps.plan[2] = torch.randint(-1, 4, (16,), generator=generator)
         taps.plan[3] = torch.randint(-1, 4, (16,), generator=generator)
         taps.commit()
-        stream, residual = torch.randn(2, rows, hidden, generator=generator).to(device, dtype)
-        run(stream, residual if fused else None, taps._descriptors[0], taps.plan)
-        results.append((arena.cpu(), stream.cpu(), residual.cpu()))
-        del kept
+        self.taps, self.descriptor = taps, taps._descriptors[0]
+        shape = (self.rows, hidden)
+        self.stream, self.residual, self.weight = (
+            torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3)
+        )
+
+
+def assert_same(results, dtype):
     # Triton's interpreter cuts bfloat16 off where devices round.
     tolerance = 1e-5 if dtype == torch.float32 else 2**-4
     for expected, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(params=[512, 8], ids=["few rows", "many rows"])
+def many(request, monkeypatch):
+    """From how many rows on nothing is looked up ahead; the taps here have nine."""
+    monkeypatch.setattr(tap, "_FEW_ROWS", request.param)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["stream", "fused residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("many")
+def test_tap(seed, dtype, fused):
+    results = []
+    for run, device in ((tap.reference, "cpu"), (tap.launch, DEVICE)):
+        busy = BusyTap(seed, dtype, device)
+        run(busy.stream, busy.residual if fused else None, busy.descriptor, busy.taps.plan)
+        results.append((busy.arena.cpu(), busy.stream.cpu(), busy.residual.cpu()))
+    assert_same(results, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("many")
+def test_tap_with_the_norm_after_it(seed, dtype):
+    results = []
+    for run, device in ((tap_norm.reference, "cpu"), (tap_norm.launch, DEVICE)):
+        busy = BusyTap(seed, dtype, device)
+        given = busy.stream.clone(), busy.residual.clone()
+        outputs = run(*given, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan)
+        assert torch.equal(given[0], busy.stream) and torch.equal(given[1], busy.residual)
+        results.append((busy.arena.cpu(), *(output.cpu() for output in outputs)))
+    assert_same(results, dtype)
+
+
+def test_norm_of_a_tap_is_what_a_tap_and_a_norm_give():
+    """The reference, of which the kernel is the same, against both one after the other."""
+    busy, again = (BusyTap(2, torch.float32, "cpu") for _ in range(2))
+    weight = busy.weight[0]
+    normed, added = tap_norm.reference(
+        busy.stream, busy.residual, weight, 1e-5, busy.descriptor, busy.taps.plan
+    )
+    tap.reference(again.stream, again.residual, again.descriptor, again.taps.plan)
+    expected = again.stream + again.residual
+    assert torch.equal(busy.arena, again.arena)
+    torch.testing.assert_close(added, expected)
+    norm = torch.nn.functional.rms_norm(expected, weight.shape, weight, 1e-5)
+    torch.testing.assert_close(normed, norm)
+
+
+def test_ops_are_what_they_tell_torch():
+    """Shapes, aliases, and the way through torch.compile."""
+    busy = BusyTap(2, torch.float32, DEVICE)
+    row, others = busy.stream, (busy.descriptor, busy.taps.plan)
+    torch.library.opcheck(ops.tap.default, (row, busy.residual, *others))
+    torch.library.opcheck(ops.tap_norm.default, (row, busy.residual, busy.weight[0], 1e-5, *others))
+
+
+def test_a_row_is_normed_alike_in_batches_of_any_size(monkeypatch):
+    """The order of a sum must not hang on how many rows there are."""
+    seen = []
+    for few in (512, 0):
+        monkeypatch.setattr(tap, "_FEW_ROWS", few)
+        for rows in (9, 2):
+            busy = BusyTap(2, torch.bfloat16, DEVICE)
+            given = busy.stream[:rows], busy.residual[:rows], busy.weight[0]
+            normed, added = tap_norm.launch(*given, 1e-5, busy.descriptor, busy.taps.plan)
+            seen.append((normed[:2].cpu(), added[:2].cpu()))
+    assert all(torch.equal(a, b) for each in seen for a, b in zip(each, seen[0], strict=True))
 
 
 @pytest.mark.parametrize("method", METHODS)

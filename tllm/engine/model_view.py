@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import (
     get_pp_group,
@@ -20,6 +21,7 @@ from tllm.models.sites import ModelSites
 from tllm.ports import ModelView
 from tllm.runtime.kernels.candidates import Collected
 from tllm.runtime.sampling import LmHead
+from tllm.runtime.taps import AddedNorm
 from tllm.spec.hooks import HookPoint
 
 
@@ -75,6 +77,21 @@ def _place_of_worker(vllm_config: Any) -> dict[str, Any]:
         "stage": stage.rank_in_group,
         "num_stages": stage.world_size,
     }
+
+
+def added_norm(vllm_config: Any, module: torch.nn.Module) -> AddedNorm | None:
+    """The norm of a sum of stream and residual, if `module` is one that we compute as vLLM does.
+
+    With a quantized model vLLM fuses norms with what follows them, and with batch invariance it
+    computes them in an order of its own: both are left alone.
+    """
+    if type(module) is not RMSNorm or not module.has_weight or module.variance_size_override:
+        return None
+    if vllm_config.quant_config is not None or envs.VLLM_BATCH_INVARIANT:
+        return None
+    if module.weight.dtype != vllm_config.model_config.dtype:
+        return None
+    return AddedNorm(module, module.variance_epsilon)
 
 
 def lm_head(

@@ -29,6 +29,9 @@ class EngineOptions:
         max_steering_configs: how many distinct ways of steering run at once; requests that would
             need more wait. 0 turns steering off.
         max_steering_mib: the most memory that steering vectors take on the device, in MiB.
+        fuse_norms: whether a tap before an RMSNorm is computed together with it, by one kernel of
+            ours. It sums squares in another order than vLLM's, so that with it one normed value in
+            very many differs by a rounding from a vLLM without tLLM.
     """
 
     hook_points: tuple[str, ...] | str = DEFAULT_HOOK_POINTS
@@ -37,6 +40,7 @@ class EngineOptions:
     overflow: Overflow = "block"
     max_steering_configs: int = 512
     max_steering_mib: int = 1024
+    fuse_norms: bool = True
 
     def __post_init__(self) -> None:
         if self.hook_points != "all":

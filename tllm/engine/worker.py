@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -12,10 +13,11 @@ from tllm.engine import limits, model_view, versions
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
 from tllm.models.resolver import resolve
-from tllm.models.sites import ModelSites
+from tllm.models.sites import ModelSites, Site
 from tllm.runtime.answers import AnswerWriter
+from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.session import Session
-from tllm.runtime.taps import TapKey, Taps, compile_digest
+from tllm.runtime.taps import AddedNorm, TapKey, Taps, compile_digest
 from tllm.spec.hooks import HookPoint
 from tllm.spec.request import RequestSpec
 
@@ -49,7 +51,9 @@ class InterventionWorker(_Base):
         limits.check(self.vllm_config)
         self._options = EngineOptions.from_config(self.vllm_config.additional_config)
         points = [point.value for point in self._options.points]
-        digest = compile_digest(points, self.vllm_config.model_config.dtype)
+        digest = compile_digest(
+            points, self.vllm_config.model_config.dtype, self._options.fuse_norms
+        )
         self.vllm_config.additional_config = {
             **(self.vllm_config.additional_config or {}),
             _DIGEST_KEY: digest,
@@ -81,7 +85,7 @@ class InterventionWorker(_Base):
                 max_programs=_MAX_PROGRAMS,
                 add_rows=2 * scheduler.max_num_seqs,
             )
-            taps.install()
+            taps.install(self._norms(installed))
             self.session = Session(
                 taps,
                 self._resolve_tap,
@@ -108,6 +112,17 @@ class InterventionWorker(_Base):
         self._attachment = RunnerAttachment.attach(
             self.model_runner, self.session, v2=self.use_v2_model_runner
         )
+
+    def _norms(self, installed: Mapping[TapKey, Site]) -> dict[TapKey, AddedNorm]:
+        """The norms that are computed together with the tap before them."""
+        if not self._options.fuse_norms or not uses_triton(self.device):
+            return {}
+        found = {
+            key: model_view.added_norm(self.vllm_config, site.norm)
+            for key, site in installed.items()
+            if site.norm is not None
+        }
+        return {key: norm for key, norm in found.items() if norm is not None}
 
     def _resolve_tap(self, site: str, layer: int | None) -> TapKey:
         """The hook point as the taps know it; `ValueError` when no tap serves it."""

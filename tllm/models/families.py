@@ -20,12 +20,14 @@ class Input:
 
     path: the submodule, "" for the block itself.
     residual, private: as in `Site`.
+    is_norm: the submodule is the `norm` of its own site.
     """
 
     path: str
     stream: int | str = 0
     residual: int | str | None = None
     private: bool = False
+    is_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,14 @@ class Output:
     path: the submodule, "" for the block itself.
     residual: the item that carries the rest of the stream, where residuals are fused.
     partial: under tensor parallelism each rank holds only a term of the sum.
+    next_norm: the submodule of the next block that is the `norm` of the site. After the last block
+        it is the stack's final norm.
     """
 
     path: str
     residual: int | None = None
     partial: bool = False
+    next_norm: str | None = None
 
 
 Layout: TypeAlias = Mapping[HookPoint, Input | Output | str]
@@ -77,10 +82,10 @@ def _fused(
         HookPoint.PRE_ATTN: Input("", "hidden_states", residual="residual"),
         HookPoint.ATTN_IN: Input("self_attn", "hidden_states"),
         HookPoint.ATTN_OUT: Output(attn_out),
-        HookPoint.POST_ATTN: Input(post_attn, 0, residual=1),
+        HookPoint.POST_ATTN: Input(post_attn, 0, residual=1, is_norm=True),
         HookPoint.MLP_IN: Input(mlp),
         HookPoint.MLP_OUT: Output(mlp_out or mlp),
-        HookPoint.POST_BLOCK: Output("", residual=1),
+        HookPoint.POST_BLOCK: Output("", residual=1, next_norm="input_layernorm"),
     }
 
 

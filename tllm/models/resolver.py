@@ -157,20 +157,35 @@ def _sites(stack: _Stack, points: Sequence[HookPoint]) -> dict[SiteKey, Site]:
                 continue
             where = layout[point]
             assert not isinstance(where, str), "a point that a block lacks is not among the points"
-            sites[point, layer] = _site(point, layer, block, where)
+            sites[point, layer] = _site(point, layer, block, where, _norm(stack, layer, where))
     if HookPoint.LM_HEAD_IN in points and stack.norm and not _is_elsewhere(stack.norm):
         point = HookPoint.LM_HEAD_IN
         sites[point, None] = Site(point, None, stack.norm, side="output", stream=0)
     return sites
 
 
-def _site(point: HookPoint, layer: int, block: nn.Module, where: Input | Output) -> Site:
+def _norm(stack: _Stack, layer: int, where: Input | Output) -> nn.Module | None:
+    """The norm that takes what passes here, if it is on this rank."""
+    if isinstance(where, Input):
+        return stack.blocks[layer][0].get_submodule(where.path) if where.is_norm else None
+    if where.next_norm is None:
+        return None
+    if layer + 1 in stack.blocks:
+        return stack.blocks[layer + 1][0].get_submodule(where.next_norm)
+    if layer + 1 < stack.num_layers or stack.norm is None or _is_elsewhere(stack.norm):
+        return None
+    return stack.norm
+
+
+def _site(
+    point: HookPoint, layer: int, block: nn.Module, where: Input | Output, norm: nn.Module | None
+) -> Site:
     module = block.get_submodule(where.path)
     if isinstance(where, Output):
-        return Site(point, layer, module, "output", stream=0, residual=where.residual)
+        return Site(point, layer, module, "output", stream=0, residual=where.residual, norm=norm)
     residual = None if where.residual is None else _argument(module, where.residual)
     stream = _argument(module, where.stream)
-    return Site(point, layer, module, "input", stream, residual, where.private)
+    return Site(point, layer, module, "input", stream, residual, where.private, norm)
 
 
 def _argument(module: nn.Module, given: int | str) -> Argument:

@@ -64,6 +64,9 @@ class Site:
     private: bool = False
     """The tensor is used elsewhere too (OLMo 2's `attn_in` is the stream itself): a write goes to a
     copy that only this module receives. Otherwise a write is in place."""
+    norm: torch.nn.Module | None = None
+    """The module that is called next, with this stream and residual as its only arguments: nothing
+    reads them before it. None where the next one is on another pipeline rank, too."""
 
 
 @dataclass(frozen=True)

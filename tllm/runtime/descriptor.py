@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 
 #: Bump when the op, the descriptor or the plan changes: it is part of vLLM's compile-cache key.
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 STAGES = 2
 

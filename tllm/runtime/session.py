@@ -597,6 +597,7 @@ class Session:
         return {
             "consumers": {name: owner.error or "ok" for name, owner in self._consumers.items()},
             "hook_points": [f"{p}" if n is None else f"{p}:{n}" for p, n in self._taps.index],
+            "norms_fused": self._taps.norms_fused,
             "rows_captured": self.rows_captured,
             "rows_dropped": self.rows_dropped,
             "rows_steered": self.rows_steered,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,12 +63,25 @@ class Site(Protocol):
     def private(self) -> bool: ...
 
 
-def compile_digest(points: Iterable[str], dtype: torch.dtype) -> str:
+@dataclass(frozen=True)
+class AddedNorm:
+    """A norm over the sum of a stream and a residual: `weight x / sqrt(mean(x^2) + eps)`.
+
+    Its `forward(stream, residual)` returns the normed rows and the sum.
+    """
+
+    module: torch.nn.Module
+    """Has the `weight`, `[hidden]`."""
+    eps: float
+
+
+def compile_digest(points: Iterable[str], dtype: torch.dtype, fuse_norms: bool) -> str:
     """What vLLM's compile cache must tell apart: everything our taps bake into the graph."""
     baked = {
         "layout": LAYOUT_VERSION,
         "descriptor": DESCRIPTOR_WIDTH,
-        "op": str(ops.tap.default._schema),
+        "ops": [str(op.default._schema) for op in (ops.tap, ops.tap_norm)],
+        "fuse_norms": fuse_norms,
         "points": sorted(points),
         "dtype": str(dtype),
     }
@@ -89,6 +104,7 @@ class Taps:
 
     Attributes:
         index: by hook point: `STAGES` times the number of its tap, plus its stage.
+        norms_fused: how many taps are computed together with the norm after them.
     """
 
     def __init__(
@@ -108,6 +124,7 @@ class Taps:
         self.dtype = dtype
         self.device = device
         self.add_rows = add_rows
+        self.norms_fused = 0
         self.index: dict[TapKey, int] = {key: STAGES * i for i, key in enumerate(sites)}
         for key, following in second.items():
             self.index[following] = self.index[key] + 1
@@ -137,14 +154,23 @@ class Taps:
         self._stale = True
         self.commit()
 
-    def install(self) -> None:
-        """Hook the modules. Before the model is compiled: later hooks would be ignored."""
+    def install(self, norms: Mapping[TapKey, AddedNorm] = MappingProxyType({})) -> None:
+        """Hook the modules. Before the model is compiled: later hooks would be ignored.
+
+        Args:
+            norms: by site, the norm that reads it next: both are computed by one kernel.
+        """
+        self.norms_fused = len(norms)
         for key, site in self.sites.items():
             name = f"tllm_{key[0].value}"
+            norm = norms.get(key)
+            module = site.module if norm is None else norm.module
             descriptor = self._descriptors[self.index[key] // STAGES]
-            site.module.register_buffer(name, descriptor, persistent=False)
-            site.module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
-            if site.side == "input":
+            module.register_buffer(name, descriptor, persistent=False)
+            module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
+            if norm is not None:
+                module.forward = _tapped_norm(norm, name)
+            elif site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
                 site.module.register_forward_hook(_output_hook(site, name))
@@ -278,6 +304,19 @@ class Taps:
         if not np.array_equal(flags, self._flags):
             self._flags = flags
             self._stale = True
+
+
+def _tapped_norm(norm: AddedNorm, name: str) -> Any:
+    """The `forward` of a norm that taps what it adds up."""
+    module, eps, untapped = norm.module, norm.eps, norm.module.forward
+
+    def forward(stream: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        if residual is None:
+            return untapped(stream)
+        descriptor, plan = getattr(module, name), getattr(module, _PLAN_BUFFER)
+        return torch.ops.tllm.tap_norm(stream, residual, module.weight, eps, descriptor, plan)
+
+    return forward
 
 
 def _input_hook(site: Site, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ if HAS_TRITON:
     ARENA = tl.constexpr(int(Descriptor.ARENA))
     VECTORS = tl.constexpr(int(Descriptor.VECTORS))
     OPERATIONS = tl.constexpr(int(Descriptor.OPERATIONS))
-    FIRST = tl.constexpr(int(Descriptor.STAGE))
-    SECOND = tl.constexpr(int(Descriptor.STAGE) + int(Stage.SIZE))
+    STAGE = tl.constexpr(int(Descriptor.STAGE))
+    STAGE_SIZE = tl.constexpr(int(Stage.SIZE))
     COLUMNS = tl.constexpr(int(Stage.COLUMNS))
     ADD_INDEX = tl.constexpr(int(Stage.ADD_INDEX))
     ADD_TABLE = tl.constexpr(int(Stage.ADD_TABLE))
@@ -38,6 +39,7 @@ if HAS_TRITON:
     ADD_FLAG = tl.constexpr(int(Flag.ADD))
     STEER_FLAG = tl.constexpr(int(Flag.STEER))
     BITS = tl.constexpr(FLAG_BITS)
+    MASK = tl.constexpr(2**FLAG_BITS - 1)
     UNIT = tl.constexpr(CHAIN_UNIT)
     SUM = tl.constexpr(HAS_SUM)
     WORDS = tl.constexpr(int(Operation.SIZE))
@@ -55,21 +57,9 @@ if HAS_TRITON:
     PLAN_STEER = tl.constexpr(int(PlanRow.STEER))
 
     @triton.jit
-    def _operate(
-        value,
-        vectors,
-        index,
-        add,
-        norm,
-        component,
-        strength,
-        low,
-        high,
-        offsets,
-        inside,
-        HIDDEN: tl.constexpr,
-    ):
+    def _operate(value, vectors, operation, offsets, inside, HIDDEN: tl.constexpr):
         """One steering operation on a row `[BLOCK]`; padding stays 0."""
+        index, add, norm, component, strength, low, high = operation
         vector = tl.load(vectors + index.to(tl.int64) * HIDDEN + offsets, mask=inside, other=0.0)
         vector = vector.to(tl.float32)
         scale = add
@@ -96,16 +86,6 @@ if HAS_TRITON:
         )
 
     @triton.jit
-    def _planned(at, plan_stride):
-        """What the plan says of a row: destination, program, add row, steering row."""
-        return (
-            tl.load(at + PLAN_DESTINATION * plan_stride, eviction_policy="evict_last"),
-            tl.load(at + PLAN_PROGRAM * plan_stride, eviction_policy="evict_last"),
-            tl.load(at + PLAN_ADD * plan_stride, eviction_policy="evict_last"),
-            tl.load(at + PLAN_STEER * plan_stride, eviction_policy="evict_last"),
-        )
-
-    @triton.jit
     def _stage(fields):
         """The addresses of one stage."""
         return (
@@ -118,8 +98,9 @@ if HAS_TRITON:
 
     @triton.jit
     def _look_up(stage, flags, planned, offsets, inside, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-        """What a stage does to a row: column of the ring, row of the add table, entry, sum."""
-        columns, add_index, _, steering, sums = stage
+        """What a stage does to a row: column of the ring, row of the add table, that table, chain,
+        first operation, sum."""
+        columns, add_index, add_table, steering, sums = stage
         destination, program, add_row, steering_row = planned
         int_ptr = tl.pointer_type(tl.int32)
         captures = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1) >= 0
@@ -132,6 +113,7 @@ if HAS_TRITON:
         return (
             tl.load(columns.to(int_ptr) + program, mask=captures, other=-1),
             tl.load(add_index.to(int_ptr) + add_row, mask=adds, other=-1),
+            add_table,
             tl.load(entry + CHAIN, mask=steers, other=0, eviction_policy="evict_last"),
             _operation(entry, steers),
             tl.load(
@@ -143,51 +125,117 @@ if HAS_TRITON:
         )
 
     @triton.jit
+    def _either(is_first, first, second):
+        """What `_look_up` found for one of two stages."""
+        return (
+            tl.where(is_first, first[0], second[0]),
+            tl.where(is_first, first[1], second[1]),
+            tl.where(is_first, first[2], second[2]),
+            tl.where(is_first, first[3], second[3]),
+            (
+                tl.where(is_first, first[4][0], second[4][0]),
+                tl.where(is_first, first[4][1], second[4][1]),
+                tl.where(is_first, first[4][2], second[4][2]),
+                tl.where(is_first, first[4][3], second[4][3]),
+                tl.where(is_first, first[4][4], second[4][4]),
+                tl.where(is_first, first[4][5], second[4][5]),
+                tl.where(is_first, first[4][6], second[4][6]),
+            ),
+            tl.where(is_first, first[5], second[5]),
+        )
+
+    @triton.jit
+    def _begin(desc_ptr, plan_ptr, plan_stride, AHEAD: tl.constexpr, dtype: tl.constexpr):
+        """What is known of a row before it is read.
+
+        Returns the flags, the addresses of arena, vectors and operations, those of the stages (if
+        AHEAD), what the plan says (destination, program, add row, steering row), and whether there
+        is anything to do: `wanted >= 0`. A tap is a chain of latencies, and in a forward pass of
+        cold ones: weights have swept the cache since the last pass. So loads that do not need each
+        other stand side by side, and the small tables ask to be evicted last.
+        """
+        flags = tl.load(desc_ptr + FLAGS, eviction_policy="evict_last")
+        row_ptr = tl.pointer_type(dtype)
+        arena = tl.load(desc_ptr + ARENA, eviction_policy="evict_last").to(row_ptr)
+        vectors = tl.load(desc_ptr + VECTORS, eviction_policy="evict_last").to(row_ptr)
+        operations = tl.load(desc_ptr + OPERATIONS, eviction_policy="evict_last").to(
+            tl.pointer_type(tl.int32)
+        )
+        addresses = (0, 0)
+        if AHEAD:
+            addresses = (_stage(desc_ptr + STAGE), _stage(desc_ptr + STAGE + STAGE_SIZE))
+        at = plan_ptr + tl.program_id(0)
+        destination = tl.load(at + PLAN_DESTINATION * plan_stride, eviction_policy="evict_last")
+        program = tl.load(at + PLAN_PROGRAM * plan_stride, eviction_policy="evict_last")
+        add_row = tl.load(at + PLAN_ADD * plan_stride, eviction_policy="evict_last")
+        steering_row = tl.load(at + PLAN_STEER * plan_stride, eviction_policy="evict_last")
+        either = flags | (flags >> BITS)
+        wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
+        wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
+        wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
+        planned = (destination, program, add_row, steering_row)
+        return flags, (arena, vectors, operations), addresses, planned, wanted
+
+    @triton.jit
+    def _look_ahead(
+        addresses, flags, planned, offsets, inside, HIDDEN: tl.constexpr, dtype: tl.constexpr
+    ):
+        """What both stages do to a row."""
+        return (
+            _look_up(addresses[0], flags, planned, offsets, inside, HIDDEN, dtype),
+            _look_up(addresses[1], flags >> BITS, planned, offsets, inside, HIDDEN, dtype),
+        )
+
+    @triton.jit
     def _work(
         value,
-        found,
-        destination,
-        arena,
-        add_table,
-        vectors,
-        operations,
+        desc_ptr,
+        flags,
+        planned,
+        tables,
+        stages,
         offsets,
         inside,
         HIDDEN: tl.constexpr,
+        AHEAD: tl.constexpr,
     ):
-        """One stage on a row `[BLOCK]`: capture, add, steer. Returns it, and whether it changed."""
-        column, add, chain, first, summed = found
+        """The stages of a tap on a row `[BLOCK]`, in turn: capture, add, steer.
+
+        Returns the row, and whether it changed. Stages and operations are loops: a kernel this
+        short waits for its own instructions, and copies of them would be more to wait for.
+        """
+        arena, vectors, operations = tables
         dtype = arena.dtype.element_ty
         changed = 0
-        if column >= 0:
-            place = arena + (destination + column).to(tl.int64) * HIDDEN
-            tl.store(place + offsets, value.to(dtype), mask=inside)
-        if add >= 0:
-            row = add_table.to(tl.pointer_type(dtype)) + add.to(tl.int64) * HIDDEN
-            value += tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
-            changed = 1
-        if chain > 0:
-            changed = 1
-            if (chain & SUM) != 0:
-                value += summed.to(tl.float32)
-            count = chain & (SUM - 1)
-            if count > 0:
-                index, plus, norm, component, strength, low, high = first
-                value = _operate(
-                    value, vectors, index, plus, norm, component, strength, low, high,
-                    offsets, inside, HIDDEN,
-                )  # fmt: skip
+        begin = tl.where((flags & MASK) != 0, 0, 1)
+        end = tl.where((flags >> BITS) != 0, 2, 1)
+        for stage in range(begin, end):
+            if AHEAD:
+                found = _either(stage == 0, stages[0], stages[1])
+            else:
+                fields = _stage(desc_ptr + STAGE + STAGE_SIZE * stage)
+                own = flags >> (BITS * stage)
+                found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
+            column, add, add_table, chain, operation, summed = found
+            if column >= 0:
+                place = arena + (planned[0] + column).to(tl.int64) * HIDDEN
+                tl.store(place + offsets, value.to(dtype), mask=inside)
+            if add >= 0:
+                row = add_table.to(tl.pointer_type(dtype)) + add.to(tl.int64) * HIDDEN
+                value += tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
+                changed = 1
+            if chain > 0:
+                changed = 1
+                if (chain & SUM) != 0:
+                    value += summed.to(tl.float32)
+                count = chain & (SUM - 1)
                 following = operations + (chain // UNIT) * WORDS
-                for i in range(count - 1):
-                    index, plus, norm, component, strength, low, high = _operation(
-                        following + i * WORDS, True
-                    )
-                    value = _operate(
-                        value, vectors, index, plus, norm, component, strength, low, high,
-                        offsets, inside, HIDDEN,
-                    )  # fmt: skip
-        # As the model's dtype holds it, as the next forward hook would see it.
-        return value.to(dtype).to(tl.float32), changed
+                for i in range(count):
+                    value = _operate(value, vectors, operation, offsets, inside, HIDDEN)
+                    operation = _operation(following + i * WORDS, i + 1 < count)
+            # As the model's dtype holds it, as the next forward hook would see it.
+            value = value.to(dtype).to(tl.float32)
+        return value, changed
 
     @triton.jit(do_not_specialize=["plan_stride"])
     def _tap_kernel(
@@ -201,39 +249,25 @@ if HAS_TRITON:
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
+        AHEAD: tl.constexpr,
         EARLY: tl.constexpr,
     ):
-        # A tap is a chain of latencies, and in a forward pass of cold ones: weights have swept the
-        # cache since the last pass. So loads that do not need each other stand side by side: flags,
-        # addresses and plan; then what is done to the row; then the row. The small tables ask to
-        # be evicted last. And with EARLY this grid may begin while the kernel before it ends:
-        # whatever that one does not write is looked up before `gdc_wait`. Descriptors, plan and
-        # tables are written before the pass, and never by the kernel just before (`Taps.settle`).
-        flags = tl.load(desc_ptr + FLAGS, eviction_policy="evict_last")
+        # With EARLY this grid may begin while the kernel before it ends: whatever that one does
+        # not write is looked up before `gdc_wait`. Descriptors, plan and tables are written before
+        # the pass, and never by the kernel just before (`Taps.settle`).
+        offsets = tl.arange(0, BLOCK)
+        inside = offsets < HIDDEN
         dtype: tl.constexpr = stream_ptr.dtype.element_ty
-        row_ptr = tl.pointer_type(dtype)
-        arena = tl.load(desc_ptr + ARENA, eviction_policy="evict_last").to(row_ptr)
-        vectors = tl.load(desc_ptr + VECTORS, eviction_policy="evict_last").to(row_ptr)
-        operations = tl.load(desc_ptr + OPERATIONS, eviction_policy="evict_last").to(
-            tl.pointer_type(tl.int32)
+        flags, tables, addresses, planned, wanted = _begin(
+            desc_ptr, plan_ptr, plan_stride, AHEAD, dtype
         )
-        first_stage = _stage(desc_ptr + FIRST)
-        second_stage = _stage(desc_ptr + SECOND)
-        planned = _planned(plan_ptr + tl.program_id(0), plan_stride)
-        second_flags = flags >> BITS
-        either = flags | second_flags
-        destination, _, add_row, steering_row = planned
-        wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
-        wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
-        wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
         if wanted < 0:
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             return
-        offsets = tl.arange(0, BLOCK)
-        inside = offsets < HIDDEN
-        first = _look_up(first_stage, flags, planned, offsets, inside, HIDDEN, dtype)
-        second = _look_up(second_stage, second_flags, planned, offsets, inside, HIDDEN, dtype)
+        stages = (0, 0)
+        if AHEAD:
+            stages = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
         if EARLY:
             tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64)
@@ -244,14 +278,9 @@ if HAS_TRITON:
             value += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
             value = value.to(dtype).to(tl.float32)
         value, changed = _work(
-            value, first, destination, arena, first_stage[2], vectors, operations, offsets,
-            inside, HIDDEN,
-        )  # fmt: skip
-        value, changed_again = _work(
-            value, second, destination, arena, second_stage[2], vectors, operations, offsets,
-            inside, HIDDEN,
-        )  # fmt: skip
-        if changed + changed_again > 0:
+            value, desc_ptr, flags, planned, tables, stages, offsets, inside, HIDDEN, AHEAD
+        )
+        if changed > 0:
             written = value.to(dtype)
             if HAS_RESIDUAL:
                 tl.store(residual_at, written, mask=inside)
@@ -261,8 +290,19 @@ if HAS_TRITON:
 
 
 _FEW_ROWS = 512
-_IN_TURN = {"EARLY": False}
-_EARLY = {"EARLY": True, "launch_pdl": True}
+
+
+def options(num_rows: int, device: torch.device) -> dict[str, Any]:
+    """How kernels of taps are launched.
+
+    A few rows leave most of the card idle: what is done to them is looked up ahead, while the
+    kernel before still runs. With many rows that would only cost registers.
+    """
+    if num_rows > _FEW_ROWS:
+        return {"AHEAD": False, "EARLY": False}
+    if not starts_early(device):
+        return {"AHEAD": True, "EARLY": False}
+    return {"AHEAD": True, "EARLY": True, "launch_pdl": True}
 
 
 def launch(
@@ -277,8 +317,7 @@ def launch(
     if num_rows == 0:
         return
     block = triton.next_power_of_2(hidden)
-    # A few rows leave most of the card idle: let more warps share one. With many rows, fewer warps
-    # keep more of them in flight. Measured on an H200 (`benchmarks/RESULTS.md`).
+    # Many warps for few rows, few for many. Measured on an H200 (`benchmarks/RESULTS.md`).
     elements = 16 if num_rows <= _FEW_ROWS else 32
     _tap_kernel[(num_rows,)](
         stream,
@@ -292,7 +331,7 @@ def launch(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=max(4, min(16, block // (32 * elements))),
-        **(_EARLY if starts_early(stream.device) else _IN_TURN),
+        **options(num_rows, stream.device),
     )
 
 

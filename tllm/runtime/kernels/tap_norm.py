@@ -1,0 +1,136 @@
+"""A tap and the norm that reads it next, as one kernel: the tap costs no launch of its own.
+
+    x = stream + residual, changed as the tap says
+    normed = weight * x / sqrt(mean(x^2) + eps)
+
+in float32, and rounded to the model's dtype at the end, as a compiled vLLM computes its
+`fused_add_rms_norm`. Only the order in which the squares are summed is our own; it is the same in
+every batch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tllm.runtime.kernels import tap
+from tllm.runtime.kernels.backend import HAS_TRITON
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from tllm.runtime.kernels.tap import _begin, _look_ahead, _work
+
+    @triton.jit(do_not_specialize=["plan_stride", "eps"])
+    def _tap_norm_kernel(
+        stream_ptr,
+        residual_ptr,
+        weight_ptr,
+        normed_ptr,
+        sum_ptr,
+        desc_ptr,
+        plan_ptr,
+        plan_stride,
+        stream_stride,
+        residual_stride,
+        eps,
+        HIDDEN: tl.constexpr,
+        BLOCK: tl.constexpr,
+        AHEAD: tl.constexpr,
+        EARLY: tl.constexpr,
+    ):
+        offsets = tl.arange(0, BLOCK)
+        inside = offsets < HIDDEN
+        dtype: tl.constexpr = stream_ptr.dtype.element_ty
+        flags, tables, addresses, planned, wanted = _begin(
+            desc_ptr, plan_ptr, plan_stride, AHEAD, dtype
+        )
+        stages = (0, 0)
+        if AHEAD:
+            weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+            stages = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+        row = tl.program_id(0).to(tl.int64)
+        at = stream_ptr + row * stream_stride + offsets
+        residual_at = residual_ptr + row * residual_stride + offsets
+        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+        if wanted >= 0:
+            value = x.to(dtype).to(tl.float32)
+            value, changed = _work(
+                value, desc_ptr, flags, planned, tables, stages, offsets, inside, HIDDEN, AHEAD
+            )
+            if changed > 0:
+                x = value
+        if not AHEAD:
+            weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+        at = row * HIDDEN + offsets
+        tl.store(sum_ptr + at, x.to(dtype), mask=inside)
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
+        tl.store(normed_ptr + at, (x * weight.to(tl.float32)).to(dtype), mask=inside)
+
+
+_REGISTERS = 80
+"""Of a thread, where there are many rows: three blocks of a row each fit a multiprocessor, and
+memory is kept busy (H200; `benchmarks/RESULTS.md`). With a few rows nothing competes."""
+
+
+def launch(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the kernel over the rows of `stream` and `residual` (`[..., hidden]`).
+
+    Returns the normed rows and the sum, which is the next residual.
+    """
+    hidden = stream.shape[-1]
+    num_rows = stream.numel() // hidden
+    normed = torch.empty(stream.shape, dtype=stream.dtype, device=stream.device)
+    added = torch.empty_like(normed)
+    if num_rows == 0:
+        return normed, added
+    block = triton.next_power_of_2(hidden)
+    options = tap.options(num_rows, stream.device)
+    if not options["AHEAD"] and torch.version.cuda is not None:
+        options["maxnreg"] = _REGISTERS
+    _tap_norm_kernel[(num_rows,)](
+        stream,
+        residual,
+        weight,
+        normed,
+        added,
+        desc,
+        plan,
+        plan.stride(0),
+        stream.stride(-2),
+        residual.stride(-2),
+        eps,
+        HIDDEN=hidden,
+        BLOCK=block,
+        # Not by the number of rows: it decides the order of the sum.
+        num_warps=max(1, min(16, block // 512)),
+        **options,
+    )
+    return normed, added
+
+
+def reference(
+    stream: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel in PyTorch, for host tensors."""
+    stream, residual = stream.clone(), residual.clone()
+    tap.reference(stream, residual, desc, plan)
+    x = stream.float() + residual.float()
+    added = x.to(stream.dtype)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (x * weight.float()).to(stream.dtype), added
