@@ -6,7 +6,7 @@ import datetime
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,12 +55,20 @@ def _engine_of(benchmark: Benchmark) -> tuple[str, str]:
     return benchmark.shape, repr(benchmark.workload.engine_arguments)
 
 
+def _together(benchmark: Benchmark) -> str:
+    """What benchmarks that can share the rounds of vLLM have in common."""
+    return repr((benchmark.workload, benchmark.captured))
+
+
 def main(
     names: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(BENCHMARKS)}.")],
     pairs: Annotated[int, typer.Option(help="Rounds of each engine, in turn.")] = 7,
+    seconds: Annotated[
+        float | None, typer.Option(help="Begin no pair after so long; of those measured together.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
-    """Measure benchmarks; those of one shape and workload share a pair of engines."""
+    """Measure benchmarks; those of one shape and workload share a pair of engines, and rounds."""
     if unknown := [name for name in names if name not in BENCHMARKS]:
         raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(BENCHMARKS)}")
     out.mkdir(parents=True, exist_ok=True)
@@ -69,13 +77,16 @@ def main(
     for _, group in groupby(chosen, key=_engine_of):
         benchmarks = list(group)
         with engines(benchmarks[0]) as (vllm, tllm):
-            for benchmark in benchmarks:
-                result = {**measure(vllm, tllm, benchmark, pairs), **environment()}
+            sets = groupby(sorted(benchmarks, key=_together), key=_together)
+            for result in chain.from_iterable(
+                measure(vllm, tllm, list(together), pairs, seconds) for _, together in sets
+            ):
+                result |= environment()
                 check(result)
-                (out / f"{benchmark.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+                (out / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
                 print(json.dumps(result), flush=True)
                 table.add_row(
-                    benchmark.name,
+                    result["name"],
                     f"{result['vllm_tokens_per_second']:,.0f}",
                     f"{result['tllm_tokens_per_second']:,.0f}",
                     f"{result['ratio']:.4f}",

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
-_KV_BYTES = 24 * 2**30
+_KV_BYTES = 8 * 2**30
 
 
 def draw_weights(model: torch.nn.Module, scale: float) -> None:
@@ -63,6 +63,7 @@ class EngineProcess:
         self.engine = engine
         self.current = ""
         self.steering: list[dict[str, Any]] = [{}]
+        self._distinct: dict[str, list[Any]] = {}
         self.capturing: Any = None
 
     def use(self, benchmark: Benchmark) -> None:
@@ -80,7 +81,9 @@ class EngineProcess:
         if consumer is not None:
             self.llm.register_consumer(consumer)
         self.consumer = consumer
-        self.steering = [{}] if benchmark.steered is None else steering_for(benchmark)
+        self.steering = [{}]
+        if benchmark.steered is not None and benchmark.name not in self._distinct:
+            self.steering = steering_for(benchmark)
         if benchmark.captured is not None:
             from benchmarks.capture import Capturing
 
@@ -111,7 +114,7 @@ class EngineProcess:
             "ignore_eos": True,
             "detokenize": False,
         }
-        made = self._params(params, work.prompts)
+        made = self._params(benchmark, params)
         with FinishTimes(self.llm) as finished:
             begin = time.perf_counter()
             outputs = self.llm.generate(prompts, made, use_tqdm=False)
@@ -135,15 +138,20 @@ class EngineProcess:
             found["plain_seconds"] = statistics.mean(finished.at[name] - begin for name in plain)
         return found
 
-    def _params(self, params: dict[str, Any], prompts: int) -> list[Any]:
+    def _params(self, benchmark: Benchmark, params: dict[str, Any]) -> list[Any]:
         """The parameters of each prompt; parameters that are alike are one object."""
+        prompts = benchmark.workload.prompts
         if self.engine == "vllm":
             from vllm import SamplingParams
 
             return [SamplingParams(**params)] * prompts
         from tllm import SamplingParams as InterventionParams
 
-        distinct = [InterventionParams(**params, **steering) for steering in self.steering]
+        distinct = self._distinct.get(benchmark.name)
+        if distinct is None:
+            distinct = [InterventionParams(**params, **steering) for steering in self.steering]
+            if benchmark.steered is not None:  # the others' belong to consumers that come and go
+                self._distinct[benchmark.name] = distinct
         return [distinct[i % len(distinct)] for i in range(prompts)]
 
 

@@ -8,6 +8,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -79,22 +80,47 @@ def engines(benchmark: Benchmark) -> Iterator[tuple[Engine, Engine]]:
             engine.close()
 
 
-def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dict[str, Any]:
+def measure(
+    vllm: Engine,
+    tllm: Engine,
+    benchmarks: Sequence[Benchmark],
+    pairs: int,
+    seconds: float | None = None,
+) -> list[dict[str, Any]]:
+    """Measure benchmarks of one workload together: a round of vLLM, and one of each, in turn.
+
+    Args:
+        seconds: stop after so long, with fewer pairs; 3 at least.
+    """
+    for number in (0, -1):  # warm-up
+        vllm.round(benchmarks[0].name, number)
+        for benchmark in benchmarks:
+            tllm.round(benchmark.name, number)
+    rounds: dict[str, list[dict[str, Any]]] = {benchmark.name: [] for benchmark in benchmarks}
+    begin = time.monotonic()
+    for number in range(1, pairs + 1):
+        if seconds is not None and number > 3 and time.monotonic() - begin > seconds:
+            break
+        order: list[Benchmark | None] = [None, *benchmarks]
+        if number % 2:
+            order.reverse()
+        found = {
+            each and each.name: vllm.round(benchmarks[0].name, number)
+            if each is None
+            else tllm.round(each.name, number)
+            for each in order
+        }
+        for name, done in rounds.items():
+            done.append({"vllm": found[None], "tllm": found[name]})
+    return [_result(benchmark, rounds[benchmark.name]) for benchmark in benchmarks]
+
+
+def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratio of throughputs over pairs of rounds, with its interval and the counters.
 
     Where only some requests do what is measured, the others' speed too: `plain_ratio` is their mean
     time from the start of the round to their last token, vLLM's divided by tLLM's.
     """
-    for engine in (vllm, tllm):
-        for number in (0, -1):  # warm-up
-            engine.round(benchmark.name, number)
-    rounds = []
-    for number in range(1, pairs + 1):
-        order = [("vllm", vllm), ("tllm", tllm)]
-        if number % 2:
-            order.reverse()
-        pair = {name: engine.round(benchmark.name, number) for name, engine in order}
-        rounds.append(pair)
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
         for name in ("vllm", "tllm")
@@ -126,7 +152,7 @@ def measure(vllm: Engine, tllm: Engine, benchmark: Benchmark, pairs: int) -> dic
             "variant": benchmark.variant,
             **asdict(benchmark.workload),
         },
-        "pairs": pairs,
+        "pairs": len(rounds),
         "ratio": round(statistics.median(ratios), 4),
         "interval": [round(low, 4), round(high, 4)],
         "ratios": [round(r, 4) for r in ratios],

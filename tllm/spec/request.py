@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from tllm.spec.selection import Selection
@@ -15,10 +16,20 @@ EXTRA_ARG = "tllm"
 
 class Wire(dict[str, Any]):
     """A request's spec as plain data, once nobody changes it any more: copies of the sampling
-    parameters share it."""
+    parameters share it, and it is read once in a process."""
 
     def __deepcopy__(self, memo: Any) -> Wire:
         return self
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
+        return dict, (dict(self),)
+
+    @cached_property
+    def spec(self) -> RequestSpec:
+        """What it says."""
+        uses = tuple(GroupUse.from_wire(use) for use in self.get("steering", ()))
+        reads = tuple(RowsRead.from_wire(read) for read in self.get("reads", ()))
+        return RequestSpec(**{**self, "steering": uses, "reads": reads})
 
 
 @dataclass(frozen=True)
@@ -85,14 +96,13 @@ class RequestSpec:
         }
 
     @classmethod
-    def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> RequestSpec:
+    def from_extra_args(cls, extra_args: dict[str, Any] | None) -> RequestSpec:
         """The spec of a request; the default one for a request without."""
-        wire = (extra_args or {}).get(EXTRA_ARG)
-        if not wire:
+        if not extra_args or not (wire := extra_args.get(EXTRA_ARG)):
             return cls()
-        uses = tuple(GroupUse.from_wire(use) for use in wire.get("steering", ()))
-        reads = tuple(RowsRead.from_wire(read) for read in wire.get("reads", ()))
-        return cls(**{**wire, "steering": uses, "reads": reads})
+        if not isinstance(wire, Wire):
+            wire = extra_args[EXTRA_ARG] = Wire(wire)
+        return wire.spec
 
     def sample_index(self, engine_id: str) -> int:
         """Which sample a sequence is; vLLM names the n of a request `{index}_{request id}`."""
