@@ -66,6 +66,9 @@ def main(
     seconds: Annotated[
         float | None, typer.Option(help="Begin no pair after so long; of those measured together.")
     ] = None,
+    control: Annotated[
+        bool, typer.Option(help="vLLM against vLLM: what is found where there is nothing.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure benchmarks; those of one shape and workload share a pair of engines, and rounds."""
@@ -76,13 +79,16 @@ def main(
     chosen = sorted((BENCHMARKS[name] for name in names), key=_engine_of)
     for _, group in groupby(chosen, key=_engine_of):
         benchmarks = list(group)
-        with engines(benchmarks[0]) as (vllm, tllm):
+        with engines(benchmarks[0], control=control) as (vllm, tllm):
             sets = groupby(sorted(benchmarks, key=_together), key=_together)
             for result in chain.from_iterable(
                 measure(vllm, tllm, list(together), pairs, seconds) for _, together in sets
             ):
                 result |= environment()
-                check(result)
+                if control:
+                    result["name"] = f"control-{result['name']}"
+                else:
+                    check(result)
                 (out / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
                 print(json.dumps(result), flush=True)
                 table.add_row(

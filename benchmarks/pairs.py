@@ -66,11 +66,15 @@ class Engine:
 
 
 @contextmanager
-def engines(benchmark: Benchmark) -> Iterator[tuple[Engine, Engine]]:
-    """Untouched vLLM and tLLM, both resident: they start side by side, and work in turn."""
+def engines(benchmark: Benchmark, *, control: bool = False) -> Iterator[tuple[Engine, Engine]]:
+    """Untouched vLLM and tLLM, both resident: they start side by side, and work in turn.
+
+    Args:
+        control: untouched vLLM in place of tLLM, too.
+    """
     opened: list[Engine] = []
     try:
-        for name in ("vllm", "tllm"):
+        for name in ("vllm", "vllm" if control else "tllm"):
             opened.append(Engine(name, benchmark))
         for engine in opened:
             engine.wait()

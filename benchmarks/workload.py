@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Variant = Literal["idle", "taps", "esamp", "steer", "capture", "off"]
+Variant = Literal["idle", "taps", "esamp", "steer", "capture"]
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ class LLM(vllm.LLM):
         max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
             rest waits; 0 turns steering off), and the device memory for their vectors.
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, on a GPU and
-            for models that are not quantized). With False a tap costs a launch of its own, and all
-            that is computed without an intervention is computed by vLLM's own kernels.
+            for models that are not quantized). With False a tap costs a launch of its own, and
+            what is not intervened in is computed by vLLM's own kernels alone.
         **kwargs: any other argument of `vllm.LLM`.
 
     Attributes:
@@ -123,6 +123,8 @@ class LLM(vllm.LLM):
         self._tllm.capture_consumers = {consumer.consumer_id for consumer in capturing}
         self._result_timeout_s = result_timeout_s
         self._prepared: dict[str, Prepared] = {}
+        #: Prompts that are over, and of which the workers will hear with the engine's next step.
+        self._over: list[str] = []
         super().__init__(model, **engine_arguments(kwargs, options, chosen))
         self._add_request_of_engine = self.llm_engine.add_request
         self.llm_engine.add_request = self._add_request_with_spec
@@ -174,6 +176,9 @@ class LLM(vllm.LLM):
 
     def intervention_stats(self) -> list[dict[str, Any]]:
         """Counters of each worker: hook points, rows captured and dropped, consumers."""
+        if self._over:
+            self._call("take_results", self._over)
+            self._over = []
         return self._call("stats")
 
     # -- steering ------------------------------------------------------------------------------
@@ -220,7 +225,7 @@ class LLM(vllm.LLM):
             finished = [o for o in outputs if isinstance(o, RequestOutput)]
             for output in finished:
                 output.tllm_request = self._prepared[output.request_id]  # type: ignore[attr-defined]
-            # Without consumers too: workers then know at once that these sequences are over.
+            self._over = [output.tllm_request.prompt_id for output in finished]  # type: ignore[attr-defined]
             self._attach(finished, self._result_timeout_s)
         finally:
             for prepared in self._prepared.values():
@@ -237,11 +242,16 @@ class LLM(vllm.LLM):
         self._attach([output for output in outputs if _pending(output)], timeout_s)
 
     def _attach(self, outputs: list[Any], timeout_s: float | None) -> None:
-        if not outputs:
-            return
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        prepared = {output.tllm_request.prompt_id: output.tllm_request for output in outputs}
-        tokens = {o.tllm_request.prompt_id: tokens_of(o, o.tllm_request) for o in outputs}
+        # Who asked for nothing does not wait for a call to the workers. Steering has no result,
+        # but a worker that could not steer says so.
+        asked = [
+            output
+            for output in outputs
+            if output.tllm_request.steered or self._tllm.has_results(output.tllm_request)
+        ]
+        prepared = {output.tllm_request.prompt_id: output.tllm_request for output in asked}
+        tokens = {o.tllm_request.prompt_id: tokens_of(o, o.tllm_request) for o in asked}
         pending, wait_s = list(prepared), 1.0 if timeout_s is None else min(1.0, timeout_s)
         while pending:
             answers = self._call("take_results", pending, tokens, wait_s)

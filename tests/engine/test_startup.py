@@ -1,10 +1,16 @@
 """What is refused when an engine starts, and that a plain vLLM is left alone."""
 
+from types import SimpleNamespace
+
 import pytest
 from tiny_engines import TINY_ENGINE
+from vllm import envs
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 
 from engine.asking import generate, greedy, prompts_of, tokens_of
 from tllm import LLM
+from tllm.engine import model_view
 
 
 def test_a_plain_vllm_beside_tllm_is_untouched(plain_engine, reference):
@@ -17,6 +23,24 @@ def test_a_plain_vllm_beside_tllm_is_untouched(plain_engine, reference):
     prompts = prompts_of([5, 40])
     expected = [reference.greedy(prompt, 5) for prompt in prompts]
     assert tokens_of(generate(plain_engine, prompts, greedy(5))) == expected
+
+
+def test_norms_that_vllm_computes_in_another_way_are_left_to_it(llm, monkeypatch):
+    config = llm.llm_engine.vllm_config
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    norm = worker.model_runner.get_model().model.norm
+    ours = model_view.added_norm(config, norm)
+    assert (ours.module, ours.eps) == (norm, norm.variance_epsilon)
+    with set_current_vllm_config(config):
+        others = GemmaRMSNorm(16), RMSNorm(16, has_weight=False), RMSNorm(16, var_hidden_size=8)
+    assert [model_view.added_norm(config, other) for other in others] == [None] * 3
+    half = RMSNorm.__new__(RMSNorm)
+    vars(half).update(vars(norm) | {"_parameters": {"weight": norm.weight.detach().half()}})
+    assert model_view.added_norm(config, half) is None
+    quantized = SimpleNamespace(model_config=config.model_config, quant_config=object())
+    assert model_view.added_norm(quantized, norm) is None
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert model_view.added_norm(config, norm) is None
 
 
 def test_speculative_decoding_is_refused_with_what_to_leave_out(tiny_model):

@@ -21,7 +21,8 @@ class EngineOptions:
 
     Attributes:
         hook_points: the points that get a tap in every layer, or `"all"`. A tap that nobody uses
-            costs one empty kernel launch; a point without a tap cannot be used later.
+            costs at most one empty kernel launch (see `fuse_norms`); a point without a tap cannot
+            be used later.
         capture_mib: memory the capture ring begins with, in MiB.
         max_capture_mib: the most it grows to.
         overflow: what happens when consumers are slower than the model and the ring is full:
@@ -30,8 +31,8 @@ class EngineOptions:
             need more wait. 0 turns steering off.
         max_steering_mib: the most memory that steering vectors take on the device, in MiB.
         fuse_norms: whether a tap before an RMSNorm is computed together with it, by one kernel of
-            ours. It sums squares in another order than vLLM's, so that with it one normed value in
-            very many differs by a rounding from a vLLM without tLLM.
+            ours. It sums squares in another order than vLLM's: of half a million normed values in
+            bfloat16 one or none was seen to differ, by a rounding.
     """
 
     hook_points: tuple[str, ...] | str = DEFAULT_HOOK_POINTS
