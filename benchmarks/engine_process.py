@@ -19,6 +19,7 @@ import torch
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
+_COUNTERS = ("rows_captured", "rows_dropped", "rows_steered")
 
 
 def draw_weights(model: torch.nn.Module, scale: float) -> None:
@@ -115,6 +116,7 @@ class EngineProcess:
             "detokenize": False,
         }
         made = self._params(benchmark, params)
+        before = self.llm.intervention_stats()[0] if self.engine == "tllm" else {}
         with FinishTimes(self.llm) as finished:
             begin = time.perf_counter()
             outputs = self.llm.generate(prompts, made, use_tqdm=False)
@@ -122,9 +124,9 @@ class EngineProcess:
         tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
         counters: dict[str, Any] = {}
         if self.engine == "tllm":
-            workers = self.llm.intervention_stats()
-            wanted = ("rows_captured", "rows_dropped", "rows_steered", "consumers")
-            counters = {k: workers[0][k] for k in wanted}
+            after = self.llm.intervention_stats()[0]
+            counters = {name: after[name] - before[name] for name in _COUNTERS}
+            counters["consumers"] = after["consumers"]
             if self.consumer is not None:
                 stats = dict(self.consumer.read_stats())
                 stats.pop("loss_per_prompt", None)  # grows with every prompt ever served

@@ -108,14 +108,14 @@ def measure(
         order: list[Benchmark | None] = [None, *benchmarks]
         if number % 2:
             order.reverse()
-        found = {
-            each and each.name: vllm.round(benchmarks[0].name, number)
-            if each is None
-            else tllm.round(each.name, number)
-            for each in order
-        }
+        found = {}
+        for each in order:
+            if each is None:
+                of_vllm = vllm.round(benchmarks[0].name, number)
+            else:
+                found[each.name] = tllm.round(each.name, number)
         for name, done in rounds.items():
-            done.append({"vllm": found[None], "tllm": found[name]})
+            done.append({"vllm": of_vllm, "tllm": found[name]})
     return [_result(benchmark, rounds[benchmark.name]) for benchmark in benchmarks]
 
 

@@ -123,7 +123,8 @@ class LLM(vllm.LLM):
         self._tllm.capture_consumers = {consumer.consumer_id for consumer in capturing}
         self._result_timeout_s = result_timeout_s
         self._prepared: dict[str, Prepared] = {}
-        #: Prompts that are over, and of which the workers will hear with the engine's next step.
+        #: Prompts without results that are over. The workers hear of them with the engine's next
+        #: step, or before they are asked anything else.
         self._over: list[str] = []
         super().__init__(model, **engine_arguments(kwargs, options, chosen))
         self._add_request_of_engine = self.llm_engine.add_request
@@ -135,14 +136,20 @@ class LLM(vllm.LLM):
     # -- consumers -----------------------------------------------------------------------------
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        arguments = (method, encode_call(*args), self._tllm.shared.token)
-        return decode_answers(call_workers(self, "tllm", arguments))
+        return self._call_encoded(method, encode_call(*args))
+
+    def _call_encoded(self, method: str, payload: bytes) -> list[Any]:
+        if self._over:
+            over, self._over = self._over, []
+            self._call("take_results", over)
+        return decode_answers(
+            call_workers(self, "tllm", (method, payload, self._tllm.shared.token))
+        )
 
     def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer now; it sees rows from the next forward pass on."""
         made = _made(consumer)
-        payload = self._tllm.admit(made)
-        decode_answers(call_workers(self, "tllm", ("register", payload)))
+        self._call_encoded("register", self._tllm.admit(made))
         self._tllm.consumers[made.consumer_id] = made
         # The user's object stands for its copies in the workers from now on.
         vars(made)["synchronize"] = self.synchronize
@@ -176,9 +183,6 @@ class LLM(vllm.LLM):
 
     def intervention_stats(self) -> list[dict[str, Any]]:
         """Counters of each worker: hook points, rows captured and dropped, consumers."""
-        if self._over:
-            self._call("take_results", self._over)
-            self._over = []
         return self._call("stats")
 
     # -- steering ------------------------------------------------------------------------------
@@ -220,12 +224,12 @@ class LLM(vllm.LLM):
         return self._add_request_of_engine(request_id, prompt, params, *args, **kwargs)
 
     def _run_engine(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self._over = []
         try:
             outputs = super()._run_engine(*args, **kwargs)
             finished = [o for o in outputs if isinstance(o, RequestOutput)]
             for output in finished:
                 output.tllm_request = self._prepared[output.request_id]  # type: ignore[attr-defined]
-            self._over = [output.tllm_request.prompt_id for output in finished]  # type: ignore[attr-defined]
             self._attach(finished, self._result_timeout_s)
         finally:
             for prepared in self._prepared.values():
@@ -243,15 +247,15 @@ class LLM(vllm.LLM):
 
     def _attach(self, outputs: list[Any], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # Who asked for nothing does not wait for a call to the workers. Steering has no result,
-        # but a worker that could not steer says so.
-        asked = [
-            output
-            for output in outputs
-            if output.tllm_request.steered or self._tllm.has_results(output.tllm_request)
-        ]
-        prepared = {output.tllm_request.prompt_id: output.tllm_request for output in asked}
-        tokens = {o.tllm_request.prompt_id: tokens_of(o, o.tllm_request) for o in asked}
+        prepared, tokens = {}, {}
+        for output in outputs:
+            request = output.tllm_request
+            # Steering has no result, but a worker that could not steer says so.
+            if request.steered or self._tllm.has_results(request):
+                prepared[request.prompt_id] = request
+                tokens[request.prompt_id] = tokens_of(output, request)
+            else:
+                self._over.append(request.prompt_id)
         pending, wait_s = list(prepared), 1.0 if timeout_s is None else min(1.0, timeout_s)
         while pending:
             answers = self._call("take_results", pending, tokens, wait_s)

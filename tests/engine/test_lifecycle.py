@@ -1,11 +1,14 @@
 """Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, sampled, tokens_of
 from engine.recorder import Recorder
 from tllm import SamplingParams
+from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, CpuExport, Logits, ResidualStream, Sampler
 
 HALF = {"mid": ("post_block", 1)}
@@ -194,12 +197,41 @@ class TestEnds:
         for number in range(5):
             assert recorder.positions("mid", number)[output.request_id, 0] == list(range(8))
 
+    def test_a_consumer_does_not_hear_of_plain_requests_that_were_over_before_it(self, llm):
+        generate(llm, prompts_of([5, 6]), greedy(3))
+        recorder = llm.register_consumer(Recorder(flow()))
+        generate(llm, prompts_of([4]), greedy(2))
+        assert len(recorder.log.started) == len(recorder.log.finished) == 1
+
+    def test_a_result_that_is_pending_survives_the_counters(self, llm, monkeypatch):
+        monkeypatch.setattr(llm, "_result_timeout_s", 0.2)
+        llm.register_consumer(Stalled())
+        (output,) = generate(llm, prompts_of([5]), greedy(2))
+        assert output.consumer_results["stalled"].status == "pending"
+        Stalled.promised.set_result("done")
+        llm.intervention_stats()
+        llm.wait_for_results([output], timeout_s=3)
+        assert output.consumer_results["stalled"].payload == "done"
+
     def test_generations_follow_each_other_without_leaving_anything(self, llm):
         llm.register_consumer(Recorder(flow()))
         for _ in range(3):
             outputs = generate(llm, prompts_of([5, 6]), sampled(3, n=2))
             assert all(c.consumer_results for o in outputs for c in o.outputs)
         assert llm.intervention_stats()[0]["running_sequences"] == 0
+
+
+class Stalled(Consumer):
+    """Promises a result, and keeps one waiting."""
+
+    consumer_id = "stalled"
+    promised = Future()
+
+    def flows(self):
+        return []
+
+    def on_request_finished(self, request, context):
+        return type(self).promised
 
 
 class Raising(Recorder):

@@ -166,6 +166,22 @@ def test_norm_that_reads_a_stream_next_is_named() -> None:
     }
 
 
+class StackWithoutFinalNorm(Stack):
+    """Has a norm, and leaves it to others to call it."""
+
+    def forward(self, positions: Tensor, inputs_embeds: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden_states, residual = inputs_embeds, None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return hidden_states, residual
+
+
+def test_final_norm_that_the_stack_does_not_call_is_not_named() -> None:
+    sites = resolve(CausalLM(StackWithoutFinalNorm())).sites
+    assert sites[HookPoint.POST_BLOCK, LAYERS - 1].norm is None
+    assert sites[HookPoint.POST_BLOCK, LAYERS - 2].norm is not None
+
+
 def test_norm_on_the_next_pipeline_rank_is_not_named() -> None:
     stack = Stack()
     stack.layers[2], stack.norm = PPMissingLayer(), PPMissingLayer()

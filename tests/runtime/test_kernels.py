@@ -4,7 +4,9 @@ Kernels run on a GPU where there is one. Random numbers are drawn on the CPU, so
 same everywhere; and so run the references that a worker uses there only.
 """
 
+import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from tllm.runtime import ops
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SEGMENT_WIDTH, Operation, Segment
 from tllm.runtime.kernels import candidates, row_plan, tap, tap_norm, token_choice
 from tllm.runtime.steering import Steering
-from tllm.runtime.taps import Taps
+from tllm.runtime.taps import AddedNorm, Taps
 from tllm.spec.hooks import HookPoint
 from tllm.spec.steering import METHODS, Coefficients, Tiers
 
@@ -183,6 +185,38 @@ def test_tap_with_the_norm_after_it(seed, dtype):
     assert_same(results, dtype)
 
 
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(24))
+
+
+def test_a_copy_of_a_tapped_norm_has_its_own_weight():
+    key = (HookPoint.POST_BLOCK, 0)
+    site, norm = Norm(), Norm()
+    taps = Taps(
+        {key: SimpleNamespace(module=site)},
+        second={},
+        hidden_size=24,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_tokens=16,
+        max_programs=1,
+        add_rows=1,
+    )
+    taps.install({key: AddedNorm(norm, 1e-6)})
+    copied = copy.deepcopy(norm)
+    rows = torch.ones(2, 24)
+    with torch.no_grad():
+        copied.weight.fill_(5.0)
+        for module, expected in ((norm, 1.0), (copied, 5.0)):
+            normed, added = module(rows, rows)
+            torch.testing.assert_close(normed, torch.full((2, 24), expected))
+            assert torch.equal(added, 2 * rows)
+    with pytest.raises(RuntimeError, match="fuse_norms=False"):
+        norm(rows)
+
+
 def test_norm_of_a_tap_is_what_a_tap_and_a_norm_give():
     """The reference, of which the kernel is the same, against both one after the other."""
     busy, again = (BusyTap(2, torch.float32, "cpu") for _ in range(2))
@@ -206,17 +240,56 @@ def test_ops_are_what_they_tell_torch():
     torch.library.opcheck(ops.tap_norm.default, (row, busy.residual, busy.weight[0], 1e-5, *others))
 
 
-def test_a_row_is_normed_alike_in_batches_of_any_size(monkeypatch):
+WIDTHS = [100, 896, 1536, 3584, 4096, 8192, 12288] if DEVICE == "cuda" else [100]
+"""One warp to many; without a GPU there are no warps, and rows of 12,288 take minutes."""
+
+
+@pytest.mark.parametrize("hidden", WIDTHS)
+def test_a_row_is_normed_alike_in_batches_of_any_size(hidden, monkeypatch):
     """The order of a sum must not hang on how many rows there are."""
+    key = (HookPoint.POST_BLOCK, 0)
+    taps = Taps(
+        {key: None},
+        second={},
+        hidden_size=hidden,
+        dtype=torch.bfloat16,
+        device=torch.device(DEVICE),
+        max_tokens=16,
+        max_programs=1,
+        add_rows=1,
+    )
+    generator = torch.Generator().manual_seed(hidden)
+    stream, residual, weight = (
+        torch.randn(9, hidden, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3)
+    )
     seen = []
     for few in (512, 0):
         monkeypatch.setattr(tap, "_FEW_ROWS", few)
         for rows in (9, 2):
-            busy = BusyTap(2, torch.bfloat16, DEVICE)
-            given = busy.stream[:rows], busy.residual[:rows], busy.weight[0]
-            normed, added = tap_norm.launch(*given, 1e-5, busy.descriptor, busy.taps.plan)
-            seen.append((normed[:2].cpu(), added[:2].cpu()))
+            normed, added = tap_norm.launch(
+                stream[:rows], residual[:rows], weight[0], 1e-5, taps._descriptors[0], taps.plan
+            )
+            seen.append((normed[:2], added[:2]))
     assert all(torch.equal(a, b) for each in seen for a, b in zip(each, seen[0], strict=True))
+
+
+def test_rows_that_do_not_lie_side_by_side():
+    """As a slice of a wider tensor, and with the leading dimension of the Transformers backend."""
+    busy = BusyTap(1, torch.float32, DEVICE)
+    expected = tap_norm.launch(
+        busy.stream, busy.residual, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan
+    )
+    wide = torch.cat([busy.stream, busy.residual], dim=1)
+    hidden = busy.stream.shape[1]
+    normed, added = tap_norm.launch(
+        wide[None, :, :hidden],
+        wide[None, :, hidden:],
+        busy.weight[0],
+        1e-5,
+        busy.descriptor,
+        busy.taps.plan,
+    )
+    assert torch.equal(normed[0], expected[0]) and torch.equal(added[0], expected[1])
 
 
 @pytest.mark.parametrize("method", METHODS)

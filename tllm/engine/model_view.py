@@ -17,6 +17,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from tllm.engine import versions
 from tllm.models.sites import ModelSites
 from tllm.ports import ModelView
 from tllm.runtime.kernels.candidates import Collected
@@ -46,8 +47,8 @@ def describe(
             weight, eps = module.weight.detach(), module.variance_epsilon
 
         def norm(x: torch.Tensor) -> torch.Tensor:
-            # `forward`, not a call: a call would run the tap on rows that are not of the batch.
-            output = module.forward(x)
+            # Not a call, which would run the taps on rows that are not of the batch.
+            output = type(module).forward(module, x)
             return output[0] if isinstance(output, tuple) else output
 
     config = vllm_config.model_config
@@ -82,12 +83,15 @@ def _place_of_worker(vllm_config: Any) -> dict[str, Any]:
 def added_norm(vllm_config: Any, module: torch.nn.Module) -> AddedNorm | None:
     """The norm of a sum of stream and residual, if `module` is one that we compute as vLLM does.
 
-    With a quantized model vLLM fuses norms with what follows them, and with batch invariance it
-    computes them in an order of its own: both are left alone.
+    That is the formula that vLLM gives to its compiler. Its ready-made kernels, which it prefers
+    without a compiler, round in other places; with a quantized model it fuses norms with what
+    follows them; with batch invariance it computes them in an order of its own.
     """
     if type(module) is not RMSNorm or not module.has_weight or module.variance_size_override:
         return None
     if vllm_config.quant_config is not None or envs.VLLM_BATCH_INVARIANT:
+        return None
+    if versions.first_choice(vllm_config, "fused_add_rms_norm") != "native":
         return None
     if module.weight.dtype != vllm_config.model_config.dtype:
         return None

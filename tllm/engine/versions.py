@@ -169,3 +169,10 @@ def bypasses_worker(vllm_config: Any) -> bool:
     from vllm.v1.executor.ray_executor import RayDistributedExecutor
 
     return issubclass(Executor.get_class(vllm_config), RayDistributedExecutor)
+
+
+def first_choice(vllm_config: Any, op: str) -> str | None:
+    """Which implementation of one of its own ops vLLM prefers; None where it does not say."""
+    priority = getattr(getattr(vllm_config, "kernel_config", None), "ir_op_priority", None)
+    names = getattr(priority, op, None)
+    return names[0] if names else None

@@ -33,11 +33,12 @@ def check_llama_block(block: nn.Module) -> None:
             )
 
 
-def check_llama_stack(stack: nn.Module, first: int, last: int) -> None:
-    """Raises `ValueError` unless `stack.forward` only chains `layers[first:last]` and `norm`.
+def check_llama_stack(stack: nn.Module, first: int, last: int) -> bool:
+    """Whether `stack.forward` ends in `norm`.
 
-    On the ranks of a pipeline that lack the embedding or the norm, the chain starts from, or ends
-    in, vLLM's intermediate tensors.
+    Raises `ValueError` unless it only chains `layers[first:last]` and `norm`. On the ranks of a
+    pipeline that lack the embedding or the norm, the chain starts from, or ends in, vLLM's
+    intermediate tensors.
     """
     lines = list(_dataflow(stack, ("inputs_embeds", "intermediate_tensors"), {}))
     if "inputs_embeds" in lines[0]:
@@ -48,7 +49,8 @@ def check_llama_stack(stack: nn.Module, first: int, last: int) -> None:
     for number, layer in enumerate(range(first, last)):
         expected.append(f"v{number} = layers.{layer}({', '.join(streams)})")
         streams = [f"v{number}[0]", f"v{number}[1]"]
-    if lines[-1].startswith(f"return v{len(expected)}[0]"):
+    ends_in_norm = lines[-1].startswith(f"return v{len(expected)}[0]")
+    if ends_in_norm:
         number = len(expected)
         expected.append(f"v{number} = norm({', '.join(streams)})")
         expected.append(f"return v{number}[0]")
@@ -57,6 +59,7 @@ def check_llama_stack(stack: nn.Module, first: int, last: int) -> None:
     if lines != expected:
         differs = next(found for found, want in zip(lines, expected, strict=False) if found != want)
         raise ValueError(f"its model does more than chain the blocks: {differs!r}")
+    return ends_in_norm
 
 
 class _Tracer(fx.Tracer):

@@ -57,6 +57,8 @@ class _Stack:
     blocks: Mapping[int, tuple[nn.Module, Layout]]
     norm: nn.Module | None
     """The final norm; None where the model has none."""
+    ends_in_norm: bool = True
+    """Whether what the last block here returns goes to the final norm, if that is here too."""
 
 
 def _find_stack(root: nn.Module, families: Sequence[Family]) -> _Stack:
@@ -116,12 +118,13 @@ def _llama_like_stack(root: nn.Module) -> _Stack:
     blocks = _blocks_here(parts["layers"])
     for block in blocks.values():
         check_llama_block(block)
-    check_llama_stack(stack, min(blocks), max(blocks) + 1)
+    ends_in_norm = check_llama_stack(stack, min(blocks), max(blocks) + 1)
     return _Stack(
         family=f"{type(stack).__name__} (like llama)",
         num_layers=len(parts["layers"]),
         blocks={layer: (block, FUSED) for layer, block in blocks.items()},
         norm=parts["norm"],
+        ends_in_norm=ends_in_norm,
     )
 
 
@@ -172,9 +175,8 @@ def _norm(stack: _Stack, layer: int, where: Input | Output) -> nn.Module | None:
         return None
     if layer + 1 in stack.blocks:
         return stack.blocks[layer + 1][0].get_submodule(where.next_norm)
-    if layer + 1 < stack.num_layers or stack.norm is None or _is_elsewhere(stack.norm):
-        return None
-    return stack.norm
+    last = layer + 1 == stack.num_layers and stack.ends_in_norm
+    return stack.norm if last and stack.norm and not _is_elsewhere(stack.norm) else None
 
 
 def _site(

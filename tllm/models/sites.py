@@ -66,7 +66,8 @@ class Site:
     copy that only this module receives. Otherwise a write is in place."""
     norm: torch.nn.Module | None = None
     """The module that is called next, with this stream and residual as its only arguments: nothing
-    reads them before it. None where the next one is on another pipeline rank, too."""
+    reads them before it, but for the auxiliary states that speculative decoding asks for. None
+    where the next one is on another pipeline rank, too."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum, IntFlag
 
-#: Bump when the op, the descriptor or the plan changes: it is part of vLLM's compile-cache key.
+#: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
+#: compile-cache key.
 LAYOUT_VERSION = 4
 
 STAGES = 2

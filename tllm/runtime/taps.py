@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,7 @@ from tllm.runtime.descriptor import (
     PlanRow,
     Stage,
 )
-from tllm.runtime.kernels.backend import starts_early
+from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
 from tllm.runtime.transfer import upload
 from tllm.spec.hooks import HookPoint
 
@@ -81,7 +81,7 @@ def compile_digest(points: Iterable[str], dtype: torch.dtype, fuse_norms: bool) 
         "layout": LAYOUT_VERSION,
         "descriptor": DESCRIPTOR_WIDTH,
         "ops": [str(op.default._schema) for op in (ops.tap, ops.tap_norm)],
-        "fuse_norms": fuse_norms,
+        "fuse_norms": fuse_norms and HAS_TRITON,
         "points": sorted(points),
         "dtype": str(dtype),
     }
@@ -169,7 +169,7 @@ class Taps:
             module.register_buffer(name, descriptor, persistent=False)
             module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
             if norm is not None:
-                module.forward = _tapped_norm(norm, name)
+                module.forward = MethodType(_tapped_norm(norm.eps, name), module)
             elif site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
@@ -306,15 +306,17 @@ class Taps:
             self._stale = True
 
 
-def _tapped_norm(norm: AddedNorm, name: str) -> Any:
+def _tapped_norm(eps: float, name: str) -> Any:
     """The `forward` of a norm that taps what it adds up."""
-    module, eps, untapped = norm.module, norm.eps, norm.module.forward
 
-    def forward(stream: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self: Any, stream: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         if residual is None:
-            return untapped(stream)
-        descriptor, plan = getattr(module, name), getattr(module, _PLAN_BUFFER)
-        return torch.ops.tllm.tap_norm(stream, residual, module.weight, eps, descriptor, plan)
+            raise RuntimeError(
+                f"{type(self).__name__} is called without the residual that its tap reads too; "
+                "start the engine with fuse_norms=False, and report this model"
+            )
+        descriptor, plan = getattr(self, name), getattr(self, _PLAN_BUFFER)
+        return torch.ops.tllm.tap_norm(stream, residual, self.weight, eps, descriptor, plan)
 
     return forward
 

@@ -15,7 +15,7 @@ EXTRA_ARG = "tllm"
 
 
 class Wire(dict[str, Any]):
-    """A request's spec as plain data, once nobody changes it any more: copies of the sampling
+    """A request's spec as plain data, which nobody may change any more: copies of the sampling
     parameters share it, and it is read once in a process."""
 
     def __deepcopy__(self, memo: Any) -> Wire:
@@ -97,7 +97,10 @@ class RequestSpec:
 
     @classmethod
     def from_extra_args(cls, extra_args: dict[str, Any] | None) -> RequestSpec:
-        """The spec of a request; the default one for a request without."""
+        """The spec of a request; the default one for a request without.
+
+        What was read stays in `extra_args`, in place of the plain mapping, for whoever asks next.
+        """
         if not extra_args or not (wire := extra_args.get(EXTRA_ARG)):
             return cls()
         if not isinstance(wire, Wire):

@@ -3,9 +3,9 @@
     x = stream + residual, changed as the tap says
     normed = weight * x / sqrt(mean(x^2) + eps)
 
-in float32, and rounded to the model's dtype at the end, as a compiled vLLM computes its
-`fused_add_rms_norm`. Only the order in which the squares are summed is our own; it is the same in
-every batch.
+in float32, and rounded to the model's dtype at the end, as torch.compile computes the formula of
+vLLM's `fused_add_rms_norm`. Only the order in which the squares are summed is our own; it is the
+same in every batch.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ if HAS_TRITON:
 _REGISTERS = 80
 """Of a thread, where there are many rows: three blocks of a row each fit a multiprocessor, and
 memory is kept busy (H200; `benchmarks/RESULTS.md`). With a few rows nothing competes."""
+_WIDEST = 8192
+"""Beyond, a thread has more of a row than fits in so many."""
 
 
 def launch(
@@ -96,7 +98,7 @@ def launch(
         return normed, added
     block = triton.next_power_of_2(hidden)
     options = tap.options(num_rows, stream.device)
-    if not options["AHEAD"] and torch.version.cuda is not None:
+    if not options["AHEAD"] and block <= _WIDEST and torch.version.cuda is not None:
         options["maxnreg"] = _REGISTERS
     _tap_norm_kernel[(num_rows,)](
         stream,
