@@ -81,8 +81,8 @@ class LLM(vllm.LLM):
         max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
             rest waits; 0 turns steering off), and the device memory for their vectors.
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
-            compiles the model for a GPU and it is not quantized). With False a tap costs a launch of its own, and
-            what is not intervened in is computed by vLLM's own kernels alone.
+            compiles the model for a GPU and it is not quantized). With False a tap costs a launch
+            of its own, and what is not intervened in is computed by vLLM's own kernels alone.
         **kwargs: any other argument of `vllm.LLM`.
 
     Attributes:
