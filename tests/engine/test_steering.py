@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+import torch.utils._triton
 from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, LAYERS, Addition
@@ -54,6 +55,29 @@ def test_taps_with_their_norms_and_without_compute_the_same(llm, tiny_model):
     assert fused == [2 * LAYERS, 0]
     asked = [{"steering_vectors": at(V)}, {}, {"steering_vectors": at(W, ("post_attn", 0))}]
     assert generate(llm, PROMPTS, asked) == generate(apart, PROMPTS, asked)
+
+
+@pytest.mark.kernels
+def test_taps_with_their_norms_are_compiled(tiny_model, reference, monkeypatch):
+    if INTERPRETED:  # the compiler asks which Triton there is, to name what it keeps
+        monkeypatch.setattr(torch.utils._triton, "triton_backend", lambda: NoBackend)
+    compiled = LLM(tiny_model, **TINY_ENGINE | {"enforce_eager": False})
+    assert compiled.llm_engine.vllm_config.compilation_config.mode
+    assert compiled.intervention_stats()[0]["norms_fused"] == 2 * LAYERS
+    expected = [
+        reference.greedy(prompt, TOKENS, [Addition(AT, vector)] if vector is not None else [])
+        for prompt, vector in zip(PROMPTS, (V, None, W), strict=True)
+    ]
+    asked = [{"steering_vectors": at(V)}, {}, {"steering_vectors": at(W)}]
+    assert generate(compiled, PROMPTS, asked) == expected
+
+
+class NoBackend:
+    """In place of a Triton that compiles."""
+
+    @staticmethod
+    def hash():
+        return "interpreted"
 
 
 def at(vector, place=AT):

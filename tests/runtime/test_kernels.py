@@ -191,7 +191,7 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(24))
 
 
-def test_a_copy_of_a_tapped_norm_has_its_own_weight():
+def test_a_tapped_norm_can_be_copied_and_compiled():
     key = (HookPoint.POST_BLOCK, 0)
     site, norm = Norm(), Norm()
     taps = Taps(
@@ -209,7 +209,8 @@ def test_a_copy_of_a_tapped_norm_has_its_own_weight():
     rows = torch.ones(2, 24)
     with torch.no_grad():
         copied.weight.fill_(5.0)
-        for module, expected in ((norm, 1.0), (copied, 5.0)):
+        compiled = torch.compile(copied, fullgraph=True, backend="aot_eager")
+        for module, expected in ((norm, 1.0), (copied, 5.0), (compiled, 5.0)):
             normed, added = module(rows, rows)
             torch.testing.assert_close(normed, torch.full((2, 24), expected))
             assert torch.equal(added, 2 * rows)
