@@ -46,6 +46,7 @@ if HAS_TRITON:
             desc_ptr, plan_ptr, plan_stride, AHEAD, dtype
         )
         stages = (0, 0)
+        # As in a tap: with EARLY, nothing that the kernel before may write is read before the wait.
         if AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
             stages = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
