@@ -65,6 +65,7 @@ def test_another_worker_or_scheduler_is_refused_by_name(tiny_model, name):
     [
         ({"overflow": "spill"}, r"overflow='spill'.*block, drop"),
         ({"capture_mib": 0}, r"capture_mib=0 must be 1 or more"),
+        ({"fuse_norms": "no"}, r"fuse_norms='no' must be True or False"),
         ({"hook_points": ["middle"]}, r"'middle'.*post_block"),
     ],
 )

@@ -6,7 +6,7 @@ same everywhere; and so run the references that a worker uses there only.
 
 import copy
 import random
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -76,6 +76,19 @@ def test_token_choice():
             assert now == was
 
 
+def taps_of(sites, hidden, dtype, device, second=MappingProxyType({})):
+    return Taps(
+        sites,
+        second=second,
+        hidden_size=hidden,
+        dtype=dtype,
+        device=torch.device(device),
+        max_tokens=16,
+        max_programs=4,
+        add_rows=4,
+    )
+
+
 def steering_tables(taps, keys, generator, dtype):
     """Steering rows 0 to 3: nothing, a sum, a sum with three operations, one operation."""
     count, hidden = taps.num_points, taps.hidden_size
@@ -113,16 +126,7 @@ class BusyTap:
         first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
         generator = torch.Generator().manual_seed(seed)
         hidden = [24, 64, 100, 7][seed]
-        taps = Taps(
-            {first: None},
-            second={first: second},
-            hidden_size=hidden,
-            dtype=dtype,
-            device=torch.device(device),
-            max_tokens=16,
-            max_programs=4,
-            add_rows=4,
-        )
+        taps = taps_of({first: None}, hidden, dtype, device, second={first: second})
         self.arena = torch.zeros(40, hidden, dtype=dtype, device=device)
         taps.set_arena(self.arena)
         taps.set_program(1, [first])
@@ -194,16 +198,7 @@ class Norm(torch.nn.Module):
 def test_a_tapped_norm_can_be_copied_and_compiled():
     key = (HookPoint.POST_BLOCK, 0)
     site, norm = Norm(), Norm()
-    taps = Taps(
-        {key: SimpleNamespace(module=site)},
-        second={},
-        hidden_size=24,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_tokens=16,
-        max_programs=1,
-        add_rows=1,
-    )
+    taps = taps_of({key: SimpleNamespace(module=site)}, 24, torch.float32, "cpu")
     taps.install({key: AddedNorm(norm, 1e-6)})
     copied = copy.deepcopy(norm)
     rows = torch.ones(2, 24)
@@ -249,16 +244,7 @@ WIDTHS = [100, 896, 1536, 3584, 4096, 8192, 12288] if DEVICE == "cuda" else [100
 def test_a_row_is_normed_alike_in_batches_of_any_size(hidden, monkeypatch):
     """The order of a sum must not hang on how many rows there are."""
     key = (HookPoint.POST_BLOCK, 0)
-    taps = Taps(
-        {key: None},
-        second={},
-        hidden_size=hidden,
-        dtype=torch.bfloat16,
-        device=torch.device(DEVICE),
-        max_tokens=16,
-        max_programs=1,
-        add_rows=1,
-    )
+    taps = taps_of({key: None}, hidden, torch.bfloat16, DEVICE)
     generator = torch.Generator().manual_seed(hidden)
     stream, residual, weight = (
         torch.randn(9, hidden, generator=generator).to(DEVICE, torch.bfloat16) for _ in range(3)
@@ -306,16 +292,7 @@ def test_each_method_computes_its_formula(method):
     h = torch.randn(4, hidden, generator=generator)
     out = {}
     for run, device in ((tap.launch, DEVICE), (tap.reference, "cpu")):
-        taps = Taps(
-            {key: None},
-            second={},
-            hidden_size=hidden,
-            dtype=torch.float32,
-            device=torch.device(device),
-            max_tokens=4,
-            max_programs=1,
-            add_rows=1,
-        )
+        taps = taps_of({key: None}, hidden, torch.float32, device)
         steering = Steering(taps, lambda hook, layer: key, 4, 16)
         steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
         taps.plan[3, :] = steering.acquire(("g",))

@@ -53,6 +53,8 @@ class EngineOptions:
                 f"overflow={self.overflow!r} is not known; choose one of "
                 f"{', '.join(get_args(Overflow))}"
             )
+        if not isinstance(self.fuse_norms, bool):
+            raise ValueError(f"fuse_norms={self.fuse_norms!r} must be True or False")
         for name in ("capture_mib", "max_capture_mib", "max_steering_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import torch
 
 from tllm.runtime.kernels import tap as tap_kernel
@@ -13,64 +17,25 @@ from tllm.runtime.kernels.backend import INTERPRETED
 _INTERPRETED_ROWS = 3
 
 
-def _tap_cuda(
-    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
-) -> None:
-    tap_kernel.launch(stream, residual, desc, plan)
+def _on_cpu(kernel: ModuleType) -> Callable[..., Any]:
+    """A kernel's reference; the kernel itself where it is interpreted and that is fast enough."""
+
+    def run(stream: torch.Tensor, *others: Any) -> Any:
+        desc = others[-2]
+        rows = stream.numel() // stream.shape[-1]
+        # Launching an interpreted kernel is slow even when there is nothing to do.
+        interpreted = INTERPRETED and rows <= _INTERPRETED_ROWS and int(desc[0])
+        return (kernel.launch if interpreted else kernel.reference)(stream, *others)
+
+    return run
 
 
-def _tap_cpu(
-    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
-) -> None:
-    rows = stream.numel() // stream.shape[-1]
-    if INTERPRETED and rows <= _INTERPRETED_ROWS:
-        if int(desc[0]):  # launching an interpreted kernel is slow even when it returns at once
-            tap_kernel.launch(stream, residual, desc, plan)
-    else:
-        tap_kernel.reference(stream, residual, desc, plan)
-
-
-def _tap_meta(
-    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
-) -> None:
+def _tap_meta(stream: torch.Tensor, *others: Any) -> None:
     pass
 
 
-def _tap_norm_cuda(
-    stream: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    desc: torch.Tensor,
-    plan: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return tap_norm_kernel.launch(stream, residual, weight, eps, desc, plan)
-
-
-def _tap_norm_cpu(
-    stream: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    desc: torch.Tensor,
-    plan: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = stream.numel() // stream.shape[-1]
-    interpreted = INTERPRETED and rows <= _INTERPRETED_ROWS and int(desc[0])
-    run = tap_norm_kernel.launch if interpreted else tap_norm_kernel.reference
-    return run(stream, residual, weight, eps, desc, plan)
-
-
-def _tap_norm_meta(
-    stream: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    desc: torch.Tensor,
-    plan: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = stream.shape
-    return stream.new_empty(shape), stream.new_empty(shape)
+def _tap_norm_meta(stream: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return stream.new_empty(stream.shape), stream.new_empty(stream.shape)
 
 
 _library = torch.library.Library("tllm", "FRAGMENT")
@@ -78,8 +43,8 @@ _library.define(
     "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc, Tensor plan) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.impl("tap", _tap_cuda, "CUDA")
-_library.impl("tap", _tap_cpu, "CPU")
+_library.impl("tap", tap_kernel.launch, "CUDA")
+_library.impl("tap", _on_cpu(tap_kernel), "CPU")
 _library.impl("tap", _tap_meta, "Meta")
 
 _library.define(
@@ -87,8 +52,8 @@ _library.define(
     " -> (Tensor normed, Tensor residual)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.impl("tap_norm", _tap_norm_cuda, "CUDA")
-_library.impl("tap_norm", _tap_norm_cpu, "CPU")
+_library.impl("tap_norm", tap_norm_kernel.launch, "CUDA")
+_library.impl("tap_norm", _on_cpu(tap_norm_kernel), "CPU")
 _library.impl("tap_norm", _tap_norm_meta, "Meta")
 
 tap = torch.ops.tllm.tap

@@ -318,7 +318,8 @@ def launch(
         return
     block = triton.next_power_of_2(hidden)
     # Many warps for few rows, few for many. Measured on an H200 (`benchmarks/RESULTS.md`).
-    elements = 16 if num_rows <= _FEW_ROWS else 32
+    chosen = options(num_rows, stream.device)
+    elements = 16 if chosen["AHEAD"] else 32
     _tap_kernel[(num_rows,)](
         stream,
         residual if residual is not None else stream,
@@ -331,7 +332,7 @@ def launch(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=max(4, min(16, block // (32 * elements))),
-        **options(num_rows, stream.device),
+        **chosen,
     )
 
 

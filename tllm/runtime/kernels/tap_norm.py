@@ -98,9 +98,9 @@ def launch(
     if num_rows == 0:
         return normed, added
     block = triton.next_power_of_2(hidden)
-    options = tap.options(num_rows, stream.device)
-    if not options["AHEAD"] and block <= _WIDEST and torch.version.cuda is not None:
-        options["maxnreg"] = _REGISTERS
+    chosen = tap.options(num_rows, stream.device)
+    if not chosen["AHEAD"] and block <= _WIDEST and torch.version.cuda is not None:
+        chosen["maxnreg"] = _REGISTERS
     _tap_norm_kernel[(num_rows,)](
         stream,
         residual,
@@ -117,7 +117,7 @@ def launch(
         BLOCK=block,
         # Not by the number of rows: it decides the order of the sum.
         num_warps=max(1, min(16, block // 512)),
-        **options,
+        **chosen,
     )
     return normed, added
 
