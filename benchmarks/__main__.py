@@ -66,6 +66,9 @@ def main(
     seconds: Annotated[
         float | None, typer.Option(help="Begin no pair after so long; of those measured together.")
     ] = None,
+    copies: Annotated[
+        int, typer.Option(help="Engines of each kind; pairs take them in turn.", min=1)
+    ] = 1,
     control: Annotated[
         bool, typer.Option(help="vLLM against vLLM: what is found where there is nothing.")
     ] = False,
@@ -79,12 +82,12 @@ def main(
     chosen = sorted((BENCHMARKS[name] for name in names), key=_engine_of)
     for _, group in groupby(chosen, key=_engine_of):
         benchmarks = list(group)
-        with engines(benchmarks[0], control=control) as (vllm, tllm):
+        with engines(benchmarks[0], control=control, copies=copies) as (vllm, tllm):
             sets = groupby(sorted(benchmarks, key=_together), key=_together)
             for result in chain.from_iterable(
                 measure(vllm, tllm, list(together), pairs, seconds) for _, together in sets
             ):
-                result |= environment()
+                result |= {"copies": copies, **environment()}
                 if control:
                     result["name"] = f"control-{result['name']}"
                 else:

@@ -1,4 +1,4 @@
-"""Two engines in processes of their own, measured in turn."""
+"""Engines in processes of their own, measured in turn."""
 
 from __future__ import annotations
 
@@ -65,28 +65,51 @@ class Engine:
         self._process.wait(timeout=120)
 
 
+class Copies:
+    """Engines that are alike, each for two pairs in turn: the order of a pair is turned around in
+    the second.
+
+    Where in memory an engine's weights came to lie makes it faster or slower by some tenths of a
+    percent for as long as it lives. So one engine of each kind compares that, too.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def round(self, benchmark: str, number: int) -> dict[str, Any]:
+        """One round of generation, on the engine whose turn it is."""
+        return self._engines[number // 2 % len(self)].round(benchmark, number)
+
+
 @contextmanager
-def engines(benchmark: Benchmark, *, control: bool = False) -> Iterator[tuple[Engine, Engine]]:
-    """Untouched vLLM and tLLM, both resident: they start side by side, and work in turn.
+def engines(
+    benchmark: Benchmark, *, control: bool = False, copies: int = 1
+) -> Iterator[tuple[Copies, Copies]]:
+    """Untouched vLLM and tLLM, all resident: they start side by side, and work in turn.
 
     Args:
         control: untouched vLLM in place of tLLM, too.
+        copies: engines of each.
     """
     opened: list[Engine] = []
     try:
         for name in ("vllm", "vllm" if control else "tllm"):
-            opened.append(Engine(name, benchmark))
+            for _ in range(copies):
+                opened.append(Engine(name, benchmark))
         for engine in opened:
             engine.wait()
-        yield opened[0], opened[1]
+        yield Copies(opened[:copies]), Copies(opened[copies:])
     finally:
         for engine in opened:
             engine.close()
 
 
 def measure(
-    vllm: Engine,
-    tllm: Engine,
+    vllm: Copies,
+    tllm: Copies,
     benchmarks: Sequence[Benchmark],
     pairs: int,
     seconds: float | None = None,
@@ -96,7 +119,7 @@ def measure(
     Args:
         seconds: stop after so long, with fewer pairs; 3 at least.
     """
-    for number in (0, -1):  # warm-up
+    for number in range(1 - 2 * len(vllm), 1):  # warm-up
         vllm.round(benchmarks[0].name, number)
         for benchmark in benchmarks:
             tllm.round(benchmark.name, number)

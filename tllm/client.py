@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import logging
-import uuid
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import cloudpickle
-import vllm
+from vllm import SamplingParams
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
 from tllm.collected import Collected
 from tllm.consumers.base import Consumer
@@ -121,7 +122,7 @@ class Prepared:
         handed_over: which of them the user's consumers were given, by sample and consumer.
     """
 
-    params: vllm.SamplingParams
+    params: SamplingParams
     prompt_id: str
     captures: tuple[str, ...]
     wants_tokens: bool = False
@@ -174,7 +175,7 @@ class Client:
         self._flows[consumer.consumer_id] = tuple(consumer.flows())
         return encode_call(consumer)
 
-    def built_in(self, params: vllm.SamplingParams) -> list[Consumer]:
+    def built_in(self, params: SamplingParams) -> list[Consumer]:
         """The built-in consumers that a request names and nobody has registered yet."""
         named = (params.extra_args or {}).get(EXTRA_ARG, {}).get("consumers", {})
         return [
@@ -199,14 +200,14 @@ class Client:
         self._placed.clear()
 
     @staticmethod
-    def asked_steering(params: vllm.SamplingParams) -> RequestSteering | None:
+    def asked_steering(params: SamplingParams) -> RequestSteering | None:
         """What a request asks of steering."""
         asked: RequestSteering | None = (params.extra_args or {}).get(EXTRA_ARG, {}).get("steering")
         return asked
 
     def prepare(
         self,
-        params: vllm.SamplingParams,
+        params: SamplingParams,
         request_id: str,
         steering: Sequence[Group] = (),
         *,
@@ -261,7 +262,7 @@ class Client:
             reads += [read for flow in flows for read in _rows_read(flow, field)]
         if streamed and results and len(unused) < len(self.consumers):
             wants_tokens = True
-        key = prompt_id or uuid.uuid4().hex
+        key = prompt_id or os.urandom(16).hex()
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=key if results else "",
@@ -272,9 +273,8 @@ class Client:
             isolated=writes,
             steering=tuple(group.use for group in steering),
         )
-        # The engine makes a deep copy of its own.
-        own = copy.copy(params)
-        own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: Wire(spec.to_wire())}
+        own = _own_copy(params)
+        own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: Wire.of(spec)}
         if prompt_id is None:
             self.steering.hold(key, tuple(steering))
         return Prepared(
@@ -356,6 +356,33 @@ class Client:
                 read.positions.check(len(request.prompt_token_ids), last, read.name)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
+
+
+_SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
+
+
+def _own_copy(params: SamplingParams) -> SamplingParams:
+    """Parameters of one request, which vLLM checks, changes and keeps.
+
+    vLLM would make a deep copy of what it is given and check that, which takes as long as
+    everything else that it does to take a request in. Parameters are flat but for a few fields; if
+    those are not given, so is the copy, and vLLM is told that it has one.
+    """
+    own = copy.copy(params)
+    flat = not params.extra_args or params.extra_args.keys() == {EXTRA_ARG}
+    for name in params.__struct_fields__:
+        value = getattr(params, name)
+        if type(value) in _SCALARS or name == "extra_args":
+            continue
+        if type(value) in (list, set) and all(type(each) in _SCALARS for each in value):
+            setattr(own, name, value.copy())
+        else:
+            flat = False
+    if flat:
+        own.extra_args = None
+        own.__post_init__()
+        own.skip_clone = True
+    return own
 
 
 def _hint(name: str) -> str:

@@ -248,10 +248,13 @@ class LLM(vllm.LLM):
     def _attach(self, outputs: list[Any], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         prepared, tokens = {}, {}
+        not_steered: set[str] = set()
+        if any(output.tllm_request.steered for output in outputs):
+            not_steered.update(*self._call("not_steered"))
         for output in outputs:
             request = output.tllm_request
             # Steering has no result, but a worker that could not steer says so.
-            if request.steered or self._tllm.has_results(request):
+            if request.prompt_id in not_steered or self._tllm.has_results(request):
                 prepared[request.prompt_id] = request
                 tokens[request.prompt_id] = tokens_of(output, request)
             else:

@@ -185,6 +185,25 @@ def test_every_sample_is_steered(llm, reference):
     assert sampled.clone().extra_args["tllm"]["steering"] is steering, "vectors are not copied"
 
 
+def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
+    asked = [{"steering_vectors": at(V)}, {"steering_vectors": at(W)}, {}]
+    steered = generate(llm, PROMPTS, asked)
+    # The workers lose a vector that the user's process believes them to have.
+    params = [SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **a) for a in asked]
+    (lost,) = params[0].extra_args["tllm"]["steering"].groups
+    llm._call("update_steering", {}, {}, [lost.digest], [])
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        llm._call("update_steering", lost.vectors, {lost.digest: lost.operations}, [], [])
+    assert outputs[0].consumer_results["steering"].status == "error"
+    assert "is not in this worker" in outputs[0].consumer_results["steering"].error
+    assert [output.consumer_results for output in outputs[1:]] == [{}, {}]
+    assert [list(output.outputs[0].token_ids) for output in outputs[1:]] == steered[1:]
+    assert generate(llm, PROMPTS, asked) == steered
+
+
 @pytest.fixture(scope="module")
 def narrow(tiny_model):
     """Room for three ways of steering at once, and for six vectors."""

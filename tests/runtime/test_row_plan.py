@@ -41,8 +41,11 @@ class StubPrograms:
 
 
 @st.composite
-def traffic(draw):
-    """What each slot asks, and some steps: `(slot, tokens computed, jump back)` each."""
+def traffic(draw, *, only_steers=False):
+    """What each slot asks, and some steps: `(slot, tokens computed, jump back)` each.
+
+    With `only_steers`, sequences are steered or not, each the same from its first token on.
+    """
     phases = st.tuples(st.integers(0, 3), st.integers(0, 3))
     asks = draw(st.lists(phases, min_size=SLOTS, max_size=SLOTS))
     adds = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
@@ -61,6 +64,9 @@ def traffic(draw):
         steps.append(draw(step))
         steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
         steps += draw(st.sampled_from([0, 0, 1, 2, 15])) * [steady]
+    if only_steers:
+        asks, adds, timelines = SLOTS * [(0, 0)], 2 * SLOTS * [-1], SLOTS * [[]]
+        steers = 2 * steers[:SLOTS]
     return asks, adds, steers, timelines, lengths, steps
 
 
@@ -81,6 +87,12 @@ def timeline_of(stretches, prompt_len):
 @settings(max_examples=30 if INTERPRETED else 150, deadline=None)
 @given(traffic())
 def test_each_token_does_what_its_sequence_asked(case):
+    plays(*case)
+
+
+@settings(max_examples=15 if INTERPRETED else 80, deadline=None)
+@given(traffic(only_steers=True))
+def test_tokens_of_sequences_that_are_only_steered(case):
     plays(*case)
 
 

@@ -197,6 +197,14 @@ def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
     assert consumer.seen == {"b": [0, 1, 2]}
 
 
+def test_who_was_to_be_steered_and_is_not_is_told_once(engine):
+    engine.start("a", GroupUse("any", Selection(), "unknown"))
+    engine.start("b", EVERYWHERE)
+    assert engine.step(a=PROMPT, b=PROMPT) == [False] * PROMPT + [True] * PROMPT
+    assert engine.session.not_steered() == ["a"]
+    assert engine.session.not_steered() == []
+
+
 def test_a_slot_is_not_steered_for_its_next_sequence(engine):
     decoding(engine)
     engine.finish("a")

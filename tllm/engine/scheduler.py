@@ -41,9 +41,12 @@ class _Rules(_Base):
             for each in self._tllm_bulk.of(request, self.requests):
                 self.add_request(each)
             return
-        known = request.request_id in self.requests  # more of a streamed prompt
         params = request.sampling_params
         spec = RequestSpec.from_extra_args(params.extra_args if params else None)
+        if spec.is_plain:
+            super().add_request(request)
+            return
+        known = request.request_id in self.requests  # more of a streamed prompt
         if not known:
             first = spec.rows_from(
                 request.num_prompt_tokens,

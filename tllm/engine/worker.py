@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -22,7 +22,7 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.request import RequestSpec
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.worker.gpu_worker import Worker as _Base
 else:
     _Base = object
@@ -140,8 +140,10 @@ class InterventionWorker(_Base):
         return key
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        self._track(scheduler_output)
+        later = self._track(scheduler_output)
         output = super().execute_model(scheduler_output)
+        if later:
+            self._start_sequences(later)
         if output is not None:  # nothing is left for `sample_tokens`
             self.session.end_step()
         return output
@@ -151,22 +153,35 @@ class InterventionWorker(_Base):
         self.session.end_step()
         return output
 
-    def _track(self, scheduler_output: SchedulerOutput) -> None:
-        """Tell the session of the sequences that end and begin, and the attachment of the step."""
+    def _track(self, scheduler_output: SchedulerOutput) -> Sequence[NewRequestData]:
+        """Tell the session of the sequences that end and begin, and the attachment of the step.
+
+        Returns:
+            Sequences that begin and that the session may hear of when the device is at work:
+            nothing is done to any row of this step.
+        """
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         self.session.end_step()
-        if scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs:
-            self._follow_sequences(scheduler_output)
+        if scheduler_output.finished_req_ids:
+            self._finish_sequences(scheduler_output)
+        begin = scheduler_output.scheduled_new_reqs
+        if begin and self.session.rests and all(_spec(new).is_plain for new in begin):
+            return begin
+        if begin:
+            self._start_sequences(begin)
+        return ()
 
     @torch.inference_mode()
-    def _follow_sequences(self, scheduler_output: SchedulerOutput) -> None:
+    def _finish_sequences(self, scheduler_output: SchedulerOutput) -> None:
         tokens: dict[str, tuple[int, ...]] = vars(scheduler_output).get("tllm_ended", {})
         for request_id in scheduler_output.finished_req_ids:
             self.session.finish_sequence(request_id, tokens.get(request_id))
-        for new in scheduler_output.scheduled_new_reqs:
-            params = new.sampling_params
-            spec = RequestSpec.from_extra_args(params.extra_args if params else None)
+
+    @torch.inference_mode()
+    def _start_sequences(self, begin: Sequence[NewRequestData]) -> None:
+        for new in begin:
+            spec = _spec(new)
             self.session.start_sequence(
                 new.req_id,
                 new.prompt_token_ids,
@@ -219,6 +234,10 @@ class WorkerCalls:
     def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
         """Results of finished prompts; those not made within `wait_s` seconds are pending."""
         return self._session.take_results(prompt_ids, tokens or {}, wait_s)
+
+    def not_steered(self) -> list[str]:
+        """Prompts that were to be steered and could not be; each is told once."""
+        return self._session.not_steered()
 
     def synchronize(self) -> None:
         """Wait for all consumers."""
@@ -285,7 +304,13 @@ def max_batch_tokens(vllm_config: Any) -> int:
     return -(-tokens // 256) * 256 + 256
 
 
-def _prompt_len(new: Any) -> int:
+def _spec(new: NewRequestData) -> RequestSpec:
+    params = new.sampling_params
+    return RequestSpec.from_extra_args(params.extra_args if params else None)
+
+
+def _prompt_len(new: NewRequestData) -> int:
     if new.prompt_token_ids is not None:
         return len(new.prompt_token_ids)
+    assert new.prompt_embeds is not None
     return int(new.prompt_embeds.shape[0])

@@ -29,6 +29,7 @@ class Assignments:
     Attributes:
         flows: what every sequence has.
         served: slots of the sequences that use any consumer.
+        failed: prompts that were to be steered and could not be.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Assignments:
         self._consumers = consumers
         self.flows: list[BoundFlow] = []
         self.served: set[int] = set()
+        self.failed: set[str] = set()
 
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
@@ -58,13 +60,14 @@ class Assignments:
     def follow(self, sequence: Sequence) -> None:
         """Say what the rows of a sequence do: which are captured for whom, and how steered."""
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
-        if not self._consumers and not sequence.steering:
+        steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
+        if not self._consumers and len(steered) <= 1:
+            row = steered[0][1] if steered else -1
             self._slots.set_timeline(slot, None)
             for phase in (PREFILL, DECODE):
-                self._slots.follow(slot, phase, 0, -1)
+                self._slots.follow(slot, phase, 0, row)
             self.served.discard(slot)
             return
-        steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         wanted = list(self._wanted(sequence))
         starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
         starts = sorted({*starts, *(start for start, _ in steered)})
@@ -144,15 +147,16 @@ class Assignments:
         """
         if not sequence.steering:
             return []
+        info, rows = sequence.info, sequence.steering_rows
         stretches = steering_stretches(
-            sequence.steering, sequence.info.prompt_len, sequence.prompt_token_ids or ()
+            sequence.steering, info.prompt_len, sequence.prompt_token_ids or ()
         )
-        rows = sequence.steering_rows
         try:
             for groups in configurations(stretches) - rows.keys():
                 rows[groups] = self._steering.acquire(groups)
         except ValueError as error:  # a fault of ours: what a request asks was checked before
-            logger.error("request %s is not steered: %s", sequence.info.request_id, error)
+            logger.error("request %s is not steered: %s", info.request_id, error)
+            self.failed.add(info.prompt_id)
             concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
             sequence.refused.update(concerned)
             sequence.errors.update(dict.fromkeys(["steering", *concerned], str(error)))

@@ -245,8 +245,12 @@ class RowPlanner:
     def _lay_out(self, batch: StepBatch) -> Layout:
         """The segments of a batch that do something."""
         table, at = self._slots, batch.slots
-        prompt_len, delivered = table.prompt_len[at], table.delivered[at]
+        prompt_len = table.prompt_len[at]
         first_rows = np.cumsum(batch.counts) - batch.counts
+        decoding = bool((batch.counts == 1).all() and (batch.starts >= prompt_len).all())
+        if (steer := self._only_steers(batch)) is not None:
+            return self._steering_layout(batch, steer, first_rows, decoding)
+        delivered = table.delivered[at]
         parts, positions, owners = [], [], []
         by_phase = np.ones(len(at), bool)
         steps_left = END
@@ -304,7 +308,6 @@ class RowPlanner:
         segments[:, Segment.WIDTH] = width
         segments[:, Segment.DESTINATION] = np.cumsum(taken) - taken
         bounds = [*np.flatnonzero(np.diff(program, prepend=-1)), len(program)]
-        decoding = (batch.counts == 1).all() and (batch.starts >= prompt_len).all()
         return Layout(
             batch=batch,
             version=table.version,
@@ -321,6 +324,42 @@ class RowPlanner:
             rows=int(taken.sum()),
             tokens=int(batch.counts.sum()),
             steps_left=steps_left,
+        )
+
+    def _only_steers(self, batch: StepBatch) -> IntArray | None:
+        """`[sequences]`, the steering row of each, if that is all that is done to a batch, and the
+        same to all rows of a sequence; else None."""
+        table, at = self._slots, batch.slots
+        steer = table.steer[:, at]
+        if (
+            table.program[:, at].any()
+            or (table.add[:, at] >= 0).any()
+            or (table.settled[at] > batch.starts).any()
+            or (steer[0] != steer[1]).any()
+        ):
+            return None
+        only: IntArray = steer[0]
+        return only
+
+    def _steering_layout(
+        self, batch: StepBatch, steer: IntArray, first_rows: IntArray, decoding: bool
+    ) -> Layout:
+        """One segment for each steered sequence, and nothing for the ring."""
+        owners = np.flatnonzero(steer != -1)
+        segments = np.zeros((len(owners), SEGMENT_WIDTH), np.int32)
+        segments[:, Segment.ROW] = first_rows[owners]
+        segments[:, Segment.COUNT] = batch.counts[owners]
+        segments[:, Segment.ADD] = -1
+        segments[:, Segment.STEER] = steer[owners]
+        return Layout(
+            batch=batch,
+            version=self._slots.version,
+            segments=segments,
+            owners=owners.astype(np.int32),
+            positions=None if decoding else batch.starts[owners],
+            groups=(),
+            rows=0,
+            tokens=int(batch.counts.sum()),
         )
 
     def _stretches(

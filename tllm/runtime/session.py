@@ -380,7 +380,18 @@ class Session:
             self._endings.conclude_late(prompt_id, tokens.get(prompt_id) or {}, self._step)
         return self._endings.take(asked, wait_s) | waiting
 
+    def not_steered(self) -> list[str]:
+        """Prompts that were to be steered and could not be; each is told once."""
+        failed = list(self._assignments.failed)
+        self._assignments.failed.clear()
+        return failed
+
     # -- steps ---------------------------------------------------------------------------------
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is done to any row of the sequences that run."""
+        return not self.steering.users and not self._watched
 
     @property
     def _watched(self) -> bool:
@@ -407,7 +418,7 @@ class Session:
             self.end_step()
         self._step += 1
         watched = self._watched
-        if not watched and not self.steering.users:
+        if not watched and not self.steering.users:  # as `rests` says
             self._planner.clear()
             self.steering.commit()  # taps that steered nobody's rows any more rest again
             self._taps.commit()

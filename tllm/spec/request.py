@@ -16,7 +16,14 @@ EXTRA_ARG = "tllm"
 
 class Wire(dict[str, Any]):
     """A request's spec as plain data, which nobody may change any more: copies of the sampling
-    parameters share it, and it is read once in a process."""
+    parameters share it, and it is read once in a process, or never where it was made."""
+
+    @classmethod
+    def of(cls, spec: RequestSpec) -> Wire:
+        """A spec, ready to travel: what is as in a request without one is left out."""
+        wire = cls(spec.to_wire())
+        vars(wire)["spec"] = spec
+        return wire
 
     def __deepcopy__(self, memo: Any) -> Wire:
         return self
@@ -27,9 +34,12 @@ class Wire(dict[str, Any]):
     @cached_property
     def spec(self) -> RequestSpec:
         """What it says."""
-        uses = tuple(GroupUse.from_wire(use) for use in self.get("steering", ()))
-        reads = tuple(RowsRead.from_wire(read) for read in self.get("reads", ()))
-        return RequestSpec(**{**self, "steering": uses, "reads": reads})
+        asked: dict[str, Any] = dict(self)
+        if "steering" in asked:
+            asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))
+        if "reads" in asked:
+            asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
+        return RequestSpec(**asked)
 
 
 @dataclass(frozen=True)
@@ -82,18 +92,27 @@ class RequestSpec:
     isolated: bool = False
     steering: tuple[GroupUse, ...] = ()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it asks nothing, and nobody else asks anything of it."""
+        return not (self.steering or self.consumers or self.reads or self.isolated)
+
     def to_wire(self) -> dict[str, Any]:
-        """As plain data."""
-        return {
-            "request_id": self.request_id,
-            "prompt_id": self.prompt_id,
-            "num_samples": self.num_samples,
-            "consumers": {name: dict(options) for name, options in self.consumers.items()},
-            "reads": [read.to_wire() for read in self.reads],
-            "wants_tokens": self.wants_tokens,
-            "isolated": self.isolated,
-            "steering": [use.to_wire() for use in self.steering],
-        }
+        """As plain data, without what has its default."""
+        wire: dict[str, Any] = {"request_id": self.request_id, "prompt_id": self.prompt_id}
+        if self.num_samples != 1:
+            wire["num_samples"] = self.num_samples
+        if self.consumers:
+            wire["consumers"] = {name: dict(options) for name, options in self.consumers.items()}
+        if self.reads:
+            wire["reads"] = [read.to_wire() for read in self.reads]
+        if self.wants_tokens:
+            wire["wants_tokens"] = True
+        if self.isolated:
+            wire["isolated"] = True
+        if self.steering:
+            wire["steering"] = [use.to_wire() for use in self.steering]
+        return wire
 
     @classmethod
     def from_extra_args(cls, extra_args: dict[str, Any] | None) -> RequestSpec:

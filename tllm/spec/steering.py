@@ -393,7 +393,10 @@ class GroupUse:
     def from_wire(cls, wire: Sequence[Any]) -> GroupUse:
         """What `to_wire` gave."""
         phase, positions, digest = wire
-        return cls(phase, Selection() if positions is None else Selection.parse(positions), digest)
+        return cls(phase, _EVERYWHERE if positions is None else Selection.parse(positions), digest)
+
+
+_EVERYWHERE = Selection()
 
 
 def compose(parties: Sequence[Tiers]) -> tuple[Group, ...]:
