@@ -66,8 +66,7 @@ class Engine:
 
 
 class Copies:
-    """Engines that are alike, each for two pairs in turn: the order of a pair is turned around in
-    the second.
+    """Engines that are alike, each for two pairs in turn.
 
     Where in memory an engine's weights came to lie makes it faster or slower by some tenths of a
     percent for as long as it lives. So one engine of each kind compares that, too.
@@ -81,7 +80,7 @@ class Copies:
 
     def round(self, benchmark: str, number: int) -> dict[str, Any]:
         """One round of generation, on the engine whose turn it is."""
-        return self._engines[number // 2 % len(self)].round(benchmark, number)
+        return self._engines[(number - 1) // 2 % len(self)].round(benchmark, number)
 
 
 @contextmanager
@@ -114,7 +113,9 @@ def measure(
     pairs: int,
     seconds: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure benchmarks of one workload together: a round of vLLM, and one of each, in turn.
+    """Measure benchmarks of one workload together: a round of each between two of vLLM.
+
+    What all of them are compared with is a round of vLLM: its own scatter would be in every ratio.
 
     Args:
         seconds: stop after so long, with fewer pairs; 3 at least.
@@ -128,15 +129,17 @@ def measure(
     for number in range(1, pairs + 1):
         if seconds is not None and number > 3 and time.monotonic() - begin > seconds:
             break
-        order: list[Benchmark | None] = [None, *benchmarks]
-        if number % 2:
-            order.reverse()
-        found = {}
-        for each in order:
-            if each is None:
-                of_vllm = vllm.round(benchmarks[0].name, number)
-            else:
-                found[each.name] = tllm.round(each.name, number)
+        before = vllm.round(benchmarks[0].name, number)
+        found = {
+            each.name: tllm.round(each.name, number)
+            for each in (benchmarks if number % 2 else reversed(benchmarks))
+        }
+        after = vllm.round(benchmarks[0].name, number)
+        of_vllm = before | {
+            name: (before[name] + after[name]) / 2
+            for name in ("seconds", "plain_seconds")
+            if name in before
+        }
         for name, done in rounds.items():
             done.append({"vllm": of_vllm, "tllm": found[name]})
     return [_result(benchmark, rounds[benchmark.name]) for benchmark in benchmarks]

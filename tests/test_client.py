@@ -8,7 +8,8 @@ import pytest
 import vllm
 
 from tllm.client import Client
-from tllm.spec.request import RequestSpec, RowsRead, Wire
+from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead, Wire
 from tllm.spec.selection import Selection
 from tllm.spec.steering import GroupUse
 
@@ -25,8 +26,7 @@ def test_what_vllm_does_to_its_copy_leaves_the_users_parameters_alone(asked):
     before = copy.deepcopy(given)
     copied = prepared(given).clone()
     copied.update_from_generation_config({"eos_token_id": [7, 8]}, 9)
-    for name in ("stop", "stop_token_ids", "bad_words"):
-        getattr(copied, name).append("more")
+    copied.stop.append("more")
     if asked.get("logit_bias"):
         copied.logit_bias[6] = 2.0
     if asked.get("extra_args"):
@@ -38,6 +38,34 @@ def test_only_what_is_not_flat_is_copied_in_depth_by_vllm():
     assert prepared(vllm.SamplingParams(**STOPS)).skip_clone
     assert not prepared(vllm.SamplingParams(logit_bias={5: 1.0})).skip_clone
     assert not prepared(vllm.SamplingParams(extra_args={"x": [1]})).skip_clone
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.0, "top_p": 0.5, "top_k": 7},
+        {"n": 3, "seed": -1, "max_tokens": None, "min_tokens": 2, "ignore_eos": True},
+        {**STOPS, "bad_words": ["x", "x"], "include_stop_str_in_output": False},
+        {"logprobs": 5, "prompt_logprobs": 2, "detokenize": False},
+        {"logit_bias": {5: 1.0}, "allowed_token_ids": [1, 2]},
+    ],
+)
+def test_vllm_works_with_what_it_would_have_copied_itself(asked):
+    given = vllm.SamplingParams(**asked)
+    theirs, ours = given.clone(), prepared(given).clone()
+    for name in set(given.__struct_fields__) - {"extra_args", "skip_clone"}:
+        assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_what_a_request_asks_is_settled_when_it_is_made():
+    options = {"memory": {"enabled": False}}
+    client = Client()
+    client.admit(MemoryConsumer())
+    client.consumers["memory"] = MemoryConsumer()
+    given = vllm.SamplingParams(extra_args={EXTRA_ARG: {"consumers": options}})
+    wire = client.prepare(given, "id").params.extra_args[EXTRA_ARG]
+    options["memory"]["enabled"] = True
+    assert wire.spec.consumers == wire["consumers"] == {"memory": {"enabled": False}}
 
 
 def test_parameters_that_were_changed_are_checked_as_vllm_checks_its_copy():

@@ -267,14 +267,13 @@ class Client:
             request_id=request_id,
             prompt_id=key if results else "",
             num_samples=params.n,
-            consumers=options,
+            consumers={name: dict(chosen) for name, chosen in options.items()},
             reads=tuple(dict.fromkeys(reads)),
             wants_tokens=wants_tokens,
             isolated=writes,
             steering=tuple(group.use for group in steering),
         )
-        own = _own_copy(params)
-        own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: Wire.of(spec)}
+        own = _own_copy(params, Wire.of(spec))
         if prompt_id is None:
             self.steering.hold(key, tuple(steering))
         return Prepared(
@@ -361,15 +360,16 @@ class Client:
 _SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
 
 
-def _own_copy(params: SamplingParams) -> SamplingParams:
-    """Parameters of one request, which vLLM checks, changes and keeps.
+def _own_copy(params: SamplingParams, asked: Wire) -> SamplingParams:
+    """Parameters of one request with what it asks of us; vLLM checks, changes and keeps them.
 
     vLLM would make a deep copy of what it is given and check that, which takes as long as
     everything else that it does to take a request in. Parameters are flat but for a few fields; if
     those are not given, so is the copy, and vLLM is told that it has one.
     """
     own = copy.copy(params)
-    flat = not params.extra_args or params.extra_args.keys() == {EXTRA_ARG}
+    own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: asked}
+    flat = own.extra_args.keys() == {EXTRA_ARG}
     for name in params.__struct_fields__:
         value = getattr(params, name)
         if type(value) in _SCALARS or name == "extra_args":
@@ -379,7 +379,6 @@ def _own_copy(params: SamplingParams) -> SamplingParams:
         else:
             flat = False
     if flat:
-        own.extra_args = None
         own.__post_init__()
         own.skip_clone = True
     return own

@@ -248,13 +248,13 @@ class LLM(vllm.LLM):
     def _attach(self, outputs: list[Any], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         prepared, tokens = {}, {}
-        not_steered: set[str] = set()
-        if any(output.tllm_request.steered for output in outputs):
-            not_steered.update(*self._call("not_steered"))
+        # Steering has no result, but a worker that could not steer says so.
+        steered = [o.tllm_request.prompt_id for o in outputs if o.tllm_request.steered]
+        told = set().union(*self._call("not_steered", steered)) if steered else set()
         for output in outputs:
             request = output.tllm_request
-            # Steering has no result, but a worker that could not steer says so.
-            if request.prompt_id in not_steered or self._tllm.has_results(request):
+            late = request.results.pending  # a consumer that has left may still owe it
+            if late or request.prompt_id in told or self._tllm.has_results(request):
                 prepared[request.prompt_id] = request
                 tokens[request.prompt_id] = tokens_of(output, request)
             else:

@@ -204,6 +204,19 @@ def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
     assert generate(llm, PROMPTS, asked) == steered
 
 
+@pytest.mark.parametrize("steered", [False, True])
+def test_the_session_hears_of_plain_requests_when_the_device_is_at_work(llm, monkeypatch, steered):
+    session = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.session
+    begin, start, heard = session.begin_step, session.start_sequence, []
+    monkeypatch.setattr(session, "begin_step", lambda *a: (heard.append("step"), begin(*a))[1])
+    monkeypatch.setattr(
+        session, "start_sequence", lambda *a, **k: (heard.append("start"), start(*a, **k))[1]
+    )
+    generate(llm, [PROMPTS[0]], {"steering_vectors": at(V)} if steered else {})
+    assert heard[:2] == (["start", "step"] if steered else ["step", "start"])
+    assert heard.count("start") == 1
+
+
 @pytest.fixture(scope="module")
 def narrow(tiny_model):
     """Room for three ways of steering at once, and for six vectors."""

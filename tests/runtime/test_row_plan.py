@@ -41,10 +41,11 @@ class StubPrograms:
 
 
 @st.composite
-def traffic(draw, *, only_steers=False):
+def traffic(draw, *, only_steered=0):
     """What each slot asks, and some steps: `(slot, tokens computed, jump back)` each.
 
-    With `only_steers`, sequences are steered or not, each the same from its first token on.
+    Sequences in the last `only_steered` slots are steered or not, each the same from its first
+    token on, and nothing else is done to them.
     """
     phases = st.tuples(st.integers(0, 3), st.integers(0, 3))
     asks = draw(st.lists(phases, min_size=SLOTS, max_size=SLOTS))
@@ -64,9 +65,10 @@ def traffic(draw, *, only_steers=False):
         steps.append(draw(step))
         steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
         steps += draw(st.sampled_from([0, 0, 1, 2, 15])) * [steady]
-    if only_steers:
-        asks, adds, timelines = SLOTS * [(0, 0)], 2 * SLOTS * [-1], SLOTS * [[]]
-        steers = 2 * steers[:SLOTS]
+    for slot in range(SLOTS - only_steered, SLOTS):
+        asks[slot], timelines[slot] = (0, 0), []
+        adds[slot] = adds[SLOTS + slot] = -1
+        steers[SLOTS + slot] = steers[slot]
     return asks, adds, steers, timelines, lengths, steps
 
 
@@ -91,7 +93,7 @@ def test_each_token_does_what_its_sequence_asked(case):
 
 
 @settings(max_examples=15 if INTERPRETED else 80, deadline=None)
-@given(traffic(only_steers=True))
+@given(st.one_of(traffic(only_steered=SLOTS), traffic(only_steered=SLOTS - 1)))
 def test_tokens_of_sequences_that_are_only_steered(case):
     plays(*case)
 
@@ -112,12 +114,17 @@ A_DECODE = [[(0, 4, False), (1, 6, False)], *(20 * [[(0, 1, False), (1, 1, False
         ),
         pytest.param(3 * [[(1, 1, False), (0, 1, False)]], id="their order changes"),
         pytest.param(3 * [[(0, 1, False)]], id="one ends"),
+        pytest.param(
+            [[(1, 1, False)], [(1, 1, False)], [(0, 30, True), (1, 1, False)]],
+            id="one waits and is computed again",
+        ),
         pytest.param([[(0, 2, False), (1, 1, False)], *A_DECODE[1:]], id="one gets two tokens"),
     ],
 )
-def test_a_long_decode_is_followed_by_anything(then):
-    asks = [(1, 2), (2, 1)] + (SLOTS - 2) * [(0, 0)]
-    adds, steers = 2 * SLOTS * [-1], [*range(2 * SLOTS)]
+@pytest.mark.parametrize("second", [(2, 1), (0, 0)], ids=["two captured", "one captured"])
+def test_a_long_decode_is_followed_by_anything(then, second):
+    asks = [(1, 2), second] + (SLOTS - 2) * [(0, 0)]
+    adds, steers = 2 * SLOTS * [-1], 2 * [*range(SLOTS)]
     plays(asks, adds, steers, SLOTS * [[]], SLOTS * [5], A_DECODE + then)
 
 

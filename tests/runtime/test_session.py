@@ -200,9 +200,56 @@ def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
 def test_who_was_to_be_steered_and_is_not_is_told_once(engine):
     engine.start("a", GroupUse("any", Selection(), "unknown"))
     engine.start("b", EVERYWHERE)
-    assert engine.step(a=PROMPT, b=PROMPT) == [False] * PROMPT + [True] * PROMPT
-    assert engine.session.not_steered() == ["a"]
-    assert engine.session.not_steered() == []
+    engine.start("c", GroupUse("any", Selection(), "unknown"))
+    steps = engine.step(a=PROMPT, b=PROMPT, c=PROMPT)
+    assert steps == [False] * PROMPT + [True] * PROMPT + [False] * PROMPT
+    assert engine.session.not_steered(["a", "b"]) == ["a"]
+    engine.session.register(Positions())  # looks at every sequence again
+    assert engine.session.not_steered(["a", "b"]) == []
+    engine.finish("c")
+    assert engine.session.not_steered(["c"]) == ["c"]
+
+
+@pytest.mark.parametrize("steering", [(), (EVERYWHERE,)])
+def test_rows_are_not_delivered_again_after_steps_in_which_none_are(engine, steering):
+    consumer = Asked()
+    engine.session.register(consumer)
+    engine.start("a", consumers=["positions"])
+    engine.start("b", *steering)
+    engine.step(a=PROMPT, b=PROMPT)
+    for _ in range(10):
+        engine.step()
+    engine.preempt("a")
+    engine.step(b=1)
+    engine.step(b=1)
+    engine.step(a=PROMPT + 10, b=1)
+    engine.step()
+    assert consumer.seen == {"a": [*range(PROMPT + 11)]}
+
+
+def test_a_consumer_does_not_get_rows_from_before_it_came_when_they_are_computed_again(engine):
+    decoding(engine, 10)
+    engine.preempt("a")
+    engine.step(b=1)
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.step(a=PROMPT + 10, b=1)
+    engine.step()
+    assert consumer.seen["a"] == [PROMPT + 10]
+
+
+def test_a_session_rests_while_nothing_is_done_to_any_row(engine):
+    assert engine.session.rests
+    engine.start("a")
+    assert engine.session.rests
+    engine.start("b", EVERYWHERE)
+    assert not engine.session.rests
+    engine.finish("b")
+    assert engine.session.rests
+    engine.session.register(Asked())
+    assert engine.session.rests, "nobody has asked for it"
+    engine.start("c", consumers=["positions"])
+    assert not engine.session.rests
 
 
 def test_a_slot_is_not_steered_for_its_next_sequence(engine):

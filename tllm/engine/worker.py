@@ -235,9 +235,9 @@ class WorkerCalls:
         """Results of finished prompts; those not made within `wait_s` seconds are pending."""
         return self._session.take_results(prompt_ids, tokens or {}, wait_s)
 
-    def not_steered(self) -> list[str]:
-        """Prompts that were to be steered and could not be; each is told once."""
-        return self._session.not_steered()
+    def not_steered(self, prompt_ids: list[str]) -> list[str]:
+        """Which prompts were to be steered and could not be; each is told once."""
+        return self._session.not_steered(prompt_ids)
 
     def synchronize(self) -> None:
         """Wait for all consumers."""

@@ -19,6 +19,8 @@ from tllm.spec.steering import TokenChoice, configurations, steering_stretches
 
 logger = logging.getLogger(__name__)
 
+_MAX_FAILED = 4096
+
 
 class Assignments:
     """A capture program and a steering row for every stretch of every sequence.
@@ -29,7 +31,8 @@ class Assignments:
     Attributes:
         flows: what every sequence has.
         served: slots of the sequences that use any consumer.
-        failed: prompts that were to be steered and could not be.
+        failed: prompts that were to be steered and could not be, until somebody asks; the latest
+            of them.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class Assignments:
         self._consumers = consumers
         self.flows: list[BoundFlow] = []
         self.served: set[int] = set()
-        self.failed: set[str] = set()
+        self.failed: dict[str, None] = {}
 
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
@@ -156,7 +159,10 @@ class Assignments:
                 rows[groups] = self._steering.acquire(groups)
         except ValueError as error:  # a fault of ours: what a request asks was checked before
             logger.error("request %s is not steered: %s", info.request_id, error)
-            self.failed.add(info.prompt_id)
+            if "steering" not in sequence.errors:
+                self.failed[info.prompt_id] = None
+                if len(self.failed) > _MAX_FAILED:
+                    del self.failed[next(iter(self.failed))]
             concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
             sequence.refused.update(concerned)
             sequence.errors.update(dict.fromkeys(["steering", *concerned], str(error)))

@@ -245,12 +245,12 @@ class RowPlanner:
     def _lay_out(self, batch: StepBatch) -> Layout:
         """The segments of a batch that do something."""
         table, at = self._slots, batch.slots
-        prompt_len = table.prompt_len[at]
+        # Whichever way it goes: reading enters what the steps before delivered.
+        prompt_len, delivered = table.prompt_len[at], table.delivered[at]
         first_rows = np.cumsum(batch.counts) - batch.counts
         decoding = bool((batch.counts == 1).all() and (batch.starts >= prompt_len).all())
         if (steer := self._only_steers(batch)) is not None:
             return self._steering_layout(batch, steer, first_rows, decoding)
-        delivered = table.delivered[at]
         parts, positions, owners = [], [], []
         by_phase = np.ones(len(at), bool)
         steps_left = END
@@ -327,8 +327,8 @@ class RowPlanner:
         )
 
     def _only_steers(self, batch: StepBatch) -> IntArray | None:
-        """`[sequences]`, the steering row of each, if that is all that is done to a batch, and the
-        same to all rows of a sequence; else None."""
+        """`[sequences]`, the steering row of each (-1: none), if nothing else is done to a batch,
+        and the same to all rows of a sequence; else None."""
         table, at = self._slots, batch.slots
         steer = table.steer[:, at]
         if (

@@ -380,11 +380,13 @@ class Session:
             self._endings.conclude_late(prompt_id, tokens.get(prompt_id) or {}, self._step)
         return self._endings.take(asked, wait_s) | waiting
 
-    def not_steered(self) -> list[str]:
-        """Prompts that were to be steered and could not be; each is told once."""
-        failed = list(self._assignments.failed)
-        self._assignments.failed.clear()
-        return failed
+    def not_steered(self, prompt_ids: list[str]) -> list[str]:
+        """Which of these prompts were to be steered and could not be; each is told once."""
+        failed = self._assignments.failed
+        told = [prompt_id for prompt_id in prompt_ids if prompt_id in failed] if failed else []
+        for prompt_id in told:
+            del failed[prompt_id]
+        return told
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -417,12 +419,12 @@ class Session:
         if self._frame is not None:
             self.end_step()
         self._step += 1
-        watched = self._watched
-        if not watched and not self.steering.users:  # as `rests` says
+        if self.rests:
             self._planner.clear()
             self.steering.commit()  # taps that steered nobody's rows any more rest again
             self._taps.commit()
             return
+        watched = self._watched
         if watched:
             self._dispatcher.before_forward()
             self._detach_failed()

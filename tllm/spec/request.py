@@ -94,8 +94,10 @@ class RequestSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it asks nothing, and nobody else asks anything of it."""
-        return not (self.steering or self.consumers or self.reads or self.isolated)
+        """Whether it is nobody's concern but vLLM's."""
+        return not (
+            self.steering or self.consumers or self.reads or self.isolated or self.wants_tokens
+        )
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data, without what has its default."""
@@ -103,7 +105,7 @@ class RequestSpec:
         if self.num_samples != 1:
             wire["num_samples"] = self.num_samples
         if self.consumers:
-            wire["consumers"] = {name: dict(options) for name, options in self.consumers.items()}
+            wire["consumers"] = dict(self.consumers)
         if self.reads:
             wire["reads"] = [read.to_wire() for read in self.reads]
         if self.wants_tokens:
