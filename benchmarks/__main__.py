@@ -60,6 +60,12 @@ def _together(benchmark: Benchmark) -> str:
     return repr((benchmark.workload, benchmark.captured))
 
 
+def _shown(result: dict[str, Any], part: str) -> tuple[str, str]:
+    """A ratio and its interval."""
+    low, high = result[f"{part}interval"]
+    return f"{result[f'{part}ratio']:.4f}", f"{low:.4f} to {high:.4f}"
+
+
 def main(
     names: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(BENCHMARKS)}.")],
     pairs: Annotated[int, typer.Option(help="Rounds of each engine, in turn.")] = 7,
@@ -98,17 +104,11 @@ def main(
                     result["name"],
                     f"{result['vllm_tokens_per_second']:,.0f}",
                     f"{result['tllm_tokens_per_second']:,.0f}",
-                    f"{result['ratio']:.4f}",
-                    "{:.4f} to {:.4f}".format(*result["interval"]),
+                    *_shown(result, ""),
                 )
-                if "plain_ratio" in result:
-                    table.add_row(
-                        "  plain requests alone",
-                        "",
-                        "",
-                        f"{result['plain_ratio']:.4f}",
-                        "{:.4f} to {:.4f}".format(*result["plain_interval"]),
-                    )
+                for part, called in (("step_", "a step"), ("plain_", "plain requests alone")):
+                    if f"{part}ratio" in result:
+                        table.add_row(f"  {called}", "", "", *_shown(result, part))
     Console().print(table)
 
 

@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -95,8 +96,12 @@ class EngineProcess:
         self.current = benchmark.name
 
     def round(self, benchmark: Benchmark, number: int) -> dict[str, Any]:
-        """Generate once; seconds, tokens, and what the consumer counted. Where only some requests
-        capture: how long the others took on average, until the engine gave out their last token."""
+        """Generate once; seconds, tokens, and what the consumer counted.
+
+        `step_seconds` is the mean of the middle half of the steps: what a step costs, whatever else
+        the host did. `plain_seconds`, where only some requests capture: how long the others took on
+        average, until the engine gave out their last token.
+        """
         work = benchmark.workload
         generator = torch.Generator().manual_seed(number)
         prompts = [
@@ -117,7 +122,7 @@ class EngineProcess:
         }
         made = self._params(benchmark, params)
         before = self.llm.intervention_stats()[0] if self.engine == "tllm" else {}
-        with FinishTimes(self.llm) as finished:
+        with StepTimes(self.llm) as times:
             begin = time.perf_counter()
             outputs = self.llm.generate(prompts, made, use_tqdm=False)
             seconds = time.perf_counter() - begin
@@ -133,11 +138,16 @@ class EngineProcess:
                 counters["stats"] = stats
             if self.capturing is not None:
                 counters["capture"] = self.capturing.counters(outputs, seconds)
-        found = {"seconds": seconds, "tokens": tokens, "counters": counters}
+        found = {
+            "seconds": seconds,
+            "step_seconds": times.middle,
+            "tokens": tokens,
+            "counters": counters,
+        }
         captured = benchmark.captured
         if captured is not None and captured.one_in > 1:
             plain = [o.request_id for i, o in enumerate(outputs) if captured.is_plain(i)]
-            found["plain_seconds"] = statistics.mean(finished.at[name] - begin for name in plain)
+            found["plain_seconds"] = statistics.mean(times.finished[name] - begin for name in plain)
         return found
 
     def _params(self, benchmark: Benchmark, params: dict[str, Any]) -> list[Any]:
@@ -157,19 +167,21 @@ class EngineProcess:
         return [distinct[i % len(distinct)] for i in range(prompts)]
 
 
-class FinishTimes:
-    """When each request of an `LLM` finishes, by `time.perf_counter`, in vLLM and tLLM alike.
+class StepTimes:
+    """When the engine gave something out, by `time.perf_counter`, in vLLM and tLLM alike.
 
     Attributes:
-        at: by request id.
+        finished: when each request did, by its id.
+        steps: when each step's outputs came.
     """
 
     def __init__(self, llm: Any) -> None:
-        self.at: dict[str, float] = {}
+        self.finished: dict[str, float] = {}
+        self.steps: list[float] = []
         self._engine = llm.llm_engine
         self._step = self._engine.step
 
-    def __enter__(self) -> FinishTimes:
+    def __enter__(self) -> StepTimes:
         self._engine.step = self._timed
         return self
 
@@ -179,8 +191,16 @@ class FinishTimes:
     def _timed(self) -> Any:
         outputs = self._step()
         now = time.perf_counter()
-        self.at.update({output.request_id: now for output in outputs if output.finished})
+        self.steps.append(now)
+        self.finished.update({output.request_id: now for output in outputs if output.finished})
         return outputs
+
+    @property
+    def middle(self) -> float:
+        """Mean of the middle half of the times between steps, in seconds."""
+        between = sorted(after - before for before, after in pairwise(self.steps))
+        quarter = len(between) // 4
+        return statistics.mean(between[quarter : len(between) - quarter])
 
 
 class _Draw:

@@ -121,8 +121,8 @@ class Tllm:
         """All steps of a round, and what shows that they were computed."""
         before = self._counters()
         kind, _, top = way.partition("-")
-        form = {"top_k": TOP} if top else {}
-        walk: Callable[[Round, dict[str, int]], Awaitable[dict[str, Any]]]
+        form: dict[str, Any] = {"top_k": TOP} if top else {}
+        walk: Callable[[Round, dict[str, Any]], Awaitable[dict[str, Any]]]
         walk = self._lanes if kind == "lane" else self._queries
         found = asyncio.run(walk(work, form))  # type: ignore[arg-type]
         after = self._counters()
@@ -134,7 +134,7 @@ class Tllm:
         names = ("rows", "bundles", "bytes_out")
         return {"parked": lm.stats()["parked"], **{name: consumer[name] for name in names}}
 
-    async def _lanes(self, work: Round, form: dict[str, int]) -> dict[str, Any]:
+    async def _lanes(self, work: Round, form: dict[str, Any]) -> dict[str, Any]:
         root = self._lm.open(work.prompt)
         await root.next(**form)  # type: ignore[arg-type]
         lanes = [root.fork() for _ in work.fed]
@@ -149,7 +149,7 @@ class Tllm:
         await asyncio.gather(*(lane.close() for lane in lanes))
         return {"answers": answers, "mean_probability_mass": total / work.steps}
 
-    async def _queries(self, work: Round, form: dict[str, int]) -> dict[str, Any]:
+    async def _queries(self, work: Round, form: dict[str, Any]) -> dict[str, Any]:
         answers, total = 0, 0.0
         for step in range(work.steps):
             waiting = (self._lm.next_token_logprobs(p, **form) for p in work.prompts(step + 1))

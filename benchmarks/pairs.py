@@ -137,7 +137,7 @@ def measure(
         after = vllm.round(benchmarks[0].name, number)
         of_vllm = before | {
             name: (before[name] + after[name]) / 2
-            for name in ("seconds", "plain_seconds")
+            for name in ("seconds", "step_seconds", "plain_seconds")
             if name in before
         }
         for name, done in rounds.items():
@@ -148,25 +148,18 @@ def measure(
 def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratio of throughputs over pairs of rounds, with its interval and the counters.
 
-    Where only some requests do what is measured, the others' speed too: `plain_ratio` is their mean
-    time from the start of the round to their last token, vLLM's divided by tLLM's.
+    `step_ratio` is that of single steps, the middle half of each round's (`StepTimes`), vLLM's time
+    divided by tLLM's. Where only some requests do what is measured, the others' speed too:
+    `plain_ratio` is their mean time from the start of the round to their last token, likewise.
     """
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
         for name in ("vllm", "tllm")
     }
     ratios = [a / b for a, b in zip(speeds["tllm"], speeds["vllm"], strict=True)]
-    low, high = bootstrap_interval(ratios)
     plain: dict[str, Any] = {}
     if "plain_seconds" in rounds[0]["tllm"]:
-        speeds_of_plain = [
-            pair["vllm"]["plain_seconds"] / pair["tllm"]["plain_seconds"] for pair in rounds
-        ]
-        plain = {
-            "plain_ratio": round(statistics.median(speeds_of_plain), 4),
-            "plain_interval": [round(edge, 4) for edge in bootstrap_interval(speeds_of_plain)],
-            "plain_ratios": [round(ratio, 4) for ratio in speeds_of_plain],
-        }
+        plain = _summary("plain_", _faster(rounds, "plain_seconds"))
     captures = [pair["tllm"]["counters"].get("capture", {}) for pair in rounds]
     disk: dict[str, Any] = {}
     if "share_of_disk" in captures[0]:
@@ -183,14 +176,27 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
             **asdict(benchmark.workload),
         },
         "pairs": len(rounds),
-        "ratio": round(statistics.median(ratios), 4),
-        "interval": [round(low, 4), round(high, 4)],
-        "ratios": [round(r, 4) for r in ratios],
+        **_summary("", ratios),
+        **_summary("step_", _faster(rounds, "step_seconds")),
         **plain,
         **disk,
         "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
         "tllm_tokens_per_second": round(statistics.median(speeds["tllm"]), 1),
         "counters": rounds[-1]["tllm"]["counters"],
+    }
+
+
+def _faster(rounds: Sequence[dict[str, Any]], time_of: str) -> list[float]:
+    """In each pair of rounds, vLLM's time divided by tLLM's."""
+    return [pair["vllm"][time_of] / pair["tllm"][time_of] for pair in rounds]
+
+
+def _summary(prefix: str, ratios: Sequence[float]) -> dict[str, Any]:
+    """Ratios, their median, and its interval."""
+    return {
+        f"{prefix}ratio": round(statistics.median(ratios), 4),
+        f"{prefix}interval": [round(edge, 4) for edge in bootstrap_interval(ratios)],
+        f"{prefix}ratios": [round(ratio, 4) for ratio in ratios],
     }
 
 

@@ -182,7 +182,8 @@ class LLM(vllm.LLM):
         return self._call("call_consumer", name, method, *args)
 
     def intervention_stats(self) -> list[dict[str, Any]]:
-        """Counters of each worker: hook points, rows captured and dropped, consumers."""
+        """Counters of each worker: hook points, rows captured and dropped, consumers, how many
+        sequences were to be steered and could not be."""
         return self._call("stats")
 
     # -- steering ------------------------------------------------------------------------------
@@ -421,7 +422,7 @@ class AsyncLLM(VllmAsyncLLM):
         return self._tllm.consumers
 
     async def intervention_stats(self) -> list[dict[str, Any]]:
-        """Counters of each worker."""
+        """Counters of each worker, as `LLM` has them."""
         return await self._call("stats")
 
     def takes_plain(self) -> bool:

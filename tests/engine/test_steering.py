@@ -207,14 +207,34 @@ def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
 @pytest.mark.parametrize("steered", [False, True])
 def test_the_session_hears_of_plain_requests_when_the_device_is_at_work(llm, monkeypatch, steered):
     session = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.session
-    begin, start, heard = session.begin_step, session.start_sequence, []
-    monkeypatch.setattr(session, "begin_step", lambda *a: (heard.append("step"), begin(*a))[1])
+    start, heard = session.start_sequence, []
+    for name in ("rest", "begin_step"):  # a step begins with one or the other
+        begin = getattr(session, name)
+        monkeypatch.setattr(session, name, lambda *a, of=begin: (heard.append("step"), of(*a))[1])
     monkeypatch.setattr(
         session, "start_sequence", lambda *a, **k: (heard.append("start"), start(*a, **k))[1]
     )
     generate(llm, [PROMPTS[0]], {"steering_vectors": at(V)} if steered else {})
     assert heard[:2] == (["start", "step"] if steered else ["step", "start"])
     assert heard.count("start") == 1
+
+
+def test_the_engine_samples_as_ever_where_nobody_looks_on(llm):
+    """Whatever is steered: our methods stand in its sampler's only for steps of a consumer."""
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    overrides = worker._attachment._in_sampling
+    assert overrides
+
+    def ours():
+        return {getattr(each._owner, each._name) == each._ours for each in overrides}
+
+    generate(llm, PROMPTS, {"steering_vectors": at(V)})
+    assert ours() == {False}
+    plain = generate(llm, PROMPTS, {})
+    assert generate(llm, PROMPTS, {"capture": {"memory": {"hooks": {"post_block": [1]}}}}) == plain
+    assert ours() == {True}
+    assert generate(llm, PROMPTS, {}) == plain
+    assert ours() == {False}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
@@ -138,6 +140,75 @@ def test_a_steered_decode_goes_on_after_a_pass_that_is_no_step(engine):
     assert engine.step() == [True, False]
 
 
+def test_a_steady_steered_decode_is_planned_once(engine, monkeypatch):
+    planner = engine.session._planner
+    plan, planned = planner.plan, []
+    monkeypatch.setattr(planner, "plan", lambda *a: (planned.append(a), plan(*a))[1])
+    decoding(engine)
+    assert len(planned) == 2, "the prompts, and the first of ten decode steps"
+    engine.start("c")
+    engine.step(a=1, b=1, c=PROMPT)
+    assert engine.step() == [True, False, False]
+    assert engine.step() == [True, False, False]
+    assert len(planned) == 4
+    assert engine.session.rows_steered == PROMPT + 13
+
+
+KINDS = {"plain": (), "everywhere": (EVERYWHERE,), "off at 8": (OFF_AT_8,)}
+NAMES = st.sampled_from("abcd")
+ACTIONS = st.one_of(
+    st.tuples(st.just("start"), NAMES, st.sampled_from(sorted(KINDS))),
+    st.tuples(st.sampled_from(["finish", "preempt"]), NAMES),
+    st.tuples(st.just("decode"), st.integers(1, 4)),
+    st.tuples(st.just("step"), st.permutations("abcd"), st.lists(st.integers(0, 2), min_size=4)),
+    st.tuples(st.sampled_from(["skip", "put", "consumer comes", "consumer goes"])),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(ACTIONS, min_size=4, max_size=30))
+def test_rows_are_steered_as_asked_whatever_happens(actions):
+    engine, kinds, steered = Engine(), {}, 0
+
+    def step(counts):
+        nonlocal steered
+        expected = []
+        for name, count in counts.items():
+            first = engine.computed[name]
+            end = {"plain": 0, "everywhere": 1000, "off at 8": 8}[kinds[name]]
+            expected += [position < end for position in range(first, first + count)]
+        assert engine.step(**counts) == expected
+        steered += sum(expected)
+
+    for number, (action, *details) in enumerate(actions):
+        if action == "start" and details[0] not in kinds:
+            name, kind = details
+            kinds[name] = kind
+            engine.start(name, *KINDS[kind])
+        elif action in ("finish", "preempt") and details[0] in kinds:
+            getattr(engine, action)(details[0])
+            if action == "finish":
+                del kinds[details[0]]
+        elif action == "decode" and kinds:
+            for _ in range(details[0]):
+                step(dict.fromkeys(engine.computed, 1))
+        elif action == "step":
+            order, counts = details
+            asked = {n: c for n, c in zip(order, counts, strict=False) if c and n in kinds}
+            if asked:
+                step(asked)
+        elif action == "skip":
+            engine.session.skip_step()
+            assert (engine.taps.plan[PlanRow.STEER] == -1).all()
+        elif action == "put":
+            engine.session.steering.put({f"v{number}": np.ones(HIDDEN, np.float32)}, {})
+        elif action == "consumer comes" and not engine.session._consumers:
+            engine.session.register(Positions())
+        elif action == "consumer goes" and engine.session._consumers:
+            engine.session.unregister()
+    assert engine.session.rows_steered == steered
+
+
 def test_steering_follows_the_order_of_the_batch(engine):
     decoding(engine)
     assert engine.step(b=1, a=1) == [False, True]
@@ -208,6 +279,7 @@ def test_who_was_to_be_steered_and_is_not_is_told_once(engine):
     assert engine.session.not_steered(["a", "b"]) == []
     engine.finish("c")
     assert engine.session.not_steered(["c"]) == ["c"]
+    assert engine.session.stats()["sequences_not_steered"] == 2
 
 
 @pytest.mark.parametrize("steering", [(), (EVERYWHERE,)])

@@ -28,6 +28,8 @@ class RunnerAttachment(ABC):
     def __init__(self, runner: Any, session: Session) -> None:
         self.runner = runner
         self.session = session
+        self._in_sampling: list[Override] = []
+        self._samples = False
 
     @staticmethod
     def attach(runner: Any, session: Session, *, v2: bool) -> RunnerAttachment:
@@ -42,6 +44,38 @@ class RunnerAttachment(ABC):
     @abstractmethod
     def override(self) -> None:
         """Replace methods on the runner instance and on objects that it owns."""
+
+    def during_sampling(self, owner: Any, name: str, ours: Callable[..., Any]) -> Any:
+        """Replace a method of an object in the steps whose sampling the session follows, and in no
+        other; returns the engine's own."""
+        override = Override(owner, name, ours)
+        self._in_sampling.append(override)
+        return override.theirs
+
+    def follow_sampling(self) -> None:
+        """Where the session does not follow a step's sampling, the engine samples as ever."""
+        if self.session.follows_sampling is not self._samples:
+            self._samples = not self._samples
+            for override in self._in_sampling:
+                override.set(self._samples)
+
+
+class Override:
+    """A method of one object, and ours to stand in its place.
+
+    Attributes:
+        theirs: the object's own.
+    """
+
+    def __init__(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._ours = ours
+        self.theirs = getattr(owner, name)
+
+    def set(self, on: bool) -> None:
+        """Put ours, or the object's own, in its place."""
+        setattr(self._owner, self._name, self._ours if on else self.theirs)
 
 
 def penalized(

@@ -22,14 +22,14 @@ class V1Attachment(RunnerAttachment):
     def override(self) -> None:
         runner = self.runner
         self._model_forward = runner._model_forward
-        self._sample = runner._sample
         self._dummy_run = runner._dummy_run
         runner._model_forward = self._on_model_forward
-        runner._sample = self._on_sample
         runner._dummy_run = self._on_dummy_run
+        self._sample = self.during_sampling(runner, "_sample", self._on_sample)
         if runner.sampler is not None:
-            self._filter_and_draw = runner.sampler.topk_topp_sampler.forward
-            runner.sampler.topk_topp_sampler.forward = self._on_filter_and_draw
+            self._filter_and_draw = self.during_sampling(
+                runner.sampler.topk_topp_sampler, "forward", self._on_filter_and_draw
+            )
 
     def _on_model_forward(self, *args: Any, **kwargs: Any) -> Any:
         runner, scheduled = self.runner, self.scheduler_output
@@ -37,17 +37,19 @@ class V1Attachment(RunnerAttachment):
             self.session.skip_step()
             return self._model_forward(*args, **kwargs)
         self.scheduler_output = None
-        batch = runner.input_batch
-        count = batch.num_reqs
-        ids = batch.req_ids[:count]
-        tokens = scheduled.num_scheduled_tokens
-        self.session.begin_step(
-            ids,
-            batch.num_computed_tokens_cpu[:count].astype(np.int32),
-            np.fromiter(map(tokens.__getitem__, ids), np.int32, count),
-            np.where(runner.discard_request_mask.np[:count], END, 0),
-            runner.input_ids.gpu,
-        )
+        if not self.session.rest():
+            batch = runner.input_batch
+            count = batch.num_reqs
+            ids = batch.req_ids[:count]
+            tokens = scheduled.num_scheduled_tokens
+            self.session.begin_step(
+                ids,
+                batch.num_computed_tokens_cpu[:count].astype(np.int32),
+                np.fromiter(map(tokens.__getitem__, ids), np.int32, count),
+                np.where(runner.discard_request_mask.np[:count], END, 0),
+                runner.input_ids.gpu,
+            )
+        self.follow_sampling()
         return self._model_forward(*args, **kwargs)
 
     def _on_dummy_run(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,18 +20,18 @@ class V2Attachment(RunnerAttachment):
     _collected: Collected | None = None
 
     def override(self) -> None:
-        runner = self.runner
+        runner, sampler = self.runner, self.runner.sampler
         self._prepare_inputs = runner.model_state.prepare_inputs
-        self._sample = runner.sample
         runner.model_state.prepare_inputs = self._on_prepare_inputs
-        runner.sample = self._on_sample
-        if runner.sampler is not None:
-            self._sampler_sample = runner.sampler.sample
-            self._sample_random = runner.sampler._sample_random
-            self._apply_sampling_params = runner.sampler.apply_sampling_params
-            runner.sampler.sample = self._on_sampler_sample
-            runner.sampler._sample_random = self._on_sample_random
-            runner.sampler.apply_sampling_params = self._on_apply_sampling_params
+        self._sample = self.during_sampling(runner, "sample", self._on_sample)
+        if sampler is not None:
+            self._sampler_sample = self.during_sampling(sampler, "sample", self._on_sampler_sample)
+            self._sample_random = self.during_sampling(
+                sampler, "_sample_random", self._on_sample_random
+            )
+            self._apply_sampling_params = self.during_sampling(
+                sampler, "apply_sampling_params", self._on_apply_sampling_params
+            )
 
     def _on_prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
         scheduled = self.scheduler_output
@@ -39,14 +39,16 @@ class V2Attachment(RunnerAttachment):
             self.session.skip_step()
         else:
             self.scheduler_output = None
-            count = input_batch.num_reqs
-            self.session.begin_step(
-                input_batch.req_ids[:count],
-                input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False),
-                input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False),
-                input_batch.prefill_len_np[:count],
-                input_batch.input_ids,
-            )
+            if not self.session.rest():
+                count = input_batch.num_reqs
+                self.session.begin_step(
+                    input_batch.req_ids[:count],
+                    input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False),
+                    input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False),
+                    input_batch.prefill_len_np[:count],
+                    input_batch.input_ids,
+                )
+            self.follow_sampling()
         return self._prepare_inputs(input_batch, req_states)
 
     def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

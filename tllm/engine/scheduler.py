@@ -120,7 +120,7 @@ class _Rules(_Base):
         the limit is let through, since waiting would not help it.
         """
         limit, wanted = self._tllm_max_configurations, self._tllm_configurations
-        if not self.waiting or sum(map(len, wanted.values())) <= limit:
+        if not wanted or not self.waiting or sum(map(len, wanted.values())) <= limit:
             return []
         in_use: set[Configuration] = set()
         for request_id in self._tllm_admitted:

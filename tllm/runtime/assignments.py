@@ -33,6 +33,7 @@ class Assignments:
         served: slots of the sequences that use any consumer.
         failed: prompts that were to be steered and could not be, until somebody asks; the latest
             of them.
+        not_steered: sequences that were to be steered and could not be, ever.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Assignments:
         self.flows: list[BoundFlow] = []
         self.served: set[int] = set()
         self.failed: dict[str, None] = {}
+        self.not_steered = 0
 
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
@@ -65,10 +67,7 @@ class Assignments:
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
         steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         if not self._consumers and len(steered) <= 1:
-            row = steered[0][1] if steered else -1
-            self._slots.set_timeline(slot, None)
-            for phase in (PREFILL, DECODE):
-                self._slots.follow(slot, phase, 0, row)
+            self._slots.only_steer(slot, steered[0][1] if steered else -1)
             self.served.discard(slot)
             return
         wanted = list(self._wanted(sequence))
@@ -160,6 +159,7 @@ class Assignments:
         except ValueError as error:  # a fault of ours: what a request asks was checked before
             logger.error("request %s is not steered: %s", info.request_id, error)
             if "steering" not in sequence.errors:
+                self.not_steered += 1
                 self.failed[info.prompt_id] = None
                 if len(self.failed) > _MAX_FAILED:
                     del self.failed[next(iter(self.failed))]

@@ -144,7 +144,7 @@ class Layout:
     so it is made, and brought to the device, once.
 
     Attributes:
-        batch: the batch it was made for, or last used for.
+        batch: the batch it was made for, or last used for with captured rows.
         version: of the slots, when it was made.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
@@ -168,6 +168,11 @@ class Layout:
     steps_left: int = END
     on_device: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
+        self._counts = self.batch.counts.tobytes()
+        self._next_starts = self.batch.ends.tobytes()
+
     @cached_property
     def steered(self) -> int:
         """Tokens that are steered, or are where they are the right ones."""
@@ -179,18 +184,22 @@ class Layout:
         """Whether the steering of any row depends on its token."""
         return bool((self.segments[:, Segment.STEER] < -1).any())
 
-    def continues(self, batch: StepBatch, version: int) -> bool:
+    def continues(self, slots: IntArray, starts: IntArray, counts: IntArray, version: int) -> bool:
         """Whether a batch is the next step of the same decoding sequences."""
-        before = self.batch
+        before = self.batch.slots
         return (
             self.positions is None
             and version == self.version
             and self.steps_left > 0
-            and (batch.slots is before.slots or np.array_equal(batch.slots, before.slots))
-            # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
-            and batch.counts.tobytes() == before.counts.tobytes()
-            and batch.starts.tobytes() == before.ends.tobytes()
+            and starts.tobytes() == self._next_starts
+            and counts.tobytes() == self._counts
+            and (slots is before or np.array_equal(slots, before))
         )
+
+    def go_on(self, ends: IntArray) -> None:
+        """The next step is computed, up to these positions."""
+        self._next_starts = ends.tobytes()
+        self.steps_left -= 1
 
 
 class RowPlanner:
@@ -214,9 +223,11 @@ class RowPlanner:
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
         layout = self._layout
-        if layout is not None and layout.continues(batch, self._slots.version):
+        if layout is not None and layout.continues(
+            batch.slots, batch.starts, batch.counts, self._slots.version
+        ):
             layout.batch = batch
-            layout.steps_left -= 1
+            layout.go_on(batch.ends)
         else:
             layout = self._layout = self._lay_out(batch)
         frame = Frame(step, batch, steered=layout.steered, chooses=layout.chooses)
@@ -232,6 +243,27 @@ class RowPlanner:
             self._write(layout, start)
         self._slots.deliver(batch.slots, batch.ends)
         return frame
+
+    def goes_on(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
+        """Whether a batch is the next step of the same decoding sequences, none of them captured,
+        and the plan says already what is done to its rows: then that is all there is to plan.
+
+        Arrays as in `StepBatch`.
+        """
+        layout = self._layout
+        if layout is None or self._held is None or layout.groups:
+            return False
+        if not layout.continues(slots, starts, counts, self._slots.version):
+            return False
+        ends = starts + counts
+        layout.go_on(ends)
+        self._slots.deliver(slots, ends)
+        return True
+
+    @property
+    def steered(self) -> int:
+        """Rows of the step planned last that follow a steering row, or a choice of one."""
+        return self._layout.steered if self._layout else 0
 
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""

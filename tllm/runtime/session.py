@@ -93,6 +93,7 @@ class Session:
         )
         self._ring = ring
         self._planner = RowPlanner(self._slots, taps, self._programs, ring)
+        self._at_rest = False
         self._frame: Frame | None = None
         self._frame_flows: list[BoundFlow] = []
         self._bundled = False
@@ -398,9 +399,29 @@ class Session:
     @property
     def _watched(self) -> bool:
         """Whether any consumer is there for the sequences that run."""
-        if self._assignments.served:
-            return True
-        return any(not owner.consumer.on_request_only for owner in self._consumers.values())
+        if not self._consumers:
+            return False
+        return bool(self._assignments.served) or any(
+            not owner.consumer.on_request_only for owner in self._consumers.values()
+        )
+
+    @property
+    def follows_sampling(self) -> bool:
+        """Whether the step that runs must be told of its logits and tokens."""
+        return self._frame is not None
+
+    def rest(self) -> bool:
+        """Begin a step if nothing is done to any row of it; else it is to be begun with rows."""
+        if not self.rests:
+            return False
+        self.end_step()
+        self._step += 1
+        if not self._at_rest:
+            self._planner.clear()
+            self.steering.commit()  # taps that steered nobody's rows any more rest again
+            self._taps.commit()
+            self._at_rest = True
+        return True
 
     def begin_step(
         self,
@@ -416,21 +437,24 @@ class Session:
             engine_ids: in batch order; arrays as in `StepBatch`.
             token_ids: `[tokens or more]`, of the batch, on the device.
         """
-        if self._frame is not None:
-            self.end_step()
-        self._step += 1
-        if self.rests:
-            self._planner.clear()
-            self.steering.commit()  # taps that steered nobody's rows any more rest again
-            self._taps.commit()
+        if self.rest():
             return
+        self.end_step()
+        self._at_rest = False
+        self._step += 1
         watched = self._watched
         if watched:
             self._dispatcher.before_forward()
             self._detach_failed()
             self._additions.commit()
         self.steering.commit()
-        batch = StepBatch(self._slots.of(engine_ids), starts, counts, sampled_from)
+        slots = self._slots.of(engine_ids)
+        if not watched and self._planner.goes_on(slots, starts, counts):
+            self._taps.commit()
+            self._taps.settle()
+            self.rows_steered += self._planner.steered
+            return
+        batch = StepBatch(slots, starts, counts, sampled_from)
         frame = self._planner.plan(self._step, batch)
         if frame.chooses:
             tokens = int(batch.counts.sum())
@@ -614,6 +638,7 @@ class Session:
             "rows_captured": self.rows_captured,
             "rows_dropped": self.rows_dropped,
             "rows_steered": self.rows_steered,
+            "sequences_not_steered": self._assignments.not_steered,
             "ring_rows": self._ring.capacity,
             "results_forgotten": self._endings.forgotten,
             "steering_configurations": self.steering.rows_in_use,

@@ -55,6 +55,11 @@ class Sequence:
         return bool(self.consumers.get(consumer_id, {}).get("enabled", True))
 
 
+_NOBODY: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int32)
+_NOTHING = np.array([0, 0, -1, -1, -1, -1], np.int32)
+"""Programs, add rows and steering rows of a sequence that nothing is done to."""
+
+
 class Slots:
     """Sequences by the engine's id and by slot. The arrays are indexed by slot.
 
@@ -79,13 +84,16 @@ class Slots:
         self._delivered = np.zeros(max_sequences, np.int32)
         self._delivering: tuple[np.ndarray, np.ndarray] | None = None
         self.settled = np.zeros(max_sequences, np.int32)
-        self.program = np.zeros((2, max_sequences), np.int32)
-        self.add = np.full((2, max_sequences), -1, np.int32)
-        self.steer = np.full((2, max_sequences), -1, np.int32)
+        self._do(np.tile(_NOTHING[:, None], max_sequences))
         self.timelines: dict[int, Timeline] = {}
         self.version = 0
-        self._asked: tuple[list[str], np.ndarray] = ([], np.zeros(0, np.int32))
+        self._asked = _NOBODY
         self._users: dict[str, np.ndarray] = {}
+
+    def _do(self, does: np.ndarray) -> None:
+        """Keep `[6, slots]` in place of what was kept; columns as `_NOTHING`."""
+        self._does = does
+        self.program, self.add, self.steer = does[0:2], does[2:4], does[4:6]
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -148,23 +156,19 @@ class Slots:
             self.prompt_len = np.concatenate([self.prompt_len, np.zeros(size, np.int32)])
             self._delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
             self.settled = np.concatenate([self.settled, np.zeros(size, np.int32)])
-            self.program = np.concatenate([self.program, np.zeros((2, size), np.int32)], 1)
-            self.add = np.concatenate([self.add, np.full((2, size), -1, np.int32)], 1)
-            self.steer = np.concatenate([self.steer, np.full((2, size), -1, np.int32)], 1)
+            self._do(np.concatenate([self._does, np.tile(_NOTHING[:, None], size)], 1))
         return self._free.pop()
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Enter a sequence whose slot was taken."""
         slot = sequence.info.slot
         self._sequences[sequence.engine_id] = sequence
-        self._asked = [], np.zeros(0, np.int32)
+        self._asked = _NOBODY
         self.by_slot[slot] = sequence
         self.prompt_len[slot] = sequence.info.prompt_len
         self.delivered[slot] = 0
         self.settled[slot] = 0
-        self.program[:, slot] = 0
-        self.add[:, slot] = -1
-        self.steer[:, slot] = -1
+        self._does[:, slot] = _NOTHING
         self.timelines.pop(slot, None)
         self.version += 1
 
@@ -179,6 +183,13 @@ class Slots:
             self.program[phase, slot] = program
             self.steer[phase, slot] = steer
             self.version += 1
+
+    def only_steer(self, slot: int, row: int) -> None:
+        """Let all rows of a sequence follow one steering row and no capture program."""
+        self.set_timeline(slot, None)
+        self.program[:, slot] = 0
+        self.steer[:, slot] = row
+        self.version += 1
 
     def set_timeline(self, slot: int, timeline: Timeline | None) -> None:
         """Let the rows of a sequence follow a timeline instead; None takes it away.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,21 @@ _SUMS_AT_ONCE = 4096
 
 
 @dataclass(eq=False)
+class _Places:
+    """Points at which some configurations, and no others, have operations."""
+
+    points: npt.NDArray[np.int64]
+    users: int = 0
+    """Configurations that are in use."""
+
+
+@dataclass(eq=False)
 class _Configuration:
     """A row of the tables: the groups that apply to a token, in order."""
 
     row: int
-    points: npt.NDArray[np.int64]
-    """The points it has operations at."""
+    places: _Places
+    """Where it has operations."""
     chains: list[tuple[int, int]]
     """`(start, length)` of the operations after the entry's, at each point with several."""
     vectors: set[str]
@@ -70,7 +80,7 @@ class Steering:
         self._free_rows: list[int] = []
         self._free_chains: dict[int, list[int]] = {}
         self._operations_end = 0
-        self._point_users = np.zeros(taps.num_points, np.int64)
+        self._places: WeakValueDictionary[tuple[int, ...], _Places] = WeakValueDictionary()
         self._new_entries: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
         self._new_chains: dict[int, npt.NDArray[np.int32]] = {}
         self._new_sums: dict[tuple[int, int], list[tuple[int, float]]] = {}
@@ -158,7 +168,7 @@ class Steering:
         self.users += 1
         self._unused.pop(groups, None)
         if configuration.users == 0:
-            self._point_users[configuration.points] += 1
+            configuration.places.users += 1
             self._stale = True
         configuration.users += 1
         return configuration.row
@@ -171,7 +181,7 @@ class Steering:
         configuration = self._configurations[groups]
         configuration.users -= 1
         if configuration.users == 0:
-            self._point_users[configuration.points] -= 1
+            configuration.places.users -= 1
             self._stale = True
             self._unused[groups] = None
             if any(digest not in self._groups for digest in groups):
@@ -216,7 +226,9 @@ class Steering:
                 self._new_sums[point, row] = sums[point]
             self._new_entries[point, row] = entry
         self._vector_users.update(vectors)
-        return _Configuration(row, np.array(list(operations), np.int64), chains, vectors)
+        points = tuple(operations)
+        places = self._places.setdefault(points, _Places(np.array(points, np.int64)))
+        return _Configuration(row, places, chains, vectors)
 
     def _take_row(self) -> int:
         if not self._free_rows and len(self._configurations) >= self._first_rows:
@@ -236,7 +248,7 @@ class Steering:
         """Free the row of a combination that nobody uses."""
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
-        for point in configuration.points.tolist():
+        for point in configuration.places.points.tolist():
             self._new_entries[point, configuration.row] = np.zeros(_WORDS, np.int32)
             self._new_sums.pop((point, configuration.row), None)
         for start, length in configuration.chains:
@@ -265,9 +277,17 @@ class Steering:
         self._write(self._chains, self._new_chains)
         self._new_entries.clear()
         self._new_chains.clear()
-        self._taps.set_steering(np.flatnonzero(self._point_users))
+        self._taps.set_steering(self._points_in_use())
         self._taps.unsettle()
         self._stale = False
+
+    def _points_in_use(self) -> npt.NDArray[np.int64]:
+        """Points at which the rows of running sequences have operations."""
+        used = np.zeros(self._taps.num_points, bool)
+        for places in self._places.values():
+            if places.users:
+                used[places.points] = True
+        return np.flatnonzero(used)
 
     def _add_up(self) -> None:
         """Make the sums of new rows, from the vectors on the device."""
