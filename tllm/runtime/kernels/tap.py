@@ -57,10 +57,22 @@ if HAS_TRITON:
     PLAN_STEER = tl.constexpr(int(PlanRow.STEER))
 
     @triton.jit
+    def _row(table, row, offsets, HIDDEN: tl.constexpr):
+        """Where a row of a table lies that was found by its address.
+
+        Rows that fill units of 16 bytes are aligned to them (every table is a tensor's memory, or
+        begins at one of its rows). The compiler cannot know, and would move one element at a time.
+        """
+        at = table + row.to(tl.int64) * HIDDEN + offsets
+        if HIDDEN * table.dtype.element_ty.primitive_bitwidth % 128 == 0:
+            at = tl.multiple_of(at, [16])
+        return at
+
+    @triton.jit
     def _operate(value, vectors, operation, offsets, inside, HIDDEN: tl.constexpr):
         """One steering operation on a row `[BLOCK]`; padding stays 0."""
         index, add, norm, component, strength, low, high = operation
-        vector = tl.load(vectors + index.to(tl.int64) * HIDDEN + offsets, mask=inside, other=0.0)
+        vector = tl.load(_row(vectors, index, offsets, HIDDEN), mask=inside, other=0.0)
         vector = vector.to(tl.float32)
         scale = add
         if norm != 0.0:
@@ -108,7 +120,7 @@ if HAS_TRITON:
         steers = tl.where((flags & STEER_FLAG) != 0, steering_row, -1) >= 0
         known_row = tl.where(steers, steering_row, 0)
         entry = steering.to(int_ptr) + known_row * WORDS
-        summed = sums.to(tl.pointer_type(dtype)) + known_row.to(tl.int64) * HIDDEN + offsets
+        summed = _row(sums.to(tl.pointer_type(dtype)), known_row, offsets, HIDDEN)
         has_sums = tl.where(steers, sums, 0) != 0
         return (
             tl.load(columns.to(int_ptr) + program, mask=captures, other=-1),
@@ -187,6 +199,36 @@ if HAS_TRITON:
         )
 
     @triton.jit
+    def _fetch_ahead(tables, stages, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+        """Bring the vectors of both stages' first operations into the L2 cache while the row itself
+        is on its way; only CUDA has the instruction."""
+        _fetch(tables[1], stages[0][4][0], (stages[0][3] & (SUM - 1)) > 0, HIDDEN, dtype)
+        _fetch(tables[1], stages[1][4][0], (stages[1][3] & (SUM - 1)) > 0, HIDDEN, dtype)
+
+    @triton.jit
+    def _fetch(table, row, wanted, HIDDEN: tl.constexpr, dtype: tl.constexpr):
+        """Bring a row of a table into the L2 cache, if wanted."""
+        LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
+        LINES: tl.constexpr = (HIDDEN + LINE - 1) // LINE
+        lines = tl.arange(0, triton.next_power_of_2(LINES))
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred wanted;
+            setp.ne.s32 wanted, $2, 0;
+            @wanted prefetch.global.L2 [$1];
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r",
+            [
+                table + row.to(tl.int64) * HIDDEN + lines * LINE,
+                (wanted & (lines < LINES)).to(tl.int32),
+            ],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+    @triton.jit
     def _work(
         value,
         desc_ptr,
@@ -218,11 +260,11 @@ if HAS_TRITON:
                 found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
             column, add, add_table, chain, operation, summed = found
             if column >= 0:
-                place = arena + (planned[0] + column).to(tl.int64) * HIDDEN
-                tl.store(place + offsets, value.to(dtype), mask=inside)
+                place = _row(arena, planned[0] + column, offsets, HIDDEN)
+                tl.store(place, value.to(dtype), mask=inside)
             if add >= 0:
-                row = add_table.to(tl.pointer_type(dtype)) + add.to(tl.int64) * HIDDEN
-                value += tl.load(row + offsets, mask=inside, other=0.0).to(tl.float32)
+                row = _row(add_table.to(tl.pointer_type(dtype)), add, offsets, HIDDEN)
+                value += tl.load(row, mask=inside, other=0.0).to(tl.float32)
                 changed = 1
             if chain > 0:
                 changed = 1
@@ -270,12 +312,17 @@ if HAS_TRITON:
             stages = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
         if EARLY:
             tl.extra.cuda.gdc_wait()
-        row = tl.program_id(0).to(tl.int64)
-        at = stream_ptr + row * stream_stride + offsets
-        residual_at = residual_ptr + row * residual_stride + offsets
-        value = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        number = tl.program_id(0).to(tl.int64)
+        at = stream_ptr + number * stream_stride + offsets
+        residual_at = residual_ptr + number * residual_stride + offsets
+        row = tl.load(at, mask=inside, other=0.0)
         if HAS_RESIDUAL:
-            value += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+            residual = tl.load(residual_at, mask=inside, other=0.0)
+        if EARLY:
+            _fetch_ahead(tables, stages, HIDDEN, dtype)
+        value = row.to(tl.float32)
+        if HAS_RESIDUAL:
+            value += residual.to(tl.float32)
             value = value.to(dtype).to(tl.float32)
         value, changed = _work(
             value, desc_ptr, flags, planned, tables, stages, offsets, inside, HIDDEN, AHEAD

@@ -10,6 +10,8 @@ same in every batch.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 from tllm.runtime.kernels import tap
@@ -19,7 +21,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from tllm.runtime.kernels.tap import _begin, _look_ahead, _work
+    from tllm.runtime.kernels.tap import _begin, _fetch_ahead, _look_ahead, _work
 
     @triton.jit(do_not_specialize=["plan_stride", "eps"])
     def _tap_norm_kernel(
@@ -55,8 +57,11 @@ if HAS_TRITON:
         row = tl.program_id(0).to(tl.int64)
         at = stream_ptr + row * stream_stride + offsets
         residual_at = residual_ptr + row * residual_stride + offsets
-        x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(at, mask=inside, other=0.0)
+        residual = tl.load(residual_at, mask=inside, other=0.0)
+        if EARLY:
+            _fetch_ahead(tables, stages, HIDDEN, dtype)
+        x = x.to(tl.float32) + residual.to(tl.float32)
         if wanted >= 0:
             value = x.to(dtype).to(tl.float32)
             value, changed = _work(
@@ -72,11 +77,35 @@ if HAS_TRITON:
         tl.store(normed_ptr + at, (x * weight.to(tl.float32)).to(dtype), mask=inside)
 
 
-_REGISTERS = 80
-"""Of a thread, where there are many rows: three blocks of a row each fit a multiprocessor, and
-memory is kept busy (H200; `benchmarks/RESULTS.md`). With a few rows nothing competes."""
 _WIDEST = 8192
-"""Beyond, a thread has more of a row than fits in so many."""
+"""Beyond, a thread has more of a row than fits in the registers below."""
+_FREE_WARPS = 12
+"""So many fit a multiprocessor where rows are looked ahead and registers are not limited: 155 of a
+thread (7B's rows have 8 warps, so one row fits)."""
+
+
+def registers(num_rows: int, block: int, multiprocessors: int, *, ahead: bool) -> int | None:
+    """How many registers a thread may take; None: as many as the compiler likes.
+
+    With many rows, 80: three blocks of a row of 7B each fit a multiprocessor, and memory is kept
+    busy (H200; `benchmarks/RESULTS.md`). With a few nothing competes, unless some of them would
+    wait until others are done: with 128 twice as many rows are at work at once.
+    """
+    if block > _WIDEST:
+        return None
+    if not ahead:
+        return 80
+    return 128 if num_rows > _FREE_WARPS // _warps(block) * multiprocessors else None
+
+
+def _warps(block: int) -> int:
+    """Not by the number of rows: it decides the order of the sum."""
+    return max(1, min(16, block // 512))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(
@@ -99,8 +128,10 @@ def launch(
         return normed, added
     block = triton.next_power_of_2(hidden)
     chosen = tap.options(num_rows, stream.device)
-    if not chosen["AHEAD"] and block <= _WIDEST and torch.version.cuda is not None:
-        chosen["maxnreg"] = _REGISTERS
+    if stream.is_cuda and torch.version.cuda is not None:
+        limit = registers(num_rows, block, _multiprocessors(stream.device), ahead=chosen["AHEAD"])
+        if limit is not None:
+            chosen["maxnreg"] = limit
     _tap_norm_kernel[(num_rows,)](
         stream,
         residual,
@@ -115,8 +146,7 @@ def launch(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
-        # Not by the number of rows: it decides the order of the sum.
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=_warps(block),
         **chosen,
     )
     return normed, added

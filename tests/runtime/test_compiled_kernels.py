@@ -1,0 +1,80 @@
+"""The kernels at taps as the compiler makes them for a GPU, which none is needed for."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from tllm.runtime.kernels import tap, tap_norm
+
+triton = pytest.importorskip("triton")
+if os.environ["TLLM_TEST_RUNNER"] == "v2":
+    pytest.skip("Triton's kernels are interpreted in this pass", allow_module_level=True)
+
+KERNELS = {"tap": tap._tap_kernel, "tap_norm": tap_norm._tap_norm_kernel}
+LOOKS_AHEAD = {
+    "many rows": {"AHEAD": False, "EARLY": False},
+    "few rows": {"AHEAD": True, "EARLY": False},
+    "few rows, early": {"AHEAD": True, "EARLY": True},
+}
+
+
+def compiled(kernel, dtype, hidden, choice):
+    """PTX for compute capability 9.0; rows of the stream are aligned, as a model's are."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    pointers = {"desc_ptr": "*i64", "plan_ptr": "*i32"}
+    numbers = {
+        "eps": "fp32",
+        "plan_stride": "i32",
+        "stream_stride": "i32",
+        "residual_stride": "i32",
+    }
+    chosen = {"HIDDEN": hidden, "BLOCK": triton.next_power_of_2(hidden), **LOOKS_AHEAD[choice]}
+    if "HAS_RESIDUAL" in kernel.arg_names:
+        chosen["HAS_RESIDUAL"] = True
+    signature, aligned = {}, {}
+    for number, name in enumerate(kernel.arg_names):
+        if name in chosen:
+            signature[name] = "constexpr"
+        else:
+            rows = f"*{dtype}" if name.endswith("_ptr") else "i32"
+            signature[name] = pointers.get(name) or numbers.get(name) or rows
+            if name not in ("eps", "plan_stride") and (hidden % 16 == 0 or name.endswith("_ptr")):
+                aligned[(number,)] = [["tt.divisibility", 16]]
+    constants = {(kernel.arg_names.index(name),): value for name, value in chosen.items()}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 8, "launch_pdl": chosen["EARLY"]}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.mark.parametrize("choice", LOOKS_AHEAD)
+@pytest.mark.parametrize("name", KERNELS)
+def test_rows_of_every_table_move_sixteen_bytes_at_a_time(name, choice):
+    """The ring, what is added, sums and vectors of steering: all are found by their address."""
+    ptx = compiled(KERNELS[name], "bf16", 3584, choice)
+    moved = re.findall(r"(?:ld|st)\.global\S*?(\.v\d)?\.b(\d+)", ptx)
+    assert moved
+    assert not [bits for _, bits in moved if bits == "16"], "one element at a time"
+    assert (".v4", "32") in moved
+    assert ("prefetch.global.L2" in ptx) == LOOKS_AHEAD[choice]["EARLY"]
+
+
+def test_rows_that_do_not_fill_sixteen_bytes_are_not_taken_for_aligned():
+    ptx = compiled(KERNELS["tap"], "bf16", 3586, "few rows")
+    wide = re.findall(r"(?:ld|st)\.global\S*?\.v\d\.b\d+", ptx)
+    assert not wide
+
+
+def test_rows_wait_for_no_others_while_registers_can_be_saved():
+    def limit(rows, hidden, ahead=True):
+        block = triton.next_power_of_2(hidden)
+        return tap_norm.registers(rows, block, multiprocessors=132, ahead=ahead)
+
+    assert [limit(rows, 3584) for rows in (1, 132, 133, 512)] == [None, None, 128, 128]
+    assert [limit(rows, 1536) for rows in (256, 396, 397)] == [None, None, 128]
+    assert limit(8192, 3584, ahead=False) == 80
+    assert limit(8192, 12288, ahead=False) is None
