@@ -208,7 +208,7 @@ def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
 def test_the_session_hears_of_plain_requests_when_the_device_is_at_work(llm, monkeypatch, steered):
     session = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.session
     start, heard = session.start_sequence, []
-    for name in ("rest", "begin_step"):  # a step begins with one or the other
+    for name in ("rest_step", "begin_step"):  # a step begins with one or the other
         begin = getattr(session, name)
         monkeypatch.setattr(session, name, lambda *a, of=begin: (heard.append("step"), of(*a))[1])
     monkeypatch.setattr(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
-from tllm.runtime.descriptor import PlanRow
+from tllm.runtime.descriptor import Descriptor, PlanRow
 from tllm.runtime.session import Session
 from tllm.runtime.taps import Taps
 from tllm.spec.hooks import HookPoint
@@ -101,14 +101,20 @@ class Engine:
         counts = counts or dict.fromkeys(self.computed, 1)
         starts = np.array([self.computed[name] for name in counts], np.int32)
         ids = torch.zeros(sum(counts.values()), dtype=torch.int64)
-        self.session.begin_step(
-            list(counts),
-            starts,
-            np.array(list(counts.values()), np.int32),
-            np.full(len(counts), PROMPT, np.int32),
-            ids,
-        )
+        if not self.session.rest_step():
+            self.session.begin_step(
+                list(counts),
+                starts,
+                np.array(list(counts.values()), np.int32),
+                np.full(len(counts), PROMPT, np.int32),
+                ids,
+            )
+            # Descriptors on the device are those that the host means.
+            assert torch.equal(self.taps._descriptors, torch.from_numpy(self.taps._fields))
         steered = (self.taps.plan[PlanRow.STEER] >= 0).tolist()
+        rows = torch.zeros(len(steered), HIDDEN)
+        torch.ops.tllm.tap(rows, None, self.taps._descriptors[0], self.taps.plan)
+        assert rows.any(1).tolist() == steered, "the vector is of ones"
         assert not any(steered[len(ids) :])
         self.session.before_sampling(None)
         self.session.after_sampling(torch.zeros(len(counts), dtype=torch.int64), ids)
@@ -154,44 +160,114 @@ def test_a_steady_steered_decode_is_planned_once(engine, monkeypatch):
     assert engine.session.rows_steered == PROMPT + 13
 
 
+def test_what_was_steered_leaves_nothing_behind_in_a_session_at_rest(engine):
+    engine.start("plain")
+    engine.step(plain=PROMPT)
+    for _ in range(2):
+        engine.start("a", EVERYWHERE)
+        assert engine.step(plain=1, a=PROMPT) == [False] + [True] * PROMPT
+        assert engine.step(plain=1, a=1) == [False, True]
+        assert engine.taps._descriptors[0, Descriptor.FLAGS]
+        engine.finish("a")
+        assert engine.step() == [False]
+        assert (engine.taps.plan[PlanRow.STEER] == -1).all()
+        assert not engine.taps._descriptors[0, Descriptor.FLAGS], "nobody looks at the plan"
+    assert engine.session.rows_steered == 2 * (PROMPT + 1)
+
+
+def test_vectors_that_come_during_a_steady_decode_may_move_the_others(engine):
+    decoding(engine)
+    more = {f"v{number}": np.ones(HIDDEN, np.float32) for number in range(100)}
+    before = engine.taps._descriptors[0, Descriptor.VECTORS].item()
+    engine.session.steering.put(more, {})
+    assert engine.step() == [True, False]
+    assert engine.taps._descriptors[0, Descriptor.VECTORS].item() != before
+
+
+def test_a_consumer_hears_of_every_step_in_which_others_are_steered(engine):
+    class OfPrompts(Positions):
+        def flows(self):
+            reads = (ResidualStream.read(layer=0, phase="prefill"), RequestMeta.read())
+            return [ConsumerFlow(reads=reads, window=self.window)]
+
+    consumer = OfPrompts()
+    engine.session.register(consumer)
+    decoding(engine)
+    assert consumer.steps == list(range(1, 12)), "though it is given rows in the first only"
+
+
+def test_a_consumer_that_raised_costs_no_more_than_none(engine, monkeypatch):
+    class Raising(Positions):
+        def consume_bundle(self, bundle, ctx):
+            raise RuntimeError("on purpose")
+
+    engine.session.register(Raising())
+    engine.start("b")
+    engine.step(b=PROMPT)
+    assert engine.step() == [False]
+    assert engine.session.rests
+    plan, planned = engine.session._planner.plan, []
+    monkeypatch.setattr(
+        engine.session._planner, "plan", lambda *a: (planned.append(a), plan(*a))[1]
+    )
+    engine.start("a", EVERYWHERE)
+    engine.step(b=1, a=PROMPT)
+    for _ in range(5):
+        assert engine.step() == [False, True]
+        assert not engine.session.looks_on
+    assert len(planned) == 2
+
+
 KINDS = {"plain": (), "everywhere": (EVERYWHERE,), "off at 8": (OFF_AT_8,)}
-NAMES = st.sampled_from("abcd")
+STEERED_BELOW = {"plain": 0, "everywhere": 1000, "off at 8": 8}
 ACTIONS = st.one_of(
-    st.tuples(st.just("start"), NAMES, st.sampled_from(sorted(KINDS))),
-    st.tuples(st.sampled_from(["finish", "preempt"]), NAMES),
-    st.tuples(st.just("decode"), st.integers(1, 4)),
+    st.tuples(st.just("start"), st.sampled_from(sorted(KINDS))),
+    st.tuples(st.sampled_from(["finish", "preempt"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["decode", "decode", "decode", "calm"]), st.integers(1, 4)),
     st.tuples(st.just("step"), st.permutations("abcd"), st.lists(st.integers(0, 2), min_size=4)),
     st.tuples(st.sampled_from(["skip", "put", "consumer comes", "consumer goes"])),
 )
 
 
 @settings(deadline=None, max_examples=150)
-@given(st.lists(ACTIONS, min_size=4, max_size=30))
+@given(st.lists(ACTIONS, min_size=8, max_size=40))
 def test_rows_are_steered_as_asked_whatever_happens(actions):
     engine, kinds, steered = Engine(), {}, 0
+    engine.start("a")
+    kinds["a"] = "plain"
 
     def step(counts):
         nonlocal steered
         expected = []
         for name, count in counts.items():
             first = engine.computed[name]
-            end = {"plain": 0, "everywhere": 1000, "off at 8": 8}[kinds[name]]
+            end = STEERED_BELOW[kinds[name]]
             expected += [position < end for position in range(first, first + count)]
         assert engine.step(**counts) == expected
         steered += sum(expected)
 
+    def decode(times):
+        for _ in range(times if kinds else 0):
+            step(dict.fromkeys(engine.computed, 1))
+
+    def finish(name):
+        engine.finish(name)
+        del kinds[name]
+
     for number, (action, *details) in enumerate(actions):
-        if action == "start" and details[0] not in kinds:
-            name, kind = details
-            kinds[name] = kind
-            engine.start(name, *KINDS[kind])
-        elif action in ("finish", "preempt") and details[0] in kinds:
-            getattr(engine, action)(details[0])
-            if action == "finish":
-                del kinds[details[0]]
-        elif action == "decode" and kinds:
-            for _ in range(details[0]):
-                step(dict.fromkeys(engine.computed, 1))
+        free = [name for name in "abcd" if name not in kinds]
+        if action == "start" and free:
+            kinds[free[0]] = details[0]
+            engine.start(free[0], *KINDS[details[0]])
+        elif action in ("finish", "preempt") and kinds:
+            name = sorted(kinds)[details[0] % len(kinds)]
+            (finish if action == "finish" else engine.preempt)(name)
+        elif action == "decode":
+            decode(details[0])
+        elif action == "calm":
+            for name in [name for name, kind in kinds.items() if kind != "plain"]:
+                finish(name)
+            decode(details[0])
         elif action == "step":
             order, counts = details
             asked = {n: c for n, c in zip(order, counts, strict=False) if c and n in kinds}
@@ -207,6 +283,70 @@ def test_rows_are_steered_as_asked_whatever_happens(actions):
         elif action == "consumer goes" and engine.session._consumers:
             engine.session.unregister()
     assert engine.session.rows_steered == steered
+
+
+def grow(engine, name, *consumers):
+    """Another input of a streamed prompt; it asks these consumers, and no others."""
+    length = engine.session._slots.get(name).info.prompt_len + 2
+    options = {consumer: {"enabled": True} for consumer in consumers}
+    engine.session.start_sequence(
+        name,
+        [1] * length,
+        length,
+        RequestSpec(name, name, consumers=options),
+        0,
+        engine.computed[name],
+    )
+
+
+def test_rows_of_an_input_are_given_though_the_next_one_asks_for_none(engine):
+    consumer = Asked("next_step")
+    engine.session.register(consumer)
+    engine.start("a", consumers=["positions"])
+    engine.step(a=PROMPT)
+    grow(engine, "a")
+    engine.step(a=1)
+    assert consumer.seen == {"a": [0, 1, 2]}
+    assert not any(span.held for span in engine.session._ring._spans)
+
+
+@pytest.mark.parametrize("beside", [(), (EVERYWHERE,)], ids=["alone", "beside a steered one"])
+def test_what_was_written_for_an_input_is_not_for_one_that_does_not_ask(engine, beside):
+    write = ResidualStream.write(layer=0, phase="any")
+
+    class Writing(Asked):
+        def flows(self):
+            return [ConsumerFlow(reads=(RequestMeta.read(),), writes=(write,))]
+
+        def consume_bundle(self, bundle, ctx):
+            pass
+
+        def on_request_started(self, request, ctx):
+            ctx.writer(write.role).set([request], torch.ones(HIDDEN))
+
+    def added():
+        engine.session.end_step()
+        starts = np.array([engine.computed[name] for name in engine.computed], np.int32)
+        ids = torch.zeros(len(starts), dtype=torch.int64)
+        names, ones = list(engine.computed), np.ones(len(starts), np.int32)
+        if not engine.session.rest_step():
+            engine.session.begin_step(names, starts, ones, np.zeros(len(starts), np.int32), ids)
+        rows = torch.zeros(len(starts), HIDDEN)
+        torch.ops.tllm.tap(rows, None, engine.taps._descriptors[0], engine.taps.plan)
+        for name in names:
+            engine.computed[name] += 1
+        return rows[names.index("a")].tolist()
+
+    engine.session.register(Writing())
+    if beside:
+        engine.start("b", *beside)
+    engine.start("a", consumers=["positions"])
+    found = [added()]
+    grow(engine, "a")
+    found.append(added())
+    grow(engine, "a", "positions")
+    found.append(added())
+    assert found == [[1.0] * HIDDEN, [0.0] * HIDDEN, [1.0] * HIDDEN]
 
 
 def test_steering_follows_the_order_of_the_batch(engine):

@@ -29,7 +29,7 @@ class RunnerAttachment(ABC):
         self.runner = runner
         self.session = session
         self._in_sampling: list[Override] = []
-        self._samples = False
+        self._standing_in = False
 
     @staticmethod
     def attach(runner: Any, session: Session, *, v2: bool) -> RunnerAttachment:
@@ -46,18 +46,19 @@ class RunnerAttachment(ABC):
         """Replace methods on the runner instance and on objects that it owns."""
 
     def during_sampling(self, owner: Any, name: str, ours: Callable[..., Any]) -> Any:
-        """Replace a method of an object in the steps whose sampling the session follows, and in no
-        other; returns the engine's own."""
+        """Replace a method of an object in the steps in which the session looks on; returns the
+        engine's own, which is there in all others."""
         override = Override(owner, name, ours)
         self._in_sampling.append(override)
         return override.theirs
 
-    def follow_sampling(self) -> None:
-        """Where the session does not follow a step's sampling, the engine samples as ever."""
-        if self.session.follows_sampling is not self._samples:
-            self._samples = not self._samples
+    def stand_in(self) -> None:
+        """Put our methods in the place of the engine's if the session looks on in the step that
+        begins, and the engine's own if it does not."""
+        if self.session.looks_on is not self._standing_in:
+            self._standing_in = not self._standing_in
             for override in self._in_sampling:
-                override.set(self._samples)
+                override.set(self._standing_in)
 
 
 class Override:

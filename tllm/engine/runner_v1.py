@@ -37,7 +37,7 @@ class V1Attachment(RunnerAttachment):
             self.session.skip_step()
             return self._model_forward(*args, **kwargs)
         self.scheduler_output = None
-        if not self.session.rest():
+        if not self.session.rest_step():
             batch = runner.input_batch
             count = batch.num_reqs
             ids = batch.req_ids[:count]
@@ -49,7 +49,7 @@ class V1Attachment(RunnerAttachment):
                 np.where(runner.discard_request_mask.np[:count], END, 0),
                 runner.input_ids.gpu,
             )
-        self.follow_sampling()
+        self.stand_in()
         return self._model_forward(*args, **kwargs)
 
     def _on_dummy_run(self, *args: Any, **kwargs: Any) -> Any:

@@ -39,7 +39,7 @@ class V2Attachment(RunnerAttachment):
             self.session.skip_step()
         else:
             self.scheduler_output = None
-            if not self.session.rest():
+            if not self.session.rest_step():
                 count = input_batch.num_reqs
                 self.session.begin_step(
                     input_batch.req_ids[:count],
@@ -48,7 +48,7 @@ class V2Attachment(RunnerAttachment):
                     input_batch.prefill_len_np[:count],
                     input_batch.input_ids,
                 )
-            self.follow_sampling()
+            self.stand_in()
         return self._prepare_inputs(input_batch, req_states)
 
     def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:

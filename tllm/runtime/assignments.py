@@ -88,7 +88,7 @@ class Assignments:
         self.served.discard(slot)
         for owner in self._consumers.values():
             self._slots.users(owner.id)[slot] = owner.serves(sequence)
-            if owner.serves(sequence):
+            if owner.alive and owner.serves(sequence):
                 self.served.add(slot)
 
     def _wanted(self, sequence: Sequence) -> Iterator[tuple[BoundFlow, Intervals]]:

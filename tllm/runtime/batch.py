@@ -144,7 +144,7 @@ class Layout:
     so it is made, and brought to the device, once.
 
     Attributes:
-        batch: the batch it was made for, or last used for with captured rows.
+        batch: the batch it was made for, or planned for last.
         version: of the slots, when it was made.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
@@ -196,7 +196,7 @@ class Layout:
             and (slots is before or np.array_equal(slots, before))
         )
 
-    def go_on(self, ends: IntArray) -> None:
+    def advance(self, ends: IntArray) -> None:
         """The next step is computed, up to these positions."""
         self._next_starts = ends.tobytes()
         self.steps_left -= 1
@@ -227,7 +227,7 @@ class RowPlanner:
             batch.slots, batch.starts, batch.counts, self._slots.version
         ):
             layout.batch = batch
-            layout.go_on(batch.ends)
+            layout.advance(batch.ends)
         else:
             layout = self._layout = self._lay_out(batch)
         frame = Frame(step, batch, steered=layout.steered, chooses=layout.chooses)
@@ -244,9 +244,9 @@ class RowPlanner:
         self._slots.deliver(batch.slots, batch.ends)
         return frame
 
-    def goes_on(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
-        """Whether a batch is the next step of the same decoding sequences, none of them captured,
-        and the plan says already what is done to its rows: then that is all there is to plan.
+    def keep(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
+        """Keep the plan for a batch, if it is the next step of the same decoding sequences and
+        nothing of them is captured or chosen by token; else the batch is to be planned.
 
         Arrays as in `StepBatch`.
         """
@@ -256,7 +256,7 @@ class RowPlanner:
         if not layout.continues(slots, starts, counts, self._slots.version):
             return False
         ends = starts + counts
-        layout.go_on(ends)
+        layout.advance(ends)
         self._slots.deliver(slots, ends)
         return True
 

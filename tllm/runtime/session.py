@@ -229,6 +229,7 @@ class Session:
         """Stop capturing and adding for consumers that raised."""
         if not self._failed:
             return
+        self._dispatcher.before_forward()
         failed, self._failed = self._failed, []
         for owner in failed:
             self._remove_writers(owner)
@@ -254,17 +255,8 @@ class Session:
         """
         known = self._slots.get(engine_id)
         if known is not None:
-            if known.info.prompt_len != prompt_len:  # streaming input: the prompt has grown
-                known.info = replace(known.info, prompt_len=prompt_len)
-                known.prompt_token_ids = prompt_token_ids
-                known.consumers = spec.consumers  # each input brings its own options
-                self._slots.set_prompt_len(known.info.slot, prompt_len)
-                self._slots.withdraw(known.info.slot, num_computed)
-                for owner in self._consumers.values():
-                    owner.forget(known.info.slot)
-                    owner.asked.pop(known.info.slot, None)
-                    self._ask(known, owner)
-                self._assignments.follow(known)
+            if known.info.prompt_len != prompt_len:
+                self._go_on(known, prompt_token_ids, prompt_len, spec, num_computed)
             return
         self._detach_failed()
         info = RequestInfo(
@@ -288,6 +280,32 @@ class Session:
             self._ask(sequence, owner)
         self._assignments.follow(sequence)
         self._introduce(sequence, list(self._consumers.values()))
+
+    def _go_on(
+        self,
+        sequence: Sequence,
+        prompt_token_ids: list[int] | None,
+        prompt_len: int,
+        spec: RequestSpec,
+        num_computed: int,
+    ) -> None:
+        """The prompt of a sequence has grown (streaming input), and brings options of its own."""
+        self._dispatcher.before_forward()  # of the last input, whomever this one asks
+        slot, owners = sequence.info.slot, list(self._consumers.values())
+        served = [owner for owner in owners if owner.serves(sequence)]
+        sequence.info = replace(sequence.info, prompt_len=prompt_len)
+        sequence.prompt_token_ids = prompt_token_ids
+        sequence.consumers = spec.consumers
+        self._slots.set_prompt_len(slot, prompt_len)
+        self._slots.withdraw(slot, num_computed)
+        for owner in owners:
+            owner.forget(slot)
+            owner.asked.pop(slot, None)
+            self._ask(sequence, owner)
+            if owner in served and not owner.serves(sequence):
+                self._additions.forget(slot, self._writers.get(owner.id, ()))
+        self._assignments.follow(sequence)
+        self._introduce(sequence, [owner for owner in owners if owner not in served])
 
     def _ask(self, sequence: Sequence, owner: BoundConsumer) -> None:
         """Find the flows that only this sequence asks for."""
@@ -402,19 +420,20 @@ class Session:
         if not self._consumers:
             return False
         return bool(self._assignments.served) or any(
-            not owner.consumer.on_request_only for owner in self._consumers.values()
+            owner.alive and not owner.consumer.on_request_only for owner in self._consumers.values()
         )
 
     @property
-    def follows_sampling(self) -> bool:
+    def looks_on(self) -> bool:
         """Whether the step that runs must be told of its logits and tokens."""
         return self._frame is not None
 
-    def rest(self) -> bool:
-        """Begin a step if nothing is done to any row of it; else it is to be begun with rows."""
+    def rest_step(self) -> bool:
+        """Begin a step, if nothing is done to any row of it; else nothing is begun."""
+        self.end_step()
+        self._detach_failed()
         if not self.rests:
             return False
-        self.end_step()
         self._step += 1
         if not self._at_rest:
             self._planner.clear()
@@ -431,14 +450,13 @@ class Session:
         sampled_from: Any,
         token_ids: torch.Tensor,
     ) -> None:
-        """Before the forward pass: what waited for it, and the row plan.
+        """Before the forward pass: what waited for it, and the row plan. Not after `rest_step`
+        began the step.
 
         Args:
             engine_ids: in batch order; arrays as in `StepBatch`.
             token_ids: `[tokens or more]`, of the batch, on the device.
         """
-        if self.rest():
-            return
         self.end_step()
         self._at_rest = False
         self._step += 1
@@ -448,21 +466,17 @@ class Session:
             self._detach_failed()
             self._additions.commit()
         self.steering.commit()
-        slots = self._slots.of(engine_ids)
-        if not watched and self._planner.goes_on(slots, starts, counts):
-            self._taps.commit()
-            self._taps.settle()
-            self.rows_steered += self._planner.steered
-            return
-        batch = StepBatch(slots, starts, counts, sampled_from)
-        frame = self._planner.plan(self._step, batch)
-        if frame.chooses:
-            tokens = int(batch.counts.sum())
-            self._choices.apply(self._taps.plan[PlanRow.STEER, :tokens], token_ids[:tokens])
+        slots, frame = self._slots.of(engine_ids), None
+        if watched or not self._planner.keep(slots, starts, counts):
+            batch = StepBatch(slots, starts, counts, sampled_from)
+            frame = self._planner.plan(self._step, batch)
+            if frame.chooses:
+                tokens = int(counts.sum())
+                self._choices.apply(self._taps.plan[PlanRow.STEER, :tokens], token_ids[:tokens])
         self._taps.commit()
         self._taps.settle()
-        self.rows_steered += frame.steered
-        if not watched:
+        self.rows_steered += self._planner.steered
+        if frame is None or not watched:
             return
         self._frame = frame
         self._frame_flows = self._dispatcher.flows_of(frame, self._assignments.flows)

@@ -84,16 +84,16 @@ class Slots:
         self._delivered = np.zeros(max_sequences, np.int32)
         self._delivering: tuple[np.ndarray, np.ndarray] | None = None
         self.settled = np.zeros(max_sequences, np.int32)
-        self._do(np.tile(_NOTHING[:, None], max_sequences))
+        self._set_rows(np.tile(_NOTHING[:, None], max_sequences))
         self.timelines: dict[int, Timeline] = {}
         self.version = 0
         self._asked = _NOBODY
         self._users: dict[str, np.ndarray] = {}
 
-    def _do(self, does: np.ndarray) -> None:
+    def _set_rows(self, rows: np.ndarray) -> None:
         """Keep `[6, slots]` in place of what was kept; columns as `_NOTHING`."""
-        self._does = does
-        self.program, self.add, self.steer = does[0:2], does[2:4], does[4:6]
+        self._rows = rows
+        self.program, self.add, self.steer = rows[0:2], rows[2:4], rows[4:6]
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -156,7 +156,7 @@ class Slots:
             self.prompt_len = np.concatenate([self.prompt_len, np.zeros(size, np.int32)])
             self._delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
             self.settled = np.concatenate([self.settled, np.zeros(size, np.int32)])
-            self._do(np.concatenate([self._does, np.tile(_NOTHING[:, None], size)], 1))
+            self._set_rows(np.concatenate([self._rows, np.tile(_NOTHING[:, None], size)], 1))
         return self._free.pop()
 
     def add_sequence(self, sequence: Sequence) -> None:
@@ -168,7 +168,7 @@ class Slots:
         self.prompt_len[slot] = sequence.info.prompt_len
         self.delivered[slot] = 0
         self.settled[slot] = 0
-        self._does[:, slot] = _NOTHING
+        self._rows[:, slot] = _NOTHING
         self.timelines.pop(slot, None)
         self.version += 1
 

@@ -113,9 +113,11 @@ class Additions:
             used = any(int(i) in w.values for ws in self._writers.values() for w in ws)
             self._slots.intervene(i // 2, i % 2, int(i) if used else -1)
 
-    def forget(self, slot: int) -> None:
-        """A sequence ended: nothing is added to whoever has its slot next."""
-        for tap, writers in self._writers.items():
+    def forget(self, slot: int, of: Sequence[TapWriter] | None = None) -> None:
+        """A sequence ended: nothing is added to whoever has its slot next. Or it does not use some
+        writers any more: what they added is not."""
+        for tap, all_writers in self._writers.items():
+            writers = [writer for writer in all_writers if of is None or writer in of]
             stale = [2 * slot + p for p in (0, 1) if any(2 * slot + p in w.values for w in writers)]
             if stale:
                 for writer in writers:
