@@ -112,7 +112,7 @@ class Prepared:
     Attributes:
         params: its own copy of the parameters.
         prompt_id: the key its results are kept under.
-        captures: the consumers whose results are capture results.
+        capture_options: of the consumers whose results are capture results.
         wants_tokens: a consumer waits for the tokens of the output.
         streamed: its prompt arrives in parts; only the engine knows which tokens it keeps of the
             answers between them.
@@ -124,13 +124,18 @@ class Prepared:
 
     params: SamplingParams
     prompt_id: str
-    captures: tuple[str, ...]
+    capture_options: Mapping[str, Mapping[str, Any]]
     wants_tokens: bool = False
     streamed: bool = False
     unused: frozenset[str] = frozenset()
     steered: bool = False
     results: Collected = field(default_factory=Collected)
     handed_over: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The consumers whose results are capture results."""
+        return tuple(self.capture_options)
 
 
 def tokens_of(output: RequestOutput, prepared: Prepared) -> dict[int, list[int]] | None:
@@ -279,7 +284,7 @@ class Client:
         return Prepared(
             own,
             key,
-            tuple(captures),
+            {name: options.get(name, {}) for name in captures},
             wants_tokens=wants_tokens,
             streamed=streamed,
             unused=frozenset(unused),

@@ -517,6 +517,12 @@ class AsyncLLM(VllmAsyncLLM):
                     results=results,
                     streamed=True,
                 )
+                if own.capture_options != prepared.capture_options:
+                    raise RefusedError(
+                        "capture: an input of a streamed prompt asks otherwise than the request "
+                        f"({own.capture_options} and {prepared.capture_options}); ask the same of "
+                        "every input, or begin another request"
+                    )
                 part = replace(part, sampling_params=own.params)
             yield part
 

@@ -55,6 +55,22 @@ async def turns():
         await asyncio.sleep(0.5)
 
 
+async def refused_session(engine, first, second):
+    """What a session is told whose second input asks otherwise than the request."""
+
+    async def parts():
+        for turn, options in zip(TURNS, ({}, second), strict=True):
+            asked = {"sampling_params": params(ANSWER, **options)} if options else {}
+            yield StreamingInput(prompt={"prompt_token_ids": list(turn)}, **asked)
+            await asyncio.sleep(0.5)
+
+    try:
+        await collect(engine, parts(), params(ANSWER, **first), "refused")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 async def steered_at_once(engine, vector):
     """Tokens of three requests with the same vector, which the workers are sent late."""
     call = engine._call_encoded
@@ -135,6 +151,15 @@ async def main(model: str, output: str) -> None:
         if seen == 3:
             await engine.abort("aborted")
             break
+    other = {"memory": {"hooks": {"post_block": [0]}}}
+    vector = {"steering_vectors": {"post_block": {1: [1.0] * HIDDEN}}}
+    saved["refused"] = {
+        "other capture": await refused_session(engine, {"capture": CAPTURE}, {"capture": other}),
+        "none": await refused_session(engine, {"capture": CAPTURE}, {"seed": 1}),
+        "one more": await refused_session(engine, {"seed": 1}, {"capture": other}),
+        "steering": await refused_session(engine, {}, vector),
+        "the same": await refused_session(engine, {"capture": other}, {"capture": other}),
+    }
     session = await collect(engine, turns(), params(ANSWER, capture=CAPTURE), "session")
     saved["session"] = {
         "tokens": [list(o.outputs[0].token_ids) for o in session],

@@ -67,6 +67,15 @@ def test_rows_of_a_streaming_session_are_delivered_once(saved):
     assert result.payload.positions.tolist() == list(range(passed))
 
 
+def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
+    """The results of both could not be told apart; the session after these is as ever."""
+    refused = saved["refused"]
+    for name in ("other capture", "none", "one more"):
+        assert "capture: an input of a streamed prompt asks otherwise" in refused[name]
+    assert "asks for steering of its own" in refused["steering"]
+    assert refused["the same"] is None
+
+
 def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(saved, reference):
     stored = saved["session"]["captures"]["filesystem"]
     assert (stored.status, stored.error) == ("ok", None)

@@ -64,17 +64,6 @@ def test_rows_of_every_table_move_sixteen_bytes_at_a_time(name, choice):
 
 
 def test_rows_that_do_not_fill_sixteen_bytes_are_not_taken_for_aligned():
-    ptx = compiled(KERNELS["tap"], "bf16", 3586, "few rows")
+    ptx = compiled(KERNELS["tap"], "bf16", 3588, "few rows")
     wide = re.findall(r"(?:ld|st)\.global\S*?\.v\d\.b\d+", ptx)
     assert not wide
-
-
-def test_rows_wait_for_no_others_while_registers_can_be_saved():
-    def limit(rows, hidden, ahead=True):
-        block = triton.next_power_of_2(hidden)
-        return tap_norm.registers(rows, block, multiprocessors=132, ahead=ahead)
-
-    assert [limit(rows, 3584) for rows in (1, 132, 133, 512)] == [None, None, 128, 128]
-    assert [limit(rows, 1536) for rows in (256, 396, 397)] == [None, None, 128]
-    assert limit(8192, 3584, ahead=False) == 80
-    assert limit(8192, 12288, ahead=False) is None

@@ -76,7 +76,8 @@ class Consumer(ABC):
             )
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
-        """A sequence was scheduled for the first time, before its first forward pass."""
+        """A sequence was scheduled for the first time, before its first forward pass; or a later
+        input of a streamed prompt is the first to ask for this, or the first again."""
 
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Rows have arrived. See `ConsumerFlow.window` for when and on which stream."""

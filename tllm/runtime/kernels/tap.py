@@ -210,7 +210,8 @@ if HAS_TRITON:
         """Bring a row of a table into the L2 cache, if wanted."""
         LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
         LINES: tl.constexpr = (HIDDEN + LINE - 1) // LINE
-        lines = tl.arange(0, triton.next_power_of_2(LINES))
+        # As many lanes as a block has threads, or nearly: with fewer, lines are fetched twice.
+        lines = tl.arange(0, max(triton.next_power_of_2(HIDDEN) // 16, 1))
         tl.inline_asm_elementwise(
             """{
             .reg .pred wanted;

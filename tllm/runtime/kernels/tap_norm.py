@@ -10,8 +10,6 @@ same in every batch.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from tllm.runtime.kernels import tap
@@ -79,33 +77,12 @@ if HAS_TRITON:
 
 _WIDEST = 8192
 """Beyond, a thread has more of a row than fits in the registers below."""
-_FREE_WARPS = 12
-"""So many fit a multiprocessor where rows are looked ahead and registers are not limited: 155 of a
-thread (7B's rows have 8 warps, so one row fits)."""
-
-
-def registers(num_rows: int, block: int, multiprocessors: int, *, ahead: bool) -> int | None:
-    """How many registers a thread may take; None: as many as the compiler likes.
-
-    With many rows, 80: three blocks of a row of 7B each fit a multiprocessor, and memory is kept
-    busy (H200; `benchmarks/RESULTS.md`). With a few nothing competes, unless some of them would
-    wait until others are done: with 128 twice as many rows are at work at once.
-    """
-    if block > _WIDEST:
-        return None
-    if not ahead:
-        return 80
-    return 128 if num_rows > _FREE_WARPS // _warps(block) * multiprocessors else None
-
-
-def _warps(block: int) -> int:
-    """Not by the number of rows: it decides the order of the sum."""
-    return max(1, min(16, block // 512))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+_REGISTERS = 80
+"""Of a thread, where there are many rows: three blocks of a row of 7B each fit a multiprocessor,
+and memory is kept busy (H200; `benchmarks/RESULTS.md`)."""
+_AHEAD_REGISTERS = 128
+"""Where a few rows are looked ahead: two such blocks fit. Triton 3.6 takes 155 if it may, so that
+only one does, and of 256 rows half wait for the others."""
 
 
 def launch(
@@ -128,10 +105,8 @@ def launch(
         return normed, added
     block = triton.next_power_of_2(hidden)
     chosen = tap.options(num_rows, stream.device)
-    if stream.is_cuda and torch.version.cuda is not None:
-        limit = registers(num_rows, block, _multiprocessors(stream.device), ahead=chosen["AHEAD"])
-        if limit is not None:
-            chosen["maxnreg"] = limit
+    if block <= _WIDEST and torch.version.cuda is not None:
+        chosen["maxnreg"] = _AHEAD_REGISTERS if chosen["AHEAD"] else _REGISTERS
     _tap_norm_kernel[(num_rows,)](
         stream,
         residual,
@@ -146,7 +121,8 @@ def launch(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
-        num_warps=_warps(block),
+        # Not by the number of rows: it decides the order of the sum.
+        num_warps=max(1, min(16, block // 512)),
         **chosen,
     )
     return normed, added
