@@ -92,13 +92,12 @@ class Engine:
     def preempt(self, name):
         self.computed[name] = 0
 
-    def step(self, **counts):
-        """Compute these tokens of each sequence; one of all when none is named.
+    def begin(self, counts):
+        """Begin a step of these tokens of each sequence.
 
         Returns:
-            `[tokens]`, whether each is steered.
+            `[tokens or more]`, their ids, and what the tap makes of rows of zeros.
         """
-        counts = counts or dict.fromkeys(self.computed, 1)
         starts = np.array([self.computed[name] for name in counts], np.int32)
         ids = torch.zeros(sum(counts.values()), dtype=torch.int64)
         if not self.session.rest_step():
@@ -111,16 +110,26 @@ class Engine:
             )
             # Descriptors on the device are those that the host means.
             assert torch.equal(self.taps._descriptors, torch.from_numpy(self.taps._fields))
-        steered = (self.taps.plan[PlanRow.STEER] >= 0).tolist()
-        rows = torch.zeros(len(steered), HIDDEN)
+        rows = torch.zeros(self.taps.plan.shape[1], HIDDEN)
         torch.ops.tllm.tap(rows, None, self.taps._descriptors[0], self.taps.plan)
+        for name, count in counts.items():
+            self.computed[name] += count
+        return ids, rows
+
+    def step(self, **counts):
+        """Compute these tokens of each sequence; one of all when none is named.
+
+        Returns:
+            `[tokens]`, whether each is steered.
+        """
+        counts = counts or dict.fromkeys(self.computed, 1)
+        ids, rows = self.begin(counts)
+        steered = (self.taps.plan[PlanRow.STEER] >= 0).tolist()
         assert rows.any(1).tolist() == steered, "the vector is of ones"
         assert not any(steered[len(ids) :])
         self.session.before_sampling(None)
         self.session.after_sampling(torch.zeros(len(counts), dtype=torch.int64), ids)
         self.session.end_step()
-        for name, count in counts.items():
-            self.computed[name] += count
         return steered[: len(ids)]
 
 
@@ -325,17 +334,8 @@ def test_what_was_written_for_an_input_is_not_for_one_that_does_not_ask(engine, 
             ctx.writer(write.role).set([request], torch.ones(HIDDEN))
 
     def added():
-        engine.session.end_step()
-        starts = np.array([engine.computed[name] for name in engine.computed], np.int32)
-        ids = torch.zeros(len(starts), dtype=torch.int64)
-        names, ones = list(engine.computed), np.ones(len(starts), np.int32)
-        if not engine.session.rest_step():
-            engine.session.begin_step(names, starts, ones, np.zeros(len(starts), np.int32), ids)
-        rows = torch.zeros(len(starts), HIDDEN)
-        torch.ops.tllm.tap(rows, None, engine.taps._descriptors[0], engine.taps.plan)
-        for name in names:
-            engine.computed[name] += 1
-        return rows[names.index("a")].tolist()
+        _, rows = engine.begin(dict.fromkeys(engine.computed, 1))
+        return rows[list(engine.computed).index("a")].tolist()
 
     engine.session.register(Writing())
     if beside:

@@ -99,8 +99,6 @@ class Frame:
     span: Span | None = None
     lost: Sequence[ProgramRows] = ()
     """Rows given up because the ring was full; they have no tensor."""
-    steered: int = 0
-    """Rows that follow a steering row, or a choice of one."""
     chooses: bool = False
     """Whether the plan has choices by token."""
     logits: torch.Tensor | None = field(default=None, init=False)
@@ -230,7 +228,7 @@ class RowPlanner:
             layout.advance(batch.ends)
         else:
             layout = self._layout = self._lay_out(batch)
-        frame = Frame(step, batch, steered=layout.steered, chooses=layout.chooses)
+        frame = Frame(step, batch, chooses=layout.chooses)
         if layout.rows:
             frame.span = self._ring.take(layout.rows)
             if frame.span is None:

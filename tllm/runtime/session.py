@@ -450,14 +450,13 @@ class Session:
         sampled_from: Any,
         token_ids: torch.Tensor,
     ) -> None:
-        """Before the forward pass: what waited for it, and the row plan. Not after `rest_step`
-        began the step.
+        """Before the forward pass, where `rest_step` began none: what waited for it, and the row
+        plan.
 
         Args:
             engine_ids: in batch order; arrays as in `StepBatch`.
             token_ids: `[tokens or more]`, of the batch, on the device.
         """
-        self.end_step()
         self._at_rest = False
         self._step += 1
         watched = self._watched
