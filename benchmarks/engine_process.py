@@ -20,6 +20,7 @@ import torch
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
+_START_STEPS = 4
 _COUNTERS = ("rows_captured", "rows_dropped", "rows_steered")
 
 
@@ -99,8 +100,10 @@ class EngineProcess:
         """Generate once; seconds, tokens, and what the consumer counted.
 
         `step_seconds` is the mean of the middle half of the steps: what a step costs, whatever else
-        the host did. `plain_seconds`, where only some requests capture: how long the others took on
-        average, until the engine gave out their last token.
+        the host did. `start_seconds` is how long the first `_START_STEPS` steps took, with adding
+        the requests, and `end_seconds` what came after the last. `plain_seconds`, where only some
+        requests capture: how long the others took on average, until the engine gave out their last
+        token.
         """
         work = benchmark.workload
         generator = torch.Generator().manual_seed(number)
@@ -141,6 +144,8 @@ class EngineProcess:
         found = {
             "seconds": seconds,
             "step_seconds": times.middle,
+            "start_seconds": times.steps[_START_STEPS - 1] - begin,
+            "end_seconds": begin + seconds - times.steps[-1],
             "tokens": tokens,
             "counters": counters,
         }

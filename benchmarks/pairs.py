@@ -137,7 +137,7 @@ def measure(
         after = vllm.round(benchmarks[0].name, number)
         of_vllm = before | {
             name: (before[name] + after[name]) / 2
-            for name in ("seconds", "step_seconds", "plain_seconds")
+            for name in ("seconds", "step_seconds", "start_seconds", "end_seconds", "plain_seconds")
             if name in before
         }
         for name, done in rounds.items():
@@ -149,8 +149,10 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
     """The ratio of throughputs over pairs of rounds, with its interval and the counters.
 
     `step_ratio` is that of single steps, the middle half of each round's (`StepTimes`), vLLM's time
-    divided by tLLM's. Where only some requests do what is measured, the others' speed too:
-    `plain_ratio` is their mean time from the start of the round to their last token, likewise.
+    divided by tLLM's; `start_ms` and `end_ms` are what tLLM takes longer for the first steps and
+    after the last (`EngineProcess.round`), in the median pair. Where only some requests do what is
+    measured, the others' speed too: `plain_ratio` is their mean time from the start of the round to
+    their last token, likewise.
     """
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
@@ -178,6 +180,8 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
         "pairs": len(rounds),
         **_summary("", ratios),
         **_summary("step_", _faster(rounds, "step_seconds")),
+        "start_ms": _more(rounds, "start_seconds"),
+        "end_ms": _more(rounds, "end_seconds"),
         **plain,
         **disk,
         "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
@@ -189,6 +193,13 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
 def _faster(rounds: Sequence[dict[str, Any]], time_of: str) -> list[float]:
     """In each pair of rounds, vLLM's time divided by tLLM's."""
     return [pair["vllm"][time_of] / pair["tllm"][time_of] for pair in rounds]
+
+
+def _more(rounds: Sequence[dict[str, Any]], time_of: str) -> float:
+    """By how many milliseconds tLLM's time is longer, in the median pair of rounds."""
+    return round(
+        1e3 * statistics.median(pair["tllm"][time_of] - pair["vllm"][time_of] for pair in rounds), 2
+    )
 
 
 def _summary(prefix: str, ratios: Sequence[float]) -> dict[str, Any]:
