@@ -97,7 +97,7 @@ class EngineProcess:
         self.current = benchmark.name
 
     def round(self, benchmark: Benchmark, number: int) -> dict[str, Any]:
-        """Generate once; seconds, tokens, and what the consumer counted.
+        """Generate once; seconds, tokens, steps of the engine, and what the consumer counted.
 
         `step_seconds` is the mean of the middle half of the steps: what a step costs, whatever else
         the host did. `start_seconds` is how long the first `_START_STEPS` steps took, with adding
@@ -143,6 +143,7 @@ class EngineProcess:
                 counters["capture"] = self.capturing.counters(outputs, seconds)
         found = {
             "seconds": seconds,
+            "steps": len(times.steps),
             "step_seconds": times.middle,
             "start_seconds": times.steps[_START_STEPS - 1] - begin,
             "end_seconds": begin + seconds - times.steps[-1],

@@ -106,6 +106,17 @@ def engines(
             engine.close()
 
 
+_AVERAGED = (
+    "seconds",
+    "steps",
+    "step_seconds",
+    "start_seconds",
+    "end_seconds",
+    "plain_seconds",
+)
+"""What is averaged over the two rounds of vLLM beside a round of tLLM."""
+
+
 def measure(
     vllm: Copies,
     tllm: Copies,
@@ -136,9 +147,7 @@ def measure(
         }
         after = vllm.round(benchmarks[0].name, number)
         of_vllm = before | {
-            name: (before[name] + after[name]) / 2
-            for name in ("seconds", "step_seconds", "start_seconds", "end_seconds", "plain_seconds")
-            if name in before
+            name: (before[name] + after[name]) / 2 for name in _AVERAGED if name in before
         }
         for name, done in rounds.items():
             done.append({"vllm": of_vllm, "tllm": found[name]})
@@ -150,9 +159,9 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
 
     `step_ratio` is that of single steps, the middle half of each round's (`StepTimes`), vLLM's time
     divided by tLLM's; `start_ms` and `end_ms` are what tLLM takes longer for the first steps and
-    after the last (`EngineProcess.round`), in the median pair. Where only some requests do what is
-    measured, the others' speed too: `plain_ratio` is their mean time from the start of the round to
-    their last token, likewise.
+    after the last (`EngineProcess.round`), and `steps` how many more it takes, in the median pair.
+    Where only some requests do what is measured, the others' speed too: `plain_ratio` is their mean
+    time from the start of the round to their last token, likewise.
     """
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
@@ -180,8 +189,9 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
         "pairs": len(rounds),
         **_summary("", ratios),
         **_summary("step_", _faster(rounds, "step_seconds")),
-        "start_ms": _more(rounds, "start_seconds"),
-        "end_ms": _more(rounds, "end_seconds"),
+        "start_ms": round(1e3 * _more(rounds, "start_seconds"), 2),
+        "end_ms": round(1e3 * _more(rounds, "end_seconds"), 2),
+        "steps": _more(rounds, "steps"),
         **plain,
         **disk,
         "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
@@ -195,11 +205,9 @@ def _faster(rounds: Sequence[dict[str, Any]], time_of: str) -> list[float]:
     return [pair["vllm"][time_of] / pair["tllm"][time_of] for pair in rounds]
 
 
-def _more(rounds: Sequence[dict[str, Any]], time_of: str) -> float:
-    """By how many milliseconds tLLM's time is longer, in the median pair of rounds."""
-    return round(
-        1e3 * statistics.median(pair["tllm"][time_of] - pair["vllm"][time_of] for pair in rounds), 2
-    )
+def _more(rounds: Sequence[dict[str, Any]], what: str) -> float:
+    """By how much tLLM has more of something than vLLM, in the median pair of rounds."""
+    return statistics.median(pair["tllm"][what] - pair["vllm"][what] for pair in rounds)
 
 
 def _summary(prefix: str, ratios: Sequence[float]) -> dict[str, Any]:

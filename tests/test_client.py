@@ -51,10 +51,47 @@ def test_only_what_is_not_flat_is_copied_in_depth_by_vllm():
     ],
 )
 def test_vllm_works_with_what_it_would_have_copied_itself(asked):
-    given = vllm.SamplingParams(**asked)
-    theirs, ours = given.clone(), prepared(given).clone()
-    for name in set(given.__struct_fields__) - {"extra_args", "skip_clone"}:
-        assert getattr(ours, name) == getattr(theirs, name), name
+    given, client = vllm.SamplingParams(**asked), Client()
+    theirs = given.clone()
+    first = client.prepare(given, "first").params.clone()
+    first.stop_token_ids.append(11)
+    first._all_stop_token_ids.add(11)
+    again = client.prepare(vllm.SamplingParams(**asked), "again").params.clone()
+    for ours in (prepared(given).clone(), again):
+        for name in set(given.__struct_fields__) - {"extra_args", "skip_clone"}:
+            assert getattr(ours, name) == getattr(theirs, name), name
+            assert type(getattr(ours, name)) is type(getattr(theirs, name)), name
+
+
+def test_parameters_that_were_changed_are_checked_again():
+    client, given = Client(), vllm.SamplingParams(stop_token_ids=[3], temperature=1)
+    assert client.prepare(given, "first").params.stop_token_ids == [3]
+    given.stop_token_ids.append(4)
+    assert client.prepare(given, "longer").params._all_stop_token_ids == {3, 4}
+    given.temperature = 1.0
+    assert type(client.prepare(given, "a float").params.temperature) is float
+    given.top_p = 1.5
+    with pytest.raises(Exception, match="top_p must be"):
+        client.prepare(given, "wrong")
+    given.top_p = 1.0
+    assert client.prepare(given, "right again").params.top_p == 1.0
+
+
+def test_what_a_request_asks_of_consumers_is_checked_however_often_its_parameters_were():
+    client = Client()
+    client.admit(MemoryConsumer())
+    client.consumers["memory"] = MemoryConsumer()
+    client.consumers["memory"].validate_options = lambda options: None
+    options = {"enabled": False, "number": 1}
+    asked = {"consumers": {"memory": options}}
+    client.prepare(vllm.SamplingParams(extra_args={EXTRA_ARG: asked}), "id")
+    given = vllm.SamplingParams(extra_args={EXTRA_ARG: asked})
+    options["number"] = 2**70
+    if hasattr(given, "_verify_extra_args"):
+        with pytest.raises(Exception, match="extra_args integers"):
+            client.prepare(given, "id")
+    else:  # vLLM 0.30 finds out when it sends the request
+        client.prepare(given, "id")
 
 
 def test_what_a_request_asks_is_settled_when_it_is_made():

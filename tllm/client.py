@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,8 +11,8 @@ from typing import Any, Protocol
 import cloudpickle
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
-from vllm.sampling_params import RequestOutputKind
 
+from tllm.checked_params import CheckedParams
 from tllm.collected import Collected
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
@@ -165,6 +164,7 @@ class Client:
         self.steering = SteeringState()
         self.shared = SharedFolder()
         self.capture_consumers: set[str] = set()
+        self._params = CheckedParams()
         self._model: Sequence[Mapping[str, Any]] = ()
         #: Kinds of flows whose hook points were found to be in the engine.
         self._placed: set[ConsumerFlow] = set()
@@ -278,7 +278,7 @@ class Client:
             isolated=writes,
             steering=tuple(group.use for group in steering),
         )
-        own = _own_copy(params, Wire.of(spec))
+        own = self._params.copy(params, Wire.of(spec))
         if prompt_id is None:
             self.steering.hold(key, tuple(steering))
         return Prepared(
@@ -298,6 +298,8 @@ class Client:
 
     def hand_over(self, output: RequestOutput, prepared: Prepared) -> None:
         """Give the results on an output to the user's own consumers, each once."""
+        if not self.consumers:
+            return
         for completion in output.outputs:
             results = completion.consumer_results  # type: ignore[attr-defined]
             for name, result in list(results.items()):
@@ -360,33 +362,6 @@ class Client:
                 read.positions.check(len(request.prompt_token_ids), last, read.name)
             except ValueError as error:
                 raise RefusedError(str(error)) from None
-
-
-_SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
-
-
-def _own_copy(params: SamplingParams, asked: Wire) -> SamplingParams:
-    """Parameters of one request with what it asks of us; vLLM checks, changes and keeps them.
-
-    vLLM would make a deep copy of what it is given and check that, which takes as long as
-    everything else that it does to take a request in. Parameters are flat but for a few fields; if
-    those are not given, so is the copy, and vLLM is told that it has one.
-    """
-    own = copy.copy(params)
-    own.extra_args = {**(params.extra_args or {}), EXTRA_ARG: asked}
-    flat = own.extra_args.keys() == {EXTRA_ARG}
-    for name in params.__struct_fields__:
-        value = getattr(params, name)
-        if type(value) in _SCALARS or name == "extra_args":
-            continue
-        if type(value) in (list, set) and all(type(each) in _SCALARS for each in value):
-            setattr(own, name, value.copy())
-        else:
-            flat = False
-    if flat:
-        own.__post_init__()
-        own.skip_clone = True
-    return own
 
 
 def _hint(name: str) -> str:

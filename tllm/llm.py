@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import vllm
+from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM as VllmAsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -26,7 +27,7 @@ from tllm.client import (
     tokens_of,
 )
 from tllm.consumers.base import Consumer
-from tllm.engine.calls import call_all_workers, call_workers
+from tllm.engine.calls import ask_workers, call_all_workers
 from tllm.outputs import attach_results
 from tllm.registry import Registry, consumer_from_spec
 from tllm.spec.steering import Group, RequestSteering
@@ -136,20 +137,23 @@ class LLM(vllm.LLM):
     # -- consumers -----------------------------------------------------------------------------
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        return self._call_encoded(method, encode_call(*args))
+        return self._ask(method, *args)()
 
-    def _call_encoded(self, method: str, payload: bytes) -> list[Any]:
+    def _ask(self, method: str, *args: Any) -> Callable[[], list[Any]]:
+        """Call the workers, and return a function that waits for their answers."""
+        return self._ask_encoded(method, encode_call(*args))
+
+    def _ask_encoded(self, method: str, payload: bytes) -> Callable[[], list[Any]]:
         if self._over:
             over, self._over = self._over, []
             self._call("take_results", over)
-        return decode_answers(
-            call_workers(self, "tllm", (method, payload, self._tllm.shared.token))
-        )
+        answers = ask_workers(self, "tllm", (method, payload, self._tllm.shared.token))
+        return lambda: decode_answers(answers())
 
     def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer now; it sees rows from the next forward pass on."""
         made = _made(consumer)
-        self._call_encoded("register", self._tllm.admit(made))
+        self._ask_encoded("register", self._tllm.admit(made))()
         self._tllm.consumers[made.consumer_id] = made
         # The user's object stands for its copies in the workers from now on.
         vars(made)["synchronize"] = self.synchronize
@@ -213,7 +217,7 @@ class LLM(vllm.LLM):
     def _add_request_with_spec(
         self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
     ) -> str:
-        if isinstance(params, vllm.SamplingParams):
+        if isinstance(params, SamplingParams):
             for consumer in self._tllm.built_in(params):
                 self.register_consumer(consumer)
             if self._tllm.consumers and not self._tllm.knows_model:
@@ -248,18 +252,28 @@ class LLM(vllm.LLM):
 
     def _attach(self, outputs: list[Any], timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        prepared, tokens = {}, {}
-        # Steering has no result, but a worker that could not steer says so.
+        # Steering has no result, but a worker that could not steer says so. Hardly ever: what is
+        # said of the others is put on them meanwhile.
         steered = [o.tllm_request.prompt_id for o in outputs if o.tllm_request.steered]
-        told = set().union(*self._call("not_steered", steered)) if steered else set()
+        told = self._ask("not_steered", steered) if steered else list
+        late, over = [], []
         for output in outputs:
             request = output.tllm_request
-            late = request.results.pending  # a consumer that has left may still owe it
-            if late or request.prompt_id in told or self._tllm.has_results(request):
-                prepared[request.prompt_id] = request
-                tokens[request.prompt_id] = tokens_of(output, request)
+            # Of what is pending, a consumer that has left may still owe something.
+            if request.results.pending or self._tllm.has_results(request):
+                late.append(output)
             else:
-                self._over.append(request.prompt_id)
+                self._put_on(output)
+                over.append(output)
+        failed = set().union(*told())
+        for output in over:
+            prompt_id = output.tllm_request.prompt_id
+            if prompt_id in failed:
+                late.append(output)
+            else:
+                self._over.append(prompt_id)
+        prepared = {output.tllm_request.prompt_id: output.tllm_request for output in late}
+        tokens = {o.tllm_request.prompt_id: tokens_of(o, o.tllm_request) for o in late}
         pending, wait_s = list(prepared), 1.0 if timeout_s is None else min(1.0, timeout_s)
         while pending:
             answers = self._call("take_results", pending, tokens, wait_s)
@@ -267,10 +281,14 @@ class LLM(vllm.LLM):
             wait_s = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
             if wait_s <= 0:
                 break
-        for output in outputs:
-            request = output.tllm_request
-            attach_results(output, request.results.joined(), request.captures)
-            self._tllm.hand_over(output, request)
+        for output in late:
+            self._put_on(output)
+
+    def _put_on(self, output: Any) -> None:
+        """Put what is known of a request's results on its output."""
+        request = output.tllm_request
+        attach_results(output, request.results.joined(), request.captures)
+        self._tllm.hand_over(output, request)
 
 
 class AsyncLLM(VllmAsyncLLM):
@@ -429,7 +447,7 @@ class AsyncLLM(VllmAsyncLLM):
         """Whether `prepared_plain` has an answer: the model is known, and nothing is steered."""
         return self._tllm.knows_model and not self._tllm.steering.concerns(None)
 
-    def prepared_plain(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
+    def prepared_plain(self, params: SamplingParams) -> SamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
         nobody will look at."""
         prepared = self._tllm.prepare(params, "", results=False)

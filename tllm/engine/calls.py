@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
@@ -21,24 +22,29 @@ from vllm.v1.engine.core_client import SyncMPClient
 _LOOK_EVERY_S = 1.0
 
 
-def call_workers(llm: LLM, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """What every worker answers.
+def ask_workers(llm: LLM, method: str, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
+    """Ask every worker, and return a function that waits for what they answer.
 
-    Raises vLLM's `EngineDeadError` when the engine's process is dead, or dies meanwhile.
+    It raises vLLM's `EngineDeadError` when the engine's process is dead, or dies meanwhile.
     """
     client = llm.llm_engine.engine_core
     if not isinstance(client, SyncMPClient):  # the engine is in this process
-        return list(llm.collective_rpc(method, args=args))
+        answered = list(llm.collective_rpc(method, args=args))
+        return lambda: answered
     call_id = uuid.uuid1().int >> 64
     answers: Future[list[Any]] = Future()
     client.utility_results[call_id] = answers
     arguments = ("collective_rpc", (method, None, args, None))
     client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, *arguments))
-    while True:
-        try:
-            return list(answers.result(_LOOK_EVERY_S))
-        except NotYet:
-            client.ensure_alive()
+
+    def wait() -> list[Any]:
+        while True:
+            try:
+                return list(answers.result(_LOOK_EVERY_S))
+            except NotYet:
+                client.ensure_alive()
+
+    return wait
 
 
 async def call_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) -> list[Any]:

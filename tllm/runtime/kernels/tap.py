@@ -69,10 +69,9 @@ if HAS_TRITON:
         return at
 
     @triton.jit
-    def _operate(value, vectors, operation, offsets, inside, HIDDEN: tl.constexpr):
+    def _operate(value, vector, operation):
         """One steering operation on a row `[BLOCK]`; padding stays 0."""
-        index, add, norm, component, strength, low, high = operation
-        vector = tl.load(_row(vectors, index, offsets, HIDDEN), mask=inside, other=0.0)
+        _, add, norm, component, strength, low, high = operation
         vector = vector.to(tl.float32)
         scale = add
         if norm != 0.0:
@@ -137,30 +136,10 @@ if HAS_TRITON:
         )
 
     @triton.jit
-    def _either(is_first, first, second):
-        """What `_look_up` found for one of two stages."""
-        return (
-            tl.where(is_first, first[0], second[0]),
-            tl.where(is_first, first[1], second[1]),
-            tl.where(is_first, first[2], second[2]),
-            tl.where(is_first, first[3], second[3]),
-            (
-                tl.where(is_first, first[4][0], second[4][0]),
-                tl.where(is_first, first[4][1], second[4][1]),
-                tl.where(is_first, first[4][2], second[4][2]),
-                tl.where(is_first, first[4][3], second[4][3]),
-                tl.where(is_first, first[4][4], second[4][4]),
-                tl.where(is_first, first[4][5], second[4][5]),
-                tl.where(is_first, first[4][6], second[4][6]),
-            ),
-            tl.where(is_first, first[5], second[5]),
-        )
-
-    @triton.jit
     def _begin(desc_ptr, plan_ptr, plan_stride, AHEAD: tl.constexpr, dtype: tl.constexpr):
         """What is known of a row before it is read.
 
-        Returns the flags, the addresses of arena, vectors and operations, those of the stages (if
+        Returns the flags, the addresses of arena, vectors and operations, those of both stages (if
         AHEAD), what the plan says (destination, program, add row, steering row), and whether there
         is anything to do: `wanted >= 0`. A tap is a chain of latencies, and in a forward pass of
         cold ones: weights have swept the cache since the last pass. So loads that do not need each
@@ -189,45 +168,36 @@ if HAS_TRITON:
         return flags, (arena, vectors, operations), addresses, planned, wanted
 
     @triton.jit
+    def _first(flags):
+        """The first stage that does anything."""
+        return tl.where((flags & MASK) != 0, 0, 1)
+
+    @triton.jit
     def _look_ahead(
         addresses, flags, planned, offsets, inside, HIDDEN: tl.constexpr, dtype: tl.constexpr
     ):
-        """What both stages do to a row."""
-        return (
-            _look_up(addresses[0], flags, planned, offsets, inside, HIDDEN, dtype),
-            _look_up(addresses[1], flags >> BITS, planned, offsets, inside, HIDDEN, dtype),
+        """What the first stage that does anything does to a row."""
+        stage = _first(flags)
+        first, second = addresses
+        fields = (
+            tl.where(stage == 0, first[0], second[0]),
+            tl.where(stage == 0, first[1], second[1]),
+            tl.where(stage == 0, first[2], second[2]),
+            tl.where(stage == 0, first[3], second[3]),
+            tl.where(stage == 0, first[4], second[4]),
         )
+        return _look_up(fields, flags >> (BITS * stage), planned, offsets, inside, HIDDEN, dtype)
 
     @triton.jit
-    def _fetch_ahead(tables, stages, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-        """Bring the vectors of both stages' first operations into the L2 cache while the row itself
-        is on its way; only CUDA has the instruction."""
-        _fetch(tables[1], stages[0][4][0], (stages[0][3] & (SUM - 1)) > 0, HIDDEN, dtype)
-        _fetch(tables[1], stages[1][4][0], (stages[1][3] & (SUM - 1)) > 0, HIDDEN, dtype)
+    def _vector(vectors, operation, wanted, offsets, inside, HIDDEN: tl.constexpr):
+        """The vector of an operation, if wanted."""
+        at = _row(vectors, operation[0], offsets, HIDDEN)
+        return tl.load(at, mask=tl.where(wanted, inside, False), other=0.0)
 
     @triton.jit
-    def _fetch(table, row, wanted, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-        """Bring a row of a table into the L2 cache, if wanted."""
-        LINE: tl.constexpr = 1024 // dtype.primitive_bitwidth
-        LINES: tl.constexpr = (HIDDEN + LINE - 1) // LINE
-        # As many lanes as a block has threads, or nearly: with fewer, lines are fetched twice.
-        lines = tl.arange(0, max(triton.next_power_of_2(HIDDEN) // 16, 1))
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $2, 0;
-            @wanted prefetch.global.L2 [$1];
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r",
-            [
-                table + row.to(tl.int64) * HIDDEN + lines * LINE,
-                (wanted & (lines < LINES)).to(tl.int32),
-            ],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    def _first_vector(vectors, found, offsets, inside, HIDDEN: tl.constexpr):
+        """The vector of the first operation of a stage."""
+        return _vector(vectors, found[4], (found[3] & (SUM - 1)) > 0, offsets, inside, HIDDEN)
 
     @triton.jit
     def _work(
@@ -236,7 +206,8 @@ if HAS_TRITON:
         flags,
         planned,
         tables,
-        stages,
+        ahead,
+        vector_ahead,
         offsets,
         inside,
         HIDDEN: tl.constexpr,
@@ -244,22 +215,25 @@ if HAS_TRITON:
     ):
         """The stages of a tap on a row `[BLOCK]`, in turn: capture, add, steer.
 
-        Returns the row, and whether it changed. Stages and operations are loops: a kernel this
-        short waits for its own instructions, and copies of them would be more to wait for.
+        Returns the row, and whether it changed. If AHEAD, `ahead` is what the first stage does, and
+        `vector_ahead` the vector of its first operation. Stages and operations are loops: a kernel
+        this short waits for its own instructions, and copies of them would be more to wait for.
         """
         arena, vectors, operations = tables
         dtype = arena.dtype.element_ty
         changed = 0
-        begin = tl.where((flags & MASK) != 0, 0, 1)
+        begin = _first(flags)
         end = tl.where((flags >> BITS) != 0, 2, 1)
         for stage in range(begin, end):
-            if AHEAD:
-                found = _either(stage == 0, stages[0], stages[1])
+            if AHEAD and stage == begin:
+                column, add, add_table, chain, operation, summed = ahead
+                vector = vector_ahead
             else:
                 fields = _stage(desc_ptr + STAGE + STAGE_SIZE * stage)
                 own = flags >> (BITS * stage)
                 found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
-            column, add, add_table, chain, operation, summed = found
+                column, add, add_table, chain, operation, summed = found
+                vector = _first_vector(vectors, found, offsets, inside, HIDDEN)
             if column >= 0:
                 place = _row(arena, planned[0] + column, offsets, HIDDEN)
                 tl.store(place, value.to(dtype), mask=inside)
@@ -274,8 +248,9 @@ if HAS_TRITON:
                 count = chain & (SUM - 1)
                 following = operations + (chain // UNIT) * WORDS
                 for i in range(count):
-                    value = _operate(value, vectors, operation, offsets, inside, HIDDEN)
+                    value = _operate(value, vector, operation)
                     operation = _operation(following + i * WORDS, i + 1 < count)
+                    vector = _vector(vectors, operation, i + 1 < count, offsets, inside, HIDDEN)
             # As the model's dtype holds it, as the next forward hook would see it.
             value = value.to(dtype).to(tl.float32)
         return value, changed
@@ -308,9 +283,9 @@ if HAS_TRITON:
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             return
-        stages = (0, 0)
+        ahead, vector = 0, 0
         if AHEAD:
-            stages = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
+            ahead = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
         if EARLY:
             tl.extra.cuda.gdc_wait()
         number = tl.program_id(0).to(tl.int64)
@@ -319,14 +294,14 @@ if HAS_TRITON:
         row = tl.load(at, mask=inside, other=0.0)
         if HAS_RESIDUAL:
             residual = tl.load(residual_at, mask=inside, other=0.0)
-        if EARLY:
-            _fetch_ahead(tables, stages, HIDDEN, dtype)
+        if AHEAD:
+            vector = _first_vector(tables[1], ahead, offsets, inside, HIDDEN)
         value = row.to(tl.float32)
         if HAS_RESIDUAL:
             value += residual.to(tl.float32)
             value = value.to(dtype).to(tl.float32)
         value, changed = _work(
-            value, desc_ptr, flags, planned, tables, stages, offsets, inside, HIDDEN, AHEAD
+            value, desc_ptr, flags, planned, tables, ahead, vector, offsets, inside, HIDDEN, AHEAD
         )
         if changed > 0:
             written = value.to(dtype)

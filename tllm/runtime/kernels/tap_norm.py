@@ -19,7 +19,16 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from tllm.runtime.kernels.tap import _begin, _fetch_ahead, _look_ahead, _work
+    from tllm.runtime.kernels.tap import _begin, _first_vector, _look_ahead, _work
+
+    @triton.jit
+    def _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN: tl.constexpr):
+        """Norm a sum, and store both."""
+        dtype: tl.constexpr = sum_ptr.dtype.element_ty
+        at = row * HIDDEN + offsets
+        tl.store(sum_ptr + at, x.to(dtype), mask=inside)
+        x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
+        tl.store(normed_ptr + at, (x * weight.to(tl.float32)).to(dtype), mask=inside)
 
     @triton.jit(do_not_specialize=["plan_stride", "eps"])
     def _tap_norm_kernel(
@@ -45,34 +54,49 @@ if HAS_TRITON:
         flags, tables, addresses, planned, wanted = _begin(
             desc_ptr, plan_ptr, plan_stride, AHEAD, dtype
         )
-        stages = (0, 0)
-        # As in a tap: with EARLY, nothing that the kernel before may write is read before the wait.
-        if AHEAD:
-            weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
-            stages = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
         row = tl.program_id(0).to(tl.int64)
         at = stream_ptr + row * stream_stride + offsets
         residual_at = residual_ptr + row * residual_stride + offsets
+        ahead, vector = 0, 0
+        # As in a tap: with EARLY, nothing that the kernel before may write is read before the wait.
+        if AHEAD:
+            weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
+            if wanted < 0:
+                # A kernel this short waits for its own instructions: these lie side by side.
+                if EARLY:
+                    tl.extra.cuda.gdc_wait()
+                x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+                _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
+                return
+            ahead = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         x = tl.load(at, mask=inside, other=0.0)
         residual = tl.load(residual_at, mask=inside, other=0.0)
-        if EARLY:
-            _fetch_ahead(tables, stages, HIDDEN, dtype)
+        if AHEAD:
+            vector = _first_vector(tables[1], ahead, offsets, inside, HIDDEN)
         x = x.to(tl.float32) + residual.to(tl.float32)
         if wanted >= 0:
             value = x.to(dtype).to(tl.float32)
             value, changed = _work(
-                value, desc_ptr, flags, planned, tables, stages, offsets, inside, HIDDEN, AHEAD
+                value,
+                desc_ptr,
+                flags,
+                planned,
+                tables,
+                ahead,
+                vector,
+                offsets,
+                inside,
+                HIDDEN,
+                AHEAD,
             )
             if changed > 0:
                 x = value
         if not AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
-        at = row * HIDDEN + offsets
-        tl.store(sum_ptr + at, x.to(dtype), mask=inside)
-        x *= tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + eps)
-        tl.store(normed_ptr + at, (x * weight.to(tl.float32)).to(dtype), mask=inside)
+        _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
 
 
 _WIDEST = 8192
@@ -81,8 +105,8 @@ _REGISTERS = 80
 """Of a thread, where there are many rows: three blocks of a row of 7B each fit a multiprocessor,
 and memory is kept busy (H200; `benchmarks/RESULTS.md`)."""
 _AHEAD_REGISTERS = 128
-"""Where a few rows are looked ahead: two such blocks fit. Triton 3.6 takes 155 if it may, so that
-only one does, and of 256 rows half wait for the others."""
+"""Where a few rows are looked ahead: two such blocks fit. If only one did, of 256 rows half would
+wait for the others."""
 
 
 def launch(
