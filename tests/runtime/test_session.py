@@ -184,6 +184,28 @@ def test_what_was_steered_leaves_nothing_behind_in_a_session_at_rest(engine):
     assert engine.session.rows_steered == 2 * (PROMPT + 1)
 
 
+def test_ways_of_steering_that_are_known_come_and_go_beside_others_without_a_write(
+    engine, monkeypatch
+):
+    weakly = GroupUse("any", Selection(), "weak")
+    operation = ("post_block", 0, "v", Coefficients(add=0.5))
+    engine.session.steering.put({}, {"weak": [operation]})
+    decoding(engine)
+    set_steering, written = engine.taps.set_steering, []
+    monkeypatch.setattr(
+        engine.taps, "set_steering", lambda points: (written.append(points), set_steering(points))
+    )
+    for _ in range(2):
+        engine.start("c", weakly)
+        assert engine.step(a=1, b=1, c=PROMPT) == [True, False] + [True] * PROMPT
+        engine.finish("c")
+        assert engine.step() == [True, False]
+        assert len(written) == 1, "its entry, the first time"
+    engine.finish("a")
+    assert engine.step() == [False]
+    assert not engine.taps._descriptors[0, Descriptor.FLAGS]
+
+
 def test_vectors_that_come_during_a_steady_decode_may_move_the_others(engine):
     decoding(engine)
     more = {f"v{number}": np.ones(HIDDEN, np.float32) for number in range(100)}

@@ -91,7 +91,7 @@ class Steering:
         self._chains: torch.Tensor | None = None
         self._bank: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
-        self._stale = False
+        self._stale = False  # points at which rows are steered have come or gone
         self.users = 0
 
     # -- what the user's process keeps here -------------------------------------------------------
@@ -169,7 +169,7 @@ class Steering:
         self._unused.pop(groups, None)
         if configuration.users == 0:
             configuration.places.users += 1
-            self._stale = True
+            self._stale = self._stale or configuration.places.users == 1
         configuration.users += 1
         return configuration.row
 
@@ -182,7 +182,7 @@ class Steering:
         configuration.users -= 1
         if configuration.users == 0:
             configuration.places.users -= 1
-            self._stale = True
+            self._stale = self._stale or configuration.places.users == 0
             self._unused[groups] = None
             if any(digest not in self._groups for digest in groups):
                 self._remove(groups)
