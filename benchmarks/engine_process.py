@@ -97,13 +97,14 @@ class EngineProcess:
         self.current = benchmark.name
 
     def round(self, benchmark: Benchmark, number: int) -> dict[str, Any]:
-        """Generate once; seconds, tokens, steps of the engine, and what the consumer counted.
+        """Generate once; seconds, tokens, steps that gave something out, and what the consumer
+        counted.
 
         `step_seconds` is the mean of the middle half of the steps: what a step costs, whatever else
         the host did. `start_seconds` is how long the first `_START_STEPS` steps took, with adding
-        the requests, and `end_seconds` what came after the last. `plain_seconds`, where only some
-        requests capture: how long the others took on average, until the engine gave out their last
-        token.
+        the requests, however many of them were in by then, and `end_seconds` what came after the
+        last step. `plain_seconds`, where only some requests capture: how long the others took on
+        average, until the engine gave out their last token.
         """
         work = benchmark.workload
         generator = torch.Generator().manual_seed(number)
@@ -145,7 +146,7 @@ class EngineProcess:
             "seconds": seconds,
             "steps": len(times.steps),
             "step_seconds": times.middle,
-            "start_seconds": times.steps[_START_STEPS - 1] - begin,
+            "start_seconds": times.steps[:_START_STEPS][-1] - begin,
             "end_seconds": begin + seconds - times.steps[-1],
             "tokens": tokens,
             "counters": counters,

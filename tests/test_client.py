@@ -7,6 +7,7 @@ import copy
 import pytest
 import vllm
 
+from tllm import checked_params
 from tllm.client import Client
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead, Wire
@@ -53,9 +54,10 @@ def test_only_what_is_not_flat_is_copied_in_depth_by_vllm():
 def test_vllm_works_with_what_it_would_have_copied_itself(asked):
     given, client = vllm.SamplingParams(**asked), Client()
     theirs = given.clone()
-    first = client.prepare(given, "first").params.clone()
-    first.stop_token_ids.append(11)
-    first._all_stop_token_ids.add(11)
+    for name in ("first", "second"):  # vLLM changes what it is given
+        copied = client.prepare(given, name).params.clone()
+        copied.stop_token_ids.append(11)
+        copied._all_stop_token_ids.add(11)
     again = client.prepare(vllm.SamplingParams(**asked), "again").params.clone()
     for ours in (prepared(given).clone(), again):
         for name in set(given.__struct_fields__) - {"extra_args", "skip_clone"}:
@@ -70,11 +72,43 @@ def test_parameters_that_were_changed_are_checked_again():
     assert client.prepare(given, "longer").params._all_stop_token_ids == {3, 4}
     given.temperature = 1.0
     assert type(client.prepare(given, "a float").params.temperature) is float
+    for token in (1, True):
+        given.stop_token_ids = [token]
+        assert client.prepare(given, "a token").params.stop_token_ids[0] is token
+    given.stop_token_ids = [1.0]
+    with pytest.raises(Exception, match="must contain only integers"):
+        client.prepare(given, "no token")
+    given.stop_token_ids = []
     given.top_p = 1.5
     with pytest.raises(Exception, match="top_p must be"):
         client.prepare(given, "wrong")
     given.top_p = 1.0
     assert client.prepare(given, "right again").params.top_p == 1.0
+
+
+def test_parameters_with_fields_of_their_own_keep_them():
+    class Boosted(vllm.SamplingParams):
+        boost: float = 0.0
+
+    client = Client()
+    for boost in (1.0, 2.0):
+        given = Boosted()
+        given.boost = boost
+        assert client.prepare(given, "id").params.clone().boost == boost
+
+
+def test_seeds_are_told_apart_and_do_not_fill_what_is_kept(monkeypatch):
+    client, kept = Client(), Client()
+    for seed in (5, 6, -1, None, 7):
+        given = vllm.SamplingParams(stop=["a"])
+        given.seed = seed
+        expected = None if seed == -1 else seed
+        assert client.prepare(given, "id").params.seed == expected
+    assert len(client._params._known) == 3, "with a seed, with -1, without"
+    monkeypatch.setattr(checked_params, "_MAX_KEPT", 2)
+    for temperature in (0.1, 0.2, 0.3, 0.4):
+        assert kept.prepare(vllm.SamplingParams(temperature=temperature), "id")
+        assert len(kept._params._known) <= 2
 
 
 def test_what_a_request_asks_of_consumers_is_checked_however_often_its_parameters_were():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -16,8 +15,11 @@ from tllm.spec.request import EXTRA_ARG, Wire
 _SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
 _FIELDS = tuple(name for name in SamplingParams.__struct_fields__ if name != "extra_args")
 _values_of = attrgetter(*_FIELDS)
+_SEED = _FIELDS.index("seed")
 _MAX_KEPT = 1024
-#: Parts of a request's spec that hold nothing of the user's own.
+_LONGEST_KEPT = 64
+"""Longer lists would take much memory, and longer to compare than to check."""
+#: Parts of a request's spec in which tLLM itself has checked whatever is the user's own.
 _OURS = frozenset({"request_id", "prompt_id", "num_samples", "steering"})
 
 
@@ -27,11 +29,12 @@ class CheckedParams:
     vLLM would make a deep copy of what it is given and check that, which takes as long as
     everything else that it does to take a request in. Parameters are flat but for a few fields; if
     those are not given, so is the copy, and vLLM is told that it has one. And flat parameters are
-    known by their values: those that are as others were before are not checked again.
+    known by their values: those that are as others were before, but for the seed, are not checked
+    again. Of what is not flat vLLM makes its own copy, as ever.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Any, tuple[SamplingParams, list[str]]] = OrderedDict()
+        self._known: dict[Any, tuple[SamplingParams, list[str]]] = {}
 
     def copy(self, params: SamplingParams, asked: Wire) -> SamplingParams:
         """A copy that asks this of us. Raises what vLLM raises for parameters that are wrong."""
@@ -43,9 +46,10 @@ class CheckedParams:
             return own
         known = self._known.get(key) if asked.keys() <= _OURS else None
         if known is not None:
-            self._known.move_to_end(key)
             own = _with_own(*known)
             own.extra_args = extra_args
+            if own.seed is not None:
+                own.seed = params.seed
             return own
         own = _with_own(params, _containers(params))
         own.extra_args = extra_args
@@ -54,9 +58,9 @@ class CheckedParams:
         containers = _containers(own)
         kept = _with_own(own, containers)
         kept.extra_args = None
+        if len(self._known) >= _MAX_KEPT:
+            self._known.clear()  # threads may look meanwhile
         self._known[key] = kept, containers
-        if len(self._known) > _MAX_KEPT:
-            self._known.popitem(last=False)
         return own
 
 
@@ -69,7 +73,9 @@ def _places_of_containers(types: tuple[type, ...]) -> tuple[int, ...] | None:
 
 
 def _key(params: SamplingParams) -> Any:
-    """What parameters are known by; None if they are not flat."""
+    """What parameters are known by; None if they are not flat, or long."""
+    if type(params) is not SamplingParams:  # it may have fields of its own
+        return None
     values = _values_of(params)
     types = tuple(map(type, values))
     places = _places_of_containers(types)
@@ -77,6 +83,8 @@ def _key(params: SamplingParams) -> Any:
         return None
     flat: list[Any] = list(values)
     for place in places:
+        if len(values[place]) > _LONGEST_KEPT:
+            return None
         if values[place]:
             kinds = tuple(map(type, values[place]))
             if not _SCALARS.issuperset(kinds):
@@ -84,7 +92,9 @@ def _key(params: SamplingParams) -> Any:
             flat[place] = (*values[place], *kinds)
         else:
             flat[place] = None  # its own type says that it is empty
-    return type(params), types, tuple(flat)
+    if types[_SEED] is int and flat[_SEED] != -1:  # which means none
+        flat[_SEED] = 0
+    return types, tuple(flat)
 
 
 def _containers(params: SamplingParams) -> list[str]:

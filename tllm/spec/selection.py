@@ -296,6 +296,8 @@ def _whole_numbers(given: Any, name: str) -> list[int]:
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise ValueError(f"{name}: {number!r} is not a whole number")
+        if not -END <= int(number) <= END:
+            raise ValueError(f"{name}: {number} is too large; give numbers from -{END} to {END}")
     return list(dict.fromkeys(map(int, numbers)))
 
 
