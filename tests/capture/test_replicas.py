@@ -66,7 +66,8 @@ def test_replicas_serve_capture_and_steer_as_one(tiny_model, truth, tmp_path):
     for output in outputs:
         truth.check(output, SPEC)
         for completion in output.outputs:
-            assert completion.capture_results["filesystem"].status == "ok"
+            result = completion.capture_results["filesystem"]
+            assert result.status == "ok", result.error
     # Each replica served one: their rows are those of one model, and not those without steering.
     rows, same = (output.activations["post_block"][1].tensor for output in steered)
     plain = outputs[0].activations["post_block"][1].tensor
