@@ -298,8 +298,6 @@ class Client:
 
     def hand_over(self, output: RequestOutput, prepared: Prepared) -> None:
         """Give the results on an output to the user's own consumers, each once."""
-        if not self.consumers:
-            return
         for completion in output.outputs:
             results = completion.consumer_results  # type: ignore[attr-defined]
             for name, result in list(results.items()):

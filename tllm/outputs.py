@@ -45,12 +45,8 @@ def attach_results(
     of `captures`, the consumers that the request asked to capture; and `activations`, what the
     consumer `memory` captured (None when it captured nothing).
     """
-    named = list(captures)
-    if not results and not named:
-        for target in (output, *output.outputs):
-            _set(target, {}, ())
-        return
     prompt_len = len(output.prompt_token_ids or ())
+    named = list(captures)
     given = results or {}
     for completion in output.outputs:
         own = dict(given.get(completion.index, {}))
