@@ -19,8 +19,6 @@ _SEED = _FIELDS.index("seed")
 _MAX_KEPT = 1024
 _LONGEST_KEPT = 64
 """Longer lists would take much memory, and longer to compare than to check."""
-#: Parts of a request's spec in which tLLM itself has checked whatever is the user's own.
-_OURS = frozenset({"request_id", "prompt_id", "num_samples", "steering"})
 
 
 class CheckedParams:
@@ -44,8 +42,9 @@ class CheckedParams:
             own = copy.copy(params)
             own.extra_args = extra_args
             return own
-        known = self._known.get(key) if asked.keys() <= _OURS else None
-        if known is not None:
+        known = self._known.get(key)
+        # Options of consumers are the user's own, too: vLLM looks at them in each request.
+        if known is not None and "consumers" not in asked:
             own = _with_own(*known)
             own.extra_args = extra_args
             if own.seed is not None:
@@ -55,13 +54,17 @@ class CheckedParams:
         own.extra_args = extra_args
         own.__post_init__()
         own.skip_clone = True
-        containers = _containers(own)
-        kept = _with_own(own, containers)
+        if known is None:
+            self._keep(key, own)
+        return own
+
+    def _keep(self, key: Any, checked: SamplingParams) -> None:
+        containers = _containers(checked)
+        kept = _with_own(checked, containers)
         kept.extra_args = None
         if len(self._known) >= _MAX_KEPT:
             self._known.clear()  # threads may look meanwhile
         self._known[key] = kept, containers
-        return own
 
 
 @lru_cache(maxsize=256)
