@@ -207,7 +207,6 @@ if HAS_TRITON:
         planned,
         tables,
         ahead,
-        vector_ahead,
         offsets,
         inside,
         HIDDEN: tl.constexpr,
@@ -215,9 +214,9 @@ if HAS_TRITON:
     ):
         """The stages of a tap on a row `[BLOCK]`, in turn: capture, add, steer.
 
-        Returns the row, and whether it changed. If AHEAD, `ahead` is what the first stage does, and
-        `vector_ahead` the vector of its first operation. Stages and operations are loops: a kernel
-        this short waits for its own instructions, and copies of them would be more to wait for.
+        Returns the row, and whether it changed. If AHEAD, `ahead` is what the first stage does and
+        the vector of its first operation. Stages and operations are loops: a kernel this short
+        waits for its own instructions, and copies of them would be more to wait for.
         """
         arena, vectors, operations = tables
         dtype = arena.dtype.element_ty
@@ -226,14 +225,13 @@ if HAS_TRITON:
         end = tl.where((flags >> BITS) != 0, 2, 1)
         for stage in range(begin, end):
             if AHEAD and stage == begin:
-                column, add, add_table, chain, operation, summed = ahead
-                vector = vector_ahead
+                found, vector = ahead
             else:
                 fields = _stage(desc_ptr + STAGE + STAGE_SIZE * stage)
                 own = flags >> (BITS * stage)
                 found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
-                column, add, add_table, chain, operation, summed = found
                 vector = _first_vector(vectors, found, offsets, inside, HIDDEN)
+            column, add, add_table, chain, operation, summed = found
             if column >= 0:
                 place = _row(arena, planned[0] + column, offsets, HIDDEN)
                 tl.store(place, value.to(dtype), mask=inside)
@@ -283,9 +281,9 @@ if HAS_TRITON:
             if EARLY:
                 tl.extra.cuda.gdc_wait()
             return
-        ahead, vector = 0, 0
+        ahead = (0, 0)
         if AHEAD:
-            ahead = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
+            found = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
         if EARLY:
             tl.extra.cuda.gdc_wait()
         number = tl.program_id(0).to(tl.int64)
@@ -295,13 +293,13 @@ if HAS_TRITON:
         if HAS_RESIDUAL:
             residual = tl.load(residual_at, mask=inside, other=0.0)
         if AHEAD:
-            vector = _first_vector(tables[1], ahead, offsets, inside, HIDDEN)
+            ahead = (found, _first_vector(tables[1], found, offsets, inside, HIDDEN))
         value = row.to(tl.float32)
         if HAS_RESIDUAL:
             value += residual.to(tl.float32)
             value = value.to(dtype).to(tl.float32)
         value, changed = _work(
-            value, desc_ptr, flags, planned, tables, ahead, vector, offsets, inside, HIDDEN, AHEAD
+            value, desc_ptr, flags, planned, tables, ahead, offsets, inside, HIDDEN, AHEAD
         )
         if changed > 0:
             written = value.to(dtype)

@@ -57,7 +57,7 @@ if HAS_TRITON:
         row = tl.program_id(0).to(tl.int64)
         at = stream_ptr + row * stream_stride + offsets
         residual_at = residual_ptr + row * residual_stride + offsets
-        ahead, vector = 0, 0
+        ahead = (0, 0)
         # As in a tap: with EARLY, nothing that the kernel before may write is read before the wait.
         if AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
@@ -69,28 +69,18 @@ if HAS_TRITON:
                 x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
                 _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
                 return
-            ahead = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
+            found = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
         if EARLY:
             tl.extra.cuda.gdc_wait()
         x = tl.load(at, mask=inside, other=0.0)
         residual = tl.load(residual_at, mask=inside, other=0.0)
         if AHEAD:
-            vector = _first_vector(tables[1], ahead, offsets, inside, HIDDEN)
+            ahead = (found, _first_vector(tables[1], found, offsets, inside, HIDDEN))
         x = x.to(tl.float32) + residual.to(tl.float32)
         if wanted >= 0:
             value = x.to(dtype).to(tl.float32)
             value, changed = _work(
-                value,
-                desc_ptr,
-                flags,
-                planned,
-                tables,
-                ahead,
-                vector,
-                offsets,
-                inside,
-                HIDDEN,
-                AHEAD,
+                value, desc_ptr, flags, planned, tables, ahead, offsets, inside, HIDDEN, AHEAD
             )
             if changed > 0:
                 x = value
