@@ -467,6 +467,8 @@ def steering_stretches(
         prompt_len: number of prompt tokens.
         tokens: the prompt's tokens (for selections by token).
     """
+    if len(uses) == 1 and uses[0].phase == "any" and uses[0].positions.everything:
+        return [(0, (uses[0].digest,))]  # as most requests are, and a burst of them is waited for
     if all(use.positions.everything for use in uses):
         prefill = tuple(use.digest for use in uses if use.phase != "decode")
         decode = tuple(use.digest for use in uses if use.phase != "prefill")
