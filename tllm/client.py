@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import cloudpickle
 from vllm import SamplingParams
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
 from tllm.checked_params import CheckedParams
 from tllm.collected import Collected
@@ -23,6 +24,7 @@ from tllm.outputs import set_result
 from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
 from tllm.runtime.answers import SharedFolder, decode
+from tllm.samples import Samples
 from tllm.spec.hooks import HookPoint
 from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead, Wire
 from tllm.spec.selection import Selection
@@ -117,6 +119,7 @@ class Prepared:
             answers between them.
         unused: the consumers that were registered and have nothing to do with it.
         steered: something is done to its rows.
+        samples: what was given out so far.
         results: what the workers said so far.
         handed_over: which of them the user's consumers were given, by sample and consumer.
     """
@@ -128,6 +131,7 @@ class Prepared:
     streamed: bool = False
     unused: frozenset[str] = frozenset()
     steered: bool = False
+    samples: Samples = field(default_factory=Samples)
     results: Collected = field(default_factory=Collected)
     handed_over: set[tuple[int, str]] = field(default_factory=set)
 
@@ -144,7 +148,7 @@ def tokens_of(output: RequestOutput, prepared: Prepared) -> dict[int, list[int]]
     if prepared.streamed:
         return None
     prompt = list(output.prompt_token_ids or ())
-    return {sample.index: [*prompt, *sample.token_ids] for sample in output.outputs}
+    return {sample: [*prompt, *tokens] for sample, tokens in prepared.samples.tokens.items()}
 
 
 def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -289,6 +293,7 @@ class Client:
             streamed=streamed,
             unused=frozenset(unused),
             steered=bool(steering),
+            samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
         )
 
     def has_results(self, prepared: Prepared) -> bool:

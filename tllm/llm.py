@@ -234,7 +234,9 @@ class LLM(vllm.LLM):
             outputs = super()._run_engine(*args, **kwargs)
             finished = [o for o in outputs if isinstance(o, RequestOutput)]
             for output in finished:
-                output.tllm_request = self._prepared[output.request_id]  # type: ignore[attr-defined]
+                prepared = self._prepared[output.request_id]
+                prepared.samples.add(output)
+                output.tllm_request = prepared  # type: ignore[attr-defined]
             self._attach(finished, self._result_timeout_s)
         finally:
             for prepared in self._prepared.values():
@@ -287,7 +289,8 @@ class LLM(vllm.LLM):
     def _put_on(self, output: Any) -> None:
         """Put what is known of a request's results on its output."""
         request = output.tllm_request
-        attach_results(output, request.results.joined(), request.captures)
+        results, lengths = request.results.joined(), request.samples.lengths
+        attach_results(output, results, request.captures, lengths)
         self._tllm.hand_over(output, request)
 
 
@@ -463,7 +466,9 @@ class AsyncLLM(VllmAsyncLLM):
         results: bool = True,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's: streams outputs. The last one carries the consumers' results.
+        """As vLLM's: streams outputs. The last one carries the consumers' results; if there are
+        any, it has every sample, also one that ended in an output before (with
+        `RequestOutputKind.DELTA`, without the text and tokens that were given out then).
 
         With a prompt that is itself a stream, which output is the last is known only when the
         stream has ended: it gets the results then, after it was given out. Each part of the stream
@@ -488,6 +493,8 @@ class AsyncLLM(VllmAsyncLLM):
         try:
             async for output in super().generate(prompt, prepared.params, request_id, **kwargs):
                 attach_results(output, None)
+                if results:
+                    prepared.samples.add(output)
                 if output.finished and results:
                     await self._attach(output, prepared, self._result_timeout_s)
                     attached = True
@@ -567,7 +574,9 @@ class AsyncLLM(VllmAsyncLLM):
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.1)
-        attach_results(output, prepared.results.joined(), prepared.captures)
+        samples = prepared.samples
+        samples.gather(output)
+        attach_results(output, prepared.results.joined(), prepared.captures, samples.lengths)
         self._tllm.hand_over(output, prepared)
 
     async def _discard(self, prompt_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 from vllm.outputs import RequestOutput
@@ -38,8 +39,13 @@ def attach_results(
     output: RequestOutput,
     results: Mapping[int, Mapping[str, ConsumerResult]] | None,
     captures: Iterable[str] = (),
+    lengths: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
     """Put results on an output: on each completion its own, on the output those of sample 0.
+
+    Args:
+        results: by sample and consumer; None while the request runs.
+        lengths: how many tokens were generated, by sample, when it has ended.
 
     Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
     of `captures`, the consumers that the request asked to capture; and `activations`, what the
@@ -53,7 +59,7 @@ def attach_results(
         if results is not None:
             for name in named:
                 own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
-        num_tokens = prompt_len + len(completion.token_ids)
+        num_tokens = prompt_len + lengths.get(completion.index, 0)
         aborted = completion.finish_reason == "abort"
         final = {
             name: _final(result, given.get(0, {}).get(name), num_tokens, aborted)

@@ -63,6 +63,7 @@ async def serve(model, root):
 
 def test_replicas_serve_capture_and_steer_as_one(tiny_model, truth, tmp_path):
     outputs, steered, stats, workers = asyncio.run(serve(tiny_model, tmp_path))
+    assert [len(output.outputs) for output in outputs] == [1, 1, 1, 1, 1, 1, 2]
     for output in outputs:
         truth.check(output, SPEC)
         for completion in output.outputs:

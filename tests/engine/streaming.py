@@ -32,15 +32,13 @@ STEERED = [40, 41, 42, 43]
 """Prompt of two requests, steered globally and by a module too."""
 
 
+SAMPLED = list(range(60, 69))
+"""Prompt of requests whose samples end one after the other."""
+
+
 def params(max_tokens: int, **options) -> SamplingParams:
-    return SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.CUMULATIVE,
-        **options,
-    )
+    chosen = {"temperature": 0, "output_kind": RequestOutputKind.CUMULATIVE, **options}
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **chosen)
 
 
 async def collect(engine, prompt, asked, request_id):
@@ -118,6 +116,38 @@ async def interrupted_session(engine, stop):
     }
 
 
+def tokens_by_sample(outputs, kind):
+    """What a user puts together of the outputs of a request, as vLLM has it."""
+    tokens: dict[int, list[int]] = {}
+    for sample in (sample for output in outputs for sample in output.outputs):
+        before = tokens.get(sample.index, []) if kind is RequestOutputKind.DELTA else []
+        tokens[sample.index] = [*before, *sample.token_ids]
+    return tokens
+
+
+async def samples_that_end_apart(engine):
+    """Two samples, of which the first is stopped four tokens before the second ends; one sample."""
+    two = {"n": 2, "temperature": 1.0, "seed": 7}
+    prompt = {"prompt_token_ids": SAMPLED}
+    whole = await collect(engine, prompt, params(6, **two), "whole")
+    tokens = tokens_by_sample(whole, RequestOutputKind.CUMULATIVE)
+    stop = tokens[0][1]
+    assert stop not in (tokens[0][0], *tokens[1]), tokens
+    found = {}
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        for options in ({**two, "stop_token_ids": [stop]}, {}):
+            name = f"{kind.name} {options.get('n', 1)}"
+            asked = params(6, output_kind=kind, capture=STOPPED, **options)
+            outputs = await collect(engine, prompt, asked, name)
+            found[name] = {
+                "tokens": tokens_by_sample(outputs, kind),
+                "ended": [[s.index for s in o.outputs if s.finish_reason] for o in outputs],
+                "results": {s.index: s.consumer_results for s in outputs[-1].outputs},
+                "of the first": outputs[-1].consumer_results,
+            }
+    return {"whole": tokens, "found": found}
+
+
 async def main(model: str, output: str) -> None:
     with scheduling_ahead():
         engine = await AsyncLLM.create(
@@ -170,6 +200,7 @@ async def main(model: str, output: str) -> None:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")
     except ValueError as error:
         saved["refusal"] = str(error)
+    saved["apart"] = await samples_that_end_apart(engine)
     saved["stopped"] = await stopped_session(engine)
     early, late, shared = vectors(HIDDEN)
     saved["at once"] = await steered_at_once(engine, shared)

@@ -56,6 +56,37 @@ def test_the_last_of_the_streamed_outputs_carries_the_rows(saved, reference):
             assert error_of(row, expected) < RELATIVE
 
 
+@pytest.mark.parametrize("name", ["CUMULATIVE 1", "CUMULATIVE 2", "DELTA 1", "DELTA 2"])
+def test_results_have_all_tokens_of_all_samples_however_they_are_streamed(saved, reference, name):
+    """A delta has a part of the tokens, and a sample may end in an output before the last."""
+    found, whole = saved["apart"]["found"][name], saved["apart"]["whole"]
+    samples = [0, 1] if name.endswith("2") else [0]
+    if len(samples) == 2:
+        assert found["tokens"] == {0: whole[0][:2], 1: whole[1]}
+        assert any(ended == [0] for ended in found["ended"][:-1]), "they did not end apart"
+    else:
+        assert found["tokens"] == {0: reference.greedy(streaming.SAMPLED, 6)}
+    assert found["ended"][-1] == samples == list(found["results"])
+    assert found["of the first"] is found["results"][0]
+    for sample, results in found["results"].items():
+        assert [(r.status, r.error) for r in results.values()] == [("ok", None)] * 3
+        tokens = [*streaming.SAMPLED, *found["tokens"][sample]]
+        stored = results["filesystem"].payload
+        record = tllm.stores.open(stored.root).record(stored.request_id, sample_index=sample)
+        assert list(record.token_ids) == tokens
+        _, states = reference.run(tokens[:-1], [("post_block", 1)])
+        activation, reader = results["memory"].payload["post_block"][1], results["reader"].payload
+        of_record = record.positions("post_block", 1), record.tensor("post_block", 1)
+        for positions, rows, first in (
+            (activation.positions, activation.tensor, 0),
+            (reader.positions, reader.values, 0),
+            (*of_record, len(streaming.SAMPLED) if sample else 0),
+        ):
+            assert positions.tolist() == list(range(first, len(tokens) - 1))
+            for row, expected in zip(rows, states["post_block", 1][first:], strict=True):
+                assert error_of(row, expected) < RELATIVE
+
+
 def test_an_aborted_request_leaves_no_sequence_behind(saved):
     assert saved["stats"][0]["running_sequences"] == 0
 
