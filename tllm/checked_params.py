@@ -28,7 +28,8 @@ class CheckedParams:
     everything else that it does to take a request in. Parameters are flat but for a few fields; if
     those are not given, so is the copy, and vLLM is told that it has one. And flat parameters are
     known by their values: those that are as others were before, but for the seed, are not checked
-    again. Of what is not flat vLLM makes its own copy, as ever.
+    again, unless they bring options for consumers. Of what is not flat vLLM makes its own copy, as
+    ever.
     """
 
     def __init__(self) -> None:

@@ -466,9 +466,9 @@ class AsyncLLM(VllmAsyncLLM):
         results: bool = True,
         **kwargs: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As vLLM's: streams outputs. The last one carries the consumers' results; if there are
-        any, it has every sample, also one that ended in an output before (with
-        `RequestOutputKind.DELTA`, without the text and tokens that were given out then).
+        """As vLLM's: streams outputs. The last one carries the consumers' results. If a
+        consumer serves the request it has every sample, also one that ended in an output before
+        (with `RequestOutputKind.DELTA`, without the text and tokens that were given out then).
 
         With a prompt that is itself a stream, which output is the last is known only when the
         stream has ended: it gets the results then, after it was given out. Each part of the stream
@@ -528,6 +528,12 @@ class AsyncLLM(VllmAsyncLLM):
         steering = Client.asked_steering(params)
         async for part in stream:
             if part.sampling_params is not None:
+                if part.sampling_params.output_kind != params.output_kind:
+                    raise RefusedError(
+                        f"output_kind: an input of a streamed prompt asks for "
+                        f"{part.sampling_params.output_kind.name}, and the request for "
+                        f"{params.output_kind.name}; ask the same of every input"
+                    )
                 asked = Client.asked_steering(part.sampling_params)
                 if asked is not None and asked is not steering:
                     raise ValueError(
@@ -565,6 +571,7 @@ class AsyncLLM(VllmAsyncLLM):
         output.tllm_request = prepared  # type: ignore[attr-defined]
         if not self._tllm.has_results(prepared):  # plain requests cost the engine nothing
             return
+        prepared.samples.gather(output)
         deadline, pause = time.monotonic() + timeout_s, 0.001
         asked = {prepared.prompt_id: prepared}
         tokens = {prepared.prompt_id: tokens_of(output, prepared)}
@@ -574,9 +581,8 @@ class AsyncLLM(VllmAsyncLLM):
                 break
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.1)
-        samples = prepared.samples
-        samples.gather(output)
-        attach_results(output, prepared.results.joined(), prepared.captures, samples.lengths)
+        lengths = prepared.samples.lengths
+        attach_results(output, prepared.results.joined(), prepared.captures, lengths)
         self._tllm.hand_over(output, prepared)
 
     async def _discard(self, prompt_id: str) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from vllm.outputs import CompletionOutput, RequestOutput
 
@@ -14,44 +12,45 @@ class Samples:
 
     The last output alone does not tell: vLLM gives a sample out for the last time where it ends,
     which may be in an output before, and with `RequestOutputKind.DELTA` only what is new of it.
+    Everything is copied: outputs are the caller's, who may merge them (`RequestOutput.add`).
 
     Args:
         deltas: whether each output has only what is new.
+
+    Attributes:
+        tokens: those generated, by sample; once the last output is there.
     """
 
     def __init__(self, *, deltas: bool = False) -> None:
+        self.tokens: dict[int, list[int]] = {}
         self._deltas = deltas
-        self._parts: dict[int, list[Sequence[int]]] = {}
-        self._last: dict[int, CompletionOutput] = {}
-
-    @property
-    def tokens(self) -> dict[int, list[int]]:
-        """The tokens generated, by sample."""
-        return {sample: list(chain.from_iterable(parts)) for sample, parts in self._parts.items()}
+        self._ended: dict[int, CompletionOutput] = {}
 
     @property
     def lengths(self) -> dict[int, int]:
         """How many tokens were generated, by sample."""
-        return {sample: sum(map(len, parts)) for sample, parts in self._parts.items()}
+        return {sample: len(tokens) for sample, tokens in self.tokens.items()}
 
     def add(self, output: RequestOutput) -> None:
-        """Note what an output gives out."""
+        """Note what an output gives out, before the caller has it."""
         for sample in output.outputs:
-            parts = self._parts.setdefault(sample.index, [])
-            if not self._deltas:
-                parts.clear()
-            parts.append(sample.token_ids)
-            self._last[sample.index] = sample
+            if self._deltas:
+                self.tokens.setdefault(sample.index, []).extend(sample.token_ids)
+            elif sample.finished():
+                self.tokens[sample.index] = list(sample.token_ids)
+            if sample.finished() and not output.finished:
+                self._ended[sample.index] = self._again(sample)
 
     def gather(self, output: RequestOutput) -> None:
         """Bring all samples to the last output, in order. Those that ended before are as they were
         then; of deltas, with nothing new."""
         here = {sample.index: sample for sample in output.outputs}
-        ended = {i: self._again(sample) for i, sample in self._last.items() if i not in here}
-        output.outputs = [sample for _, sample in sorted((here | ended).items())]
+        if not self._deltas:  # a streamed prompt may be over without an end of its sample
+            self.tokens |= {index: list(sample.token_ids) for index, sample in here.items()}
+        output.outputs = [sample for _, sample in sorted((self._ended | here).items())]
 
     def _again(self, sample: CompletionOutput) -> CompletionOutput:
         if not self._deltas:
-            return sample
+            return replace(sample)
         nothing = None if sample.logprobs is None else sample.logprobs[:0]
         return replace(sample, text="", token_ids=[], logprobs=nothing, sampling_mask=None)

@@ -30,8 +30,6 @@ LONGER, STOPPED_AFTER = 6, 3
 STOPPED = {"memory": {"hooks": {"post_block": [1]}}, "filesystem": {"hooks": {"post_block": [1]}}}
 STEERED = [40, 41, 42, 43]
 """Prompt of two requests, steered globally and by a module too."""
-
-
 SAMPLED = list(range(60, 69))
 """Prompt of requests whose samples end one after the other."""
 
@@ -141,11 +139,28 @@ async def samples_that_end_apart(engine):
             outputs = await collect(engine, prompt, asked, name)
             found[name] = {
                 "tokens": tokens_by_sample(outputs, kind),
+                "early": [s.consumer_results for o in outputs[:-1] for s in o.outputs],
                 "ended": [[s.index for s in o.outputs if s.finish_reason] for o in outputs],
                 "results": {s.index: s.consumer_results for s in outputs[-1].outputs},
                 "of the first": outputs[-1].consumer_results,
             }
     return {"whole": tokens, "found": found}
+
+
+async def aborted_while_merged(engine):
+    """Deltas that the user merges as they come, of a request that the user aborts."""
+    asked = params(200, output_kind=RequestOutputKind.DELTA, capture=STOPPED)
+    tokens: list[int] = []
+    merged, last = None, None
+    async for last in engine.generate({"prompt_token_ids": SAMPLED}, asked, "merged"):
+        tokens += last.outputs[0].token_ids
+        if merged is None:
+            merged = last
+        else:
+            merged.add(last, aggregate=True)
+        if len(tokens) >= 4:
+            await engine.abort("merged")
+    return {"tokens": tokens, "results": last.consumer_results}
 
 
 async def main(model: str, output: str) -> None:
@@ -188,6 +203,7 @@ async def main(model: str, output: str) -> None:
         "none": await refused_session(engine, {"capture": CAPTURE}, {"seed": 1}),
         "one more": await refused_session(engine, {"seed": 1}, {"capture": other}),
         "steering": await refused_session(engine, {}, vector),
+        "deltas": await refused_session(engine, {}, {"output_kind": RequestOutputKind.DELTA}),
         "the same": await refused_session(engine, {"capture": other}, {"capture": other}),
     }
     session = await collect(engine, turns(), params(ANSWER, capture=CAPTURE), "session")
@@ -201,6 +217,7 @@ async def main(model: str, output: str) -> None:
     except ValueError as error:
         saved["refusal"] = str(error)
     saved["apart"] = await samples_that_end_apart(engine)
+    saved["merged"] = await aborted_while_merged(engine)
     saved["stopped"] = await stopped_session(engine)
     early, late, shared = vectors(HIDDEN)
     saved["at once"] = await steered_at_once(engine, shared)

@@ -68,6 +68,7 @@ def test_results_have_all_tokens_of_all_samples_however_they_are_streamed(saved,
         assert found["tokens"] == {0: reference.greedy(streaming.SAMPLED, 6)}
     assert found["ended"][-1] == samples == list(found["results"])
     assert found["of the first"] is found["results"][0]
+    assert not any(found["early"]), "results come with the last output"
     for sample, results in found["results"].items():
         assert [(r.status, r.error) for r in results.values()] == [("ok", None)] * 3
         tokens = [*streaming.SAMPLED, *found["tokens"][sample]]
@@ -87,6 +88,22 @@ def test_results_have_all_tokens_of_all_samples_however_they_are_streamed(saved,
                 assert error_of(row, expected) < RELATIVE
 
 
+def test_deltas_that_the_caller_merges_are_counted_once(saved, reference):
+    """vLLM's own merging appends to the tokens of an output that was given out before."""
+    tokens, results = saved["merged"]["tokens"], saved["merged"]["results"]
+    assert tokens == reference.greedy(streaming.SAMPLED, len(tokens))
+    stored = results["filesystem"].payload
+    record = tllm.stores.open(stored.root).record(stored.request_id)
+    assert list(record.token_ids) == [*streaming.SAMPLED, *tokens]
+    for positions in (
+        record.positions("post_block", 1),
+        results["memory"].payload["post_block"][1].positions,
+        results["reader"].payload.positions,
+    ):
+        assert positions.tolist() == list(range(len(positions)))
+        assert len(streaming.SAMPLED) < len(positions) <= len(streaming.SAMPLED) + len(tokens)
+
+
 def test_an_aborted_request_leaves_no_sequence_behind(saved):
     assert saved["stats"][0]["running_sequences"] == 0
 
@@ -104,6 +121,7 @@ def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
     for name in ("other capture", "none", "one more"):
         assert "capture: an input of a streamed prompt asks otherwise" in refused[name]
     assert "asks for steering of its own" in refused["steering"]
+    assert "asks for DELTA, and the request for CUMULATIVE" in refused["deltas"]
     assert refused["the same"] is None
 
 

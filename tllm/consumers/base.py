@@ -121,7 +121,8 @@ class Consumer(ABC):
         """Called on the user's object, in the user's process, with each of its results.
 
         Args:
-            output: the `RequestOutput`, with all results on it.
+            output: the last `RequestOutput`, with all results on it. Of kind `DELTA` it has only
+                the text and tokens that were new.
             result: the `ConsumerResult`. What is raised here becomes its error.
         """
 
