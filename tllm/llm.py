@@ -472,7 +472,8 @@ class AsyncLLM(VllmAsyncLLM):
 
         With a prompt that is itself a stream, which output is the last is known only when the
         stream has ended: it gets the results then, after it was given out. Each part of the stream
-        may bring options for consumers of its own; it is steered and captured as the request is.
+        may bring options for consumers of its own; it is steered and captured, and its outputs are
+        of the kind, as the request says.
 
         Args:
             results: False spares the round trip for results that nobody will look at.
