@@ -8,7 +8,7 @@ LOCK ?= requirements/cpu.lock
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-V2_TESTS := tests/engine tests/runtime tests/esamp tests/consumers \
+V2_TESTS := tests/engine tests/runtime tests/esamp tests/consumers tests/fuzz \
   tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
 # Four processes for two cores: two at a time, in this order.
 PASSES := test-v1 test-v2 test-v1-oracle test-v2-oracle

@@ -5,7 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from io import BytesIO
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,6 +72,46 @@ def _shown(result: dict[str, Any], part: str) -> tuple[str, str]:
     return f"{result[f'{part}ratio']:.4f}", f"{low:.4f} to {high:.4f}"
 
 
+_PARTS = {
+    "step_": "a step",
+    "plain_": "plain requests alone",
+    "older_": "against the older tLLM",
+    "older_step_": "a step, against the older tLLM",
+}
+
+
+def _tell(result: dict[str, Any], table: Table) -> None:
+    """A result as rows of the table."""
+    table.add_row(
+        result["name"],
+        f"{result['vllm_tokens_per_second']:,.0f}",
+        f"{result['tllm_tokens_per_second']:,.0f}",
+        *_shown(result, ""),
+    )
+    for part, called in _PARTS.items():
+        if f"{part}ratio" in result:
+            table.add_row(f"  {called}", "", "", *_shown(result, part))
+
+
+@contextmanager
+def tree_of(commit: str | None) -> Iterator[Path | None]:
+    """A folder with the `tllm` and `benchmarks` of a commit, or the folder itself if one is named.
+
+    Only what the commit's benchmarks know by the same name can be compared.
+    """
+    if commit is None or Path(commit).is_dir():
+        yield Path(commit).resolve() if commit else None
+        return
+    command = ["git", "archive", commit, "tllm", "benchmarks"]
+    packed = subprocess.run(
+        command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(fileobj=BytesIO(packed.stdout)) as files:
+            files.extractall(folder, filter="data")
+        yield Path(folder)
+
+
 def main(
     names: Annotated[list[str], typer.Argument(help=f"Any of: {', '.join(BENCHMARKS)}.")],
     pairs: Annotated[int, typer.Option(help="Rounds of each engine, in turn.")] = 7,
@@ -78,6 +124,10 @@ def main(
     control: Annotated[
         bool, typer.Option(help="vLLM against vLLM: what is found where there is nothing.")
     ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(help="An older commit of tLLM, or a folder with one, beside this one."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure benchmarks; those of one shape and workload share a pair of engines, and rounds."""
@@ -86,29 +136,23 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     table = Table("benchmark", "vLLM tok/s", "tLLM tok/s", "ratio", "95% interval")
     chosen = sorted((BENCHMARKS[name] for name in names), key=_engine_of)
-    for _, group in groupby(chosen, key=_engine_of):
-        benchmarks = list(group)
-        with engines(benchmarks[0], control=control, copies=copies) as (vllm, tllm):
-            sets = groupby(sorted(benchmarks, key=_together), key=_together)
-            for result in chain.from_iterable(
-                measure(vllm, tllm, list(together), pairs, seconds) for _, together in sets
-            ):
-                result |= {"copies": copies, **environment()}
-                if control:
-                    result["name"] = f"control-{result['name']}"
-                else:
-                    check(result)
-                (out / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
-                print(json.dumps(result), flush=True)
-                table.add_row(
-                    result["name"],
-                    f"{result['vllm_tokens_per_second']:,.0f}",
-                    f"{result['tllm_tokens_per_second']:,.0f}",
-                    *_shown(result, ""),
-                )
-                for part, called in (("step_", "a step"), ("plain_", "plain requests alone")):
-                    if f"{part}ratio" in result:
-                        table.add_row(f"  {called}", "", "", *_shown(result, part))
+    with tree_of(against) as tree:
+        for _, group in groupby(chosen, key=_engine_of):
+            benchmarks = list(group)
+            with engines(benchmarks[0], control=control, copies=copies, against=tree) as opened:
+                sets = groupby(sorted(benchmarks, key=_together), key=_together)
+                for result in chain.from_iterable(
+                    measure(*opened[:2], list(together), pairs, seconds, opened[2])
+                    for _, together in sets
+                ):
+                    result |= {"copies": copies, "against": against, **environment()}
+                    if control:
+                        result["name"] = f"control-{result['name']}"
+                    else:
+                        check(result)
+                    (out / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
+                    print(json.dumps(result), flush=True)
+                    _tell(result, table)
     Console().print(table)
 
 

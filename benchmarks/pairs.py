@@ -12,15 +12,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from benchmarks.workload import Benchmark
 
 
 class Engine:
-    """The other end of an engine process."""
+    """The other end of an engine process.
 
-    def __init__(self, engine: str, benchmark: Benchmark) -> None:
+    Args:
+        engine: `"vllm"` or `"tllm"`.
+        tree: a folder with the `tllm` and `benchmarks` of another commit; None for this one's.
+    """
+
+    def __init__(self, engine: str, benchmark: Benchmark, tree: Path | None = None) -> None:
         command = {
             "engine": engine,
             "shape": benchmark.shape,
@@ -31,12 +37,16 @@ class Engine:
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends `draw_weights` to the worker
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         }
+        if tree is not None:
+            paths = [str(tree), *filter(None, [environment.get("PYTHONPATH")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.engine_process", json.dumps(command)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            cwd=tree,
         )
 
     def wait(self) -> None:
@@ -85,22 +95,29 @@ class Copies:
 
 @contextmanager
 def engines(
-    benchmark: Benchmark, *, control: bool = False, copies: int = 1
-) -> Iterator[tuple[Copies, Copies]]:
-    """Untouched vLLM and tLLM, all resident: they start side by side, and work in turn.
+    benchmark: Benchmark, *, control: bool = False, copies: int = 1, against: Path | None = None
+) -> Iterator[tuple[Copies, Copies, Copies | None]]:
+    """Untouched vLLM, tLLM and an older tLLM, all resident: they start side by side, and work in
+    turn.
 
     Args:
         control: untouched vLLM in place of tLLM, too.
         copies: engines of each.
+        against: a folder with the older `tllm` and its `benchmarks`; None for no older one.
     """
+    kinds: list[tuple[str, Path | None]] = [("vllm", None), ("vllm" if control else "tllm", None)]
+    if against is not None:
+        kinds.append(("tllm", against))
     opened: list[Engine] = []
     try:
-        for name in ("vllm", "vllm" if control else "tllm"):
-            for _ in range(copies):
-                opened.append(Engine(name, benchmark))
+        for name, tree in kinds:
+            opened += [Engine(name, benchmark, tree) for _ in range(copies)]
         for engine in opened:
             engine.wait()
-        yield Copies(opened[:copies]), Copies(opened[copies:])
+        vllm, tllm, *older = (
+            Copies(opened[first : first + copies]) for first in range(0, len(opened), copies)
+        )
+        yield vllm, tllm, older[0] if older else None
     finally:
         for engine in opened:
             engine.close()
@@ -123,6 +140,7 @@ def measure(
     benchmarks: Sequence[Benchmark],
     pairs: int,
     seconds: float | None = None,
+    older: Copies | None = None,
 ) -> list[dict[str, Any]]:
     """Measure benchmarks of one workload together: a round of each between two of vLLM.
 
@@ -130,27 +148,32 @@ def measure(
 
     Args:
         seconds: stop after so long, with fewer pairs; 3 at least.
+        older: an older tLLM, whose round of a benchmark comes right before or after ours.
     """
+    ours = {"tllm": tllm} | ({"older": older} if older else {})
     for number in range(1 - 2 * len(vllm), 1):  # warm-up
         vllm.round(benchmarks[0].name, number)
         for benchmark in benchmarks:
-            tllm.round(benchmark.name, number)
+            for engine in ours.values():
+                engine.round(benchmark.name, number)
     rounds: dict[str, list[dict[str, Any]]] = {benchmark.name: [] for benchmark in benchmarks}
     begin = time.monotonic()
     for number in range(1, pairs + 1):
         if seconds is not None and number > 3 and time.monotonic() - begin > seconds:
             break
         before = vllm.round(benchmarks[0].name, number)
+        # Who comes first changes with every pair.
+        turn = 1 if number % 2 else -1
         found = {
-            each.name: tllm.round(each.name, number)
-            for each in (benchmarks if number % 2 else reversed(benchmarks))
+            each.name: {name: ours[name].round(each.name, number) for name in [*ours][::turn]}
+            for each in benchmarks[::turn]
         }
         after = vllm.round(benchmarks[0].name, number)
         of_vllm = before | {
             name: (before[name] + after[name]) / 2 for name in _AVERAGED if name in before
         }
         for name, done in rounds.items():
-            done.append({"vllm": of_vllm, "tllm": found[name]})
+            done.append({"vllm": of_vllm, **found[name]})
     return [_result(benchmark, rounds[benchmark.name]) for benchmark in benchmarks]
 
 
@@ -161,7 +184,8 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
     divided by tLLM's; `start_ms` and `end_ms` are what tLLM takes longer for the first steps and
     after the last (`EngineProcess.round`), and `steps` how many more it takes, in the median pair.
     Where only some requests do what is measured, the others' speed too: `plain_ratio` is their mean
-    time from the start of the round to their last token, likewise.
+    time from the start of the round to their last token, likewise. Beside an older tLLM,
+    `older_ratio` and `older_step_ratio` are its time of a round and of a step divided by ours.
     """
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
@@ -171,6 +195,11 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
     plain: dict[str, Any] = {}
     if "plain_seconds" in rounds[0]["tllm"]:
         plain = _summary("plain_", _faster(rounds, "plain_seconds"))
+    older: dict[str, Any] = {}
+    if "older" in rounds[0]:
+        older = _summary("older_", _faster(rounds, "seconds", "older")) | _summary(
+            "older_step_", _faster(rounds, "step_seconds", "older")
+        )
     captures = [pair["tllm"]["counters"].get("capture", {}) for pair in rounds]
     disk: dict[str, Any] = {}
     if "share_of_disk" in captures[0]:
@@ -193,6 +222,7 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
         "end_ms": round(1e3 * _more(rounds, "end_seconds"), 2),
         "steps": _more(rounds, "steps"),
         **plain,
+        **older,
         **disk,
         "vllm_tokens_per_second": round(statistics.median(speeds["vllm"]), 1),
         "tllm_tokens_per_second": round(statistics.median(speeds["tllm"]), 1),
@@ -200,9 +230,9 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
     }
 
 
-def _faster(rounds: Sequence[dict[str, Any]], time_of: str) -> list[float]:
-    """In each pair of rounds, vLLM's time divided by tLLM's."""
-    return [pair["vllm"][time_of] / pair["tllm"][time_of] for pair in rounds]
+def _faster(rounds: Sequence[dict[str, Any]], time_of: str, whose: str = "vllm") -> list[float]:
+    """In each pair of rounds, vLLM's time, or an older tLLM's, divided by tLLM's."""
+    return [pair[whose][time_of] / pair["tllm"][time_of] for pair in rounds]
 
 
 def _more(rounds: Sequence[dict[str, Any]], what: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Variant = Literal["idle", "taps", "esamp", "steer", "capture"]
@@ -95,7 +95,7 @@ class Steered:
         layers: how many are steered, from the middle outwards; None is all.
         vectors: at each of them, each with an operation of its own.
         configurations: distinct ways of steering, dealt out to the prompts in turn.
-        method: of every operation (`tllm.spec.steering.METHODS`).
+        method: of every operation (`tllm.spec.operations.METHODS`).
     """
 
     layers: int | None = None
@@ -141,8 +141,12 @@ class Benchmark:
 
 def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
     return [
-        Benchmark(f"{variant}-{shape}", shape, variant, workload)
-        for variant in ("idle", "taps", "esamp")
+        *(
+            Benchmark(f"{variant}-{shape}", shape, variant, workload)
+            for variant in ("idle", "taps", "esamp")
+        ),
+        # Every row has the whole vocabulary as candidates.
+        Benchmark(f"esamp-unfiltered-{shape}", shape, "esamp", replace(workload, min_p=0.0)),
     ]
 
 

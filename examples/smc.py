@@ -61,9 +61,7 @@ async def exact(lm: AsyncVirtualLM, gaps: Gaps) -> Posterior:
     """Enumerate all fillings: one query for each of their beginnings."""
     scores: dict[Tokens, float] = {(): 0.0}
     for allowed in gaps.allowed:
-        asked = [
-            lm.next_token_logprobs([*gaps.prompt, *tokens], token_ids=allowed) for tokens in scores
-        ]
+        asked = [lm.next_token_logprobs([*gaps.prompt, *tokens], only=allowed) for tokens in scores]
         rows = await asyncio.gather(*asked)
         scores = {
             (*tokens, token): score + logprob
@@ -88,7 +86,7 @@ async def smc(lm: AsyncVirtualLM, gaps: Gaps, particles: int, seed: int) -> Post
     weights = torch.zeros(particles)
     log_evidence = 0.0
     for allowed in gaps.allowed:
-        rows = torch.stack(await asyncio.gather(*(lane.next(token_ids=allowed) for lane in lanes)))
+        rows = torch.stack(await asyncio.gather(*(lane.next(only=allowed) for lane in lanes)))
         chosen = torch.multinomial(rows.softmax(1), 1, generator=generator)[:, 0]
         for lane, choice in zip(lanes, chosen.tolist(), strict=True):
             lane.feed(allowed[choice])

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from demo.text import mood
 from tllm import LLM, SamplingParams
-from tllm.spec.steering import METHODS
+from tllm.spec.operations import METHODS
 from tllm.steering import extract
 
 LAYER = 3

@@ -3,22 +3,43 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from types import SimpleNamespace
 
+import msgspec
+import numpy as np
 import pytest
 import vllm
 
-from tllm import checked_params
-from tllm.client import Client
+from tllm import PoolingParams, SamplingParams
+from tllm.client import checked_params
+from tllm.client.core import Client
 from tllm.consumers.capture.memory import MemoryConsumer
-from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead, Wire
+from tllm.spec.groups import GroupUse
+from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead
 from tllm.spec.selection import Selection
-from tllm.spec.steering import GroupUse
 
 STOPS = {"stop": ["a", "b"], "stop_token_ids": [3, 4]}
 
 
+def a_client(*consumers):
+    """A client that knows what is registered."""
+    client = Client()
+    client._attached = True
+    for consumer in consumers:
+        client._adopt(consumer, False)
+    return client
+
+
+def prepare(client, params):
+    """What the engine gets; nothing has to be asked of the workers."""
+    with pytest.raises(StopIteration) as done:
+        next(client.admit(params, "id"))
+    return done.value.value.params
+
+
 def prepared(params):
-    return Client().prepare(params, "id").params
+    return prepare(a_client(), params)
 
 
 @pytest.mark.parametrize("asked", [{}, STOPS, {"logit_bias": {5: 1.0}}, {"extra_args": {"x": [1]}}])
@@ -35,10 +56,68 @@ def test_what_vllm_does_to_its_copy_leaves_the_users_parameters_alone(asked):
     assert given == before
 
 
-def test_only_what_is_not_flat_is_copied_in_depth_by_vllm():
-    assert prepared(vllm.SamplingParams(**STOPS)).skip_clone
-    assert not prepared(vllm.SamplingParams(logit_bias={5: 1.0})).skip_clone
-    assert not prepared(vllm.SamplingParams(extra_args={"x": [1]})).skip_clone
+def test_vllm_is_told_that_it_has_a_copy_unless_there_are_fields_that_are_not_known():
+    for asked in (STOPS, {"logit_bias": {5: 1.0}}, {"extra_args": {"x": [1]}}):
+        assert prepared(vllm.SamplingParams(**asked)).skip_clone
+    assert not prepared(type("Own", (vllm.SamplingParams,), {})()).skip_clone
+
+
+VECTORS = {"post_block": {1: [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda p: p.clone(),
+        lambda p: pickle.loads(pickle.dumps(p)),
+        lambda p: SamplingParams.from_optional(
+            temperature=p.temperature, stop=p.stop, steering_vectors=p.steering_vectors
+        ),
+    ],
+)
+def test_copies_of_parameters_ask_the_same(copied):
+    given = SamplingParams(temperature=0.5, stop=["a"], steering_vectors=VECTORS)
+    own = copied(given)
+    assert isinstance(own, SamplingParams) and isinstance(own, vllm.SamplingParams)
+    assert (own.temperature, own.stop) == (0.5, ["a"])
+    digests = [group.digest for group in own.asked.steering.groups]
+    assert digests == [group.digest for group in given.asked.steering.groups]
+    own.stop.append("b")
+    own.steering_vectors = None
+    assert own.asked.steering is None and given.asked.steering is not None
+
+
+def test_parameters_are_equal_when_they_ask_the_same():
+    given = SamplingParams(temperature=0.5, steering_vectors={"post_block": {1: np.ones(2)}})
+    assert given == given.clone() and given != SamplingParams(temperature=0.5)
+    assert PoolingParams(steering_vectors=VECTORS) != PoolingParams()
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, PoolingParams])
+def test_what_is_asked_and_cannot_be_is_refused_by_name(kind):
+    for wrong, message in (
+        ({"capture": {"memory": 3}}, r"capture\['memory'\] is int"),
+        ({"consumers": {"esamp": 3}}, r"consumers\['esamp'\] is int"),
+        ({"steering_positions": "last_prompt"}, "nothing to steer with"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind(**wrong)
+
+
+def test_the_engine_gets_plain_data_of_vllms_own_class():
+    asked = {"capture": {"memory": {"hooks": {"post_block": [1]}}}}
+    given = SamplingParams(temperature=0.5, logit_bias={3: 1.0}, **asked)
+    client = a_client(MemoryConsumer())
+    client._check_places = lambda *_: None
+    client.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=4))
+    for params, name in ((given, "extra_args"), (PoolingParams(**asked), "extra_kwargs")):
+        own = prepare(client, params)
+        assert type(own) in (vllm.SamplingParams, vllm.PoolingParams)
+        wire = getattr(own, name)[EXTRA_ARG]
+        assert msgspec.json.decode(msgspec.json.encode(wire)) == wire
+        assert wire["reads"][0]["name"] == "capture['memory']['positions']"
 
 
 @pytest.mark.parametrize(
@@ -52,13 +131,13 @@ def test_only_what_is_not_flat_is_copied_in_depth_by_vllm():
     ],
 )
 def test_vllm_works_with_what_it_would_have_copied_itself(asked):
-    given, client = vllm.SamplingParams(**asked), Client()
+    given, client = vllm.SamplingParams(**asked), a_client()
     theirs = given.clone()
-    for name in ("first", "second"):  # vLLM changes what it is given
-        copied = client.prepare(given, name).params.clone()
+    for _ in range(2):  # vLLM changes what it is given
+        copied = prepare(client, given).clone()
         copied.stop_token_ids.append(11)
         copied._all_stop_token_ids.add(11)
-    again = client.prepare(vllm.SamplingParams(**asked), "again").params.clone()
+    again = prepare(client, vllm.SamplingParams(**asked)).clone()
     for ours in (prepared(given).clone(), again):
         for name in set(given.__struct_fields__) - {"extra_args", "skip_clone"}:
             assert getattr(ours, name) == getattr(theirs, name), name
@@ -66,77 +145,73 @@ def test_vllm_works_with_what_it_would_have_copied_itself(asked):
 
 
 def test_parameters_that_were_changed_are_checked_again():
-    client, given = Client(), vllm.SamplingParams(stop_token_ids=[3], temperature=1)
-    assert client.prepare(given, "first").params.stop_token_ids == [3]
+    client, given = a_client(), vllm.SamplingParams(stop_token_ids=[3], temperature=1)
+    assert prepare(client, given).stop_token_ids == [3]
     given.stop_token_ids.append(4)
-    assert client.prepare(given, "longer").params._all_stop_token_ids == {3, 4}
+    assert prepare(client, given)._all_stop_token_ids == {3, 4}
     given.temperature = 1.0
-    assert type(client.prepare(given, "a float").params.temperature) is float
+    assert type(prepare(client, given).temperature) is float
     for token in (1, True):
         given.stop_token_ids = [token]
-        assert client.prepare(given, "a token").params.stop_token_ids[0] is token
+        assert prepare(client, given).stop_token_ids[0] is token
     given.stop_token_ids = [1.0]
     with pytest.raises(Exception, match="must contain only integers"):
-        client.prepare(given, "no token")
+        prepare(client, given)
     given.stop_token_ids = []
     given.top_p = 1.5
     with pytest.raises(Exception, match="top_p must be"):
-        client.prepare(given, "wrong")
+        prepare(client, given)
     given.top_p = 1.0
-    assert client.prepare(given, "right again").params.top_p == 1.0
+    assert prepare(client, given).top_p == 1.0
 
 
 def test_parameters_with_fields_of_their_own_keep_them():
     class Boosted(vllm.SamplingParams):
         boost: float = 0.0
 
-    client = Client()
+    client = a_client()
     for boost in (1.0, 2.0):
         given = Boosted()
         given.boost = boost
-        assert client.prepare(given, "id").params.clone().boost == boost
+        assert prepare(client, given).clone().boost == boost
 
 
 def test_seeds_are_told_apart_and_do_not_fill_what_is_kept(monkeypatch):
-    client, kept = Client(), Client()
+    client, kept = a_client(), a_client()
     for seed in (5, 6, -1, None, 7):
         given = vllm.SamplingParams(stop=["a"])
         given.seed = seed
         expected = None if seed == -1 else seed
-        assert client.prepare(given, "id").params.seed == expected
+        assert prepare(client, given).seed == expected
     assert len(client._params._known) == 3, "with a seed, with -1, without"
     monkeypatch.setattr(checked_params, "_MAX_KEPT", 2)
     for temperature in (0.1, 0.2, 0.3, 0.4):
-        assert kept.prepare(vllm.SamplingParams(temperature=temperature), "id")
+        assert prepare(kept, vllm.SamplingParams(temperature=temperature))
         assert len(kept._params._known) <= 2
 
 
 def test_what_a_request_asks_of_consumers_is_checked_however_often_its_parameters_were():
-    client = Client()
-    client.admit(MemoryConsumer())
-    client.consumers["memory"] = MemoryConsumer()
+    client = a_client(MemoryConsumer())
     client.consumers["memory"].validate_options = lambda options: None
     options = {"enabled": False, "number": 1}
     asked = {"consumers": {"memory": options}}
-    client.prepare(vllm.SamplingParams(extra_args={EXTRA_ARG: asked}), "id")
+    prepare(client, vllm.SamplingParams(extra_args={EXTRA_ARG: asked}))
     given = vllm.SamplingParams(extra_args={EXTRA_ARG: asked})
     options["number"] = 2**70
     if hasattr(given, "_verify_extra_args"):
         with pytest.raises(Exception, match="extra_args integers"):
-            client.prepare(given, "id")
+            prepare(client, given)
     else:  # vLLM 0.30 finds out when it sends the request
-        client.prepare(given, "id")
+        prepare(client, given)
 
 
 def test_what_a_request_asks_is_settled_when_it_is_made():
     options = {"memory": {"enabled": False}}
-    client = Client()
-    client.admit(MemoryConsumer())
-    client.consumers["memory"] = MemoryConsumer()
+    client = a_client(MemoryConsumer())
     given = vllm.SamplingParams(extra_args={EXTRA_ARG: {"consumers": options}})
-    wire = client.prepare(given, "id").params.extra_args[EXTRA_ARG]
+    wire = prepare(client, given).extra_args[EXTRA_ARG]
     options["memory"]["enabled"] = True
-    assert wire.spec.consumers == wire["consumers"] == {"memory": {"enabled": False}}
+    assert wire["consumers"] == {"memory": {"enabled": False}}
 
 
 def test_parameters_that_were_changed_are_checked_as_vllm_checks_its_copy():
@@ -155,6 +230,9 @@ def test_what_a_request_asks_arrives_as_it_was_sent():
     read = RowsRead("capture", Selection(), once=True)
     full = RequestSpec("a", "b", 3, {"c": {"k": 1}}, (read,), True, True, (use,))
     for spec in (full, RequestSpec("a", "b")):
-        assert Wire(dict(Wire.of(spec))).spec == spec
-    assert dict(Wire.of(RequestSpec("a", "b"))) == {"request_id": "a", "prompt_id": "b"}
+        assert (
+            RequestSpec.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(spec.to_wire())))
+            == spec
+        )
+    assert RequestSpec("a", "b").to_wire() == {"request_id": "a", "prompt_id": "b"}
     assert RequestSpec("a", "b").is_plain and not full.is_plain

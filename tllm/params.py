@@ -1,16 +1,19 @@
-"""`tllm.SamplingParams`: vLLM's, with what a request asks of tLLM."""
+"""`tllm.SamplingParams` and `tllm.PoolingParams`: vLLM's, with what a request asks of tLLM."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import vllm
 
-from tllm.spec.request import EXTRA_ARG
+from tllm.spec.groups import RequestSteering
+from tllm.spec.request import Asked, wire_of
 from tllm.spec.selection import Selection
-from tllm.spec.steering import RequestSteering, Tiers, parse_modules
+from tllm.spec.tiers import Tiers, parse_modules
 
 _STEERING_NAMES = {
     "vectors": "steering_vectors",
@@ -21,31 +24,33 @@ _STEERING_NAMES = {
     "decode_clamps": "decode_steering_clamps",
 }
 
+_DEEPEST = 32
+"""Levels of mappings and lists in what is asked of a capture."""
 
-def SamplingParams(  # noqa: N802 - the name users know
-    *args: Any,
-    consumers: Mapping[str, Mapping[str, Any]] | None = None,
-    steering_vectors: Any = None,
-    prefill_steering_vectors: Any = None,
-    decode_steering_vectors: Any = None,
-    steering_clamps: Any = None,
-    prefill_steering_clamps: Any = None,
-    decode_steering_clamps: Any = None,
-    steering_module_ref: Any = None,
-    steering_positions: Any = None,
-    capture: Mapping[str, Mapping[str, Any]] | None = None,
-    **kwargs: Any,
-) -> vllm.SamplingParams:
+
+ASKED_FIELDS = (
+    "consumers",
+    "capture",
+    *_STEERING_NAMES.values(),
+    "steering_module_ref",
+    "steering_positions",
+)
+"""What a request may ask of tLLM, beside vLLM's own parameters."""
+
+
+class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-arg]
     """`vllm.SamplingParams`, with what a request asks of consumers and of steering.
 
-    Args:
-        *args, **kwargs: as `vllm.SamplingParams` takes them.
+    Attributes:
         consumers: by consumer id, e.g. `{"esamp": {"beta": 0.3}}`; `{"enabled": False}` turns a
             consumer off for the request. Checked by `generate`, when the consumers are known.
+        capture: what to capture, by the consumer that it goes to, e.g.
+            `{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}`. Results are
+            the output's `activations` and `capture_results`.
         steering_vectors: added to the rows of prompt and generation:
             `{hook point: {layer: vector}}`. A vector is a list, an array or a tensor `[hidden]`,
             or a mapping with `vector` and any of `scale`, `method` (see
-            `tllm.spec.steering.METHODS`), its parameters, and `positions`; or a list of such
+            `tllm.spec.operations.METHODS`), its parameters, and `positions`; or a list of such
             mappings, applied in order. In place of `{layer: vector}`: an array
             `[layers, hidden]`, or the packed form.
         prefill_steering_vectors, decode_steering_vectors: in one phase only.
@@ -55,41 +60,148 @@ def SamplingParams(  # noqa: N802 - the name users know
             `(name, scale)`, or a list of these.
         steering_positions: which tokens, for entries that say none, those of modules too
             (default: all).
-        capture: what to capture, by the consumer that it goes to, e.g.
-            `{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}`. Results are
-            the output's `activations` and `capture_results`.
-
-    Returns:
-        A `vllm.SamplingParams`; what was asked travels in its `extra_args`.
+        asked: all of these together, checked; made when they are given, and not to be given.
     """
-    asked: dict[str, Any] = {}
-    if consumers is not None:
-        for name, options in consumers.items():
-            if not isinstance(options, Mapping):
-                raise ValueError(
-                    f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "
-                    "such as {'enabled': False}"
-                )
-        asked["consumers"] = {name: dict(o) for name, o in consumers.items()}
-    if capture is not None:
-        _ask_capture(asked, captured(capture))
-    steering = _steering(
-        {
-            "vectors": steering_vectors,
-            "prefill_vectors": prefill_steering_vectors,
-            "decode_vectors": decode_steering_vectors,
-            "clamps": steering_clamps,
-            "prefill_clamps": prefill_steering_clamps,
-            "decode_clamps": decode_steering_clamps,
-        },
-        steering_module_ref,
-        steering_positions,
-    )
-    if steering is not None:
-        asked["steering"] = steering
-    if asked:
-        kwargs["extra_args"] = {**(kwargs.get("extra_args") or {}), EXTRA_ARG: asked}
-    return vllm.SamplingParams(*args, **kwargs)
+
+    consumers: Any = None
+    capture: Any = None
+    steering_vectors: Any = None
+    prefill_steering_vectors: Any = None
+    decode_steering_vectors: Any = None
+    steering_clamps: Any = None
+    prefill_steering_clamps: Any = None
+    decode_steering_clamps: Any = None
+    steering_module_ref: Any = None
+    steering_positions: Any = None
+    asked: Asked | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.asked is None:
+            self.asked = _asked_in(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ASKED_FIELDS:
+            self.asked = _asked_in(self)
+
+    def __deepcopy__(self, memo: Any) -> SamplingParams:
+        own = _with_own_values(self, vllm.SamplingParams, memo)
+        own.__post_init__()
+        return own
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and _equal(self, other, vllm.SamplingParams)
+
+    @classmethod
+    def from_optional(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        """As `vllm.SamplingParams.from_optional`, with our arguments beside."""
+        ours = {name: kwargs.pop(name) for name in ASKED_FIELDS if name in kwargs}
+        made = vllm.SamplingParams.from_optional(*args, **kwargs)
+        return cls(**_values_of(made, vllm.SamplingParams), **ours)
+
+
+class PoolingParams(vllm.PoolingParams, kw_only=True):  # type: ignore[call-arg]
+    """`vllm.PoolingParams`, with what a request asks of consumers and of steering.
+
+    The fields are those of `SamplingParams`. Every token of a pooled request is of its prompt.
+    """
+
+    consumers: Any = None
+    capture: Any = None
+    steering_vectors: Any = None
+    prefill_steering_vectors: Any = None
+    decode_steering_vectors: Any = None
+    steering_clamps: Any = None
+    prefill_steering_clamps: Any = None
+    decode_steering_clamps: Any = None
+    steering_module_ref: Any = None
+    steering_positions: Any = None
+    asked: Asked | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.asked is None:
+            self.asked = _asked_in(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ASKED_FIELDS:
+            self.asked = _asked_in(self)
+
+    def __deepcopy__(self, memo: Any) -> PoolingParams:
+        return _with_own_values(self, vllm.PoolingParams, memo)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and _equal(self, other, vllm.PoolingParams)
+
+
+def plain(params: SamplingParams | PoolingParams) -> Any:
+    """vLLM's part of parameters, as an object of vLLM's own class."""
+    base = vllm.SamplingParams if isinstance(params, SamplingParams) else vllm.PoolingParams
+    return base(**_values_of(params, base))
+
+
+def asked_of(params: Any) -> Asked:
+    """What parameters ask: our own classes' `asked`, or, in vLLM's, what stands in
+    `extra_args["tllm"]` (`extra_kwargs["tllm"]`) as plain data, under the names of our fields."""
+    if isinstance(params, (SamplingParams, PoolingParams)):
+        assert params.asked is not None
+        return params.asked
+    given = wire_of(params)
+    return parse_asked(given) if given else _NOTHING
+
+
+def parse_asked(given: Mapping[str, Any]) -> Asked:
+    """What a request asks, from the fields of `SamplingParams` as a mapping.
+
+    Raises `ValueError` naming the field that is wrong.
+    """
+    if unknown := sorted(set(given) - set(ASKED_FIELDS)):
+        raise ValueError(
+            f"unknown fields {unknown} for tLLM; a request takes {', '.join(ASKED_FIELDS)}"
+        )
+    consumers: dict[str, dict[str, Any]] = {}
+    for name, options in (given.get("consumers") or {}).items():
+        if not isinstance(options, Mapping):
+            raise ValueError(
+                f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "
+                "such as {'enabled': False}"
+            )
+        consumers[name] = dict(options)
+    capture = given.get("capture")
+    captures = {} if capture is None else captured(capture)
+    for name in captures.keys() & consumers.keys():
+        raise ValueError(
+            f"capture[{name!r}] and consumers[{name!r}] were both given; give one of them"
+        )
+    tiers = {name: given.get(field) for name, field in _STEERING_NAMES.items()}
+    steering = _steering(tiers, given.get("steering_module_ref"), given.get("steering_positions"))
+    return Asked({**consumers, **captures}, tuple(captures), steering)
+
+
+_NOTHING = Asked()
+
+
+def _asked_in(params: Any) -> Asked:
+    given = {name: value for name in ASKED_FIELDS if (value := getattr(params, name)) is not None}
+    return parse_asked(given) if given else _NOTHING
+
+
+def _values_of(params: Any, base: Any) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in base.__struct_fields__}
+
+
+def _with_own_values(params: Any, base: Any, memo: Any) -> Any:
+    """A copy with copies of vLLM's values; what is asked of us never changes, and is shared."""
+    own = copy.copy(params)
+    for name, value in _values_of(params, base).items():
+        setattr(own, name, copy.deepcopy(value, memo))
+    return own
+
+
+def _equal(one: Any, other: Any, base: Any) -> bool:
+    return bool(_values_of(one, base) == _values_of(other, base) and one.asked == other.asked)
 
 
 def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> RequestSteering | None:
@@ -109,18 +221,6 @@ def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> Requ
     return asked
 
 
-def _ask_capture(asked: dict[str, Any], capture: Mapping[str, dict[str, Any]]) -> None:
-    """Captures are options of consumers."""
-    consumers = asked.setdefault("consumers", {})
-    for name, options in capture.items():
-        if name in consumers:
-            raise ValueError(
-                f"capture[{name!r}] and consumers[{name!r}] were both given; give one of them"
-            )
-        consumers[name] = options
-    asked["captures"] = list(capture)
-
-
 def captured(capture: Any) -> dict[str, dict[str, Any]]:
     """`capture=` as plain data; raises `ValueError` for what cannot be sent to the workers."""
     if not isinstance(capture, Mapping):
@@ -138,8 +238,10 @@ def captured(capture: Any) -> dict[str, dict[str, Any]]:
     return plain
 
 
-def _plain(value: Any, field: str) -> Any:
+def _plain(value: Any, field: str, depth: int = 0) -> Any:
     """As numbers, text, lists and dictionaries."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):
@@ -148,10 +250,15 @@ def _plain(value: Any, field: str) -> Any:
         return float(value)
     if isinstance(value, Selection):
         return value.to_wire()
+    if depth == _DEEPEST:
+        raise ValueError(f"{field:.80}... is nested deeper than {_DEEPEST} levels, or holds itself")
     if isinstance(value, Mapping):
-        return {_key(key, field): _plain(each, f"{field}[{key!r}]") for key, each in value.items()}
-    if isinstance(value, Iterable):
-        return [_plain(each, f"{field}[{i}]") for i, each in enumerate(value)]
+        return {
+            _key(key, field): _plain(each, f"{field}[{key!r}]", depth + 1)
+            for key, each in value.items()
+        }
+    if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(each, f"{field}[{i}]", depth + 1) for i, each in enumerate(value)]
     raise ValueError(
         f"{field} is {type(value).__name__}; give numbers, text, lists and mappings of them"
     )

@@ -118,16 +118,17 @@ async def serve(model: str, root: str) -> dict:
 
 async def calls_for_plain(engine: AsyncLLM) -> list[str]:
     """What the workers are asked because of a request that captures nothing."""
-    calls, call = [], engine._call
+    driver = engine._client.calls
+    calls, ask = [], driver.ask
 
-    async def counted(method: str, *args):
-        calls.append(method)
-        return await call(method, *args)
+    async def counted(call):
+        calls.append(call.method)
+        return await ask(call)
 
-    engine._call = counted  # type: ignore[method-assign]
+    driver.ask = counted  # type: ignore[method-assign]
     output = await last(engine, [9], params(2, None), "plain")
     assert output.capture_results == {}
-    engine._call = call  # type: ignore[method-assign]
+    driver.ask = ask  # type: ignore[method-assign]
     return calls
 
 

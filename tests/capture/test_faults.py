@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import threading
 import time
@@ -19,7 +20,7 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.capture import capturing
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.capture.memory import MemoryConsumer
-from tllm.ports import ConsumerFlow, ResidualStream
+from tllm.ports import ConsumerFlow, CpuExport, ResidualStream
 from tllm.registry import consumer_from_spec
 from tllm.runtime.ring import Ring
 
@@ -98,13 +99,13 @@ def test_a_stalled_consumer_leaves_its_result_pending(llm):
     Stalled.promised = Future()
     llm.register_consumer(Stalled())
     capture = {"stalled": {}, "memory": {"hooks": {"post_block": [0]}}}
-    patience, llm._result_timeout_s = llm._result_timeout_s, 0.2
+    patience, llm._sync.result_timeout_s = llm._sync.result_timeout_s, 0.2
     try:
         begin = time.monotonic()
         outputs = generate(llm, prompts_of([5, 6]), [greedy(2, capture=capture), greedy(2)])
         assert time.monotonic() - begin < 60
     finally:
-        llm._result_timeout_s = patience
+        llm._sync.result_timeout_s = patience
     results = outputs[0].capture_results
     assert results["stalled"].status == "pending"
     assert results["memory"].status == "ok"
@@ -114,6 +115,27 @@ def test_a_stalled_consumer_leaves_its_result_pending(llm):
     results = outputs[0].capture_results
     assert (results["stalled"].status, results["stalled"].payload) == ("ok", "done")
     assert len(results["memory"].payload["post_block"][0]) == 6
+
+
+@pytest.mark.parametrize("kind", ["lock", "cancelled"])
+def test_a_result_that_cannot_be_sent_is_an_error_of_its_own(llm, truth, kind):
+    Stalled.promised = Future()
+    if kind == "cancelled":
+        Stalled.promised.cancel()
+    else:
+        Stalled.promised.set_result(threading.Lock())
+    llm.register_consumer(Stalled())
+    spec = {"hooks": {"post_block": [0]}}
+    params = [
+        greedy(2, capture={"stalled": {}, "memory": spec}),
+        greedy(2, capture={"memory": spec}),
+    ]
+    outputs = generate(llm, prompts_of([5, 6]), params)
+    for output in outputs:
+        truth.check(output, spec)
+    result = outputs[0].capture_results["stalled"]
+    assert result.status == "error"
+    assert ("CancelledError" if kind == "cancelled" else "cannot be sent") in result.error
 
 
 class Raising(Consumer):
@@ -159,6 +181,89 @@ def test_a_consumer_that_raises_is_an_error_of_its_own_results(llm, truth, where
         truth.check(output, spec)
         result = output.capture_results["raising"]
         assert (result.status, result.error) == ("error", f"OSError: broken in {where}")
+
+
+class Exiting(Raising):
+    """Wants the process to end."""
+
+    def __init__(self, where, error):
+        super().__init__(where)
+        self._error = error
+        self._in_worker = False
+
+    def flows(self):
+        window = "background" if self._where == "on a thread" else "same_step"
+        writes = [CpuExport.write(channel="rows")]
+        return [ConsumerFlow(reads=[ResidualStream.read(layer=0)], writes=writes, window=window)]
+
+    def start(self, ctx):
+        self._in_worker = True
+
+    def request_flows(self, options, num_layers):
+        if self._in_worker:
+            self._at("request_flows")
+        return ()
+
+    def _at(self, where):
+        if self._where == where or (self._where, where) == ("on a thread", "consume_bundle"):
+            raise self._error("enough")
+
+    def on_request_started(self, request, ctx):
+        self._at("on_request_started")
+
+    def consume_bundle(self, bundle, ctx):
+        ctx.export("rows", {})
+        self._at("consume_bundle")
+
+    def on_export(self, channel, tensors, meta):
+        self._at("on_export")
+
+    def on_step_end(self, ctx):
+        self._at("on_step_end")
+
+    def on_error(self, error):
+        raise SystemExit("again")
+
+    def stop(self):
+        raise SystemExit("and again")
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("request_flows", SystemExit),
+        ("on_request_started", SystemExit),
+        ("consume_bundle", SystemExit),
+        ("consume_bundle", asyncio.CancelledError),
+        ("on a thread", KeyboardInterrupt),
+        ("on a thread", SystemExit),
+        ("on_export", SystemExit),
+        ("on_step_end", SystemExit),
+        ("on_request_finished", GeneratorExit),
+    ],
+)
+def test_a_consumer_that_wants_to_exit_ends_nothing_but_itself(llm, truth, where, error):
+    exiting = llm.register_consumer(Exiting(where, error))
+    spec = {"hooks": {"post_block": [1]}}
+    capture = {"raising": {"asked": True}, "memory": spec}
+    outputs = generate(llm, prompts_of([5, 30]), [greedy(4, capture=capture)] * 2)
+    exiting.synchronize()
+    for output in outputs:
+        truth.check(output, spec)
+        if where != "on_export":  # which may come after the end
+            assert output.capture_results["raising"].error == f"{error.__name__}: enough"
+    assert exiting.read_stats()["runtime"]["error"] == f"{error.__name__}: enough"
+
+
+def test_a_consumer_that_exits_at_its_start_is_not_registered(llm):
+    class AtStart(Raising):
+        def start(self, ctx):
+            raise SystemExit("enough")
+
+    with pytest.raises(Exception, match="SystemExit"):
+        llm.register_consumer(AtStart("start"))
+    assert "raising" not in llm.intervention_stats()[0]["consumers"]
+    assert generate(llm, prompts_of([5]), greedy(2))[0].outputs[0].token_ids
 
 
 def test_a_promise_of_a_consumer_that_then_raised_is_not_waited_for(llm, monkeypatch):

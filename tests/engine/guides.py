@@ -111,6 +111,25 @@ class Guide(Recorder):
         return delta.scatter_(1, least[:, None], self._boost)
 
 
+class Contrasting(Recorder):
+    """Puts the logits of one fixed state in the place of the model's: `l' = l - (l - d) = d`."""
+
+    def __init__(self, state: torch.Tensor, *, width: int) -> None:
+        super().__init__(
+            ConsumerFlow(writes=[Sampler.write(phase="any", width=width)]), consumer_id="contrast"
+        )
+        self._state = state
+        self._tally = torch.zeros(2, dtype=torch.int64)
+
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None:
+        rows = torch.zeros(len(candidates.meta), dtype=torch.int32)
+        candidates.contrast(self._state[None], -torch.ones(len(rows)), self._tally, rows)
+        return None
+
+    def read_stats(self):
+        return {"tally": self._tally.tolist()}
+
+
 def processed(logits: torch.Tensor, params, prompt: list[int], generated: list[int]):
     """Logits `[vocab]` after bias, penalties, temperature and filters; `-inf` where filtered.
 

@@ -69,19 +69,20 @@ async def refused_session(engine, first, second):
 
 async def steered_at_once(engine, vector):
     """Tokens of three requests with the same vector, which the workers are sent late."""
-    call = engine._call_encoded
+    driver = engine._client.calls
+    ask = driver.ask
 
-    async def late(method, *args):
-        if method == "update_steering":
+    async def late(call):
+        if call.method == "update_steering":
             await asyncio.sleep(0.3)
-        return await call(method, *args)
+        return await ask(call)
 
-    engine._call_encoded = late
+    driver.ask = late
     asked = params(6, steering_vectors={"post_block": {1: vector}})
     found = await asyncio.gather(
         *(collect(engine, {"prompt_token_ids": STEERED}, asked, f"at once {i}") for i in range(3))
     )
-    engine._call_encoded = call
+    driver.ask = ask
     return [list(outputs[-1].outputs[0].token_ids) for outputs in found]
 
 

@@ -204,7 +204,7 @@ class TestEnds:
         assert len(recorder.log.started) == len(recorder.log.finished) == 1
 
     def test_a_result_that_is_pending_survives_the_counters(self, llm, monkeypatch):
-        monkeypatch.setattr(llm, "_result_timeout_s", 0.2)
+        monkeypatch.setattr(llm._sync, "result_timeout_s", 0.2)
         llm.register_consumer(Stalled())
         (output,) = generate(llm, prompts_of([5]), greedy(2))
         assert output.consumer_results["stalled"].status == "pending"

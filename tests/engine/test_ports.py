@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +52,7 @@ class TestResidualStreamRead:
 
     def test_a_layer_the_model_lacks_is_refused_with_those_it_has(self, llm):
         flow = ConsumerFlow(reads=[ResidualStream.read(layer=LAYERS)])
-        with pytest.raises(ValueError, match=rf"layer from 0 to {LAYERS - 1}.*got {LAYERS}"):
+        with pytest.raises(ValueError, match=rf"no layer {LAYERS}.*layer from 0 to {LAYERS - 1}"):
             llm.register_consumer(Recorder(flow))
         generate(llm, prompts_of([4]), greedy(2))
 
@@ -147,6 +148,53 @@ def test_exported_tensors_arrive_on_a_delivery_thread(llm, reference):
             assert error_of(row, states["post_block", 1][position]) < RELATIVE
             positions.append(int(position))
     assert positions == list(range(len(tokens)))
+
+
+class Attaching(Recorder):
+    """Exports two tensors of different sizes with an object each."""
+
+    def consume_bundle(self, bundle, ctx) -> None:
+        rows = bundle.entries["h"]
+        doubled = rows * ctx.upload(np.full(1, 2.0, np.float32))
+        half = ctx.to_host(rows / 2)
+        ctx.export("states", {"h": rows}, bundle.meta, attach=("first", half))
+        ctx.export("states", {"h": doubled}, attach=("second", rows.clone()))
+
+    def on_export(self, channel, tensors, meta, attached) -> None:
+        self.log.exports.append((attached, tensors["h"], meta, ""))
+
+
+def test_objects_travel_with_what_is_exported(llm):
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    attaching = llm.register_consumer(Attaching(flow))
+    generate(llm, prompts_of([9]), greedy(3))
+    attaching.synchronize()
+    exports = attaching.log.exports
+    assert len(exports) == 6
+    for ((name, half), rows, meta, _), ((other, same), doubled, none, _) in zip(
+        exports[::2], exports[1::2], strict=True
+    ):
+        assert (name, other, none) == ("first", "second", None)
+        assert len(rows) == len(meta)
+        assert torch.equal(half.wait() * 2, rows)
+        assert torch.equal(same * 2, doubled)
+
+
+def test_attaching_for_a_receiver_that_does_not_take_it_is_an_error_that_says_so(llm):
+    class Wrong(Attaching):
+        def on_export(self, channel, tensors, meta) -> None:
+            raise AssertionError
+
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    llm.register_consumer(Wrong(flow))
+    (output,) = generate(llm, prompts_of([9]), greedy(1))
+    assert "define on_export(self, channel, tensors, meta, attached)" in (
+        output.consumer_results["recorder"].error
+    )
 
 
 def test_an_undeclared_channel_is_an_error_that_names_the_declared_ones(llm):

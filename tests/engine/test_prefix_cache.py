@@ -1,8 +1,47 @@
-"""The limit of what the prefix cache may serve, whatever else vLLM asks it."""
+"""What the prefix cache may serve, and the keys of blocks whose rows were changed."""
 
 from types import SimpleNamespace
 
-from tllm.engine.prefix_cache import limit_reuse
+from tllm.engine.prefix_cache import BlockKeys, limit_reuse
+
+BLOCK = 4
+
+
+def keys_of(changes, tokens):
+    """The keys of a request's full blocks, found in two goes; plain ones are the tokens up to
+    their end."""
+
+    def plain(request):
+        known = len(request.block_hashes)
+        full = len(request.tokens) // BLOCK
+        return [bytes(request.tokens[: BLOCK * (i + 1)]) for i in range(known, full)]
+
+    request, keys = SimpleNamespace(tokens=tokens[:9], block_hashes=[]), []
+    hasher = BlockKeys(plain, BLOCK, changes)
+    for length in (9, len(tokens)):
+        request.tokens = tokens[:length]
+        request.block_hashes = keys = keys + hasher(request)
+    return keys
+
+
+def test_blocks_before_the_first_changed_row_have_the_plain_key():
+    tokens = list(range(20))
+    plain = [bytes(tokens[:end]) for end in (4, 8, 12, 16, 20)]
+    assert keys_of([(0, b"")], tokens) == plain
+    found = keys_of([(0, b""), (8, b"patched"), (9, b"")], tokens)
+    assert found[:2] == plain[:2]
+    assert not set(found[2:]) & set(plain)
+
+
+def test_blocks_are_shared_by_those_to_whom_the_same_was_done_so_far():
+    tokens = list(range(20))
+    one = keys_of([(0, b""), (6, b"steered"), (12, b"")], tokens)
+    other = keys_of([(0, b""), (6, b"steered"), (12, b""), (16, b"patched")], tokens)
+    assert one[:4] == other[:4]
+    assert one[4] != other[4]
+    moved = keys_of([(0, b""), (7, b"steered"), (12, b"")], tokens)
+    assert one[0] == moved[0]
+    assert not set(one[1:]) & set(moved[1:])
 
 
 def test_a_limit_leaves_other_arguments_alone():

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
-from engine.guides import GUIDES, Guide, processed
+from engine.guides import GUIDES, Contrasting, Guide, processed
 from engine.recorder import Recorder
+from engine.reference import HIDDEN
 from tllm.ports import ConsumerFlow, Sampler
 
 LENGTHS = [5, 3, 9]
@@ -98,6 +99,40 @@ def test_a_row_with_more_candidates_than_the_width_is_drawn_unguided_and_counted
     assert guide.read_stats()["runtime"]["rows_with_too_many_candidates"] == 15
 
 
+UNFILTERED = {
+    "plain": {},
+    "repetition": {"repetition_penalty": 1.7},
+    "presence and frequency": {"presence_penalty": 1.5, "frequency_penalty": 0.8},
+    "bias": {"logit_bias": {7: 6.0, 11: -4.0}},
+}
+
+
+@pytest.mark.parametrize("name", UNFILTERED)
+def test_contrast_guides_rows_with_more_candidates_than_the_width(llm, reference, name):
+    """The state's own logits are what is drawn from; cold, that is the largest of them."""
+    state = 30 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(9))
+    consumer = llm.register_consumer(Contrasting(state, width=4))
+    params = sampled(6, temperature=0.5, seed=3, **UNFILTERED[name])
+    own = reference.model.lm_head(state).detach()
+    for output in generate(llm, prompts_of(LENGTHS, seed=8), params):
+        prompt, drawn = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
+        for i, token in enumerate(drawn):
+            expected = processed(own, params, prompt, drawn[:i])
+            likeliest = expected.topk(2).values
+            assert float(likeliest[0] - likeliest[1]) > 3, "the test's state decides nothing"
+            assert token == int(expected.argmax())
+    assert consumer.read_stats()["tally"][1] > 0
+
+
+def test_contrast_guides_a_wide_row_and_leaves_the_narrow_one_beside_it(llm):
+    narrow = [sampled(5, seed=i, top_k=3) for i in range(2)]
+    plain = tokens_of(generate(llm, prompts_of(LENGTHS), [*narrow, sampled(5, seed=2)]))
+    llm.register_consumer(Contrasting(torch.zeros(HIDDEN), width=4))
+    tokens = tokens_of(generate(llm, prompts_of(LENGTHS), [*narrow, sampled(5, seed=2)]))
+    assert tokens[:2] == plain[:2]
+    assert tokens[2] != plain[2]
+
+
 def test_seeded_requests_draw_the_same_when_nothing_is_added(llm):
     params = [sampled(8, seed=5, top_k=20), sampled(8, seed=6, top_p=0.9), sampled(8, seed=7)]
     plain = tokens_of(generate(llm, prompts_of(LENGTHS), params))
@@ -133,3 +168,12 @@ def test_deltas_of_another_shape_are_an_error_that_names_the_shapes(llm):
     (output,) = generate(llm, prompts_of([4]), sampled(3, top_k=4))
     assert len(output.outputs[0].token_ids) == 3
     assert "[1, 8]" in output.consumer_results["recorder"].error
+
+
+def test_a_seeded_request_draws_the_same_when_its_prompt_is_computed_in_chunks(llm, plain_engine):
+    """On a CPU, vLLM's V1 runner ends with an exception here."""
+    prompts = prompts_of([5, 60, 40], seed=9)
+    params = [sampled(6, temperature=1.0, seed=seed) for seed in (1, 2, 3)]
+    expected = tokens_of(generate(plain_engine, prompts, params))
+    for _ in range(2):
+        assert tokens_of(generate(llm, prompts, params)) == expected

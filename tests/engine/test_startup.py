@@ -43,17 +43,6 @@ def test_norms_that_vllm_computes_in_another_way_are_left_to_it(llm, monkeypatch
     assert model_view.added_norm(config, norm) is None
 
 
-def test_speculative_decoding_is_refused_with_what_to_leave_out(tiny_model):
-    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    # On the V2 runner, vLLM 0.30 refuses this one by itself.
-    ours, theirs = (
-        "speculative decoding .*leave out speculative_config",
-        "speculative method 'ngram'",
-    )
-    with pytest.raises(Exception, match=f"{ours}|{theirs}"):
-        LLM(tiny_model, speculative_config=ngram, **TINY_ENGINE)
-
-
 @pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls"])
 def test_another_worker_or_scheduler_is_refused_by_name(tiny_model, name):
     with pytest.raises(ValueError, match=f"{name}='mine.Own'.*vllm.LLM"):

@@ -181,8 +181,7 @@ def test_every_sample_is_steered(llm, reference):
         for i, token in enumerate(sample.token_ids):
             found = sample.logprobs[i][token].logprob
             assert found == pytest.approx(float(expected[len(PROMPTS[0]) - 1 + i, token]), abs=1e-3)
-    steering = sampled.extra_args["tllm"]["steering"]
-    assert sampled.clone().extra_args["tllm"]["steering"] is steering, "vectors are not copied"
+    assert sampled.clone().asked is sampled.asked, "vectors are not copied"
 
 
 def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
@@ -190,13 +189,14 @@ def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
     steered = generate(llm, PROMPTS, asked)
     # The workers lose a vector that the user's process believes them to have.
     params = [SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **a) for a in asked]
-    (lost,) = params[0].extra_args["tllm"]["steering"].groups
-    llm._call("update_steering", {}, {}, [lost.digest], [])
+    (lost,) = params[0].asked.steering.groups
+    steering = llm.llm_engine.model_executor.driver_worker.worker.session.steering
+    steering.drop([lost.digest], [])
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     try:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     finally:
-        llm._call("update_steering", lost.vectors, {lost.digest: lost.operations}, [], [])
+        steering.put(lost.vectors, {lost.digest: lost.operations})
     assert outputs[0].consumer_results["steering"].status == "error"
     assert "is not in this worker" in outputs[0].consumer_results["steering"].error
     assert [output.consumer_results for output in outputs[1:]] == [{}, {}]
@@ -207,26 +207,26 @@ def test_a_request_that_the_workers_cannot_steer_says_so_and_no_other(llm):
 @pytest.mark.parametrize("steered", [False, True])
 def test_the_session_hears_of_plain_requests_when_the_device_is_at_work(llm, monkeypatch, steered):
     session = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.session
-    start, heard = session.start_sequence, []
-    for name in ("rest_step", "begin_step"):  # a step begins with one or the other
-        begin = getattr(session, name)
-        monkeypatch.setattr(session, name, lambda *a, of=begin: (heard.append("step"), of(*a))[1])
+    steps, start, heard = session.steps, session.sequences.start, []
+    for name in ("begin_idle", "begin"):  # a step begins with one or the other
+        begin = getattr(steps, name)
+        monkeypatch.setattr(steps, name, lambda *a, of=begin: (heard.append("step"), of(*a))[1])
     monkeypatch.setattr(
-        session, "start_sequence", lambda *a, **k: (heard.append("start"), start(*a, **k))[1]
+        session.sequences, "start", lambda *a, **k: (heard.append("start"), start(*a, **k))[1]
     )
     generate(llm, [PROMPTS[0]], {"steering_vectors": at(V)} if steered else {})
     assert heard[:2] == (["start", "step"] if steered else ["step", "start"])
     assert heard.count("start") == 1
 
 
-def test_the_engine_samples_as_ever_where_nobody_looks_on(llm):
-    """Whatever is steered: our methods stand in its sampler's only for steps of a consumer."""
+def test_the_engine_samples_as_ever_where_nobody_observes(llm):
+    """Whatever is steered: our methods are in its sampler for steps of a consumer only."""
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    overrides = worker._attachment._in_sampling
+    overrides = worker._attachment._when_observed
     assert overrides
 
     def ours():
-        return {getattr(each._owner, each._name) == each._ours for each in overrides}
+        return {getattr(each.owner, each.name) == each.ours for each in overrides}
 
     generate(llm, PROMPTS, {"steering_vectors": at(V)})
     assert ours() == {False}
@@ -248,13 +248,13 @@ def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, mo
     vectors = 5 * torch.randn(12, HIDDEN, generator=GENERATOR)
     core = narrow.llm_engine.engine_core.engine_core
     session = core.model_executor.driver_worker.worker.session
-    begin, seen = session.begin_step, []
+    begin, seen = session.steps.begin, []
 
-    def watched(*args):
+    def observed(*args):
         seen.append(session.steering.rows_in_use)
         begin(*args)
 
-    monkeypatch.setattr(session, "begin_step", watched)
+    monkeypatch.setattr(session.steps, "begin", observed)
     count = 13 if INTERPRETED else 26
     prompts = [[7, 8, 9, i] for i in range(count)]
     asked = [{} if i % 3 == 2 else {"steering_vectors": at(vectors[i % 12])} for i in range(count)]
@@ -309,11 +309,11 @@ GOOD = [0.0] * HIDDEN
         ({"steering_vectors": {"middle": {0: GOOD}}}, "unknown hook point 'middle'"),
         (
             {"steering_vectors": at(V, ("post_block", LAYERS))},
-            "steering_vectors['post_block'][4]: layer 4 is out of range; the model has layers 0 to",
+            "steering_vectors['post_block'][4]: post_block has no layer 4; post_block needs",
         ),
         (
             {"decode_steering_vectors": at(V, ("post_block", -LAYERS - 1))},
-            "decode_steering_vectors['post_block'][-5]: layer -5 is out of range",
+            "decode_steering_vectors['post_block'][-5]: post_block has no layer -5",
         ),
         ({"steering_vectors": at([1.0] * 7)}, "has 7 numbers; the model's hidden size is 128"),
         ({"steering_vectors": at([math.nan] * HIDDEN)}, "NaN, infinite"),
@@ -331,6 +331,18 @@ GOOD = [0.0] * HIDDEN
             "17 clamps (operations on a component) at 'post_block' of layer 1; at most 16",
         ),
         ({"steering_positions": "last_prompt"}, "nothing to steer with was given"),
+        (
+            {"steering_vectors": at({"vector": [1e30, *GOOD[1:]], "scale": 1e30})},
+            "steering_vectors['post_block'][1] adds up to 1e+60 to the numbers of a row",
+        ),
+        (
+            {"steering_vectors": at([{"vector": [1e18, *GOOD[1:]]}] * 2)},
+            "adds up to 2e+18 to the numbers of a row at 'post_block' of layer 1",
+        ),
+        (
+            {"steering_clamps": at({"vector": V, "value": 1e30})},
+            "steering_clamps['post_block'][1] adds up to",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_a_worker_sees_them(llm, reference, asked, says):
@@ -340,11 +352,22 @@ def test_mistakes_are_refused_before_a_worker_sees_them(llm, reference, asked, s
     assert generate(llm, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
 
 
+def test_a_module_is_refused_whose_factor_is_beyond_what_the_model_can_use(llm, reference):
+    llm.steering.register_module("one", at([1.0, *GOOD[1:]]))
+    with pytest.raises(
+        ValueError, match=r"adds up to 1e.30 to the numbers of a row at 'post_block'"
+    ):
+        generate(llm, [PROMPTS[0]], {"steering_module_ref": ("one", 1e30)})
+    with pytest.raises(ValueError, match=r"vectors.*adds up to 1e.30"):
+        llm.steering.set(at({"vector": [1.0, *GOOD[1:]], "scale": 1e30}))
+    assert generate(llm, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (lambda s: s.set(), "nothing to steer with: give any of vectors, prefill_vectors"),
-        (lambda s: s.set({"post_block": {9: V}}), "layer 9 is out of range"),
+        (lambda s: s.set({"post_block": {9: V}}), "post_block has no layer 9"),
         (lambda s: s.register_module("", at(V)), "give a text that is not empty"),
         (lambda s: s.register_module("m", {"vectors": at(V), "wrong": 1}), "unknown fields"),
         (lambda s: s.unregister_module("absent"), "no module 'absent'"),
@@ -366,7 +389,11 @@ def test_mistakes_in_global_steering_change_nothing(llm, reference, call, says):
             AT,
             "steering is not enabled in this engine; start it with max_steering_configs",
         ),
-        ({}, ("mlp_out", 0), "start it with hook_points=[..., 'mlp_out'] or hook_points='all'"),
+        (
+            {"hook_points": ["post_block"]},
+            ("mlp_out", 0),
+            "start it with hook_points=[..., 'mlp_out'] or hook_points='all'",
+        ),
     ],
 )
 def test_an_engine_that_cannot_steer_there_says_what_to_start(tiny_model, options, place, says):
@@ -375,4 +402,4 @@ def test_an_engine_that_cannot_steer_there_says_what_to_start(tiny_model, option
     with pytest.raises(ValueError) as refused:
         generate(llm, [[1]], {"steering_vectors": at(V, place)})
     assert says in str(refused.value)
-    assert llm.steering.status()["enabled"] is not bool(options)
+    assert llm.steering.status()["enabled"] is ("hook_points" in options)

@@ -33,7 +33,8 @@ def saved(tiny_model, tmp_path_factory):
     output = tmp_path_factory.mktemp("streaming") / "saved.pt"
     done = subprocess.run(
         [sys.executable, streaming.__file__, tiny_model, str(output)],
-        env=os.environ | {"PYTHONPATH": str(Path(streaming.__file__).parents[1])},
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(map(str, Path(streaming.__file__).parents[1:3]))},
         cwd=Path(streaming.__file__).parents[2],
         capture_output=True,
         text=True,
@@ -210,7 +211,7 @@ def test_steering_is_global_and_by_request(saved, reference):
     ]
     assert saved["status"]["modules"] == ["late"]
     assert saved["status"]["requests"] == 0
-    assert "['post_block'][99]: layer 99 is out of range" in saved["steering refusal"]
+    assert "['post_block'][99]: post_block has no layer 99" in saved["steering refusal"]
 
 
 def test_requests_that_share_a_new_vector_all_wait_for_it(saved, reference):

@@ -16,6 +16,7 @@ from tllm.ports import (
     ModelView,
     PortBundle,
     RequestInfo,
+    RequestResult,
     ResidualWriter,
     RowMeta,
 )
@@ -33,8 +34,14 @@ class DriverContext(ConsumerContext):
     def writer(self, role: str) -> ResidualWriter:
         raise AssertionError("ESamp writes no residual rows")
 
-    def export(self, channel, tensors, meta=None) -> None:
+    def export(self, channel, tensors, meta=None, attach=None) -> None:
         raise AssertionError("ESamp exports nothing")
+
+    def upload(self, array):
+        raise AssertionError("ESamp has its own uploads")
+
+    def to_host(self, tensor):
+        raise AssertionError("ESamp brings nothing to the host")
 
     def side_stream(self) -> None:
         return None
@@ -63,6 +70,9 @@ class DriverCandidates(Candidates):
         states = hidden[rows.long().clamp(min=0)].float()
         logits = torch.einsum("rh,rwh->rw", states, self._head[self.token_ids.long()])
         return torch.where((rows < 0).unsqueeze(-1), self.logits, self._filtered(logits))
+
+    def contrast(self, hidden, strength, tally, rows=None) -> None:
+        """No row here has more candidates than the width."""
 
 
 def make_model(**changes) -> ModelView:
@@ -125,9 +135,8 @@ class Driver:
         for request in requests:
             self.consumer.on_request_started(request, self.ctx)
 
-    def finish(self, *requests: RequestInfo) -> None:
-        for request in requests:
-            self.consumer.on_request_finished(request, self.ctx)
+    def finish(self, *requests: RequestInfo) -> list[RequestResult | None]:
+        return [self.consumer.on_request_finished(request, self.ctx) for request in requests]
 
     def rows(self, count: int) -> Tensor:
         return torch.randn(count, HIDDEN, generator=self.generator).to(self.ctx.model.dtype)

@@ -219,6 +219,10 @@ def test_a_full_bank_leaves_further_prompts_unguided_and_counts_them():
     assert stats["slots"] == stats["slots_in_use"] == stats["distillers_refused"] == 1
     assert stats["steps_skipped"] == {"no_free_slot": 3}
     assert stats["rows_trained"] == stats["predictions"] == 3
+    guided, unguided = driver.finish(*running)
+    assert guided is None
+    assert unguided.status == "error"
+    assert "slots=1" in unguided.error
 
 
 def test_running_out_of_memory_leaves_further_prompts_unguided(monkeypatch):

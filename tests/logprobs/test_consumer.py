@@ -74,14 +74,14 @@ def test_results_come_back_with_the_output(llm, reference):
 def test_results_that_stay_are_taken_or_forgotten(llm, reference):
     output = generate(llm, PROMPTS[:1], ticket=5)[0]
     assert not output.consumer_results
-    [taken] = llm.call_consumer("next_token", "take", [5, 6])
+    [taken] = llm.call_consumer("next_token", "pop", [5, 6])
     tokens = [*PROMPTS[0], *output.outputs[0].token_ids]
     expected = reference.next_token_logprobs_sync(tokens[:-1])
     assert agrees(torch.from_numpy(taken[5].values), expected, OTHER_ENGINE)
-    assert llm.call_consumer("next_token", "take", [5]) == [{}]
+    assert llm.call_consumer("next_token", "pop", [5]) == [{}]
     generate(llm, PROMPTS[:1], ticket=7)
-    llm.call_consumer("next_token", "settle", [7])
-    assert llm.call_consumer("next_token", "take", [7]) == [{}]
+    llm.call_consumer("next_token", "forget", [7])
+    assert llm.call_consumer("next_token", "pop", [7]) == [{}]
 
 
 def test_requests_that_do_not_ask_cost_nothing(llm):

@@ -56,7 +56,7 @@ def test_a_step_computes_its_new_tokens_only(lm):
     assert counts == [40, 41, 42, 45]
 
 
-@pytest.mark.parametrize("form", [{}, {"top_k": 9}, {"token_ids": [3, 99]}], ids=str)
+@pytest.mark.parametrize("form", [{}, {"top_k": 9}, {"only": [3, 99]}], ids=str)
 def test_lanes_with_forks_say_what_resubmission_says(lm, form):
     """Twice as many lanes as the engine runs at once, and more tokens than its cache holds."""
     rng = random.Random(len(form))

@@ -117,7 +117,7 @@ def test_parts_of_the_vocabulary_are_those_of_the_whole(lm):
     whole = lm.batch_next_token_logprobs_sync(asked)
     sent = lm.run(lm.engine.read_stats(lm.engine.consumers["next_token"]))["bytes_out"]
     top = lm.batch_next_token_logprobs_sync(asked, top_k=7)
-    some = lm.batch_next_token_logprobs_sync(asked, token_ids=[5, 1000, 5])
+    some = lm.batch_next_token_logprobs_sync(asked, only=[5, 1000, 5])
     sent = lm.run(lm.engine.read_stats(lm.engine.consumers["next_token"]))["bytes_out"] - sent
     assert isinstance(top, TopLogprobs)
     assert relative_error(top.values, whole.topk(7).values) < 1e-4
@@ -187,9 +187,9 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         (lambda lm: lm.next_token_logprobs("text"), "give a list of token ids"),
         (lambda lm: lm.next_token_logprobs([1] * 256), "256 tokens leave no room"),
         (lambda lm: lm.next_token_logprobs([1], top_k=0), "top_k=0"),
-        (lambda lm: lm.next_token_logprobs([1], token_ids=[]), "token_ids= is empty"),
-        (lambda lm: lm.next_token_logprobs([1], token_ids=[VOCAB]), "token_ids= has token 1348"),
-        (lambda lm: lm.next_token_logprobs([1], top_k=1, token_ids=[1]), "give one of them"),
+        (lambda lm: lm.next_token_logprobs([1], only=[]), "only= is empty"),
+        (lambda lm: lm.next_token_logprobs([1], only=[VOCAB]), "only= has token 1348"),
+        (lambda lm: lm.next_token_logprobs([1], top_k=1, only=[1]), "give one of them"),
         (lambda lm: lm.next_token_logprobs([1], temperature=2), "unknown arguments"),
         (lambda lm: lm.next_token_logprobs([1], lora_name="x"), "no adapter 'x' was added"),
         (
@@ -284,7 +284,7 @@ def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    wide = {"token_ids": list(range(2, 302))}  # a width that no other test asks for
+    wide = {"only": list(range(2, 302))}  # a width that no other test asks for
 
     async def ask():
         asked = [lm.next_token_logprobs([3, 1], **wide), lm.next_token_logprobs([4, 1])]
@@ -292,7 +292,7 @@ def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
 
     lm.batch_next_token_logprobs_sync([[1, 2]])  # from here on plain queries go together
     with monkeypatch.context() as patch:
-        patch.setattr("tllm.logprobs.arena.SharedRows.create", full)
+        patch.setattr("tllm.logprobs.transport.SharedRows.create", full)
         refused, answered = asyncio.run(ask())
     assert isinstance(refused, RuntimeError) and "--shm-size" in str(refused)
     assert isinstance(answered, torch.Tensor)
@@ -302,7 +302,7 @@ def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
 
 def test_an_engine_is_asked_by_one_model_only(lm):
     with pytest.raises(ValueError, match="another AsyncVirtualLM"):
-        type(lm)(lm.engine, lm._thread)
+        type(lm)(lm.engine, lm._loop)
 
 
 def test_an_engine_that_is_paused_answers_or_says_so(lm):

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from tllm.consumers.next_token import HEADER, NextTokenConsumer
-from tllm.consumers.shared_rows import SharedRows
+from tllm.engine.capacity import BlockLedger
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name
-from tllm.logprobs.arena import Arena
-from tllm.logprobs.blocks import BlockLedger
-from tllm.logprobs.collector import Collector
-from tllm.logprobs.question import Interventions
+from tllm.logprobs.loop import Collector
+from tllm.logprobs.query import Interventions
+from tllm.logprobs.transport import Arena
+from tllm.shared_memory import SharedRows
 
 
 def test_the_cache_keeps_what_was_used_last_and_shares_no_memory():
@@ -86,7 +86,7 @@ def test_large_results_are_views_whose_rows_come_back_when_they_are_dropped():
         for ticket in range(2**40, 2**40 + 30):
             place = await arena.lease()
             written(arena, place, ticket, np.full(numbers, ticket % 97, np.float32))
-            results.append((ticket, arena.read(place, ticket)[0]))
+            results.append((ticket, arena.read(place, ticket).values))
         assert len(arena) == 32
         # The later ones are copies: half of the rows stay for what is on its way.
         assert arena.free == 32 - 16
@@ -118,8 +118,8 @@ def test_whoever_finds_no_free_row_waits_for_one():
         await asyncio.sleep(0.01)
         assert not third.done()
         written(arena, second, 5, np.array([1.5, 2.5], np.float32), [3, 4])
-        values, ids = arena.read(second, 5)
-        assert (values.tolist(), ids.tolist()) == ([1.5, 2.5], [3, 4])
+        answer = arena.read(second, 5)
+        assert (answer.values.tolist(), answer.token_ids.tolist()) == ([1.5, 2.5], [3, 4])
         assert await asyncio.wait_for(third, 5) == second
         arena.release(first)
         arena.close()
@@ -175,10 +175,10 @@ def test_options_of_the_consumer_are_checked(options, message):
 SAMPLING = "max_tokens eos_token_ids temperature seed"
 CALLS = {
     "from_name": "model_name engine_opts cache_size cache_opts batch_size timeout",
-    "next_token_logprobs": "prompt",
-    "next_token_logprobs_sync": "prompt",
-    "batch_next_token_logprobs": "prompts",
-    "batch_next_token_logprobs_sync": "prompts",
+    "next_token_logprobs": "token_ids",
+    "next_token_logprobs_sync": "token_ids",
+    "batch_next_token_logprobs": "token_ids_list",
+    "batch_next_token_logprobs_sync": "token_ids_list",
     "sample": f"prompt_token_ids {SAMPLING}",
     "batch_sample": f"prompt_token_ids_list {SAMPLING}",
     "add_new_lora": "lora_path lora_name",
@@ -188,7 +188,7 @@ CALLS = {
     "reset_async_queries": "",
     "cleanup": "",
 }
-"""Of genlm-backend's `AsyncVirtualLM`; its queries' prompts are positional here."""
+"""Of genlm-backend's `AsyncVirtualLM`."""
 
 
 @pytest.mark.parametrize("name", CALLS)

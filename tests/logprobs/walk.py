@@ -26,7 +26,7 @@ async def walk(lm, asked):
     """Queries in all forms, lanes that are forked and closed, a completion, cancelled queries."""
     found = {"full": torch.stack(await gathered(map(lm.next_token_logprobs, asked)))}
     found["top"] = await lm.batch_next_token_logprobs(asked, top_k=5)
-    found["some"] = await lm.batch_next_token_logprobs(asked, token_ids=[7, 70])
+    found["some"] = await lm.batch_next_token_logprobs(asked, only=[7, 70])
     lanes = [lm.open(prompt) for prompt in asked]
     await gathered(lane.next() for lane in lanes)
     for token in FED:

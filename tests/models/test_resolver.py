@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tllm.models import resolve
 from tllm.models.families import FAMILIES, Family
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import HookPoint, ModelPoints
 
 LAYERS = 3
 HIDDEN = 8
@@ -117,9 +117,9 @@ class Wrapper(nn.Module):
 
 def test_unlisted_model_that_computes_as_llama_has_every_point() -> None:
     sites = resolve(CausalLM(Stack()))
-    assert sites.points == tuple(HookPoint)
-    assert sites.family == "Stack (like llama)"
-    assert (sites.num_layers, sites.hidden_size) == (LAYERS, HIDDEN)
+    assert sites.points.points == tuple(HookPoint)
+    assert sites.points.family == "Stack (like llama)"
+    assert (sites.points.num_layers, sites.hidden_size) == (LAYERS, HIDDEN)
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,14 @@ def test_unlisted_model_that_differs_has_no_point_and_says_why(
     stack: nn.Module, reason: str
 ) -> None:
     sites = resolve(CausalLM(stack))
-    assert sites.points == () and not sites.sites
-    assert all(reason in sites.explain_missing(point) for point in HookPoint)
+    assert sites.points.points == () and not sites.sites
+    assert all(reason in why for why in sites.points.reasons.values())
+    with pytest.raises(ValueError, match=reason):
+        sites.points.locate(HookPoint.MLP_IN, 0)
 
 
 def test_language_model_of_a_multimodal_wrapper_is_found() -> None:
-    assert resolve(Wrapper(CausalLM(Stack()))).points == tuple(HookPoint)
+    assert resolve(Wrapper(CausalLM(Stack()))).points.points == tuple(HookPoint)
 
 
 def test_sites_are_in_the_order_the_forward_pass_reaches_them() -> None:
@@ -210,10 +212,12 @@ def test_stream_and_residual_of_a_call_are_found_by_position_and_by_keyword() ->
 
 def test_what_leaves_a_block_and_enters_the_next_is_one_site() -> None:
     sites = resolve(CausalLM(Stack()))
-    assert sites.canonical(HookPoint.PRE_ATTN, 2) == sites.canonical(HookPoint.POST_BLOCK, 1)
-    assert sites.canonical(HookPoint.PRE_ATTN, 0) == (HookPoint.PRE_ATTN, 0)
-    assert sites.canonical(HookPoint.POST_BLOCK, -1) == (HookPoint.POST_BLOCK, LAYERS - 1)
-    assert sites.canonical(HookPoint.PRE_ATTN, -LAYERS) == (HookPoint.PRE_ATTN, 0)
+    assert sites.points.canonical(HookPoint.PRE_ATTN, 2) == sites.points.canonical(
+        HookPoint.POST_BLOCK, 1
+    )
+    assert sites.points.canonical(HookPoint.PRE_ATTN, 0) == (HookPoint.PRE_ATTN, 0)
+    assert sites.points.canonical(HookPoint.POST_BLOCK, -1) == (HookPoint.POST_BLOCK, LAYERS - 1)
+    assert sites.points.canonical(HookPoint.PRE_ATTN, -LAYERS) == (HookPoint.PRE_ATTN, 0)
     assert (HookPoint.PRE_ATTN, 1) not in sites.sites
 
 
@@ -229,7 +233,7 @@ def test_layer_that_a_point_lacks_is_refused(
     point: HookPoint, layer: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        resolve(CausalLM(Stack())).canonical(point, layer)
+        resolve(CausalLM(Stack())).points.canonical(point, layer)
 
 
 def test_pipeline_rank_holds_the_sites_of_its_own_blocks_only() -> None:
@@ -239,19 +243,20 @@ def test_pipeline_rank_holds_the_sites_of_its_own_blocks_only() -> None:
     row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
     sites = resolve(CausalLM(stack), families=[row])
     assert {layer for _, layer in sites.sites} == {0, 1}
-    assert sites.num_layers == LAYERS
-    assert HookPoint.LM_HEAD_IN in sites.points
-    assert sites.canonical(HookPoint.PRE_ATTN, 2) in sites.sites
+    assert sites.points.num_layers == LAYERS
+    assert HookPoint.LM_HEAD_IN in sites.points.points
+    assert sites.points.canonical(HookPoint.PRE_ATTN, 2) in sites.sites
 
 
 def test_partial_sums_are_refused_under_tensor_parallelism() -> None:
     parallel = next(row for row in FAMILIES if row.name == "cohere").layout
     row = Family("here", "test_resolver.Stack", "test_resolver.Block", parallel)
-    assert HookPoint.ATTN_OUT in resolve(CausalLM(Stack()), 1, families=[row]).points
+    assert HookPoint.ATTN_OUT in resolve(CausalLM(Stack()), 1, families=[row]).points.points
     sites = resolve(CausalLM(Stack()), 2, families=[row])
-    assert HookPoint.ATTN_OUT not in sites.points
-    assert "tensor_parallel_size=2" in sites.explain_missing(HookPoint.ATTN_OUT)
-    assert "it has: pre_attn" in sites.explain_missing(HookPoint.MLP_OUT)
+    assert HookPoint.ATTN_OUT not in sites.points.points
+    assert "tensor_parallel_size=2" in sites.points.reasons["attn_out"]
+    with pytest.raises(ValueError, match="it has: pre_attn"):
+        sites.points.locate(HookPoint.MLP_OUT, 1)
 
 
 def test_row_holds_only_with_the_values_it_names() -> None:
@@ -263,8 +268,81 @@ def test_row_holds_only_with_the_values_it_names() -> None:
         block_is={"training": False},
     )
     sites = resolve(CausalLM(Stack()).train(), families=[row])
-    assert "known only with {'training': False}" in sites.explain_missing(HookPoint.PRE_ATTN)
-    assert resolve(CausalLM(Stack()).eval(), families=[row]).points == tuple(HookPoint)
+    assert "known only with {'training': False}" in sites.points.reasons["pre_attn"]
+    assert resolve(CausalLM(Stack()).eval(), families=[row]).points.points == tuple(HookPoint)
+
+
+class MixerBlock(Block):
+    """Has one branch only, as Nemotron-H's blocks have."""
+
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):  # type: ignore[no-untyped-def]
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+def hybrid() -> nn.Module:
+    """Its middle block has no attention."""
+    stack = Stack()
+    stack.layers[1] = MixerBlock()
+    return CausalLM(stack)
+
+
+FULL = FAMILIES[0].layout
+HYBRID = (
+    Family("hybrid", "test_resolver.Stack", "test_resolver.Block", FULL),
+    Family(
+        "hybrid",
+        "test_resolver.Stack",
+        "test_resolver.MixerBlock",
+        {p: "no attention here" if "attn" in p and p != "pre_attn" else FULL[p] for p in FULL},
+    ),
+)
+
+
+def test_point_that_one_layer_lacks_is_refused_there_with_the_layers_that_have_it() -> None:
+    sites = resolve(hybrid(), families=HYBRID)
+    points = sites.points
+    assert points.points == tuple(HookPoint)
+    assert points.layers(HookPoint.ATTN_OUT) == (0, 2)
+    assert points.layers(HookPoint.MLP_OUT) == (0, 1, 2)
+    assert points.check(HookPoint.ATTN_OUT, -1) == (HookPoint.ATTN_OUT, 2)
+    refusal = r"no hook point attn_out in layer 1: no attention here \(layers that have it: 0, 2\)"
+    with pytest.raises(ValueError, match=refusal):
+        points.check(HookPoint.ATTN_OUT, 1)
+    assert (HookPoint.ATTN_OUT, 1) not in sites.sites
+    assert (HookPoint.ATTN_OUT, 0) in sites.sites and (HookPoint.MLP_OUT, 1) in sites.sites
+    assert points.described()["layers"] == {
+        point: [0, 2] for point in ("attn_in", "attn_out", "post_attn")
+    }
+
+
+def test_pre_attn_has_a_tap_of_its_own_where_the_block_before_gives_nothing_up() -> None:
+    silent = {**FULL, HookPoint.POST_BLOCK: "not known"}
+    rows = (HYBRID[0], Family("silent", HYBRID[1].stack, HYBRID[1].block, silent))
+    sites = resolve(hybrid(), families=rows)
+    assert sites.points.canonical(HookPoint.PRE_ATTN, 2) == (HookPoint.PRE_ATTN, 2)
+    assert sites.points.canonical(HookPoint.PRE_ATTN, 1) == (HookPoint.POST_BLOCK, 0)
+    assert sites.second == {(HookPoint.POST_BLOCK, 0): (HookPoint.PRE_ATTN, 1)}
+    assert (HookPoint.PRE_ATTN, 2) in sites.sites and (HookPoint.PRE_ATTN, 1) not in sites.sites
+
+
+def test_points_without_a_tap_are_refused_with_how_to_get_one() -> None:
+    points = resolve(CausalLM(Stack()), tapped=[HookPoint.PRE_ATTN]).points
+    assert points.check(HookPoint.POST_BLOCK, 0)  # the tap of pre_attn 1
+    with pytest.raises(ValueError, match=r"post_block has no tap .*it has pre_attn.*'post_block'"):
+        points.check(HookPoint.POST_BLOCK, -1)
+
+
+def test_pipeline_stages_together_know_what_every_layer_lacks() -> None:
+    stages = []
+    for here in ([0], [1, 2]):
+        model = hybrid()
+        for layer in {0, 1, 2}.difference(here):
+            model.model.layers[layer] = PPMissingLayer()
+        stages.append(resolve(model, families=HYBRID).points)
+    assert stages[0].layers(HookPoint.ATTN_OUT) == (0, 1, 2)
+    for order in (stages, stages[::-1]):
+        assert ModelPoints.of_stages(order).layers(HookPoint.ATTN_OUT) == (0, 2)
 
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)

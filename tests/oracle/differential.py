@@ -25,23 +25,13 @@ from tllm.ports import Phase
 
 from .consumers import Gatherer, Place, Writer
 from .families import engine_arguments
-from .reference import Change, Writes
+from .reference import POINTS, Change, Writes
 from .reference_process import ReferenceProcess
 
 BLOCK = 32
 MAX_LEN = 4 * BLOCK
 MAX_TOKENS = 5
 PHASES: tuple[Phase, ...] = ("any", "prefill", "decode")
-POINTS = (
-    "pre_attn",
-    "attn_in",
-    "attn_out",
-    "post_attn",
-    "mlp_in",
-    "mlp_out",
-    "post_block",
-    "lm_head_in",
-)
 CHUNK = 48
 """`max_num_batched_tokens`: longer prompts are computed in chunks, beside other sequences."""
 
@@ -56,6 +46,10 @@ ENGINE: dict[str, Any] = {
     "disable_log_stats": True,
     "hook_points": "all",
 }
+
+
+SMALL = ("block_size", "enable_prefix_caching")
+"""What not every family takes: a state-space layer's block holds more tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,7 +326,6 @@ class Engine:
     def __init__(
         self,
         family: str,
-        points: Sequence[str],
         reference: ReferenceProcess,
         llm: LLM,
         *,
@@ -345,15 +338,16 @@ class Engine:
         config = llm.llm_engine.model_config
         self.layers = config.get_total_num_hidden_layers()
         self.vocab = config.get_vocab_size()
-        self.places: list[Place] = [
-            (point, layer)
-            for point in points
-            for layer in ([None] if point == "lm_head_in" else range(self.layers))
-        ]
+        self.places: list[Place] = reference.places(family)
         generator = torch.Generator().manual_seed(5)
         vector = 3 * torch.randn(config.get_hidden_size(), generator=generator)
         self.vector = vector.to(config.dtype).float()
         self.registered: list[str] = []
+
+    @property
+    def points(self) -> list[str]:
+        """The hook points that some layer has."""
+        return list(dict.fromkeys(point for point, _ in self.places))
 
     @contextmanager
     def consumers(self, *, writer: bool = False) -> Iterator[None]:
@@ -373,21 +367,26 @@ class Engine:
                 self.llm.unregister_consumer(self.registered.pop())
 
     def refusals(self) -> list[str]:
-        """What is wrong with how the hook points that the family lacks are refused."""
+        """What is wrong with how the hook points that the family, or a layer, lacks are refused."""
         problems = []
-        has = list(dict.fromkeys(point for point, _ in self.places))
-        for point in POINTS:
-            if point in has:
-                continue
+        lacking = [
+            (point, layer)
+            for point in POINTS
+            for layer in ([None] if point == "lm_head_in" else range(self.layers))
+            if (point, layer) not in self.places
+        ]
+        for point, layer in lacking:
+            having = [place[1] for place in self.places if place[0] == point]
+            named = ", ".join(self.points) if not having else f"in layer {layer}"
             try:
-                self.llm.register_consumer(Gatherer("lacking", [(point, 0)], "any"))
+                self.llm.register_consumer(Gatherer("lacking", [(point, layer)], "any"))
             except ValueError as error:
-                if f"no hook point {point}" in str(error) and ", ".join(has) in str(error):
+                if f"no hook point {point}" in str(error) and named in str(error):
                     continue
-                problems.append(f"{point} is refused with: {error}")
+                problems.append(f"{point} {layer} is refused with: {error}")
             else:
                 self.llm.unregister_consumer("lacking")
-                problems.append(f"{point} is not refused")
+                problems.append(f"{point} {layer} is not refused")
         return problems
 
     def compare(self, asks: Sequence[Ask], tolerance: Tolerance) -> Report:
@@ -492,23 +491,26 @@ class Engine:
 @contextmanager
 def serving(
     family: str,
-    points: Sequence[str],
     reference: ReferenceProcess,
     checkpoint: Path,
     *,
     seeded: bool,
+    roomy: bool = False,
     **arguments: Any,
 ) -> Iterator[Engine]:
     """An engine in this process, gone afterwards with all it held.
 
-    Its KV cache is as small as the family allows, so that sequences preempt each other.
+    Its KV cache is as small as the family allows, so that sequences preempt each other; where it is
+    `roomy`, vLLM chooses its blocks and whether prefixes are cached.
     """
     # These have sliding and full attention: three groups of layers, each with blocks of its own.
     # One sequence needs 14 and the null block where steps are scheduled ahead.
     blocks = {"gemma2": 15, "gemma3": 15, "exaone4": 15}.get(family, 7)
-    given = {"num_gpu_blocks_override": blocks, **engine_arguments(family), **arguments}
-    llm = LLM(str(checkpoint), **ENGINE, **given)
-    served = Engine(family, points, reference, llm, seeded=seeded)
+    given = {**ENGINE, "num_gpu_blocks_override": blocks}
+    if roomy:
+        given = {name: value for name, value in ENGINE.items() if name not in SMALL}
+    llm = LLM(str(checkpoint), **given, **engine_arguments(family), **arguments)
+    served = Engine(family, reference, llm, seeded=seeded)
     try:
         yield served
     finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCAB = 160
 LAYERS = 3
@@ -160,8 +161,605 @@ REQUIRED = tuple(CONFIGS)[: tuple(CONFIGS).index("olmo")]
 """The families that the contract names; the rest are listed for free."""
 
 
-# vLLM's Bloom has the exact GELU, transformers' has the approximation by tanh.
-_TOLERANCES = {"bloom": 1e-3}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_MULTIMODAL_ROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+    }
+}
+_INTERLEAVED_ROPE = {
+    "rope_parameters": {**_MULTIMODAL_ROPE["rope_parameters"], "mrope_interleaved": True}
+}
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 128,
+        "truncate": False,
+    }
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GROUPED = {"n_group": 1, "topk_group": 1}
+_LATENT = {
+    # The sizes that vLLM's kernels take.
+    "q_lora_rank": 48,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": HEADS,
+}
+_DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+_SLIDING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+_FULL = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
+_HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_STATES = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+}
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_MAMBA = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "state_size": 16,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+
+SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
+    # Only the survey runs these.
+    "gpt_oss": (
+        "gpt_oss",
+        _BASE
+        | _HEAD_DIM
+        | _YARN
+        # As in every released one, which vLLM takes for granted.
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "llama4": (
+        "llama4_text",
+        _BASE
+        | _HEAD_DIM
+        | {
+            "num_local_experts": 4,
+            "intermediate_size_mlp": 192,
+            "intermediate_size": 64,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 1, 0],
+            "attention_chunk_size": 256,
+        },
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        _BASE
+        | _LATENT
+        | _EXPERTS
+        | {
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        _BASE
+        | _LATENT
+        | _EXPERTS
+        | _GROUPED
+        | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "axk1": (
+        "axk1",
+        _BASE
+        | _LATENT
+        | _EXPERTS
+        | _GROUPED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe": (
+        "glm4_moe",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _GROUPED
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        _BASE
+        | _LATENT
+        | _EXPERTS
+        | _GROUPED
+        | _DENSE_FIRST
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "dots1": (
+        "dots1",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _GROUPED
+        | _FULL
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        _BASE
+        | {
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 64,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_num_shared_experts": 1,
+        },
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _GROUPED
+        | _SLIDING
+        | _DENSE_FIRST
+        | {"num_experts": 4, "num_shared_experts": 1, "first_k_dense_replace": 1},
+    ),
+    "qwen2_moe": (
+        "qwen2_moe",
+        _BASE
+        | _EXPERTS
+        | {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+            "sliding_window": None,
+            "mlp_only_layers": [1],
+            "layer_types": ["full_attention"] * LAYERS,
+        },
+    ),
+    "flex_olmo": ("flex_olmo", _BASE | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "hunyuan_v1_moe": (
+        "hunyuan_v1_moe",
+        _BASE | _HEAD_DIM | {"num_experts": 4, "moe_topk": 2},
+    ),
+    "mellum": (
+        "mellum",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _FULL
+        | {"num_local_experts": 4}
+        | {"mlp_layer_types": ["sparse"] * LAYERS},
+    ),
+    "solar_open": (
+        "solar_open",
+        _BASE | _HEAD_DIM | _EXPERTS | _GROUPED | {"n_routed_experts": 4, "n_shared_experts": 1},
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        _BASE | _HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
+    ),
+    "phimoe": (
+        "phimoe",
+        _BASE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        _BASE
+        | _EXPERTS
+        | _GROUPED
+        | _SLIDING
+        | _DENSE_FIRST
+        | {"head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4}
+        # As vLLM names them.
+        | {
+            "hybrid_layer_pattern": [1, 1, 0],
+            "moe_layer_freq": [0, 1, 1],
+            "layernorm_epsilon": 1e-6,
+            "sliding_window_size": WINDOW,
+            "swa_head_dim": 32,
+            "swa_num_attention_heads": HEADS,
+            "swa_num_key_value_heads": KV_HEADS,
+        },
+    ),
+    "laguna": (
+        "laguna",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _SLIDING
+        | _DENSE_FIRST
+        | {
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 64,
+            "num_attention_heads_per_layer": [HEADS] * LAYERS,
+        },
+    ),
+    "hy_v3": (
+        "hy_v3",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | {"num_experts": 4, "num_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+        | {"expert_hidden_dim": 64, "route_norm": True},
+    ),
+    "afmoe": (
+        "afmoe",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _GROUPED
+        | _SLIDING
+        | {"num_experts": 4, "num_shared_experts": 1, "num_dense_layers": 1}
+        | {"score_func": "sigmoid", "route_norm": True},
+    ),
+    "apertus": ("apertus", _BASE | _ROPE | {"hidden_act": "xielu"}),
+    "cohere2_moe": (
+        "cohere2_moe",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _SLIDING
+        | {"num_experts": 4, "tie_word_embeddings": True, "logit_scale": 0.5},
+    ),
+    "dbrx": (
+        "dbrx",
+        {
+            "vocab_size": VOCAB,
+            "d_model": HIDDEN,
+            "n_heads": HEADS,
+            "n_layers": LAYERS,
+            "max_seq_len": 256,
+            "attn_config": {"kv_n_heads": KV_HEADS, "clip_qkv": 8.0, "rope_theta": 10000.0},
+            "ffn_config": {
+                "ffn_hidden_size": 64,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+                "hidden_size": HIDDEN,
+            },
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
+    "longcat_flash": (
+        "longcat_flash",
+        _BASE
+        | _LATENT
+        | {
+            "num_layers": LAYERS,
+            "num_hidden_layers": 2 * LAYERS,
+            "ffn_hidden_size": 192,
+            "expert_ffn_hidden_size": 64,
+            "n_routed_experts": 4,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "zero_expert_type": "identity",
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+            "moe_intermediate_size": 64,
+            "head_dim": 32,
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        _BASE | _LATENT | {"dim_model_base": HIDDEN // 2, "scale_emb": 2, "head_dim": 32},
+    ),
+    "hyperclovax": (
+        "hyperclovax",
+        _BASE | _HEAD_DIM | {"residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    ),
+    "granite_swa": (
+        "granite_swa",
+        _BASE | _SLIDING | {"residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        _BASE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    ),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        _BASE
+        | _SLIDING
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+        | {"residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        _BASE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+        | {"residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    ),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        _BASE
+        | _STATES
+        | _HYBRID
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64}
+        | {"residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    ),
+    "falcon_h1": (
+        "falcon_h1",
+        _BASE | _HEAD_DIM | _STATES | {"mamba_d_ssm": 256, "ssm_out_multiplier": 0.5},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        _BASE
+        | _HEAD_DIM
+        | {
+            "num_hidden_layers": LAYERS,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "ssm_state_size": 16,
+            # transformers keeps time steps above it, and vLLM does not.
+            "time_step_min": 1e-30,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | {
+            "num_hidden_layers": LAYERS,
+            "layers_block_type": ["linear_attention", "moe", "full_attention"],
+            "ssm_state_size": 16,
+            # transformers keeps time steps above it, and vLLM does not.
+            "time_step_min": 1e-30,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 32,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "moe_shared_expert_intermediate_size": 64,
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        _MAMBA | {"num_heads": 8, "head_dim": 32, "n_groups": 1, "chunk_size": 16},
+    ),
+    "mamba": ("mamba", _MAMBA | {"time_step_rank": 8}),
+    "falcon_mamba": ("falcon_mamba", _MAMBA | {"time_step_rank": 8}),
+    "jamba": (
+        "jamba",
+        _BASE
+        | {
+            "num_experts": 4,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_dt_rank": 8,
+            "use_mamba_kernels": False,
+        },
+    ),
+    "bamba": ("bamba", _BASE | _STATES | {"attn_layer_indices": [1]}),
+    "zamba2": (
+        "zamba2",
+        _BASE
+        | {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "hybrid_layer_ids": [1],
+            "num_key_value_heads": HEADS,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 32,
+            "mamba_d_state": 16,
+            "attention_hidden_size": 2 * HIDDEN,
+            "attention_head_dim": 64,
+            "adapter_rank": 16,
+            "chunk_size": 16,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        _BASE
+        | {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+            # vLLM asks for these, which transformers does not write.
+            "block_dim": HIDDEN,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 32,
+            "conv_dim": HIDDEN,
+        },
+    ),
+    "lfm2_moe": (
+        "lfm2_moe",
+        _BASE
+        | _EXPERTS
+        | {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_experts": 4,
+            "num_dense_layers": 1,
+        },
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _HYBRID
+        | _DELTA
+        | {"num_experts": 4, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1},
+    ),
+    "qwen3_5": ("qwen3_5_text", _BASE | _HEAD_DIM | _HYBRID | _DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        _BASE
+        | _HEAD_DIM
+        | _EXPERTS
+        | _HYBRID
+        | _DELTA
+        | {"num_experts": 4, "shared_expert_intermediate_size": 64},
+    ),
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        _BASE | _HYBRID | _DELTA | {"num_key_value_heads": HEADS, "linear_num_key_heads": 4},
+    ),
+    "gemma4": (
+        "gemma4_text",
+        _BASE
+        | _HEAD_DIM
+        | _SLIDING
+        | {
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 32,
+            "per_layer_config": {},
+        },
+    ),
+    "gemma3n": (
+        "gemma3n_text",
+        _BASE
+        | _HEAD_DIM
+        | _SLIDING
+        | {
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 32,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.0] * LAYERS,
+            "intermediate_size": [192] * LAYERS,
+        },
+    ),
+    "gpt_neox": (
+        "gpt_neox",
+        _BASE | {"num_key_value_heads": HEADS, "use_parallel_residual": True},
+    ),
+    "gpt_neox_sequential": (
+        "gpt_neox",
+        _BASE | {"num_key_value_heads": HEADS, "use_parallel_residual": False},
+    ),
+    "gpt_bigcode": ("gpt_bigcode", _GPT),
+    "helium": ("helium", _BASE | _HEAD_DIM),
+    "glm": ("glm", _BASE | _HEAD_DIM),
+    "cwm": ("cwm", _BASE | _HEAD_DIM | _SLIDING | {"bos_token_id": 1, "eos_token_id": 1}),
+    "bitnet": ("bitnet", _BASE),
+    "diffllama": ("diffllama", _BASE | _HEAD_DIM),
+    "jais2": ("jais2", _BASE | _HEAD_DIM),
+    "ministral": ("ministral", _BASE | _HEAD_DIM | _SLIDING),
+    "ministral3": ("ministral3", _BASE | _HEAD_DIM | _ROPE),
+    "persimmon": ("persimmon", _BASE | {"num_key_value_heads": HEADS}),
+    "vaultgemma": (
+        "vaultgemma",
+        _BASE | _HEAD_DIM | _SLIDING | {"query_pre_attn_scalar": 32, "tie_word_embeddings": True},
+    ),
+    "youtu": ("youtu", _BASE | _LATENT),
+    # With an image tower beside the language model.
+    "qwen2_5_vl": (
+        "qwen2_5_vl",
+        {
+            "text_config": _BASE | _MULTIMODAL_ROPE,
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "out_hidden_size": HIDDEN,
+                "fullatt_block_indexes": [1],
+            },
+        },
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {
+            "text_config": _BASE | _HEAD_DIM | _INTERLEAVED_ROPE,
+            "vision_config": {
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_heads": 2,
+                "out_hidden_size": HIDDEN,
+                "deepstack_visual_indexes": [0, 1],
+                "num_position_embeddings": 16,
+            },
+        },
+    ),
+    "gemma3_mm": (
+        "gemma3",
+        {
+            "text_config": CONFIGS["gemma3"][1],
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+            "image_token_index": 150,
+            "boi_token_index": 151,
+            "eoi_token_index": 152,
+        },
+    ),
+    "llava": (
+        "llava",
+        {
+            "text_config": _BASE | {"model_type": "llama"},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "projection_dim": 64,
+            },
+            "image_token_index": 150,
+        },
+    ),
+    "hrm_text": ("hrm_text", _BASE | _HEAD_DIM),
+    "kimi_linear": (
+        "kimi_linear",
+        _BASE | _LATENT | _EXPERTS | _HYBRID | {"num_experts": 4, "n_routed_experts": 4},
+    ),
+}
+
+
+def _kind(values: dict[str, Any]) -> Any:
+    """transformers' class of models of this kind."""
+    return AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
+
+
+def load(folder: Path) -> Any:
+    """A checkpoint as transformers runs it."""
+    values = json.loads((folder / "config.json").read_text())
+    return (
+        _kind(values)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
+
+
+_TOLERANCES = {
+    # vLLM's Bloom has the exact GELU, transformers' has the approximation by tanh.
+    "bloom": 1e-3,
+}
 
 
 def tolerance(name: str) -> float:
@@ -171,8 +769,12 @@ def tolerance(name: str) -> float:
 
 def engine_arguments(name: str) -> dict[str, Any]:
     """What vLLM must be told to compute what `transformers` computes."""
-    # With the same window, vLLM's Cohere 2 sees one token more.
-    return {"hf_overrides": {"sliding_window": WINDOW - 1}} if name == "cohere2" else {}
+    if name == "cohere2":
+        # With the same window, vLLM's Cohere 2 sees one token more.
+        return {"hf_overrides": {"sliding_window": WINDOW - 1}}
+    if "text_config" in (CONFIGS | SURVEYED)[name][1]:
+        return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
+    return {}
 
 
 @dataclass(frozen=True)
@@ -188,14 +790,15 @@ class Variant:
 
     def config(self, name: str) -> tuple[str, dict[str, Any]]:
         """transformers' model_type, and its config."""
-        model_type, values = CONFIGS[name]
+        model_type, values = (CONFIGS | SURVEYED)[name]
         changed = {key: self.width * values[key] for key in _WIDTHS if key in values}
-        if self.dtype != torch.float32 and "num_experts_per_tok" in values:
+        if self.dtype != torch.float32:
             # Every expert: which of two nearly equal ones is chosen would hang on rounding.
-            changed["num_experts_per_tok"] = 4
+            changed |= dict.fromkeys(values.keys() & _CHOSEN_EXPERTS, 4)
         return model_type, values | changed
 
 
+_CHOSEN_EXPERTS = {"num_experts_per_tok", "moe_topk", "moe_k"}
 _WIDTHS = (
     "hidden_size",
     "n_embd",
@@ -206,6 +809,20 @@ _WIDTHS = (
     "word_embed_proj_dim",
     "query_pre_attn_scalar",
     "rotary_dim",
+    "intermediate_size_mlp",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "conv_dim",
+    "block_dim",
+    "mamba_d_head",
+    "mamba_d_ssm",
+    "mamba_head_dim",
+    "mamba_headdim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "attention_hidden_size",
+    "attention_head_dim",
 )
 
 
@@ -221,7 +838,7 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
         return folder
     model_type, values = variant.config(name)
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(
+    model = _kind(values).from_config(
         AutoConfig.for_model(model_type, **values), dtype=torch.float32
     )
     with torch.no_grad():

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+
+from .families import LAYERS, load
 
 Layer = int | None
 Writes = Mapping[tuple[str, Layer], tuple[Tensor, Tensor]]
@@ -31,12 +32,20 @@ States = dict[str, dict[Layer, Tensor]]
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor at the boundary of one of the block's modules ("" is the block)."""
+    """A tensor at the boundary of one of the block's modules.
+
+    path: "" is the block; "a|b" is whichever of the two a block has.
+    """
 
     path: str
     side: Literal["input", "output"]
     in_place: bool = False
     """A write changes the tensor for whoever holds it, as the stream at `post_attn` must be."""
+
+    def module(self, block: nn.Module) -> nn.Module | None:
+        """The module of this block; None where it has none of them."""
+        found = dict(block.named_modules())
+        return next((found[path] for path in self.path.split("|") if path in found), None)
 
 
 def _into(path: str) -> Place:
@@ -113,15 +122,60 @@ STEERED: dict[str, Callable[..., Tensor]] = {
 }
 """The rows after each way of steering, from the rows before it and the vector as it was given."""
 
-PLACES: dict[str, dict[str, Place]] = {
+Places = Mapping[str, Place]
+
+_STREAM_ONLY: Places = {}
+_MIXER = {"attn_in": _into("mixer"), "attn_out": _out_of("mixer")}
+_EXPERTS_AND_MORE = _ONLY_INPUTS | {
+    "attn_in": _into("self_attn|mamba"),
+    "mlp_in": _out_of("post_attention_layernorm"),
+}
+_LFM2 = {
+    "attn_in": _into("self_attn|conv"),
+    "attn_out": _out_of("self_attn|conv"),
+    "post_attn": _stream_at("ffn_norm"),
+    "mlp_in": _into("feed_forward"),
+    "mlp_out": _out_of("feed_forward"),
+}
+_JAMBA = _LFM2 | {
+    "attn_in": _into("self_attn|mamba"),
+    "attn_out": _out_of("self_attn|mamba"),
+    "post_attn": _stream_at("pre_ff_layernorm"),
+}
+_LINEAR = _LLAMA | {
+    "attn_in": _into("self_attn|linear_attn"),
+    "attn_out": _out_of("self_attn|linear_attn"),
+}
+_ZAMBA2 = {
+    "attn_in": _into("mamba|mamba_decoder.mamba"),
+    "attn_out": _out_of("mamba|mamba_decoder.mamba"),
+}
+
+
+def _nemotron_h(block: nn.Module) -> Places:
+    if block.block_type in ("linear_attention", "full_attention"):
+        return _MIXER
+    return {"mlp_in": _into("mixer"), "mlp_out": _out_of("mixer")}
+
+
+def _olmo_hybrid(block: nn.Module) -> Places:
+    return _LINEAR if hasattr(block, "linear_attn") else _POST_NORM
+
+
+PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     "gemma2": _SANDWICH,
     "gemma3": _SANDWICH,
+    "gemma3_mm": _SANDWICH,
+    "gemma4": _SANDWICH,
     "olmo2": _POST_NORM,
     "olmo3": _POST_NORM,
+    "flex_olmo": _POST_NORM,
     "exaone4": _POST_NORM,
     "glm4": _LLAMA
     | {"attn_out": _out_of("post_self_attn_layernorm"), "mlp_out": _out_of("post_mlp_layernorm")},
     "gpt2": _LLAMA
+    | {"attn_in": _into("attn"), "attn_out": _out_of("attn"), "post_attn": _stream_at("ln_2")},
+    "gpt_bigcode": _LLAMA
     | {"attn_in": _into("attn"), "attn_out": _out_of("attn"), "post_attn": _stream_at("ln_2")},
     "opt": _LLAMA
     | {
@@ -135,9 +189,20 @@ PLACES: dict[str, dict[str, Place]] = {
     "falcon_sequential": _ONLY_INPUTS | {"attn_in": _into("self_attention")},
     "cohere": _NO_POST_ATTN,
     "cohere2": _NO_POST_ATTN,
+    "cohere2_moe": _NO_POST_ATTN,
     "phi": _NO_POST_ATTN,
     "gptj": _NO_POST_ATTN | {"attn_in": _into("attn"), "attn_out": _out_of("attn")},
+    "gpt_neox": _NO_POST_ATTN | {"attn_in": _into("attention"), "attn_out": _out_of("attention")},
+    "gpt_neox_sequential": _LLAMA
+    | {"attn_in": _into("attention"), "attn_out": _out_of("attention")},
     "granite": _ONLY_INPUTS,
+    "granite_swa": _ONLY_INPUTS,
+    "granitemoe": _EXPERTS_AND_MORE,
+    "granitemoe_swa": _EXPERTS_AND_MORE,
+    "granitemoeshared": _EXPERTS_AND_MORE,
+    "granitemoehybrid": _EXPERTS_AND_MORE,
+    "minicpm3": _ONLY_INPUTS,
+    "hyperclovax": _ONLY_INPUTS,
     "bloom": _LLAMA
     | {
         # Hugging Face adds the stream inside these two modules; their last layer is the branch.
@@ -145,29 +210,88 @@ PLACES: dict[str, dict[str, Place]] = {
         "attn_out": _out_of("self_attention.dense"),
         "mlp_out": _out_of("mlp.dense_4h_to_h"),
     },
+    "afmoe": _LLAMA
+    | {
+        "attn_out": _out_of("post_attention_layernorm"),
+        "post_attn": _stream_at("pre_mlp_layernorm"),
+        "mlp_out": _out_of("post_mlp_layernorm"),
+    },
+    "apertus": _LLAMA | {"post_attn": _stream_at("feedforward_layernorm")},
+    "vaultgemma": _LLAMA | {"post_attn": _stream_at("pre_feedforward_layernorm")},
+    "llama4": _LLAMA | {"mlp_in": _into("feed_forward"), "mlp_out": _out_of("feed_forward")},
+    "longcat_flash": _STREAM_ONLY,
+    "dbrx": {
+        "attn_in": _into("norm_attn_norm.attn"),
+        "attn_out": _out_of("norm_attn_norm.attn"),
+        "post_attn": _stream_at("norm_attn_norm.norm_2"),
+        "mlp_in": _into("ffn"),
+        "mlp_out": _out_of("ffn"),
+    },
+    "falcon_h1": {
+        "post_attn": _stream_at("pre_ff_layernorm"),
+        "mlp_in": _into("feed_forward"),
+        "mlp_out": _out_of("feed_forward"),
+    },
+    "jamba": _JAMBA,
+    "bamba": _JAMBA,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "mamba": _MIXER,
+    "mamba2": _MIXER,
+    "falcon_mamba": _MIXER,
+    "nemotron_h": _nemotron_h,
+    "zamba2": _ZAMBA2,
+    "olmo_hybrid": _olmo_hybrid,
+    "qwen3_next": _LINEAR,
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
 }
 """Families that differ from Llama; `pre_attn`, `post_block` and `lm_head_in` are alike in all."""
 
-
-def points(family: str) -> tuple[str, ...]:
-    """The hook points that a family has."""
-    return ("pre_attn", *PLACES.get(family, _LLAMA), "post_block", "lm_head_in")
+POINTS = (
+    "pre_attn",
+    "attn_in",
+    "attn_out",
+    "post_attn",
+    "mlp_in",
+    "mlp_out",
+    "post_block",
+    "lm_head_in",
+)
 
 
 class Reference:
     """One family's checkpoint, run by `transformers`."""
 
     def __init__(self, family: str, checkpoint: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self.model = load(checkpoint)
         self.blocks = next(
             module
             for module in self.model.modules()
-            if isinstance(module, nn.ModuleList)
-            and len(module) == self.model.config.num_hidden_layers
+            if isinstance(module, nn.ModuleList) and len(module) == LAYERS
         )
-        self.places = PLACES.get(family, _LLAMA)
+        places = PLACES.get(family, _LLAMA)
+        self.by_layer = [
+            {
+                point: place
+                for point, place in {
+                    "pre_attn": _into(""),
+                    **(places(block) if callable(places) else places),
+                    "post_block": _out_of(""),
+                }.items()
+                if place.module(block) is not None
+            }
+            for block in self.blocks
+        ]
+
+    def places(self) -> list[tuple[str, Layer]]:
+        """The hook points there are, each with every layer that has it."""
+        return [
+            (point, layer)
+            for point in POINTS
+            for layer in ([None] if point == "lm_head_in" else range(len(self.blocks)))
+            if layer is None or point in self.by_layer[layer]
+        ]
 
     def capture(self, token_ids: list[int], writes: Writes | None = None) -> States:
         """What arrives at every hook point, before a write at that same point."""
@@ -227,9 +351,9 @@ class Reference:
 
     @contextmanager
     def _hooked(self, visit: Callable[[str, Layer, Tensor], Tensor]) -> Iterator[None]:
-        handles = [_hook(self.model, _into("lm_head"), partial(visit, "lm_head_in", None))]
-        for layer, block in enumerate(self.blocks):
-            places = {"pre_attn": _into(""), **self.places, "post_block": _out_of("")}
+        head = self.model.get_output_embeddings()
+        handles = [_hook(head, _into(""), partial(visit, "lm_head_in", None))]
+        for layer, (block, places) in enumerate(zip(self.blocks, self.by_layer, strict=True)):
             handles += [
                 _hook(block, place, partial(visit, point, layer)) for point, place in places.items()
             ]
@@ -250,14 +374,16 @@ def _hook(root: nn.Module, place: Place, delta: Callable[[Tensor], Tensor]) -> A
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
             return (changed(args[0]), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": changed(kwargs["hidden_states"])}
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, kwargs | {name: changed(kwargs[name])}
 
     def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
             return (changed(output[0]), *output[1:])
         return changed(output)
 
-    module = root.get_submodule(place.path)
+    module = place.module(root)
+    assert module is not None
     if place.side == "input":
         return module.register_forward_pre_hook(before, with_kwargs=True)
     return module.register_forward_hook(after)

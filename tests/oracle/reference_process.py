@@ -35,6 +35,9 @@ class ReferenceProcess:
         """The folder of the family's checkpoint, for `LLM(model=...)`."""
         return self._pool.submit(families.save, family, self.root, self.variant).result()
 
+    def places(self, family: str) -> list[tuple[str, int | None]]:
+        return self._ask(Reference.places, family)
+
     def run(
         self, family: str, token_ids: list[int], writes: Writes, steers: Steers | None = None
     ) -> tuple[States, Tensor]:

@@ -13,7 +13,6 @@ from tllm import SamplingParams
 
 from .differential import BLOCK, CHUNK, Engine, Report, _count_preemptions, serving
 from .families import tolerance
-from .reference import points
 from .reference_process import ReferenceProcess
 from .test_differential import KINDS
 
@@ -38,7 +37,6 @@ def engine(request: pytest.FixtureRequest, reference: ReferenceProcess) -> Itera
     family = request.param
     with serving(
         family,
-        points(family),
         reference,
         reference.checkpoint(family),
         seeded=RUNNER == "v2",
@@ -59,7 +57,7 @@ def test_captures_of_a_mixed_batch_are_those_of_transformers(engine: Engine) -> 
         *([*shared, *prompt(n)] for n in (5, 7, BLOCK - 2, 1)),
         *(prompt(n) for n in (BLOCK - 2, 1, CHUNK + 13, 7, BLOCK - 1, BLOCK - 3)),
     ]
-    has = list(points(engine.family))
+    has = engine.points
     hooks = dict.fromkeys(has, "all")
     asks = []
     for number, (form, prompt_ids) in enumerate((f, p) for f in FORMS for p in prompts[::2]):

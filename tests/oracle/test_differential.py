@@ -19,7 +19,6 @@ from .differential import (
     written_batch,
 )
 from .families import CONFIGS, tolerance
-from .reference import points
 from .reference_process import ReferenceProcess
 
 RUNNER = os.environ["TLLM_TEST_RUNNER"]
@@ -65,7 +64,6 @@ def engine(
     family, mode = request.param
     with serving(
         family,
-        points(family),
         reference,
         reference.checkpoint(family),
         seeded=RUNNER == "v2",
@@ -77,7 +75,7 @@ def engine(
 
 @pytest.fixture
 def accepted(engine: Engine) -> Tolerance:
-    return Tolerance(dict.fromkeys([*points(engine.family), "logits"], tolerance(engine.family)))
+    return Tolerance(dict.fromkeys([*engine.points, "logits"], tolerance(engine.family)))
 
 
 def assert_agrees(report: Report) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .families import CONFIGS, HIDDEN, LAYERS, REQUIRED
-from .reference import PLACES, points
+from .families import CONFIGS, HIDDEN, LAYERS, REQUIRED, SURVEYED
+from .reference import PLACES
 from .reference_process import ReferenceProcess
 
 PROMPT = [11, 45, 7, 98, 23, 64, 5, 130, 77]
@@ -19,7 +19,7 @@ def _vector(seed: int = 0) -> torch.Tensor:
 
 def test_families_of_the_contract_come_first() -> None:
     assert len(REQUIRED) == 21
-    assert set(PLACES) <= set(CONFIGS)
+    assert set(PLACES) <= set(CONFIGS) | set(SURVEYED)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -53,8 +53,9 @@ def test_write_at_each_point_changes_what_comes_after_and_nothing_before(
     plain = reference.capture(family, PROMPT)
     late = torch.zeros(64)
     late[4:] = 1
-    for point in points(family):
-        layer = None if point == "lm_head_in" else 1
+    for point, layer in reference.places(family):
+        if layer not in (1, None):
+            continue
         steered = reference.capture(family, PROMPT, {(point, layer): (_vector(), late)})
         torch.testing.assert_close(steered[point][layer], plain[point][layer])
         torch.testing.assert_close(steered["post_block"][2][:4], plain["post_block"][2][:4])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tllm.consumers.capture.activations import Rows
-from tllm.ports import ResultMemory
-from tllm.ports.result_memory import name_prefix
+from tllm.client.answers import SharedFolder, decode
+from tllm.consumers.capture.activations import CapturedRows
 from tllm.runtime import answers
+from tllm.shared_memory import ResultMemory
 
 SHARED = Path("/dev/shm")
 
@@ -23,14 +23,14 @@ def files(token):
 @pytest.mark.parametrize("rows", [0, 3, 3000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_answer_arrives_as_it_was(rows, dtype):
-    folder, writer = answers.SharedFolder(), answers.AnswerWriter()
+    folder, writer = SharedFolder(), answers.AnswerWriter()
     pieces = [torch.randn(rows, 4, 64).to(dtype), torch.randn(2, 4, 64).to(dtype)]
-    given = ("ok", {"a": Rows(np.arange(rows + 2, dtype=np.int32), pieces), "b": [1, "x"]})
+    given = ("ok", {"a": CapturedRows(np.arange(rows + 2, dtype=np.int32), pieces), "b": [1, "x"]})
     for token in (folder.token, "", "tllm-" + 32 * "0", "../etc"):
         payload = writer.encode(given, token)
         small = len(payload) < 10_000
         assert small == (rows < 10 or bool(token and token == folder.token))
-        status, got = answers.decode(payload)
+        status, got = decode(payload)
         assert (status, got["b"]) == ("ok", [1, "x"])
         assert torch.equal(got["a"].tensor, torch.cat(pieces))
         got["a"].tensor.add_(1)  # it is the reader's own
@@ -38,12 +38,12 @@ def test_an_answer_arrives_as_it_was(rows, dtype):
 
 
 def test_what_nobody_came_for_is_removed(monkeypatch):
-    folder, writer = answers.SharedFolder(), answers.AnswerWriter()
+    folder, writer = SharedFolder(), answers.AnswerWriter()
     big = np.zeros(1 << 20)
     writer.encode(big, folder.token)
     assert len(files(folder.token)) == 2
     monkeypatch.setattr(answers, "_KEPT_S", 0.0)
-    answers.decode(writer.encode(big, folder.token))
+    decode(writer.encode(big, folder.token))
     assert files(folder.token) == {folder.token}
     token = folder.token
     del folder
@@ -55,11 +55,11 @@ def test_without_room_it_goes_as_bytes(monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(answers.os, "posix_fallocate", full)
-    folder, writer = answers.SharedFolder(), answers.AnswerWriter()
+    monkeypatch.setattr("tllm.shared_memory.os.posix_fallocate", full)
+    folder, writer = SharedFolder(), answers.AnswerWriter()
     big = np.random.default_rng(0).random(1 << 20)
     payload = writer.encode(big, folder.token)
-    assert np.array_equal(answers.decode(payload), big)
+    assert np.array_equal(decode(payload), big)
     assert pickle.loads(payload)[1] is None
     assert files(folder.token) == {folder.token}
 
@@ -68,48 +68,23 @@ def test_rows_in_shared_memory_are_not_copied(monkeypatch):
     def copied(*args):
         raise AssertionError("rows were copied")
 
-    monkeypatch.setattr(answers, "_write", copied)
+    monkeypatch.setattr(answers, "_copy", copied)
     memory = ResultMemory()
-    folder, writer = answers.SharedFolder(), answers.AnswerWriter(memory)
-    own = f"{name_prefix()}{answers.os.getpid()}"
-    before = files(own)
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    before = files("tllm-")
     rows = memory.empty((600, 4, 256), torch.bfloat16).copy_(torch.randn(600, 4, 256))
-    assert len(files(own) - before) == 1
+    assert len(files("tllm-") - before) == 1
     expected = rows.clone()
     payloads = [
-        writer.encode(Rows(np.arange(len(part), dtype=np.int32), [part]), folder.token)
+        writer.encode(CapturedRows(np.arange(len(part), dtype=np.int32), [part]), folder.token)
         for part in (rows[:200], rows[200:])
     ]
     # The worker lets go of them before the user's process looks.
     del rows
     gc.collect()
-    assert files(own) == before
-    found = [answers.decode(payload).tensor for payload in payloads]
+    assert files("tllm-") - before == files(f"{folder.token}-")
+    found = [decode(payload).tensor for payload in payloads]
     assert torch.equal(torch.cat(found), expected)
     found[0].add_(1)  # it is the reader's own
     assert torch.equal(found[1], expected[200:])
     assert files(folder.token) == {folder.token}
-
-
-def test_shared_memory_that_a_killed_process_left_is_removed():
-    left = SHARED / f"{name_prefix()}999999999-0"
-    another_container = SHARED / "tllm-rows-1-999999999-0"
-    try:
-        for path in (left, another_container):
-            path.touch()
-        memory = ResultMemory()
-        assert not left.exists()
-        assert another_container.exists()
-    finally:
-        another_container.unlink()
-    assert memory.locate([memoryview(b"abc")]) == [None]
-
-
-def test_memory_for_results_without_room_is_ordinary_memory(monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tllm.ports.result_memory.os.posix_fallocate", full)
-    rows = ResultMemory().empty((1024, 1024), torch.float32)
-    assert rows.fill_(2).sum() == 2 * 1024 * 1024
-    assert ResultMemory().empty((0, 3, 4), torch.float16).shape == (0, 3, 4)

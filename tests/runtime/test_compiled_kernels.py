@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from tllm.runtime.kernels import tap, tap_norm
+from tllm.runtime.columns import Column
+from tllm.runtime.kernels import row_plan, tap, tap_norm
 
 triton = pytest.importorskip("triton")
 if os.environ["TLLM_TEST_RUNNER"] == "v2":
@@ -66,3 +67,27 @@ def test_rows_that_do_not_fill_sixteen_bytes_are_not_taken_for_aligned():
     ptx = compiled(KERNELS["tap"], "bf16", 3588, "few rows")
     wide = re.findall(r"(?:ld|st)\.global\S*?\.v\d\.b\d+", ptx)
     assert not wide
+
+
+@pytest.mark.parametrize("has_starts", [False, True])
+def test_a_plan_row_that_no_column_uses_is_not_written(has_starts):
+    """Each store stands behind a branch; what the device knows of starts is read where it does."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = row_plan._row_plan_kernel
+    chosen = {"HAS_STARTS": has_starts, "BLOCK": 256}
+    numbers = dict.fromkeys(("plan_stride", "used"), "i32")
+    signature = {
+        name: "constexpr" if name in chosen else numbers.get(name, "*i32")
+        for name in kernel.arg_names
+    }
+    constants = {(kernel.arg_names.index(name),): value for name, value in chosen.items()}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs={})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    branches = re.findall(r"@%p\d+ bra|bra\S*\s+\$", ptx)
+    stores = re.findall(r"st\.global", ptx)
+    assert stores and len(branches) > len(Column)
+    loads = len(re.findall(r"ld\.global", ptx))
+    without = {False: 5 + len(Column), True: 5 + len(Column) + 4}[has_starts]
+    assert loads == without

@@ -13,39 +13,101 @@ import pytest
 import torch
 
 from tllm.runtime import ops
-from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SEGMENT_WIDTH, Operation, Segment
-from tllm.runtime.kernels import candidates, row_plan, tap, tap_norm, token_choice
+from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
+from tllm.runtime.kernels import candidates, contrast, row_plan, tap, tap_norm, token_choice
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
 from tllm.spec.hooks import HookPoint
-from tllm.spec.steering import METHODS, Coefficients, Tiers
+from tllm.spec.operations import METHODS, Coefficients
+from tllm.spec.tiers import Tiers
 
 pytestmark = pytest.mark.kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_row_plan(seed):
-    pick = random.Random(seed)
+def segments_of(pick, **more):
+    """Segments with a gap here and there: `[n, SEGMENT_WIDTH]`."""
     segments, row, destination = [], 0, 0
-    for _ in range(pick.randint(1, 6)):
+    for slot in range(pick.randint(1, 6)):
         count, width = pick.randint(1, 700), pick.choice([0, 1, 3])
         skip = pick.choice([0, 0, count // 2])
         segment = [0] * SEGMENT_WIDTH
-        segment[Segment.ROW], segment[Segment.COUNT], segment[Segment.SKIP] = row, count, skip
-        segment[Segment.DESTINATION], segment[Segment.WIDTH] = destination, width
-        segment[Segment.PROGRAM], segment[Segment.ADD] = pick.randint(0, 5), pick.randint(-1, 9)
-        segment[Segment.STEER] = pick.randint(-1, 9)
+        segment[SegmentWord.ROW], segment[SegmentWord.COUNT], segment[SegmentWord.SKIP] = (
+            row,
+            count,
+            skip,
+        )
+        segment[SegmentWord.DESTINATION], segment[SegmentWord.WIDTH] = destination, width
+        segment[SegmentWord.SLOT] = slot
+        for column in Column:
+            segment[column.word] = pick.randint(column.neutral, 9)
         segments.append(segment)
         row += count + pick.choice([0, 5])
         destination += (count - skip) * width
-    segments = torch.tensor(segments, dtype=torch.int32)
-    expected = torch.full((4, 5000), -7, dtype=torch.int32)
+    return torch.tensor(segments, dtype=torch.int32)
+
+
+EVERY_COLUMN = sum(column.flag for column in Column)
+
+
+@pytest.mark.parametrize("used", [EVERY_COLUMN, Column.STEER.flag, Column.PATCH.flag])
+@pytest.mark.parametrize("seed", range(4))
+def test_row_plan(seed, used):
+    segments = segments_of(random.Random(seed))
+    expected = torch.full((PLAN_ROWS, 5000), -7, dtype=torch.int32)
     plan = expected.to(DEVICE, copy=True)
-    row_plan.launch(segments.to(DEVICE), plan)
-    row_plan.reference(segments, expected)
+    row_plan.launch(segments.to(DEVICE), plan, used)
+    row_plan.reference(segments, expected, used)
     assert torch.equal(plan.cpu(), expected)
+    written = {column for column in Column if (expected[column.plan_row] != -7).any()}
+    assert written == {column for column in Column if used & column.flag}
+    assert bool((expected[DESTINATION] != -7).any()) == bool(used & Column.PROGRAM.flag)
+
+
+def test_what_is_consecutive_counts_up_and_what_does_nothing_does_not():
+    segments = torch.zeros(2, SEGMENT_WIDTH, dtype=torch.int32)
+    segments[:, [SegmentWord.ROW, SegmentWord.COUNT, Column.PATCH.word]] = torch.tensor(
+        [[0, 3, 5], [3, 2, -1]], dtype=torch.int32
+    )
+    plan = torch.full((PLAN_ROWS, 8), -7, dtype=torch.int32)
+    row_plan.reference(segments, plan, Column.PATCH.flag)
+    assert plan[Column.PATCH.plan_row].tolist() == [5, 6, 7, -1, -1, -7, -7, -7]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_row_plan_of_sequences_whose_starts_only_the_device_knows(seed):
+    """Each sequence is steered from position 40 on and patched before; the host counts on tokens
+    that may have been refused."""
+    pick = random.Random(seed)
+    starts = torch.tensor([pick.randint(20, 60) for _ in range(6)], dtype=torch.int32)
+    segments = segments_of(pick)
+    segments[:, SegmentWord.SKIP] = 0
+    before, after = segments.clone(), segments
+    before[:, [SegmentWord.FIRST, SegmentWord.LIMIT]] = torch.tensor([0, 40], dtype=torch.int32)
+    after[:, [SegmentWord.FIRST, SegmentWord.LIMIT]] = torch.tensor(
+        [40, 2**31 - 1], dtype=torch.int32
+    )
+    before[:, Column.STEER.word], after[:, Column.STEER.word] = -1, 3
+    before[:, Column.PATCH.word], after[:, Column.PATCH.word] = 10, -1
+    both = torch.cat([before, after])
+    used = Column.STEER.flag | Column.PATCH.flag
+    expected = torch.full((PLAN_ROWS, 5000), -7, dtype=torch.int32)
+    plan = expected.to(DEVICE, copy=True)
+    row_plan.launch(both.to(DEVICE), plan, used, starts.to(DEVICE))
+    row_plan.reference(both, expected, used, starts)
+    assert torch.equal(plan.cpu(), expected)
+    for segment in segments:
+        row, count, start = (*segment[[SegmentWord.ROW, SegmentWord.COUNT]].tolist(), 0)
+        start = int(starts[segment[SegmentWord.SLOT]])
+        steered, patched = expected[
+            [Column.STEER.plan_row, Column.PATCH.plan_row], row : row + count
+        ]
+        positions = torch.arange(start, start + count)
+        assert steered.tolist() == torch.where(positions < 40, -1, 3).tolist()
+        first = torch.where(positions < 40, 10 + positions - start, -1)
+        assert patched.tolist() == first.tolist()
 
 
 def test_token_choice():
@@ -98,7 +160,9 @@ def steering_tables(taps, keys, generator, dtype):
 
     def fill(words, vector, coefficients, chain=0):
         words[Operation.CHAIN], words[Operation.VECTOR] = chain, vector
-        words[Operation.ADD :] = torch.tensor(coefficients).view(torch.int32)
+        words[Operation.ADD : Operation.COEFFICIENTS_END] = torch.tensor(coefficients).view(
+            torch.int32
+        )
 
     for key in keys:
         table = tables[taps.index[key]]
@@ -136,15 +200,15 @@ class BusyTap:
         taps.set_capturing(both if seed % 2 else [both[last]])
         for key in both[last : 1 + seed // 2]:
             vectors = torch.randn(2, hidden, generator=generator)
-            taps.set_additions(key, torch.tensor([1, 3], device=device), vectors.to(device))
+            taps.set_additions(key, [1, 3], vectors.to(device))
         self._kept = steering_tables(taps, both[seed % 3 :], generator, dtype)
-        taps.plan[0] = (2 * torch.randperm(20, generator=generator)[:16]).int()
-        taps.plan[0, ::3] = -1
-        taps.plan[1] = torch.randint(0, 3, (16,), generator=generator)
-        taps.plan[2] = torch.randint(-1, 4, (16,), generator=generator)
-        taps.plan[3] = torch.randint(-1, 4, (16,), generator=generator)
+        taps.plan[DESTINATION] = (2 * torch.randperm(20, generator=generator)[:16]).int()
+        taps.plan[DESTINATION, ::3] = -1
+        taps.plan[Column.PROGRAM.plan_row] = torch.randint(0, 3, (16,), generator=generator)
+        for column in (Column.ADD, Column.STEER):
+            taps.plan[column.plan_row] = torch.randint(-1, 4, (16,), generator=generator)
         taps.commit()
-        self.taps, self.descriptor = taps, taps._descriptors[0]
+        self.taps, self.descriptor = taps, taps.descriptors[0]
         shape = (self.rows, hidden)
         self.stream, self.residual, self.weight = (
             torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3)
@@ -256,7 +320,7 @@ def test_a_row_is_normed_alike_in_batches_of_any_size(hidden, monkeypatch):
         monkeypatch.setattr(tap, "_FEW_ROWS", few)
         for rows in (9, 2):
             normed, added = tap_norm.launch(
-                stream[:rows], residual[:rows], weight[0], 1e-5, taps._descriptors[0], taps.plan
+                stream[:rows], residual[:rows], weight[0], 1e-5, taps.descriptors[0], taps.plan
             )
             seen.append((normed[:2], added[:2]))
     assert all(torch.equal(a, b) for each in seen for a, b in zip(each, seen[0], strict=True))
@@ -297,11 +361,11 @@ def test_each_method_computes_its_formula(method):
         taps = taps_of({key: None}, hidden, torch.float32, device)
         steering = Steering(taps, lambda hook, layer: key, 4, 16)
         steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
-        taps.plan[3, :] = steering.acquire(("g",))
+        taps.plan[Column.STEER.plan_row, :] = steering.acquire(("g",))
         steering.commit()
         taps.commit()
         stream = h.to(device, copy=True)
-        run(stream, None, taps._descriptors[0], taps.plan)
+        run(stream, None, taps.descriptors[0], taps.plan)
         out[run] = stream.cpu()
     v = w / w.norm()
     p = (h @ v)[:, None]
@@ -403,3 +467,41 @@ def test_project_and_edit(seed, logits, has_bias, monkeypatch):
         return projected.where(known, 0.0), edited
 
     both(monkeypatch, work)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("soft_cap", [None, 3.0], ids=["plain", "capped"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+def test_contrast(seed, logits, has_bias, soft_cap, monkeypatch):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(310, 70, generator=generator).to(DEVICE)  # padded beyond 300 tokens
+    bias = torch.randn(310, generator=generator).to(DEVICE) if has_bias else None
+    states = torch.randn(3, 70, generator=generator).to(DEVICE)
+    logits[0] = torch.randn(300, generator=generator).to(DEVICE)  # nothing was filtered
+    rows = torch.tensor([4, 0, 2, 0], dtype=torch.int32, device=DEVICE)
+    which = torch.tensor([0, 2, 1, -1], dtype=torch.int32, device=DEVICE)
+    strength = torch.tensor([1.0, 0.7, -0.5, 1.0], device=DEVICE)
+    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0], device=DEVICE)
+    monkeypatch.setattr(candidates, "uses_triton", lambda device: False)
+    overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    found = candidates.collect(logits, rows, WIDTH, overflow)
+    answers = []
+    for use in (True, False):
+        monkeypatch.setattr(contrast, "uses_triton", lambda device, use=use: use)
+        edited, tally = logits.clone(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        contrast.contrast(
+            edited, found, states, which, strength, weight, bias, 0.9, soft_cap, temperature, tally
+        )
+        answers.append((edited, tally))
+    torch.testing.assert_close(*(edited for edited, _ in answers), rtol=1e-4, atol=1e-4)
+    assert answers[0][1].tolist() == answers[1][1].tolist()
+    for row, state, factor in ((0, 2, 0.7), (2, 1, -0.5)):
+        dots = weight[:300] @ states[state] + (bias[:300] if has_bias else 0)
+        capped = dots if soft_cap is None else soft_cap * (dots / soft_cap).tanh()
+        predicted = capped * 0.9 / (0.5 if row == 0 else 2.0)
+        expected = logits[row] + factor * (logits[row] - predicted)
+        expected = expected.where(logits[row].isfinite(), logits[row])
+        torch.testing.assert_close(answers[1][0][row], expected, rtol=1e-4, atol=1e-4)
+    for row in (1, 3, 4):  # not asked, or few enough for a compact row
+        assert torch.equal(answers[0][0][row], logits[row])
+    assert answers[0][1].tolist() == [300 + int(found.found[2]), 300 + int(found.found[2])]

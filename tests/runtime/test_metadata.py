@@ -35,9 +35,33 @@ def test_selected_rows_keep_their_sequences_in_the_order_of_their_first_row():
 
 
 def test_joined_rows_list_a_sequence_once():
-    joined = _joined([meta([info("a"), info("b")], [0, 1]), meta([info("b"), info("c")], [0, 1])])
+    parts = [meta([info("a"), info("b")], [0, 1]), meta([info("b"), info("c")], [1, 0])]
+    parts[1].positions[:] = 5
+    joined, order = _joined(parts)
+    assert order is None
     assert [r.request_id for r in joined.requests] == ["a", "b", "c"]
-    assert joined.request_ids == ["a", "b", "b", "c"]
+    assert joined.request_ids == ["a", "b", "c", "b"]
+
+
+def test_joined_rows_of_a_sequence_ascend_by_position():
+    parts = [meta([info("a"), info("b")], [0, 0, 0, 1, 1]), meta([info("b"), info("a")], [0, 1, 1])]
+    parts[0].positions[:] = [1, 2, 5, 3, 4]
+    parts[1].positions[:] = [5, 0, 4]
+    joined, order = _joined(parts)
+    assert joined.request_ids == ["a"] * 5 + ["b"] * 3
+    assert joined.positions.tolist() == [0, 1, 2, 4, 5, 3, 4, 5]
+    assert order.tolist() == [6, 0, 1, 7, 2, 3, 4, 5]
+    before = RowMeta.select(joined, np.argsort(order))
+    assert before.positions.tolist() == [*parts[0].positions, *parts[1].positions]
+
+
+def test_rows_of_several_steps_stay_in_the_order_of_steps():
+    steps = [meta([info("a"), info("b")], [0, 1]) for _ in range(3)]
+    for step, part in enumerate(steps):
+        part.positions[:] = 7 + step
+    joined, order = _joined(steps)
+    assert order is None
+    assert joined.request_ids == ["a", "b"] * 3
 
 
 @pytest.mark.parametrize(

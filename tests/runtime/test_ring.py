@@ -22,7 +22,7 @@ def make_ring(rows=8, max_rows=8, overflow="drop", make_progress=lambda: False, 
 
 
 def held(ring, rows):
-    span = ring.take(rows)
+    span = ring.reserve(rows)
     if span is not None:
         span.hold()
     return span
@@ -30,7 +30,7 @@ def held(ring, rows):
 
 def test_rows_nobody_holds_are_given_again():
     ring = make_ring()
-    assert [ring.take(8).start for _ in range(3)] == [0, 0, 0]
+    assert [ring.reserve(8).start for _ in range(3)] == [0, 0, 0]
 
 
 def test_it_wraps_around_when_the_oldest_rows_are_free():
@@ -44,23 +44,23 @@ def test_it_wraps_around_when_the_oldest_rows_are_free():
 def test_drop_gives_up_when_it_is_full():
     ring = make_ring()
     span = held(ring, 6)
-    assert ring.take(3) is None
+    assert ring.reserve(3) is None
     span.release()
-    assert ring.take(3).start == 0
+    assert ring.reserve(3).start == 0
 
 
 def test_block_waits_for_the_oldest_reader():
     waiting = []
     ring = make_ring(overflow="block", make_progress=lambda: waiting.pop(0).release() or True)
     waiting += [held(ring, 4), held(ring, 4)]
-    assert ring.take(6).start == 0
+    assert ring.reserve(6).start == 0
     assert waiting == []
 
 
 def test_block_gives_up_when_nothing_can_make_progress():
     ring = make_ring(overflow="block")
     held(ring, 8)
-    assert ring.take(1) is None
+    assert ring.reserve(1) is None
 
 
 def test_it_grows_before_it_drops_and_keeps_what_is_read():
@@ -69,13 +69,13 @@ def test_it_grows_before_it_drops_and_keeps_what_is_read():
     span = held(ring, 4)
     old = ring.arena
     old.fill_(7.0)
-    assert ring.take(5).start == 0
+    assert ring.reserve(5).start == 0
     assert ring.capacity == 10 and moves[-1] is ring.arena
     assert ring.arena is not old and (old == 7.0).all() and span.held
 
 
 def test_more_rows_than_it_may_ever_hold_are_dropped_at_once():
-    assert make_ring(overflow="drop").take(9) is None
+    assert make_ring(overflow="drop").reserve(9) is None
 
 
 def test_a_step_that_alone_needs_more_gets_it_with_block():
@@ -93,8 +93,8 @@ def test_without_memory_for_it_a_step_is_dropped(monkeypatch):
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(torch, "empty", full)
-    assert ring.take(9) is None
-    assert ring.take(8).start == 0
+    assert ring.reserve(9) is None
+    assert ring.reserve(8).start == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

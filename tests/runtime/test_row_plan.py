@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm.ports import RequestInfo
-from tllm.runtime.batch import RowPlanner, StepBatch
-from tllm.runtime.descriptor import PlanRow
+from tllm.runtime.batch import StepBatch
+from tllm.runtime.columns import DESTINATION, NEUTRAL, PLAN_ROWS, Column
 from tllm.runtime.kernels.backend import INTERPRETED
-from tllm.runtime.slots import Sequence, Slots
-from tllm.runtime.timeline import Timeline
+from tllm.runtime.planner import RowPlanner
+from tllm.runtime.slots import RunningSequence, Slots, Timeline
 
 SLOTS, TOKENS, RING = 6, 64, 200
 WIDTHS = np.array([0, 1, 3, 0], np.int32)
@@ -25,7 +25,7 @@ class StubRing:
         self.arena = torch.zeros(RING, 2)
         self.head = 0
 
-    def take(self, rows):
+    def reserve(self, rows):
         if rows > RING:
             return None
         start = self.head if self.head + rows <= RING else 0
@@ -40,6 +40,12 @@ class StubPrograms:
         return SimpleNamespace(number=number, taps=range(WIDTHS[number]))
 
 
+HIGHEST = 3
+LOWEST = {Column.STEER: -3}
+"""Of the values that are drawn; else the neutral one is the lowest. Below -1 are choices."""
+VALUES = {c: st.integers(LOWEST.get(c, c.neutral), HIGHEST) for c in Column}
+
+
 @st.composite
 def traffic(draw, *, only_steered=0):
     """What each slot asks, and some steps: `(slot, tokens computed, jump back)` each.
@@ -47,11 +53,13 @@ def traffic(draw, *, only_steered=0):
     Sequences in the last `only_steered` slots are steered or not, each the same from its first
     token on, and nothing else is done to them.
     """
-    phases = st.tuples(st.integers(0, 3), st.integers(0, 3))
-    asks = draw(st.lists(phases, min_size=SLOTS, max_size=SLOTS))
-    adds = draw(st.lists(st.integers(-1, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
-    steers = draw(st.lists(st.integers(-3, 3), min_size=2 * SLOTS, max_size=2 * SLOTS))
-    stretch = st.tuples(st.integers(1, 9), st.integers(0, 3), st.integers(-3, 3))
+    values = np.full((len(Column), 2, SLOTS), -7, np.int32)
+    for column in Column:
+        # What counts up comes with stretches of positions only.
+        drawn = st.just(column.neutral) if column.consecutive else VALUES[column]
+        flat = draw(st.lists(drawn, min_size=2 * SLOTS, max_size=2 * SLOTS))
+        values[column] = np.reshape(flat, (2, SLOTS))
+    stretch = st.tuples(st.integers(1, 9), *(VALUES[column] for column in Column))
     timelines = draw(st.lists(st.lists(stretch, max_size=5), min_size=SLOTS, max_size=SLOTS))
     lengths = draw(st.lists(st.integers(1, 12), min_size=SLOTS, max_size=SLOTS))
     step = st.lists(
@@ -66,24 +74,24 @@ def traffic(draw, *, only_steered=0):
         steady = [(slot, 1, False) for slot, _, _ in steps[-1]]
         steps += draw(st.sampled_from([0, 0, 1, 2, 15])) * [steady]
     for slot in range(SLOTS - only_steered, SLOTS):
-        asks[slot], timelines[slot] = (0, 0), []
-        adds[slot] = adds[SLOTS + slot] = -1
-        steers[SLOTS + slot] = steers[slot]
-    return asks, adds, steers, timelines, lengths, steps
+        steered = values[Column.STEER, 0, slot]
+        values[:, :, slot], timelines[slot] = NEUTRAL[:, None], []
+        values[Column.STEER, :, slot] = steered
+    return values, timelines, lengths, steps
 
 
 def timeline_of(stretches, prompt_len):
     """Stretches of these lengths, cut where the prompt ends."""
     starts, rows, at = [], [], 0
-    for length, program, steer in stretches:
+    for length, *values in stretches:
         starts += [at, prompt_len] if at < prompt_len < at + length else [at]
-        rows += [(program, steer)] * (2 if at < prompt_len < at + length else 1)
+        rows += [values] * (2 if at < prompt_len < at + length else 1)
         at += length
     if prompt_len > starts[-1]:
         starts.append(prompt_len)
         rows.append(rows[-1])
-    program, steer = np.array(rows, np.int32).T
-    return Timeline(np.array(starts, np.int32), program, steer)
+    by_column = zip(Column, zip(*rows, strict=True), strict=True)
+    return Timeline(starts, {c: values for c, values in by_column if c.by_position})
 
 
 @settings(max_examples=30 if INTERPRETED else 150, deadline=None)
@@ -123,31 +131,62 @@ A_DECODE = [[(0, 4, False), (1, 6, False)], *(20 * [[(0, 1, False), (1, 1, False
 )
 @pytest.mark.parametrize("second", [(2, 1), (0, 0)], ids=["two captured", "one captured"])
 def test_a_long_decode_is_followed_by_anything(then, second):
-    asks = [(1, 2), second] + (SLOTS - 2) * [(0, 0)]
-    adds, steers = 2 * SLOTS * [-1], 2 * [*range(SLOTS)]
-    plays(asks, adds, steers, SLOTS * [[]], SLOTS * [5], A_DECODE + then)
+    values = np.tile(NEUTRAL[:, None, None], (2, SLOTS))
+    values[Column.PROGRAM, :, 0], values[Column.PROGRAM, :, 1] = (1, 2), second
+    values[Column.STEER] = range(SLOTS)
+    plays(values, SLOTS * [[]], SLOTS * [5], A_DECODE + then)
 
 
 def test_the_next_sequence_in_a_slot_has_nothing_delivered():
     table = Slots(2)
     table.deliver(np.array([0, 1]), np.array([9, 7]))
     info = RequestInfo("new", "new", 0, 1, slot=0, prompt_len=3)
-    table.add_sequence(Sequence("new", info, {}, keep_results=False))
+    table.add_sequence(RunningSequence("new", info, {}, keep_results=False))
     assert table.delivered.tolist() == [0, 7]
 
 
-def plays(asks, adds, steers, timelines, lengths, steps):
+def test_a_stretch_is_looked_up_once_however_often_the_batch_changes(monkeypatch):
+    seen, between = [], Timeline.between
+    monkeypatch.setattr(
+        Timeline, "between", lambda of, *where: (seen.append(where), between(of, *where))[1]
+    )
+    values = np.tile(NEUTRAL[:, None, None], (2, SLOTS))
+    timelines = [[(8, 0, -1, 2, -1, -1), (20, 0, -1, 3, -1, -1), (5, 0, -1, 1, -1, -1)]]
+    both = [[(0, 4, False), (1, 6, False)]]
+    changing = [[(0, 1, False)], [(1, 1, False), (0, 1, False)]]
+    plays(values, timelines + (SLOTS - 1) * [[]], SLOTS * [4], both + 20 * changing)
+    # When it came, its prompt, and what was decoded in the first, second and third stretch.
+    assert len(seen) == 5
+
+
+def asked_of(table, timeline, slot, position):
+    """What each column says of a token."""
+    phase = int(position >= table.prompt_len[slot])
+    said = table.values[:, phase, slot].copy()
+    if timeline is not None:
+        at = max(i for i, start in enumerate(timeline.starts) if start <= position)
+        for column in Column:
+            if column.by_position:
+                said[column] = timeline.said[column][at]
+            if column.consecutive and said[column] >= 0:
+                said[column] += position - timeline.starts[at]
+    return said
+
+
+def plays(values, timelines, lengths, steps):
     """Plan each step, and compare with what each token of it should do."""
     table = Slots(SLOTS)
     table.prompt_len[:] = lengths
-    table.program[:] = np.array(asks, np.int32).T
-    table.add[:] = np.array(adds, np.int32).reshape(2, SLOTS)
-    table.steer[:] = np.array(steers, np.int32).reshape(2, SLOTS)
-    for slot, stretches in enumerate(timelines):
-        if stretches:
-            table.set_timeline(slot, timeline_of(stretches, lengths[slot]))
-    plan = torch.full((len(PlanRow), TOKENS), -1, dtype=torch.int32)
-    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, unsettle=lambda: None)
+    table.values[:] = values
+    asked = [
+        timeline_of(stretches, lengths[slot]) if stretches else None
+        for slot, stretches in enumerate(timelines)
+    ]
+    for slot, timeline in enumerate(asked):
+        if timeline is not None:
+            table.assign_timeline(slot, timeline, lengths[slot])
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, note_write=lambda: None)
     planner = RowPlanner(table, taps, StubPrograms(), StubRing())
     computed = np.zeros(SLOTS, np.int32)
     delivered = np.zeros(SLOTS, np.int32)
@@ -163,15 +202,11 @@ def plays(asks, adds, steers, timelines, lengths, steps):
         row, expected, places = 0, {}, set()
         for slot, count in zip(slots, counts, strict=True):
             for position in range(computed[slot], computed[slot] + count):
-                phase = int(position >= lengths[slot])
-                program, steer = table.program[phase, slot], table.steer[phase, slot]
-                if timelines[slot]:
-                    of = table.timelines[slot]
-                    at = max(i for i, start in enumerate(of.starts) if start <= position)
-                    program, steer = of.program[at], of.steer[at]
-                program = 0 if position < delivered[slot] else program
-                destination, what, add, steered = plan[:, row].tolist()
-                assert (add, steered) == (table.add[phase, slot], steer)
+                said = asked_of(table, asked[slot], slot, position)
+                program = 0 if position < delivered[slot] else int(said[Column.PROGRAM])
+                destination, what = plan[[DESTINATION, Column.PROGRAM.plan_row], row].tolist()
+                for column in set(Column) - {Column.PROGRAM}:
+                    assert plan[column.plan_row, row] == said[column], column
                 if WIDTHS[program]:
                     assert what == program
                     rows = range(destination, destination + WIDTHS[program])
@@ -180,16 +215,16 @@ def plays(asks, adds, steers, timelines, lengths, steps):
                 else:
                     assert destination == -1
                 if program:
-                    expected.setdefault(int(program), []).append((slot, position, row))
+                    expected.setdefault(program, []).append((slot, position, row))
                 row += 1
             computed[slot] += count
             delivered[slot] = max(delivered[slot], computed[slot])
-        nothing = [PlanRow.DESTINATION, PlanRow.ADD, PlanRow.STEER]
-        assert (plan[nothing, row:] == -1).all()
+        nothing = [column.plan_row for column in set(Column) - {Column.PROGRAM}]
+        assert (plan[[DESTINATION, *nothing], row:] == -1).all()
 
-        chosen = plan[PlanRow.STEER] < -1
+        chosen = plan[Column.STEER.plan_row] < -1
         assert frame.chooses == bool(chosen.any())
-        plan[PlanRow.STEER, chosen] = 7  # as a choice by token leaves it
+        plan[Column.STEER.plan_row, chosen] = 7  # as a choice by token leaves it
 
         found = {}
         for rows in frame.rows:

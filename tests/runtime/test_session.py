@@ -8,13 +8,15 @@ from hypothesis import strategies as st
 
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
-from tllm.runtime.descriptor import Descriptor, PlanRow
+from tllm.runtime.columns import Column
+from tllm.runtime.descriptor import Descriptor
 from tllm.runtime.session import Session
 from tllm.runtime.taps import Taps
+from tllm.spec.groups import GroupUse
 from tllm.spec.hooks import HookPoint
+from tllm.spec.operations import Coefficients
 from tllm.spec.request import RequestSpec
 from tllm.spec.selection import Selection
-from tllm.spec.steering import Coefficients, GroupUse
 
 CPU, HIDDEN, PROMPT = torch.device("cpu"), 4, 3
 EVERYWHERE = GroupUse("any", Selection(), "strong")
@@ -82,11 +84,11 @@ class Engine:
     def start(self, name, *steering, consumers=()):
         options = {consumer: {"enabled": True} for consumer in consumers}
         spec = RequestSpec(name, name, steering=steering, consumers=options)
-        self.session.start_sequence(name, [1] * PROMPT, PROMPT, spec, 0)
+        self.session.sequences.start(name, [1] * PROMPT, PROMPT, spec, 0)
         self.computed[name] = 0
 
     def finish(self, name):
-        self.session.finish_sequence(name)
+        self.session.sequences.finish(name)
         del self.computed[name]
 
     def preempt(self, name):
@@ -100,8 +102,8 @@ class Engine:
         """
         starts = np.array([self.computed[name] for name in counts], np.int32)
         ids = torch.zeros(sum(counts.values()), dtype=torch.int64)
-        if not self.session.rest_step():
-            self.session.begin_step(
+        if not self.session.steps.begin_idle():
+            self.session.steps.begin(
                 list(counts),
                 starts,
                 np.array(list(counts.values()), np.int32),
@@ -109,9 +111,9 @@ class Engine:
                 ids,
             )
             # Descriptors on the device are those that the host means.
-            assert torch.equal(self.taps._descriptors, torch.from_numpy(self.taps._fields))
+            assert torch.equal(self.taps.descriptors, torch.from_numpy(self.taps._fields))
         rows = torch.zeros(self.taps.plan.shape[1], HIDDEN)
-        torch.ops.tllm.tap(rows, None, self.taps._descriptors[0], self.taps.plan)
+        torch.ops.tllm.tap(rows, None, self.taps.descriptors[0], self.taps.plan)
         for name, count in counts.items():
             self.computed[name] += count
         return ids, rows
@@ -124,12 +126,12 @@ class Engine:
         """
         counts = counts or dict.fromkeys(self.computed, 1)
         ids, rows = self.begin(counts)
-        steered = (self.taps.plan[PlanRow.STEER] >= 0).tolist()
+        steered = (self.taps.plan[Column.STEER.plan_row] >= 0).tolist()
         assert rows.any(1).tolist() == steered, "the vector is of ones"
         assert not any(steered[len(ids) :])
-        self.session.before_sampling(None)
-        self.session.after_sampling(torch.zeros(len(counts), dtype=torch.int64), ids)
-        self.session.end_step()
+        self.session.steps.before_sampling(None)
+        self.session.steps.after_sampling(torch.zeros(len(counts), dtype=torch.int64), ids)
+        self.session.steps.end()
         return steered[: len(ids)]
 
 
@@ -149,8 +151,8 @@ def decoding(engine, steps=10):
 
 def test_a_steered_decode_goes_on_after_a_pass_that_is_no_step(engine):
     decoding(engine)
-    engine.session.skip_step()
-    assert (engine.taps.plan[PlanRow.STEER] == -1).all()
+    engine.session.steps.skip()
+    assert (engine.taps.plan[Column.STEER.plan_row] == -1).all()
     assert engine.step() == [True, False]
     assert engine.step() == [True, False]
 
@@ -166,22 +168,22 @@ def test_a_steady_steered_decode_is_planned_once(engine, monkeypatch):
     assert engine.step() == [True, False, False]
     assert engine.step() == [True, False, False]
     assert len(planned) == 4
-    assert engine.session.rows_steered == PROMPT + 13
+    assert engine.session.steps.rows_steered == PROMPT + 13
 
 
-def test_what_was_steered_leaves_nothing_behind_in_a_session_at_rest(engine):
+def test_what_was_steered_leaves_nothing_behind_in_an_idle_session(engine):
     engine.start("plain")
     engine.step(plain=PROMPT)
     for _ in range(2):
         engine.start("a", EVERYWHERE)
         assert engine.step(plain=1, a=PROMPT) == [False] + [True] * PROMPT
         assert engine.step(plain=1, a=1) == [False, True]
-        assert engine.taps._descriptors[0, Descriptor.FLAGS]
+        assert engine.taps.descriptors[0, Descriptor.FLAGS]
         engine.finish("a")
         assert engine.step() == [False]
-        assert (engine.taps.plan[PlanRow.STEER] == -1).all()
-        assert not engine.taps._descriptors[0, Descriptor.FLAGS], "nobody looks at the plan"
-    assert engine.session.rows_steered == 2 * (PROMPT + 1)
+        assert (engine.taps.plan[Column.STEER.plan_row] == -1).all()
+        assert not engine.taps.descriptors[0, Descriptor.FLAGS], "nobody looks at the plan"
+    assert engine.session.steps.rows_steered == 2 * (PROMPT + 1)
 
 
 def test_ways_of_steering_that_are_known_come_and_go_beside_others_without_a_write(
@@ -203,16 +205,16 @@ def test_ways_of_steering_that_are_known_come_and_go_beside_others_without_a_wri
         assert len(written) == 1, "its entry, the first time"
     engine.finish("a")
     assert engine.step() == [False]
-    assert not engine.taps._descriptors[0, Descriptor.FLAGS]
+    assert not engine.taps.descriptors[0, Descriptor.FLAGS]
 
 
 def test_vectors_that_come_during_a_steady_decode_may_move_the_others(engine):
     decoding(engine)
     more = {f"v{number}": np.ones(HIDDEN, np.float32) for number in range(100)}
-    before = engine.taps._descriptors[0, Descriptor.VECTORS].item()
+    before = engine.taps.descriptors[0, Descriptor.VECTORS].item()
     engine.session.steering.put(more, {})
     assert engine.step() == [True, False]
-    assert engine.taps._descriptors[0, Descriptor.VECTORS].item() != before
+    assert engine.taps.descriptors[0, Descriptor.VECTORS].item() != before
 
 
 def test_a_consumer_hears_of_every_step_in_which_others_are_steered(engine):
@@ -236,7 +238,7 @@ def test_a_consumer_that_raised_costs_no_more_than_none(engine, monkeypatch):
     engine.start("b")
     engine.step(b=PROMPT)
     assert engine.step() == [False]
-    assert engine.session.rests
+    assert engine.session.steps.idle
     plan, planned = engine.session._planner.plan, []
     monkeypatch.setattr(
         engine.session._planner, "plan", lambda *a: (planned.append(a), plan(*a))[1]
@@ -245,7 +247,7 @@ def test_a_consumer_that_raised_costs_no_more_than_none(engine, monkeypatch):
     engine.step(b=1, a=PROMPT)
     for _ in range(5):
         assert engine.step() == [False, True]
-        assert not engine.session.looks_on
+        assert not engine.session.steps.observed
     assert len(planned) == 2
 
 
@@ -305,22 +307,22 @@ def test_rows_are_steered_as_asked_whatever_happens(actions):
             if asked:
                 step(asked)
         elif action == "skip":
-            engine.session.skip_step()
-            assert (engine.taps.plan[PlanRow.STEER] == -1).all()
+            engine.session.steps.skip()
+            assert (engine.taps.plan[Column.STEER.plan_row] == -1).all()
         elif action == "put":
             engine.session.steering.put({f"v{number}": np.ones(HIDDEN, np.float32)}, {})
         elif action == "consumer comes" and not engine.session._consumers:
             engine.session.register(Positions())
         elif action == "consumer goes" and engine.session._consumers:
             engine.session.unregister()
-    assert engine.session.rows_steered == steered
+    assert engine.session.steps.rows_steered == steered
 
 
 def grow(engine, name, *consumers):
     """Another input of a streamed prompt; it asks these consumers, and no others."""
     length = engine.session._slots.get(name).info.prompt_len + 2
     options = {consumer: {"enabled": True} for consumer in consumers}
-    engine.session.start_sequence(
+    engine.session.sequences.start(
         name,
         [1] * length,
         length,
@@ -339,6 +341,34 @@ def test_rows_of_an_input_are_given_though_the_next_one_asks_for_none(engine):
     engine.step(a=1)
     assert consumer.seen == {"a": [0, 1, 2]}
     assert not any(span.held for span in engine.session._ring._spans)
+
+
+def test_a_prompt_that_grows_is_laid_out_again_only_when_its_rows_go_to_others(engine, monkeypatch):
+    consumer, slots = Asked(), engine.session._slots
+    engine.session.register(consumer)
+    engine.start("a", consumers=["positions"])
+    assign, laid_out = slots.assign_timeline, []
+    monkeypatch.setattr(
+        slots, "assign_timeline", lambda *args: (laid_out.append(args), assign(*args))
+    )
+    engine.step(a=PROMPT)
+    for _ in range(3):
+        grow(engine, "a", "positions")
+        engine.step(a=2)
+    assert consumer.seen == {"a": list(range(PROMPT + 6))}
+    assert not laid_out
+    grow(engine, "a")
+    engine.step(a=2)
+    grow(engine, "a", "positions")
+    engine.step(a=2)
+    assert consumer.seen["a"][PROMPT + 6 :] == [PROMPT + 8, PROMPT + 9]
+    assert len(laid_out) == 2
+    everybody = Positions()
+    everybody.consumer_id = "everybody"
+    engine.session.register(everybody)
+    grow(engine, "a", "positions")
+    engine.step(a=2)
+    assert consumer.seen["a"][-2:] == everybody.seen["a"] == [PROMPT + 10, PROMPT + 11]
 
 
 @pytest.mark.parametrize("beside", [(), (EVERYWHERE,)], ids=["alone", "beside a steered one"])
@@ -384,7 +414,7 @@ def test_steering_of_a_range_ends_in_a_steady_decode(engine):
     engine.step(a=PROMPT, b=PROMPT)
     found = [engine.step() for _ in range(PROMPT, 12)]
     assert found == [[True, True]] * (8 - PROMPT) + [[False, True]] * 4
-    assert engine.session.rows_steered == 2 * PROMPT + sum(map(sum, found))
+    assert engine.session.steps.rows_steered == 2 * PROMPT + sum(map(sum, found))
 
 
 def test_a_consumer_that_needs_tokens_hears_of_an_end_that_nobody_waits_for(engine):
@@ -397,7 +427,7 @@ def test_a_consumer_that_needs_tokens_hears_of_an_end_that_nobody_waits_for(engi
             ended.append((request.request_id, request.token_ids))
 
     engine.session.register(Needing())
-    engine.session.start_sequence("a", [1] * PROMPT, PROMPT, RequestSpec("a"), 0)
+    engine.session.sequences.start("a", [1] * PROMPT, PROMPT, RequestSpec("a"), 0)
     engine.computed["a"] = 0
     engine.step(a=PROMPT)
     engine.finish("a")
@@ -412,7 +442,7 @@ def test_what_was_computed_of_a_dropped_token_comes_again(engine):
     engine.step(a=1)
     engine.step(a=1)  # of a token that is dropped: the prompt goes on at its position
     spec = RequestSpec("a", "a")
-    engine.session.start_sequence("a", [1] * (PROMPT + 3), PROMPT + 3, spec, 0, PROMPT + 1)
+    engine.session.sequences.start("a", [1] * (PROMPT + 3), PROMPT + 3, spec, 0, PROMPT + 1)
     engine.computed["a"] = PROMPT + 1
     engine.step(a=2)
     assert consumer.seen["a"] == [0, 1, 2, 3, 4, 4, 5]
@@ -425,7 +455,7 @@ def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
     engine.start("b", EVERYWHERE)
     assert engine.step(a=PROMPT, b=PROMPT) == [False] * PROMPT + [True] * PROMPT
     engine.finish("a")
-    result = engine.session.take_results(["a"], {})["a"][0]["positions"]
+    result = engine.session.pop_results(["a"], {})["a"][0]["positions"]
     assert result["status"] == "error" and "unknown is not in this worker" in result["error"]
     assert consumer.seen == {"b": [0, 1, 2]}
 
@@ -472,18 +502,18 @@ def test_a_consumer_does_not_get_rows_from_before_it_came_when_they_are_computed
     assert consumer.seen["a"] == [PROMPT + 10]
 
 
-def test_a_session_rests_while_nothing_is_done_to_any_row(engine):
-    assert engine.session.rests
+def test_a_session_is_idle_while_nothing_is_done_to_any_row(engine):
+    assert engine.session.steps.idle
     engine.start("a")
-    assert engine.session.rests
+    assert engine.session.steps.idle
     engine.start("b", EVERYWHERE)
-    assert not engine.session.rests
+    assert not engine.session.steps.idle
     engine.finish("b")
-    assert engine.session.rests
+    assert engine.session.steps.idle
     engine.session.register(Asked())
-    assert engine.session.rests, "nobody has asked for it"
+    assert engine.session.steps.idle, "nobody has asked for it"
     engine.start("c", consumers=["positions"])
-    assert not engine.session.rests
+    assert not engine.session.steps.idle
 
 
 def test_a_slot_is_not_steered_for_its_next_sequence(engine):
@@ -556,6 +586,6 @@ def test_a_sequence_whose_results_were_taken_is_steered_and_no_longer_captured(e
     engine.start("b")
     engine.step(a=PROMPT, b=PROMPT)
     engine.step()
-    engine.session.take_results(["a"], {})
+    engine.session.pop_results(["a"], {})
     assert engine.step() == [True, False]
     assert consumer.seen == {"a": [*range(PROMPT + 1)], "b": [*range(PROMPT + 2)]}

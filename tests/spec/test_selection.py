@@ -151,7 +151,17 @@ def test_mistakes_are_refused_with_the_field(given, says):
 
 
 def test_positions_that_the_sequence_cannot_have():
-    Selection.parse([-5, 8]).check(5, 4)
-    for position in (-6, 9):
-        with pytest.raises(ValueError, match="out of range for a prompt of 5 tokens"):
-            Selection.parse([position]).check(5, 4)
+    """Of 4 generated tokens the last one never passes the model, and has no row."""
+    Selection.parse([-5, 7]).check(5, 4)
+    Selection.parse([10**6]).check(5, None)
+    for position in (-6, 8):
+        with pytest.raises(ValueError) as refused:
+            Selection.parse([position], "capture").check(5, 4, "capture")
+        assert "position" in str(refused.value) and "capture" in str(refused.value)
+        assert "prompt of 5 tokens and max_tokens=4; give -5 to 7" in str(refused.value)
+    with pytest.raises(ValueError, match="max_tokens=1; give -5 to 4"):
+        Selection.parse([5]).check(5, 1)
+
+
+def test_what_lies_beyond_the_end_may_be_left_out():
+    Selection.parse({"exclude": {"positions": [-9, 99]}}).check(5, 4)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo.text import mood, mood_pair, neutral_opening
 from tllm import LLM, SamplingParams
 from tllm.steering import ExtractedModule, SteeringModule, extract, load
-from tllm.steering.methods import METHODS, find_direction
+from tllm.steering.directions import FINDERS, find_direction
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
 LAYERS, HIDDEN = 6, 128
@@ -125,7 +125,7 @@ def mood_module(llm: LLM) -> ExtractedModule:
 # -- extract ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FINDERS)
 @pytest.mark.parametrize("hook", ["post_block", "pre_attn", "mlp_out"])
 def test_the_vectors_are_those_of_the_rows_in_transformers(
     llm: LLM, reference: Reference, method: str, hook: str

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.steering import Tiers
+from tllm.spec.tiers import Tiers
 from tllm.steering import ExtractedModule, SteeringModule, load
 from tllm.steering.formats.names import parse_place
 
@@ -762,6 +762,28 @@ def test_layers_that_cannot_be_are_refused(tmp_path: Path, layers: Any):
         load(path, layers=layers)
 
 
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"vector": vector(0), "method": "ablate"}, "has the keys ['method']; give 'vector'"),
+        ({"scale": 1.0}, "has no 'vector'"),
+        (np.ones(4, complex), "complex128 is no kind of real number"),
+        (torch.ones(4, device="meta"), "is not an array of numbers"),
+        (torch.ones(4).to_sparse(), "is not an array of numbers"),
+    ],
+)
+def test_a_module_takes_no_entry_for_something_else(entry: Any, says: str):
+    with pytest.raises(ValueError) as refused:
+        SteeringModule({"post_block": {3: entry}}, "mine")
+    assert "mine: post_block of layer 3" in str(refused.value)
+    assert says in str(refused.value)
+
+
+def test_a_module_takes_tensors_of_every_kind():
+    given = torch.from_numpy(vector(0)).bfloat16()
+    assert_adds(SteeringModule.from_directions({3: given}), {3: given.float().numpy()})
+
+
 def test_an_unknown_hook_is_refused(tmp_path: Path):
     path = write_pt(tmp_path / "v.pt", {"1": vector(0)})
     with pytest.raises(ValueError, match="unknown hook point 'nowhere'"):
@@ -769,18 +791,28 @@ def test_an_unknown_hook_is_refused(tmp_path: Path):
 
 
 def damaged(content: bytes, random: Random) -> bytes:
-    """A few bytes changed, or the end cut off."""
+    """A few bytes or bits changed, something put between them, or the end cut off."""
     changed = bytearray(content)
-    for _ in range(random.randint(0, 3)):
-        # Most of what can be misread is near the start.
-        changed[min(int(random.expovariate(1 / 80)), len(changed) - 1)] = random.randrange(256)
-    return bytes(changed[: random.randint(1, len(changed))] if random.random() < 0.3 else changed)
+    # Most of what can be misread is near the start; indices of zip files are at the end.
+    near = min(int(random.expovariate(1 / 80)), len(changed) - 1)
+    place = random.choice([near, len(changed) - 1 - near, random.randrange(len(changed))])
+    match random.randrange(5):
+        case 0:
+            changed[place] = random.randrange(256)
+        case 1:
+            changed[place] ^= 1 << random.randrange(8)
+        case 2:
+            changed[place:place] = random.randbytes(random.choice([1, 8, 64]))
+        case 3:
+            changed[place : place + 8] = random.choice([b"\xff" * 8, bytes(8)])
+        case 4:
+            del changed[place:]
+    return bytes(changed)
 
 
-@pytest.mark.parametrize("kind", ["gguf", "safetensors", "ours", "npz", "npy", "pt", "old pt"])
-def test_a_damaged_file_is_refused_or_read_but_never_breaks_the_reader(tmp_path: Path, kind: str):
+def write_any(kind: str, path: Path) -> Path:
+    """A file or folder of a kind, with something to steer with; the file that is damaged."""
     arrays = {"1": vector(1), "2": vector(2)}
-    path = tmp_path / "v"
     match kind:
         case "gguf":
             ControlVector("m", {1: vector(1), 2: vector(2)}).export_gguf(path)
@@ -789,21 +821,47 @@ def test_a_damaged_file_is_refused_or_read_but_never_breaks_the_reader(tmp_path:
         case "npy":
             with path.open("wb") as file:
                 np.save(file, np.stack(list(arrays.values())))
+        case "configuration" | "autoencoder":
+            write_sae(path, NEW)
+            return path / ("cfg.json" if kind == "configuration" else "sae_weights.safetensors")
         case _:
             write = {
                 "safetensors": write_safetensors,
                 "npz": write_npz,
+                "compressed": write_compressed,
                 "pt": write_pt,
                 "old pt": write_old_pt,
             }[kind]
             write(path, arrays)
-    load(path)
-    content, random = path.read_bytes(), Random(0)
+    return path
+
+
+KINDS = (
+    "gguf",
+    "safetensors",
+    "ours",
+    "npz",
+    "compressed",
+    "npy",
+    "pt",
+    "old pt",
+    "configuration",
+    "autoencoder",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_is_refused_or_read_but_never_breaks_the_reader(tmp_path: Path, kind: str):
+    path = tmp_path / "v"
+    file = write_any(kind, path)
+    options: dict[str, Any] = {"features": [1, 2]} if path.is_dir() else {}
+    load(path, **options)
+    content, random = file.read_bytes(), Random(0)
     refused = 0
-    for _ in range(200):
-        path.write_bytes(damaged(content, random))
+    for _ in range(300):
+        file.write_bytes(damaged(content, random))
         try:
-            module = load(path)
+            module = load(path, **options)
         except ValueError as error:
             assert str(path) in str(error)
             refused += 1
@@ -814,3 +872,14 @@ def test_a_damaged_file_is_refused_or_read_but_never_breaks_the_reader(tmp_path:
                 for each in added(module, h).values()
             )
     assert refused > 20
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", "3", "null", '{"metadata": 3}', '{"hook_name": {}}', "[" * 100_000, "\udcff", "{"],
+)
+def test_a_configuration_that_is_none_is_refused(tmp_path: Path, text: str):
+    write_sae(tmp_path / "sae", NEW)
+    (tmp_path / "sae" / "cfg.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(ValueError, match="sae"):
+        load(tmp_path / "sae", features=1)

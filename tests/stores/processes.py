@@ -6,6 +6,7 @@ file system or a user of its own is started as `python -m tests.stores.processes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import resource
 import shutil
 import signal
 import sys
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 from tests.stores.samples import record_of, rows_of
-from tllm.stores import RecordMeta, StoreError, StoreWriter
+from tllm.stores import RecordMeta, StoreError, StoreWriter, export
 from tllm.stores import open as open_store
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -99,6 +101,36 @@ def fill(root: str, layout: Any) -> None:
         outcomes[name] = outcome(writer.submit(record_of(name, rows=200, hidden=512)))
     report(writer, outcomes)
     shutil.rmtree(root)
+
+
+def index_on_full_disk(root: str) -> None:
+    """Save an index, export, and open writers where there is no room at all."""
+    with StoreWriter(root, layout="packed") as writer:
+        for number in range(50):
+            writer.submit(record_of(str(number)))
+    store, beside = open_store(root), Path(root).parent
+    ballast = os.open(beside / "ballast", os.O_WRONLY | os.O_CREAT)
+    with contextlib.suppress(OSError):
+        while True:
+            os.write(ballast, bytes(4096))
+    os.close(ballast)
+    refused = []
+    for job in (
+        store.index,
+        *(partial(export, store, beside / "out", each) for each in ("parquet", "npz")),
+        partial(export, store, beside / "out", "safetensors"),
+        partial(StoreWriter, root, writer_id="other"),
+        partial(StoreWriter, beside / "another"),
+    ):
+        try:
+            job()
+        except OSError as error:
+            refused.append(error.errno)
+    left = sorted(path.name for folder in (Path(root), beside / "out") for path in folder.iterdir())
+    (beside / "ballast").unlink()
+    store.index()
+    whole = open_store(root).verify()
+    print(json.dumps({"refused": refused, "left": left, "records": whole.records, "ok": whole.ok}))
 
 
 def exceed_file_size(root: str, layout: Any) -> None:
@@ -188,7 +220,14 @@ def report(writer: StoreWriter, outcomes: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     name, root, *layouts = sys.argv[1:]
-    jobs = fill, exceed_file_size, lose_permission, open_unwritable, leave_without_closing
+    jobs = (
+        fill,
+        index_on_full_disk,
+        exceed_file_size,
+        lose_permission,
+        open_unwritable,
+        leave_without_closing,
+    )
     [job] = [job for job in jobs if job.__name__ == name]
     for arguments in [(f"{root}/{layout}", layout) for layout in layouts] or [(root,)]:
         job(*arguments)

@@ -98,6 +98,15 @@ def check_full_disk(found: dict[str, Any]) -> None:
     assert found["stats"]["failed"] == len(lost) + (stream["status"] == "error")
 
 
+def test_a_full_disk_leaves_no_half_index_export_or_writer(
+    tmp_path: Path, in_small_disk: list[str]
+) -> None:
+    [found] = run(*in_small_disk, *JOB, "index_on_full_disk", tmp_path / "disk" / "root")
+    assert found["refused"] == [errno.ENOSPC] * 6
+    assert found["left"] == ["tllm-store.json", "writers"]
+    assert (found["records"], found["ok"]) == (50, True)
+
+
 def test_a_file_size_limit_fails_only_records_that_exceed_it(tmp_path: Path) -> None:
     results = run(*JOB, "exceed_file_size", tmp_path, *LAYOUTS)
     assert len(results) == len(LAYOUTS)
@@ -234,6 +243,37 @@ def test_one_writer_id_is_one_process_at_a_time(tmp_path: Path) -> None:
     other.kill()
     other.join()
     StoreWriter(tmp_path, writer_id="rank0").close()
+
+
+def test_a_forked_process_neither_writes_nor_waits(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path, publish_interval=1000) as writer:
+        future = writer.submit(record_of("r"))
+        pid = os.fork()
+        if pid == 0:
+            # What the interpreter does at its end, without pytest's.
+            writer.close()
+            try:
+                writer.submit(record_of("s"))
+            except StoreError as error:
+                os._exit(0 if "another one, under a writer_id of its own" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        writer.flush()
+        assert future.result(0).status == "ok"
+    assert stores.open(tmp_path).request_ids() == {"r"}
+
+
+def test_a_forked_process_that_lives_on_holds_no_lock(tmp_path: Path) -> None:
+    writer = StoreWriter(tmp_path)
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+    writer.close()
+    try:
+        StoreWriter(tmp_path).close()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 class StalledDisk:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tllm.stores.name import checked_text, file_name
+from tllm.stores.format import checked_text, file_name
 
 TEXT = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=80)
 

@@ -13,14 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from tests.stores.samples import DTYPES, bits, rows_of
-from tllm.stores.dtype import as_bytes, dtype_name
-from tllm.stores.header import Header
-from tllm.stores.payload import PayloadFile, write_all
+from tllm.stores.format import as_bytes, dtype_name
+from tllm.stores.payload import PayloadFile, decode_header, write_all
 
 
 def add(file: PayloadFile, name: str, tensor: torch.Tensor) -> None:
     width = tensor.shape[1] if tensor.dim() == 2 else None
-    file.add(name, dtype_name(tensor.dtype), width, len(tensor), [as_bytes(tensor)])
+    file.add([name], dtype_name(tensor.dtype), width, len(tensor), [as_bytes(tensor)])
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,22 +44,22 @@ def test_safetensors_reads_any_sequence_of_rows(
     wanted = []
     for number, (name, dtype, rows, hidden, write) in enumerate(pieces):
         tensor = rows_of(str(number), rows, hidden, dtype)
-        span = file.add(name, dtype_name(dtype), hidden, rows, [as_bytes(tensor)])
-        wanted.append((span, tensor))
+        place = file.add([name], dtype_name(dtype), hidden, rows, [as_bytes(tensor)])
+        wanted.append((place.tensors[0], place.row_starts[0], tensor))
         if write:
             file.write()
     size = file.finish({"format": "pt"})
     assert size == path.stat().st_size
     loaded = load_file(path)
-    for span, tensor in wanted:
-        found = loaded[span.tensor][span.row_start : span.row_start + len(tensor)]
+    for name, row_start, tensor in wanted:
+        found = loaded[name][row_start : row_start + len(tensor)]
         assert found.dtype == tensor.dtype
         assert torch.equal(bits(found), bits(tensor))
-    header = Header.decode(memoryview(path.read_bytes()))
-    for entry in header.entries.values():
+    entries, data_start = decode_header(memoryview(path.read_bytes()))
+    for entry in entries.values():
         if not entry.name.startswith("padding"):
             element = loaded[entry.name].element_size()
-            assert (header.data_start + entry.begin) % element == 0
+            assert (data_start + entry.begin) % element == 0
 
 
 def test_a_file_in_one_go_is_what_safetensors_itself_writes(tmp_path: Path) -> None:
@@ -142,6 +141,6 @@ def test_a_pipe_that_takes_little_at_a_time_gets_every_byte() -> None:
 )
 def test_a_damaged_header_is_refused(tmp_path: Path, damage) -> None:
     data = save({"rows": rows_of("x", 3, 8)})
-    Header.decode(memoryview(data))
+    decode_header(memoryview(data))
     with pytest.raises(ValueError):
-        Header.decode(memoryview(damage(data)))
+        decode_header(memoryview(damage(data)))

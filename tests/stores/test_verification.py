@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -95,9 +96,11 @@ def test_a_sidecar_that_cannot_be_read_costs_its_records_only(
 def test_a_sidecar_that_names_files_outside_is_refused(root: Path) -> None:
     path = sidecar(root)
     line = json.loads(path.read_bytes().splitlines()[0])
+    del line["crc32"]
     for file in ("../../../../etc/passwd", "/etc/passwd"):
         line["arrays"][0]["file"] = file
-        path.write_text(json.dumps(line) + "\n")
+        canonical = json.dumps(line, sort_keys=True, separators=(",", ":"))
+        path.write_text(json.dumps({"crc32": zlib.crc32(canonical.encode()), **line}) + "\n")
         store = stores.open(root)
         assert "lies outside of the store" in store.damages[0].what
 

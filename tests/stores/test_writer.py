@@ -20,6 +20,7 @@ from tests.stores.samples import (
     stacked,
 )
 from tllm import stores
+from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.stores import Record, RecordMeta, Rows, StackedRows, StoreError, StoreWriter
 
 
@@ -470,6 +471,9 @@ def test_malformed_descriptions_are_refused_by_field(fields, message: str) -> No
         ({"max_bytes": 0}, "max_bytes=0"),
         ({"shard_bytes": 1.5}, "shard_bytes=1.5"),
         ({"publish_interval": 0}, "publish_interval=0"),
+        ({"publish_interval": float("nan")}, "publish_interval=nan"),
+        ({"publish_interval": "1"}, "publish_interval='1'"),
+        ({"spill_folder": 3}, "spill_folder=3"),
         ({"writer_id": ""}, "writer_id=''"),
         ({"writer_id": "a\nb"}, "writer_id='a"),
     ],
@@ -477,6 +481,17 @@ def test_malformed_descriptions_are_refused_by_field(fields, message: str) -> No
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StoreWriter(tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"threads": 0}, {"durability": "never"}, {"shard_bytes": 0}, {"publish_interval": -1}],
+)
+def test_a_consumer_refuses_them_before_a_model_is_loaded(tmp_path: Path, options) -> None:
+    [name] = options
+    with pytest.raises(ValueError, match=f"{name}="):
+        FilesystemConsumer(tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_stream_refuses_rows_that_do_not_go_with_those_before(tmp_path: Path) -> None:

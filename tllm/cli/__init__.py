@@ -11,8 +11,10 @@ from rich.console import Console
 
 import tllm
 from tllm.cli import capture as capturing
+from tllm.cli import serving
 from tllm.cli.doctor import examine, render
 from tllm.cli.store import app as store_app
+from tllm.server.settings import ServerSettings
 from tllm.stores import StoreError
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
@@ -48,6 +50,59 @@ def doctor(
     report = examine(model)
     render(report, Console())
     raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    consumer: Annotated[
+        list[str] | None, typer.Option(help="A consumer, as name:key=value,...; repeatable.")
+    ] = None,
+    capture_consumer: Annotated[
+        list[str] | None, typer.Option(help="A consumer whose results are capture results.")
+    ] = None,
+    steering_module: Annotated[
+        list[str] | None, typer.Option(help="A steering module, as name=path; repeatable.")
+    ] = None,
+    admin_api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TLLM_ADMIN_API_KEY",
+            help="Key of the admin routes; without one they answer on loopback only.",
+        ),
+    ] = None,
+    hook_points: Annotated[
+        str | None, typer.Option(help="Hook points to install, with commas between; or all.")
+    ] = None,
+    allow_capture: Annotated[bool, typer.Option(help="Let requests capture.")] = True,
+    allow_consumers: Annotated[
+        bool, typer.Option(help="Let requests give options to consumers.")
+    ] = True,
+    dry_run: Annotated[bool, typer.Option(help="Print the command, and do not run it.")] = False,
+) -> None:
+    """Serve a model over HTTP with interventions; further options are those of `vllm serve`."""
+    try:
+        settings = ServerSettings(
+            consumers=tuple(consumer or ()),
+            capture_consumers=tuple(capture_consumer or ()),
+            steering_modules=serving.modules_of(steering_module or ()),
+            admin_api_key=admin_api_key,
+            allow_capture=allow_capture,
+            allow_consumers=allow_consumers,
+        )
+        options: dict[str, Any] = {}
+        if hook_points is not None:
+            points = tuple(hook_points.split(","))
+            options["hook_points"] = "all" if points == ("all",) else points
+        command = serving.command(model, context.args, settings, options)
+    except ValueError as error:
+        Console(stderr=True).print(f"[red]{error}[/red]")
+        raise typer.Exit(2) from None
+    if dry_run:
+        print(serving.shown(*command))
+        return
+    serving.run(*command)
 
 
 @app.command()

@@ -138,10 +138,10 @@ def _done(job: Job) -> set[str]:
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
     from tllm import LLM, SamplingParams
     from tllm.consumers.capture.filesystem import FilesystemConsumer
-    from tllm.engine.options import DEFAULT_HOOK_POINTS
+    from tllm.engine.options import CHEAP_POINTS
 
     spec = CaptureSpec.parse(job.capture, "capture")
-    points = {*DEFAULT_HOOK_POINTS, *(point for point, _ in spec.hooks)}
+    points = {*CHEAP_POINTS, *(point for point, _ in spec.hooks)}
     # What is there under one of these names is not whole: it is made anew.
     consumer = FilesystemConsumer(
         job.out,

@@ -13,14 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 import tllm
-from tllm.engine import versions
-from tllm.spec.hooks import HookPoint
+from tllm.engine import seams, versions
+from tllm.spec.hooks import HookPoint, ModelPoints, ranges
 
 PLUGIN_GROUP = "vllm.general_plugins"
 
 
 @dataclass(frozen=True)
-class Problem:
+class Defect:
     """Something that keeps tLLM from working, and what to do about it."""
 
     what: str
@@ -34,10 +34,12 @@ class Report:
     Attributes:
         findings: `(subject, finding)`, in the order to print.
         problems: what is wrong.
+        seams: names by the class or module of vLLM that has them and what tLLM needs them for.
     """
 
     findings: list[tuple[str, str]] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[Defect] = field(default_factory=list)
+    seams: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def note(self, subject: str, finding: str) -> None:
         """Add a finding."""
@@ -45,7 +47,7 @@ class Report:
 
     def wrong(self, what: str, fix: str) -> None:
         """Add a problem."""
-        self.problems.append(Problem(what, fix))
+        self.problems.append(Defect(what, fix))
 
 
 def examine(model: str | None = None) -> Report:
@@ -102,13 +104,16 @@ def _examine_vllm(report: Report) -> bool:
         named = f"{found.distribution} {found.version}"
         report.note("vllm", named if found.tested else f"{named} (not {tested})")
     try:
-        versions.probe()
+        found = versions.probe()
     except RuntimeError as error:
         what, _, fix = str(error).rpartition(": ")
         report.note("seams", "not all found")
         report.wrong(what, fix)
         return False
-    report.note("seams", "all found")
+    for seam in seams.of(found.version):
+        owner, _, name = seam.path.rpartition(".")
+        report.seams.setdefault((owner, seam.why), []).append(name)
+    report.note("seams", f"all {sum(map(len, report.seams.values()))} found")
     return True
 
 
@@ -191,14 +196,17 @@ def _examine_model(report: Report, model: str) -> None:
     config = llm.llm_engine.vllm_config
     stats = llm.intervention_stats()[0]
     report.note("model runner", _runner(config.use_v2_model_runner))
-    report.note("model", f"{stats['family']}, {stats['num_layers']} layers")
+    points: ModelPoints = stats["model_points"]
+    report.note("model", f"{points.family}, {points.num_layers} layers")
     report.note("hidden size", f"{stats['hidden_size']}, {config.model_config.dtype}")
+    missing = points.reasons
     for point in HookPoint:
-        why = stats["missing"].get(point.value)
-        report.note(point.value, "yes" if why is None else f"no: {why}")
-    if not stats["points"]:
+        has = points.layers(point)
+        found = f"in layers {ranges(has)}" if point in missing else "yes"
+        report.note(point.value, found if has else f"no: {missing[point]}")
+    if not points.points:
         report.wrong(
-            f"{stats['family']} has no hook points: {stats['missing']['post_block']}",
+            f"{points.family} has no hook points: {missing['post_block']}",
             "add a row for the family to tllm/models/families.py, or use a listed model",
         )
     elif config.model_config.runner_type == "generate":
@@ -230,6 +238,11 @@ def render(report: Report, console: Console) -> None:
     for subject, finding in report.findings:
         table.add_row(f"[bold]{subject}[/bold]", escape(finding))
     console.print(table)
+    if report.seams:
+        console.print("\n[bold]seams[/bold]: places of vLLM that tLLM overrides or uses, and why")
+    for (owner, why), names in sorted(report.seams.items()):
+        line = f"  {owner}: {', '.join(names)} ({why})"
+        console.print(escape(line), soft_wrap=True, highlight=False)
     console.print()
     for problem in report.problems:
         console.print(f"[red]wrong:[/red] {escape(problem.what)}", soft_wrap=True, highlight=False)

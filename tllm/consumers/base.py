@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ class Consumer(ABC):
     """Reads, steers or learns from a model's activations while it generates.
 
     The object the user makes is a description: it is sent to every worker (by cloudpickle) and
-    the copies there do the work. Registration points `synchronize()` and `read_stats()` of the
-    user's object at those copies.
+    the copies there do the work. While it is registered, `synchronize()` and `read_stats()` of the
+    user's object reach those copies (on an `AsyncLLM`, they are to be awaited).
 
     A consumer that raises is detached: the error is logged once with its traceback, counted, and
     put into the results of the requests that were using it. Generation goes on.
@@ -41,6 +42,26 @@ class Consumer(ABC):
     #: `on_request_finished` waits until the tokens of the output are known: with stop strings, and
     #: when the caller aborts, until the result is fetched.
     needs_tokens: bool = False
+
+    _engine: Any = None
+    """Of the user's object while it is registered: what stands for its copies in the workers."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("synchronize", "read_stats"):
+            if name in vars(cls):
+                setattr(cls, name, _reaching_the_workers(vars(cls)[name]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_engine"}
+
+    def attach(self, engine: Any) -> None:
+        """Let this object stand for its copies in an engine's workers.
+
+        Args:
+            engine: has `synchronize(consumer)` and `read_stats(consumer)`; None: for itself again.
+        """
+        self._engine = engine
 
     def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
         """The same for one request, by its options; `needs_tokens` by default."""
@@ -94,9 +115,14 @@ class Consumer(ABC):
         """The step's tokens were sampled and its bundles handed out."""
 
     def on_export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any = None,
     ) -> None:
-        """Host copies sent by `ctx.export` have arrived; runs on a delivery thread."""
+        """Host copies sent by `ctx.export` have arrived, with what was attached to them; runs on a
+        delivery thread. A consumer that attaches nothing may leave the last parameter out."""
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """A sequence ended, and all of its bundles were handed out.
@@ -146,3 +172,19 @@ class Consumer(ABC):
         """One mapping from those of data-parallel replicas, which served different requests; by
         default they stand side by side, as `{"replicas": [...]}`."""
         return {"replicas": list(stats)}
+
+
+def _reaching_the_workers(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A method that asks the workers where its object stands for the copies there."""
+
+    @wraps(own)
+    def method(self: Consumer) -> Any:
+        if self._engine is None:
+            return own(self)
+        return getattr(self._engine, own.__name__)(self)
+
+    return method
+
+
+for _name in ("synchronize", "read_stats"):
+    setattr(Consumer, _name, _reaching_the_workers(vars(Consumer)[_name]))

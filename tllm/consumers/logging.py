@@ -104,7 +104,11 @@ class LoggingConsumer(Consumer):
         self._tables.add(bundle.flow, phase, bundle.entries["hidden"])
 
     def on_export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any = None,
     ) -> None:
         """Write the line."""
         for layer, phases in self._figures(tensors).items():

@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.base import Consumer
-from tllm.consumers.shared_rows import SharedRows
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -21,6 +20,7 @@ from tllm.ports import (
     PortBundle,
     RequestInfo,
 )
+from tllm.shared_memory import SharedRows
 
 HEADER = 4
 """Numbers before a row's values: the ticket (two halves), the number of values, and of ids."""
@@ -59,16 +59,16 @@ class NextTokenConsumer(Consumer):
 
     - `place`: `[path, width, row]` of a `SharedRows` file. The row is written:
       `[HEADER + values]`, or `[HEADER + values + ids]` for `top_k`.
-    - Without a place it stays in the worker, until `call_consumer("next_token", "take", [tickets])`
+    - Without a place it stays in the worker, until `call_consumer("next_token", "pop", [tickets])`
       gives `{ticket: NextToken}`.
 
-    `call_consumer("next_token", "settle", [tickets])` forgets results that nobody will take, and
+    `call_consumer("next_token", "forget", [tickets])` forgets results that nobody will ask for, and
     returns when no write of an earlier step is under way.
     """
 
     consumer_id = "next_token"
     on_request_only = True
-    remote_methods = ("take", "settle")
+    remote_methods = ("pop", "forget")
 
     def flows(self) -> Sequence[ConsumerFlow]:
         """The logits as the LM head gave them, prompts and generated tokens together."""
@@ -108,8 +108,8 @@ class NextTokenConsumer(Consumer):
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing is known yet of where results go."""
         self._files: dict[str, tuple[SharedRows, torch.Tensor, bool]] = {}
-        self._by_ticket: dict[int, tuple[_Arriving, int]] = {}
-        self._by_slot: dict[int, _Kept] = {}
+        self._by_ticket: dict[int, tuple[_HostRows, int]] = {}
+        self._by_slot: dict[int, _SequenceRows] = {}
         self._device = ctx.device
         self._answers = ctx.model.first_rank
         self.rows = 0
@@ -121,9 +121,9 @@ class NextTokenConsumer(Consumer):
         """Normalise the rows that are asked for, and send them off."""
         if not self._answers:
             return
-        groups: dict[_Form, list[_Ask]] = {}
+        groups: dict[_RowForm, list[_AskedRow]] = {}
         for row, index in enumerate(bundle.meta.request_index):
-            ask = _Ask(row, bundle.meta.requests[index], int(bundle.meta.positions[row]))
+            ask = _AskedRow(row, bundle.meta.requests[index], int(bundle.meta.positions[row]))
             groups.setdefault(ask.form, []).append(ask)
         logits = bundle.entries["logits"]
         self.bundles += bool(groups)
@@ -131,10 +131,16 @@ class NextTokenConsumer(Consumer):
             asks.sort(key=lambda ask: ask.shared_row)
             size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
             for begin in range(0, len(asks), size):
-                self._answer(logits, form, asks[begin : begin + size])
+                self._answer(logits, form, asks[begin : begin + size], ctx)
 
-    def _answer(self, logits: torch.Tensor, form: _Form, asks: list[_Ask]) -> None:
-        rows = self._upload(np.array([ask.row for ask in asks]))
+    def _answer(
+        self,
+        logits: torch.Tensor,
+        form: _RowForm,
+        asks: list[_AskedRow],
+        ctx: ConsumerContext,
+    ) -> None:
+        rows = ctx.upload(np.array([ask.row for ask in asks]))
         found = torch.log_softmax(logits[rows], -1, dtype=torch.float32)
         ids: torch.Tensor | None = None
         if form.top_k:
@@ -146,10 +152,10 @@ class NextTokenConsumer(Consumer):
                 raise ValueError(
                     f"token_ids has {wanted.max()}; the vocabulary has {found.shape[1]} tokens"
                 )
-            found = found.gather(1, self._upload(wanted))
+            found = found.gather(1, ctx.upload(wanted))
         self.rows += len(asks)
         if form.path is None:
-            self._keep(asks, found, ids)
+            self._keep(asks, _HostRows(found, ids, ctx))
             return
         numbers = found.shape[1]
         packed = torch.empty((len(asks), form.width), dtype=torch.float32, device=self._device)
@@ -161,10 +167,10 @@ class NextTokenConsumer(Consumer):
         header = np.empty((len(asks), HEADER), np.int32)
         header[:, :2] = tickets.view(np.int32).reshape(-1, 2)
         header[:, 2:] = numbers, 0 if ids is None else numbers
-        bits[:, :HEADER] = self._upload(header)
+        bits[:, :HEADER] = ctx.upload(header)
         self._send(form, packed, np.array([ask.shared_row for ask in asks]))
 
-    def _send(self, form: _Form, packed: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def _send(self, form: _RowForm, packed: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
         """Copy to the shared rows; neighbours in one go. The engine's output of this step is
         copied later on the same stream, so whoever has that has this."""
         target, pinned = self._file(form)
@@ -176,7 +182,7 @@ class NextTokenConsumer(Consumer):
             begin = end
         self.bytes_out += packed.nbytes
 
-    def _file(self, form: _Form) -> tuple[torch.Tensor, bool]:
+    def _file(self, form: _RowForm) -> tuple[torch.Tensor, bool]:
         assert form.path is not None
         known = self._files.get(form.path)
         if known is None:
@@ -185,35 +191,28 @@ class NextTokenConsumer(Consumer):
             known = self._files[form.path] = file, torch.from_numpy(file.values), pinned
         return known[1:]
 
-    def _upload(self, values: npt.NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor
-
     # -- results that stay in the worker --------------------------------------------------------
 
-    def _keep(self, asks: list[_Ask], values: torch.Tensor, ids: torch.Tensor | None) -> None:
+    def _keep(self, asks: list[_AskedRow], arriving: _HostRows) -> None:
         """On the host: nobody knows how long they stay."""
-        arriving = _Arriving(values, ids)
         for i, ask in enumerate(asks):
             if ask.ticket >= 0:
                 self._by_ticket[ask.ticket] = arriving, i
             else:
-                kept = self._by_slot.setdefault(ask.request.slot, _Kept())
+                kept = self._by_slot.setdefault(ask.request.slot, _SequenceRows())
                 kept.add(ask.position, arriving, i)
 
-    def take(self, tickets: Sequence[int]) -> dict[int, NextToken]:
+    def pop(self, tickets: Sequence[int]) -> dict[int, NextToken]:
         """The last result of each ticket that this worker has; it is given once."""
-        taken = {}
+        popped = {}
         for ticket in tickets:
             if ticket in self._by_ticket:
                 arriving, row = self._by_ticket.pop(ticket)
                 values, ids = arriving.row(row)
-                taken[ticket] = NextToken(values.numpy(), None if ids is None else ids.numpy())
-        return taken
+                popped[ticket] = NextToken(values.numpy(), None if ids is None else ids.numpy())
+        return popped
 
-    def settle(self, tickets: Sequence[int] = ()) -> None:
+    def forget(self, tickets: Sequence[int] = ()) -> None:
         """Forget some results, and wait until nothing of an earlier step is being written."""
         for ticket in tickets:
             self._by_ticket.pop(ticket, None)
@@ -227,7 +226,7 @@ class NextTokenConsumer(Consumer):
 
     def stop(self) -> None:
         """Let go of the shared rows."""
-        self.settle()
+        self.forget()
         for file, _, pinned in self._files.values():
             if pinned:
                 file.unpin()
@@ -248,7 +247,7 @@ class NextTokenConsumer(Consumer):
 
 
 @dataclass(frozen=True)
-class _Form:
+class _RowForm:
     """What rows that are answered together have in common."""
 
     path: str | None
@@ -257,7 +256,7 @@ class _Form:
     num_ids: int
 
 
-class _Ask:
+class _AskedRow:
     """One row that somebody asked for."""
 
     def __init__(self, row: int, request: RequestInfo, position: int) -> None:
@@ -269,41 +268,32 @@ class _Ask:
         path, width, shared_row = options.get("place") or (None, 0, -1)
         self.shared_row = int(shared_row)
         ids = options.get("token_ids")
-        self.form = _Form(path, int(width), options.get("top_k") or 0, len(ids) if ids else 0)
+        self.form = _RowForm(path, int(width), options.get("top_k") or 0, len(ids) if ids else 0)
 
 
-class _Arriving:
+class _HostRows:
     """Results of one step, on their way to the host."""
 
-    def __init__(self, values: torch.Tensor, ids: torch.Tensor | None) -> None:
-        self._values = _host_copy(values)
-        self._ids = None if ids is None else _host_copy(ids)
-        self._fence = torch.cuda.Event() if values.is_cuda else None
-        if self._fence is not None:
-            self._fence.record()
+    def __init__(
+        self, values: torch.Tensor, ids: torch.Tensor | None, ctx: ConsumerContext
+    ) -> None:
+        self._values = ctx.to_host(values)
+        self._ids = None if ids is None else ctx.to_host(ids)
 
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One of them, once it is there."""
-        if self._fence is not None:
-            self._fence.synchronize()
-        return self._values[index], None if self._ids is None else self._ids[index]
+        ids = None if self._ids is None else self._ids.wait()[index]
+        return self._values.wait()[index], ids
 
 
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor.clone()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copy.copy_(tensor, non_blocking=True)
-
-
-class _Kept:
+class _SequenceRows:
     """Results of one sequence, in the order of their positions."""
 
     def __init__(self) -> None:
         self._positions: list[int] = []
-        self._rows: list[tuple[_Arriving, int]] = []
+        self._rows: list[tuple[_HostRows, int]] = []
 
-    def add(self, position: int, arriving: _Arriving, row: int) -> None:
+    def add(self, position: int, arriving: _HostRows, row: int) -> None:
         """Add the newest."""
         self._positions.append(position)
         self._rows.append((arriving, row))

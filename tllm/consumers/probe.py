@@ -129,8 +129,7 @@ class _Scores:
             return None
         positions = np.concatenate([positions for positions, _ in pieces])
         scores = np.concatenate([scores for _, scores in pieces])
-        order = np.argsort(positions)
-        return PerToken(positions[order], scores[order])
+        return PerToken(positions, scores)
 
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []

@@ -7,16 +7,19 @@ has no use for vLLM's output, can send them together.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request
 
+from tllm.engine.seams import overrides, uses
 from tllm.spec.request import EXTRA_ARG
 
 if TYPE_CHECKING:
@@ -28,7 +31,41 @@ _ENDED, _FAILED = "tllm_bulk_ended", "tllm_bulk_failed"
 """Ids of outputs whose `new_token_ids` are tickets."""
 
 
-class Item(NamedTuple):
+uses(
+    "vllm.v1.engine.async_llm.AsyncLLM",
+    "engine_core output_processor output_handler errored dead_error _run_output_handler",
+    "messages with many requests go to the engine, and their ends come back",
+)
+uses(
+    "vllm.v1.engine.core_client.AsyncMPClient",
+    "add_request_async abort_requests_async",
+    "messages with many requests go to the engine",
+)
+uses(
+    "vllm.v1.engine.output_processor.OutputProcessor",
+    "external_req_ids",
+    "the engine's own id of a streamed request",
+)
+uses(
+    "vllm.v1.request.Request",
+    "request_id sampling_params client_index arrival_time _block_hasher",
+    "requests are made of a message",
+)
+uses(
+    "vllm.v1.engine.EngineCoreOutput",
+    "request_id new_token_ids finish_reason",
+    "ends of many requests are one output",
+)
+uses(
+    "vllm.v1.request.StreamingUpdate",
+    "mm_features prompt_token_ids max_tokens arrival_time sampling_params",
+    "more tokens of a streamed request are told without a request of their own",
+)
+uses("vllm.v1.engine.EngineCoreOutputs", "outputs", "ends of many requests are one output")
+uses("vllm.SamplingParams", "extra_args", "what a request asks of tLLM travels in it")
+
+
+class BulkItem(NamedTuple):
     """One token of one request.
 
     Attributes:
@@ -44,20 +81,19 @@ class Item(NamedTuple):
     consumers: Mapping[str, Any]
 
 
+Ended = Callable[[Exception | None], None]
+"""Called once: with None when the token was computed, or with what went wrong."""
+
+
 class Bulk:
     """The client's half, one for an engine. All methods are called on the engine's event loop.
 
     Not for data-parallel replicas: vLLM's client chooses one for each message.
-
-    Args:
-        ended: called with each ticket once: with None when the token was computed, or with what
-            went wrong. Not called for what was aborted.
     """
 
-    def __init__(self, engine: AsyncLLM, ended: Callable[[int, Exception | None], None]) -> None:
+    def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
-        self._ended = ended
-        self._sent: dict[int, str] = {}
+        self._sent: dict[int, tuple[str, Ended]] = {}
         self._begun: dict[str, int] = {}
         self._messages: dict[str, list[int]] = {}
         self._numbers = itertools.count(1)
@@ -78,10 +114,17 @@ class Bulk:
         found = known.get(request_id)
         return found[0] if found else None
 
+    def expect(self, item: BulkItem, ended: Ended) -> None:
+        """Somebody wants to hear of an item that will be sent."""
+        self._sent[item.ticket] = item.request_id, ended
+
     def send(
-        self, params: vllm.SamplingParams, begun: Sequence[Item], continued: Sequence[Item]
+        self,
+        params: vllm.SamplingParams,
+        begun: Sequence[BulkItem],
+        continued: Sequence[BulkItem],
     ) -> Coroutine[Any, Any, None]:
-        """Send requests of one token each.
+        """Send requests of one token each, all of which are expected.
 
         Args:
             params: of the requests in `begun`, prepared by the engine. That they have a token, and
@@ -91,11 +134,9 @@ class Bulk:
         Returns:
             What does it, and never raises. What is to reach the engine later must begin later.
         """
-        tickets = [item.ticket for item in (*begun, *continued)]
-        self._sent.update((item.ticket, item.request_id) for item in (*begun, *continued))
         self._begun.update((item.request_id, item.ticket) for item in begun)
         name = f"{_EXTRA}_{next(self._numbers)}"
-        self._messages[name] = tickets
+        self._messages[name] = [item.ticket for item in (*begun, *continued)]
         message = copy(params)
         wire = {"begun": list(map(list, begun)), "continued": list(map(list, continued))}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
@@ -110,7 +151,7 @@ class Bulk:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        return self._deliver(request, tickets)
+        return self._deliver(request, self._messages[name])
 
     async def _deliver(self, request: EngineCoreRequest, tickets: list[int]) -> None:
         try:
@@ -119,51 +160,95 @@ class Bulk:
                 raise self._engine.dead_error
             await self._engine.engine_core.add_request_async(request)
         except Exception as error:
-            self._end(tickets, error)
-
-    def forget(self, ticket: int) -> None:
-        """Say nothing more of a ticket."""
-        self._begun.pop(self._sent.pop(ticket, ""), None)
+            self.end(tickets, error)
 
     def abort(self, ticket: int) -> Coroutine[Any, Any, None]:
         """Give up a request that was begun. To be run like what `send` returns."""
-        request_id = self._sent[ticket]
-        self.forget(ticket)
+        request_id, _ = self._sent[ticket]
         return self._engine.engine_core.abort_requests_async([request_id])
 
-    def _on_outputs(self, outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> Any:
-        others = []
-        for output in outputs:
-            name = output.request_id
-            if name == _ENDED:
-                self._end(output.new_token_ids, None)
-            elif name == _FAILED:
-                self._end(output.new_token_ids, _aborted())
-            elif name in self._begun:  # told by the engine itself, as when it is paused
-                self._end([self._begun[name]], _aborted())
-            elif name in self._messages:  # refused before the scheduler saw it
-                self._end(self._messages[name], _aborted())
-            else:
-                others.append(output)
-        return self._process_outputs(others, *args, **kwargs)
-
-    def _on_error(self, error: Exception) -> None:
-        self._end(list(self._sent), error)
-        self._propagate_error(error)
-
-    def _end(self, tickets: Iterable[int], error: Exception | None) -> None:
+    def end(self, tickets: Iterable[int], error: Exception | None) -> None:
+        """Tell the senders of some tickets, as far as they were not told yet."""
         for ticket in list(tickets):
             if ticket in self._sent:
-                self.forget(ticket)
-                self._ended(ticket, error)
+                request_id, ended = self._sent.pop(ticket)
+                self._begun.pop(request_id, None)
+                ended(error)
         open_ones = self._sent.keys()
         for name, of in list(self._messages.items()):
             if open_ones.isdisjoint(of):
                 del self._messages[name]
 
+    def close(self, error: Exception) -> None:
+        """End what is under way with an error, and leave the engine as it was."""
+        self.end(self._sent, error)
+        processor: Any = self._engine.output_processor
+        processor.process_outputs = self._process_outputs
+        processor.propagate_error = self._propagate_error
+
+    @overrides(
+        "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
+        "ends of requests in bulk are taken out of the engine's outputs",
+    )
+    def _on_outputs(
+        self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        others = []
+        for output in engine_core_outputs:
+            name = output.request_id
+            if name == _ENDED:
+                self.end(output.new_token_ids, None)
+            elif name == _FAILED:
+                self.end(output.new_token_ids, _aborted())
+            elif name in self._begun:  # told by the engine itself, as when it is paused
+                self.end([self._begun[name]], _aborted())
+            elif name in self._messages:  # refused before the scheduler saw it
+                self.end(self._messages[name], _aborted())
+            else:
+                others.append(output)
+        return self._process_outputs(others, *args, **kwargs)
+
+    @overrides(
+        "vllm.v1.engine.output_processor.OutputProcessor.propagate_error",
+        "who waits for requests in bulk hears that the engine died",
+    )
+    def _on_error(self, e: Exception) -> None:
+        self.end(self._sent, e)
+        self._propagate_error(e)
+
+
+def loop_of(engine: AsyncLLM) -> asyncio.AbstractEventLoop | None:
+    """The event loop that an engine takes its outputs on; None before it has one."""
+    handler = engine.output_handler
+    return None if handler is None else handler.get_loop()
+
 
 def _aborted() -> RuntimeError:
     return RuntimeError("the engine aborted the request, or did not take it")
+
+
+@dataclass(slots=True)
+class NextInput:
+    """More tokens of a streamed request. It has what vLLM's scheduler looks at in a `Request` that
+    continues another, and costs a fraction of one."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling_params: vllm.SamplingParams
+    arrival_time: float
+    max_tokens: int = 1
+    resumable: bool = True
+    mm_features: None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of this input."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether something of its request depends on how many tokens it has."""
+        return "steering" in (self.sampling_params.extra_args or {}).get(EXTRA_ARG, {})
 
 
 class BulkRequests:
@@ -181,43 +266,45 @@ class BulkRequests:
         params = request.sampling_params
         return params is not None and _EXTRA in (params.extra_args or ())
 
-    def of(self, message: Request, running: Mapping[str, Request]) -> Iterator[Request]:
-        """What a message holds, as vLLM's own requests.
+    def begun(self, message: Request) -> Iterator[Request]:
+        """The requests that begin with a message."""
+        assert message.sampling_params is not None and message.sampling_params.extra_args
+        for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["begun"]):
+            params = self._params(item, message.sampling_params, request_id=item.request_id)
+            del params.extra_args[_EXTRA]
+            yield Request(
+                request_id=item.request_id,
+                prompt_token_ids=list(item.tokens),
+                sampling_params=params,
+                pooling_params=None,
+                client_index=message.client_index,
+                arrival_time=message.arrival_time,
+                block_hasher=message._block_hasher,
+            )
+
+    def continued(self, message: Request, running: Mapping[str, Request]) -> Iterator[NextInput]:
+        """The inputs of streamed requests that a message holds.
 
         Args:
             running: by id. A request that has ended is not continued: the client is told of its
                 end by its own last output.
         """
         assert message.sampling_params is not None and message.sampling_params.extra_args
-        wire = message.sampling_params.extra_args.pop(_EXTRA)
-        for item in map(Item._make, wire["begun"]):
-            yield self._request(message, item, message.sampling_params)
-        for item in map(Item._make, wire["continued"]):
+        for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["continued"]):
             known = running.get(item.request_id)
             if known is not None and known.sampling_params is not None:
-                yield self._request(message, item, known.sampling_params, resumable=True)
+                params = self._params(item, known.sampling_params)
+                yield NextInput(item.request_id, item.tokens, params, message.arrival_time)
 
-    def _request(
-        self, message: Request, item: Item, params: vllm.SamplingParams, resumable: bool = False
-    ) -> Request:
+    def _params(self, item: BulkItem, params: vllm.SamplingParams, **more: Any) -> Any:
+        """Parameters of one item: those of others, with what is its own."""
         self._tickets[item.request_id] = item.ticket
-        own = copy(params)
         extra = params.extra_args or {}
-        spec = dict(extra.get(EXTRA_ARG, {}))
+        spec = {**extra.get(EXTRA_ARG, {}), **more}
         spec["consumers"] = {**spec.get("consumers", {}), **item.consumers}
-        if not resumable:
-            spec["request_id"] = item.request_id
+        own = copy(params)
         own.extra_args = {**extra, EXTRA_ARG: spec}
-        return Request(
-            request_id=item.request_id,
-            prompt_token_ids=list(item.tokens),
-            sampling_params=own,
-            pooling_params=None,
-            client_index=message.client_index,
-            arrival_time=message.arrival_time,
-            block_hasher=None if resumable else message._block_hasher,
-            resumable=resumable,
-        )
+        return own
 
     def take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Put the tickets in the place of the outputs that they stand for."""

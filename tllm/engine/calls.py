@@ -8,28 +8,51 @@ Run on vLLM 0.32; the sources of 0.30 and 0.33 were read.
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from typing import Any
 
-from vllm import LLM
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tllm.engine.seams import uses
 
 _LOOK_EVERY_S = 1.0
 
+uses(
+    "vllm.v1.engine.core_client.SyncMPClient",
+    "utility_results ensure_alive",
+    "a call of the workers ends when the engine's process does",
+)
+uses(
+    "vllm.v1.engine.core_client.SyncMPClient",
+    "_send_input",
+    "a call of the workers is sent without waiting for its answer",
+    takes="request_type request",
+)
+uses("vllm.v1.engine.core_client.DPAsyncMPClient", "core_engines", "calls reach every replica")
+uses(
+    "vllm.v1.engine.core_client.AsyncMPClient",
+    "_call_utility_async",
+    "calls reach every replica",
+    takes="method engine",
+)
+uses("vllm.v1.engine", "EngineCoreRequestType", "calls of the workers")
 
-def ask_workers(llm: LLM, method: str, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
+
+def ask_workers(engine: LLMEngine, method: str, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
     """Ask every worker, and return a function that waits for what they answer.
 
     It raises vLLM's `EngineDeadError` when the engine's process is dead, or dies meanwhile.
     """
-    client = llm.llm_engine.engine_core
+    client = engine.engine_core
     if not isinstance(client, SyncMPClient):  # the engine is in this process
-        answered = list(llm.collective_rpc(method, args=args))
+        answered = list(engine.collective_rpc(method, args=args))
         return lambda: answered
     call_id = uuid.uuid1().int >> 64
     answers: Future[list[Any]] = Future()
@@ -47,8 +70,30 @@ def ask_workers(llm: LLM, method: str, args: tuple[Any, ...]) -> Callable[[], li
     return wait
 
 
-async def call_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """What every worker answers, replica by replica."""
+async def ask_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) -> list[Any]:
+    """What every worker answers, replica by replica.
+
+    Raises vLLM's `EngineDeadError` when the engine's process is dead, or dies meanwhile.
+    """
+    answers = asyncio.ensure_future(_of_all_replicas(engine, method, args))
+    try:
+        # vLLM lets these calls wait for ever when the engine's process dies.
+        while not (await asyncio.wait({answers}, timeout=_LOOK_EVERY_S))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        try:
+            return answers.result()
+        except Exception as error:
+            # Workers answer, whatever happens: the engine is going down, or this is a fault
+            # of the call's own, and vLLM says which some moments later.
+            if await _goes_down(engine):
+                raise engine.dead_error from error
+            raise
+    finally:
+        answers.cancel()
+
+
+async def _of_all_replicas(engine: AsyncLLM, method: str, args: tuple[Any, ...]) -> list[Any]:
     client = engine.engine_core
     replicas = getattr(client, "core_engines", ())
     if len(replicas) < 2:
@@ -58,3 +103,11 @@ async def call_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...])
         *(call("collective_rpc", method, None, args, None, engine=each) for each in replicas)
     )
     return [answer for replica in answers for answer in replica]
+
+
+async def _goes_down(engine: AsyncLLM, within_s: float = 5.0) -> bool:
+    """Whether the engine is dead, or is found to be within some seconds."""
+    deadline = time.monotonic() + within_s
+    while not engine.errored and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    return bool(engine.errored)

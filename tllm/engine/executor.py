@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tllm.engine import versions
+
 
 def executor_for(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The engine argument that puts our executor in the place of vLLM's on Ray.
@@ -18,13 +20,17 @@ def executor_for(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     replicas = kwargs.get("data_parallel_size", 1)
     if asked is None and replicas > 1 and kwargs.get("data_parallel_backend") == "ray":
         asked = "ray"
-    if asked != "ray":
-        return {}
-    from vllm import envs
-    from vllm.v1.executor.ray_utils import ray_is_available
-
-    if not ray_is_available() or not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+    if asked != "ray" or not versions.runs_workers_on_ray():
         return {}
     from tllm.engine.executor_ray import InterventionRayExecutor
 
     return {"distributed_executor_backend": InterventionRayExecutor}
+
+
+def executor_in_place_of(executor: type) -> type:
+    """Our executor for vLLM's on Ray, and every other for itself."""
+    if executor.__name__ != "RayExecutorV2":
+        return executor
+    from tllm.engine.executor_ray import InterventionRayExecutor
+
+    return InterventionRayExecutor

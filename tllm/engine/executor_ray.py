@@ -9,10 +9,23 @@ import logging
 
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
+from tllm.engine.seams import overrides, uses
+
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 4.0
 """vLLM kills the engine's process, which waits here, after five seconds."""
+
+uses(
+    "vllm.v1.executor.ray_executor_v2.RayExecutorV2",
+    "response_mqs is_failed shutting_down collective_rpc parallel_config",
+    "workers on Ray close before they are killed",
+)
+uses(
+    "vllm.config.ParallelConfig",
+    "distributed_executor_backend",
+    "workers leave the choice of devices to Ray",
+)
 
 
 class InterventionRayExecutor(RayExecutorV2):
@@ -23,11 +36,19 @@ class InterventionRayExecutor(RayExecutorV2):
     would not.
     """
 
+    @overrides(
+        "vllm.v1.executor.ray_executor_v2.RayExecutorV2._init_executor",
+        "workers leave the choice of devices to Ray",
+    )
     def _init_executor(self) -> None:
         # vLLM's workers look for this word, to leave the choice of devices to Ray.
         self.parallel_config.distributed_executor_backend = "ray"
         super()._init_executor()
 
+    @overrides(
+        "vllm.v1.executor.ray_executor_v2.RayExecutorV2.shutdown",
+        "workers on Ray close before they are killed",
+    )
     def shutdown(self) -> None:
         started = bool(vars(self).get("response_mqs"))
         if started and not self.is_failed and not self.shutting_down:

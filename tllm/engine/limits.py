@@ -1,36 +1,175 @@
-"""What does not work together with interventions is refused when the engine starts."""
+"""What does not work together with interventions is refused when the engine starts.
+
+In the user's process where the engine's arguments or its config say so; what only a worker finds
+out is told to the user's process through a file, since vLLM itself passes no reason on.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from vllm import envs
+
 from tllm.engine import versions
+from tllm.engine.seams import uses
+
+_NOTE = "tllm_note"
+"""Key of `VllmConfig.additional_config`: the file for the worker's reason."""
+
+uses("vllm.envs", "VLLM_USE_RUST_FRONTEND", "it is refused")
+uses(
+    "vllm.config.VllmConfig",
+    "speculative_config parallel_config compilation_config kv_transfer_config additional_config",
+    "configurations under which rows could be misread are refused",
+)
+uses(
+    "vllm.config.ParallelConfig",
+    "use_ubatching decode_context_parallel_size prefill_context_parallel_size "
+    "use_sequence_parallel_moe use_ray",
+    "configurations under which rows could be misread are refused",
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A configuration that is refused.
+
+    Attributes:
+        refusal: what is refused, why, and what to do.
+        found: whether a `VllmConfig` has it.
+        asked: engine arguments that ask for it, with the values that do not.
+    """
+
+    refusal: str
+    found: Callable[[Any], bool]
+    asked: Mapping[str, tuple[Any, ...]]
+
+
+def _bypasses_worker(config: Any) -> bool:
+    return config.parallel_config.use_ray and versions.bypasses_worker(config)
+
+
+LIMITS = (
+    Limit(
+        "speculative decoding (how many drafted tokens are accepted is known on the device only): "
+        "leave out speculative_config",
+        lambda config: config.speculative_config is not None,
+        {"speculative_config": (None,)},
+    ),
+    Limit(
+        "dual batch overlap (it splits a batch in two): leave out enable_dbo and ubatch_size",
+        lambda config: config.parallel_config.use_ubatching,
+        {"enable_dbo": (False,), "ubatch_size": (0, 1)},
+    ),
+    Limit(
+        "context parallelism (it splits a sequence over ranks): set decode_context_parallel_size=1",
+        lambda config: config.parallel_config.decode_context_parallel_size > 1,
+        {"decode_context_parallel_size": (1,)},
+    ),
+    Limit(
+        "context parallelism (it splits a prompt over ranks): set prefill_context_parallel_size=1",
+        lambda config: config.parallel_config.prefill_context_parallel_size > 1,
+        {"prefill_context_parallel_size": (1,)},
+    ),
+    Limit(
+        "KV connectors and offloading (the rows of a block that they load are never computed, and "
+        "they may load a steered block for a plain one): leave out kv_transfer_config and "
+        "kv_offloading_size",
+        lambda config: config.kv_transfer_config is not None,
+        {"kv_transfer_config": (None,), "kv_offloading_size": (None,)},
+    ),
+    Limit(
+        "sequence parallelism (it gives each rank a part of the rows): set "
+        "compilation_config.pass_config.enable_sp=False",
+        lambda config: versions.sequence_parallel(config.compilation_config.pass_config),
+        {},
+    ),
+    Limit(
+        "experts on several tensor-parallel ranks of several replicas (each rank has a part of the "
+        "rows): leave out enable_expert_parallel, or set tensor_parallel_size=1",
+        lambda config: config.parallel_config.use_sequence_parallel_moe,
+        {},
+    ),
+    Limit(
+        "vLLM's older Ray executor (it runs the model behind the worker's back): set "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1",
+        _bypasses_worker,
+        {},
+    ),
+    Limit(
+        "vLLM's front end in Rust (requests would pass tLLM by): set VLLM_USE_RUST_FRONTEND=0",
+        lambda config: envs.VLLM_USE_RUST_FRONTEND,
+        {},
+    ),
+)
 
 
 def check(vllm_config: Any) -> None:
     """Raise `ValueError` for a configuration under which rows could be misread."""
-    refusals = []
-    if vllm_config.speculative_config is not None:
-        refusals.append(
-            "speculative decoding (how many drafted tokens are accepted is known on the device "
-            "only): leave out speculative_config"
-        )
-    parallel = vllm_config.parallel_config
-    if parallel.use_ubatching:
-        refusals.append("dual batch overlap splits a batch in two: leave out enable_dbo")
-    context = ("decode_context_parallel_size", "prefill_context_parallel_size")
-    for name in context:
-        if getattr(parallel, name) > 1:
-            refusals.append(f"context parallelism splits a sequence over ranks: set {name}=1")
-    if versions.sequence_parallel(vllm_config.compilation_config.pass_config):
-        refusals.append(
-            "sequence parallelism gives each rank a part of the rows: set "
-            "compilation_config.pass_config.enable_sp=False"
-        )
-    if parallel.use_ray and versions.bypasses_worker(vllm_config):
-        refusals.append(
-            "vLLM's older Ray executor (it runs the model behind the worker's back): set "
-            "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1"
-        )
-    if refusals:
-        raise ValueError("tLLM does not run with " + "; nor with ".join(refusals))
+    _refuse([limit for limit in LIMITS if limit.found(vllm_config)])
+
+
+def check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """The same for engine arguments, as far as they say it: no config was made of them yet."""
+    _refuse(
+        [
+            limit
+            for limit in LIMITS
+            if any(kwargs.get(name, off[0]) not in off for name, off in limit.asked.items())
+        ]
+    )
+
+
+def _refuse(limits: list[Limit]) -> None:
+    if limits:
+        refusals = "; nor with ".join(limit.refusal for limit in limits)
+        raise ValueError(f"tLLM does not run with {refusals}")
+
+
+@contextmanager
+def told(additional_config: Any) -> Iterator[None]:
+    """Start an engine in here, which has this `additional_config`.
+
+    Raises:
+        ValueError: in the place of whatever vLLM raises, when a worker of this host (or one that
+            has the same temporary folder) told why it does not start.
+    """
+    if not isinstance(additional_config, dict):  # vLLM takes an object of the user's, too
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="tllm-start-") as folder:
+        note = Path(folder, "note")
+        try:
+            additional_config[_NOTE] = str(note)
+            yield
+        except Exception as error:
+            if note.exists():
+                raise ValueError(note.read_text()) from error
+            raise
+        finally:
+            del additional_config[_NOTE]
+
+
+def pop_note(vllm_config: Any) -> Path | None:
+    """In a worker: take the file for its reason out of `additional_config`, which is part of the
+    key of the compile cache; None where there is none, as on another host."""
+    config = dict(vllm_config.additional_config or {})
+    note = config.pop(_NOTE, None)
+    vllm_config.additional_config = config
+    return Path(note) if note is not None and Path(note).parent.is_dir() else None
+
+
+@contextmanager
+def reported(note: Path | None) -> Iterator[None]:
+    """In a worker: tell the user's process of a `ValueError`, and raise it."""
+    try:
+        yield
+    except ValueError as error:
+        if note is not None:
+            note.write_text(str(error))
+        raise

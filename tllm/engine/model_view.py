@@ -18,17 +18,65 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from tllm.engine import versions
+from tllm.engine.seams import uses
 from tllm.models.sites import ModelSites
 from tllm.ports import ModelView
-from tllm.runtime.kernels.candidates import Collected
+from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.sampling import LmHead
 from tllm.runtime.taps import AddedNorm
 from tllm.spec.hooks import HookPoint
+
+uses(
+    "vllm.model_executor.layers.layernorm.RMSNorm",
+    "weight has_weight variance_epsilon variance_size_override",
+    "taps are computed together with the norm after them; consumers may apply the final norm",
+)
+uses(
+    "vllm.model_executor.layers.layernorm.GemmaRMSNorm",
+    "weight variance_epsilon",
+    "consumers may apply the final norm",
+)
+uses(
+    "vllm.model_executor.layers.logits_processor.LogitsProcessor",
+    "scale soft_cap",
+    "candidates are projected on the LM head",
+)
+uses(
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbedding",
+    "shard_indices",
+    "candidates are projected on the LM head",
+)
+uses(
+    "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices",
+    "org_vocab_start_index org_vocab_end_index",
+    "candidates are projected on the LM head",
+)
+uses("vllm.config.ParallelConfig", "data_parallel_index tensor_parallel_size", "which worker it is")
+uses(
+    "vllm.config.ModelConfig",
+    "model served_model_name dtype runner_type get_vocab_size",
+    "sizes of the model, for consumers",
+)
+uses(
+    "vllm.config.SchedulerConfig",
+    "max_num_seqs max_num_batched_tokens async_scheduling",
+    "room for the rows and sequences of a step",
+)
+uses("vllm.config.CompilationConfig", "cudagraph_capture_sizes", "room for the rows of a step")
+uses("vllm.envs", "VLLM_BATCH_INVARIANT", "norms of another order of sums are left to vLLM")
 
 
 def is_last_stage() -> bool:
     """Whether this rank samples."""
     return bool(get_pp_group().is_last_rank)
+
+
+def max_batch_tokens(vllm_config: Any) -> int:
+    """The most rows a forward pass has, padding included."""
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    captured = max(compilation.cudagraph_capture_sizes or [0])
+    tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs, captured)
+    return -(-tokens // 256) * 256 + 256
 
 
 def describe(
@@ -54,7 +102,7 @@ def describe(
     config = vllm_config.model_config
     return ModelView(
         hidden_size=sites.hidden_size,
-        num_layers=sites.num_layers,
+        num_layers=sites.points.num_layers,
         vocab_size=config.get_vocab_size(),
         dtype=config.dtype,
         device=device,
@@ -162,7 +210,7 @@ def _agrees(
     ids = torch.linspace(0, vocab - 1, 8).to(device, torch.int32).expand(2, 8).contiguous()
     rows = torch.arange(2, dtype=torch.int32, device=device)
     counts = torch.full((2,), 8, dtype=torch.int32, device=device)
-    found = Collected(rows, ids, torch.zeros(2, 8, device=device), counts)
+    found = CandidateRows(rows, ids, torch.zeros(2, 8, device=device), counts, counts)
     ours = head.raw_logits(hidden, rows, found)
     if logits is None:  # this rank does not gather logits
         return True

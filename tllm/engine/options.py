@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, get_args
 
+from vllm.platforms import current_platform
+
+from tllm.consumers.base import Consumer
+from tllm.engine import limits, versions
+from tllm.engine.executor import executor_for
+from tllm.engine.seams import uses
 from tllm.runtime.ring import Overflow
 from tllm.spec.hooks import HookPoint
 
 CONFIG_KEY = "tllm"
 """Key of `VllmConfig.additional_config` under which the options travel."""
 
-DEFAULT_HOOK_POINTS = ("pre_attn", "post_block", "lm_head_in")
+CHEAP_POINTS = ("pre_attn", "post_attn", "post_block", "lm_head_in")
+"""The points whose taps are computed with the norm that follows, where that is compiled."""
+
+
+uses("vllm.config.ParallelConfig", "worker_cls", "the worker is ours")
+uses("vllm.config.SchedulerConfig", "scheduler_cls", "the scheduler is ours")
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,8 @@ class EngineOptions:
     Attributes:
         hook_points: the points that get a tap in every layer, or `"all"`. A tap that nobody uses
             costs at most one empty kernel launch (see `fuse_norms`); a point without a tap cannot
-            be used later.
+            be used later. None: all, but where the model is compiled for a GPU `CHEAP_POINTS`, so
+            that what is not used costs nothing there.
         capture_mib: memory the capture ring begins with, in MiB.
         max_capture_mib: the most it grows to.
         overflow: what happens when consumers are slower than the model and the ring is full:
@@ -35,7 +47,7 @@ class EngineOptions:
             bfloat16 one or none was seen to differ, by a rounding.
     """
 
-    hook_points: tuple[str, ...] | str = DEFAULT_HOOK_POINTS
+    hook_points: tuple[str, ...] | str | None = None
     capture_mib: int = 64
     max_capture_mib: int = 2048
     overflow: Overflow = "block"
@@ -44,7 +56,8 @@ class EngineOptions:
     fuse_norms: bool = True
 
     def __post_init__(self) -> None:
-        if self.hook_points != "all":
+        if self.hook_points not in ("all", None):
+            assert self.hook_points is not None
             given = (self.hook_points,) if isinstance(self.hook_points, str) else self.hook_points
             points = tuple(HookPoint.parse(name).value for name in given)
             object.__setattr__(self, "hook_points", points)
@@ -66,13 +79,26 @@ class EngineOptions:
     @property
     def points(self) -> tuple[HookPoint, ...]:
         """The hook points to install."""
-        if self.hook_points == "all":
+        if self.hook_points in ("all", None):
             return tuple(HookPoint)
-        return tuple(HookPoint(name) for name in self.hook_points)
+        return tuple(map(HookPoint, self.hook_points or ()))
+
+    def resolved(self, *, eager: bool) -> EngineOptions:
+        """With the default hook points of an engine in the place of None."""
+        if self.hook_points is not None:
+            return self
+        compiled = not eager and not current_platform.is_cpu()
+        return replace(self, hook_points=CHEAP_POINTS if compiled else "all")
 
     def to_config(self) -> dict[str, Any]:
         """As plain data, for `additional_config`."""
         return asdict(self)
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> EngineOptions:
+        """The options of an engine."""
+        options = cls.from_config(vllm_config.additional_config)
+        return options.resolved(eager=vllm_config.model_config.enforce_eager)
 
     @classmethod
     def from_config(cls, additional_config: Any) -> EngineOptions:
@@ -87,3 +113,90 @@ class EngineOptions:
         if isinstance(given.get("hook_points"), list):
             given["hook_points"] = tuple(given["hook_points"])
         return cls(**given)
+
+
+WORKERS = (
+    "tllm.engine.worker_cpu.InterventionCPUWorker",
+    "tllm.engine.worker_cuda.InterventionCUDAWorker",
+)
+"""`worker_cls` on a CPU, and on a GPU."""
+
+SCHEDULER = "tllm.engine.scheduler.create_scheduler"
+"""`scheduler_cls`."""
+
+
+def engine_arguments(
+    kwargs: Mapping[str, Any], options: Mapping[str, Any], consumers: Iterable[Consumer]
+) -> dict[str, Any]:
+    """vLLM's engine arguments with tLLM attached.
+
+    Args:
+        kwargs: the user's engine arguments.
+        options: `EngineOptions` fields.
+        consumers: known already; the hook points they need are installed too.
+    """
+    versions.probe()
+    limits.check_arguments(kwargs)
+    for name in ("worker_cls", "scheduler_cls"):
+        _check_place(name, kwargs.get(name))
+    chosen = EngineOptions(**options).resolved(eager=bool(kwargs.get("enforce_eager")))
+    chosen = _with_points_of(consumers, chosen)
+    return {
+        **kwargs,
+        **executor_for(kwargs),
+        "worker_cls": WORKERS[not current_platform.is_cpu()],
+        "scheduler_cls": SCHEDULER,
+        "additional_config": {
+            **(kwargs.get("additional_config") or {}),
+            CONFIG_KEY: chosen.to_config(),
+        },
+    }
+
+
+def attach_to_config(vllm_config: Any, consumers: Iterable[Consumer]) -> None:
+    """Let an engine that is made from this config have tLLM attached.
+
+    The options are in its `additional_config`, or the defaults.
+    """
+    versions.probe()
+    limits.check(vllm_config)
+    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    if not str(parallel.worker_cls).startswith("vllm."):
+        _check_place("worker_cls", parallel.worker_cls)
+    _check_place("scheduler_cls", scheduler.scheduler_cls)
+    options = _with_points_of(consumers, EngineOptions.of(vllm_config))
+    parallel.worker_cls = WORKERS[not current_platform.is_cpu()]
+    scheduler.scheduler_cls = SCHEDULER
+    given = vllm_config.additional_config or {}
+    vllm_config.additional_config = {**given, CONFIG_KEY: options.to_config()}
+
+
+def check_attached(vllm_config: Any) -> None:
+    """Raise `ValueError` for an engine whose workers are not ours."""
+    if vllm_config.parallel_config.worker_cls not in WORKERS:
+        worker = WORKERS[not current_platform.is_cpu()]
+        raise ValueError(
+            "this engine's workers know nothing of interventions; start it with "
+            f"worker_cls={worker!r} and scheduler_cls={SCHEDULER!r} (vllm serve: --worker-cls and "
+            "--scheduler-cls), or make a tllm.LLM or tllm.AsyncLLM"
+        )
+
+
+def _check_place(name: str, given: Any) -> None:
+    if given not in (None, "auto", SCHEDULER, *WORKERS):
+        raise ValueError(
+            f"{name}={given!r} was given, but tLLM attaches through its own; leave it out, or use "
+            "vllm.LLM"
+        )
+
+
+def _with_points_of(consumers: Iterable[Consumer], options: EngineOptions) -> EngineOptions:
+    """Options with the hook points that consumers need."""
+    points = set(options.points)
+    for consumer in consumers:
+        for flow in consumer.flows():
+            points |= {HookPoint(site) for site, _ in flow.places}
+            points |= {HookPoint(write.site) for write in flow.writes if write.site}
+    if options.hook_points == "all":
+        return options
+    return replace(options, hook_points=tuple(p.value for p in HookPoint if p in points))

@@ -8,38 +8,58 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tllm.engine.seams import uses
+from tllm.spec.changes import Changes
 from tllm.spec.request import RequestSpec
-from tllm.spec.steering import Stretches, steering_stretches
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Hasher = Callable[["Request"], list[Any]]
 
+uses(
+    "vllm.v1.request.Request",
+    "_block_hasher block_hashes cache_salt resumable update_block_hashes",
+    "blocks whose rows were changed have keys of their own",
+)
+uses(
+    "vllm.v1.core.kv_cache_manager.KVCacheManager",
+    "get_computed_blocks get_computed_blocks_for_connector",
+    "rows that are read are computed, also when their block is cached",
+    takes="request",
+)
+uses("vllm.v1.core.kv_cache_manager.KVCacheManager", "coordinator", "it finds cached blocks")
+uses(
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
+    "find_longest_cache_hit",
+    "rows that are read are computed, also when their block is cached",
+    takes="block_hashes max_cache_hit_length",
+)
+
 
 class BlockKeys:
-    """The block hasher of a steered request, in place of the engine's own.
+    """The block hasher of a request whose rows are changed, in place of the engine's own.
 
     A block's key holds what was done to every token up to its end. So blocks before the first
-    steered token have the plain key and are shared with everybody; the others are shared by
-    requests that do the same to the same tokens, whichever phase they were in.
+    changed row have the plain key and are shared with everybody; the others are shared by requests
+    that do the same to the same tokens, whichever phase they were in.
 
     Args:
         plain: the engine's hasher.
         block_size: tokens that one hash stands for.
-        stretches: as `steering_stretches` gives them.
+        changes: what is done to the rows.
     """
 
-    def __init__(self, plain: Hasher, block_size: int, stretches: Stretches) -> None:
+    def __init__(self, plain: Hasher, block_size: int, changes: Changes) -> None:
         self._plain = plain
         self._block_size = block_size
-        self._starts = [start for start, _ in stretches]
+        self._starts = [start for start, _ in changes]
         self._digests: list[bytes] = []
         digest = hashlib.sha256()
-        for start, applied in stretches:
-            digest.update(repr((start, applied)).encode())
+        for start, done in changes:
+            digest.update(repr((start, done)).encode())
             self._digests.append(digest.digest())
-        self._first = next((start for start, applied in stretches if applied), None)
+        self._first = next((start for start, done in changes if done), None)
         self._chain: list[Any] = []
 
     def __call__(self, request: Request) -> list[Any]:
@@ -63,23 +83,25 @@ class BlockKeys:
         return type(plain)(hashlib.sha256(plain + self._digests[reached - 1]).digest())
 
 
-def apply(request: Request, spec: RequestSpec, block_size: int) -> None:
-    """Give a new request the keys that its rows need."""
-    steered = spec.steering
-    streams = steered and request.resumable
+def apply(request: Request, spec: RequestSpec, changes: Changes, block_size: int) -> None:
+    """Give a new request the keys that its rows need.
+
+    Args:
+        changes: what is done to its rows.
+        block_size: tokens that one hash stands for.
+    """
+    changed = any(done for _, done in changes)
+    streams = request.resumable and bool(spec.steering)
     salted = spec.isolated or (streams and not _same_in_all_phases(spec))
-    if not salted and not steered:
+    if not salted and not changed:
         return
     if salted:
         # Changed rows change the cache: nobody else may read these blocks, nor this request those
         # of others. Of a streamed prompt, which tokens were generated is known to it alone.
         request.cache_salt = f"{request.cache_salt or ''}tllm-{uuid.uuid4().hex}"
     hasher = request._block_hasher
-    if steered and hasher is not None:
-        stretches = steering_stretches(
-            steered, request.num_prompt_tokens, request.prompt_token_ids or ()
-        )
-        request._block_hasher = BlockKeys(hasher, block_size, stretches)
+    if changed and hasher is not None:
+        request._block_hasher = BlockKeys(hasher, block_size, changes)
     request.block_hashes.clear()
     request.update_block_hashes()
 

@@ -15,7 +15,25 @@ import psutil
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
 
+from tllm.engine.seams import uses
+
 logger = logging.getLogger(__name__)
+
+uses(
+    "vllm.v1.engine.core_client.MPClient",
+    "resources",
+    "which processes an async engine has, to wait for their end",
+)
+uses(
+    "vllm.v1.engine.core_client.BackgroundResources",
+    "engine_manager",
+    "which processes an async engine has, to wait for their end",
+)
+uses(
+    "vllm.v1.engine.utils.CoreEngineProcManager",
+    "processes",
+    "which processes an async engine has, to wait for their end",
+)
 
 
 def processes_of(engine: AsyncLLM) -> list[psutil.Process]:

@@ -8,12 +8,50 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from tllm.engine.runner import RunnerAttachment, penalized
-from tllm.runtime.kernels.candidates import Collected
+from tllm.engine.runner import RunnerAttachment
+from tllm.engine.seams import overrides, uses
 from tllm.runtime.sampling import SamplerStep
 from tllm.spec.selection import END
 
 _GREEDY = 1e-5
+
+uses(
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    "input_batch requests discard_request_mask input_ids sampler device get_model",
+    "which tokens of which sequences a step computes, and its sampler",
+)
+uses(
+    "vllm.v1.worker.gpu_input_batch.InputBatch",
+    "num_reqs req_ids num_computed_tokens_cpu temperature_cpu sampling_metadata generators",
+    "which tokens of which sequences a step computes, and how they are drawn",
+)
+uses("vllm.v1.worker.gpu_input_batch.CachedRequestState", "sampling_params", "logit bias")
+uses("vllm.v1.sample.metadata.SamplingMetadata", "no_penalties", "penalties of candidates")
+uses("vllm.v1.sample.sampler.Sampler", "topk_topp_sampler", "candidates that are left to draw from")
+uses(
+    "vllm.v1.sample.sampler.Sampler",
+    "apply_logits_processors",
+    "penalties of candidates",
+    takes="logits sampling_metadata predict_bonus_token",
+)
+uses(
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",
+    "forward",
+    "candidates that are left to draw from; an attribute of the instance",
+)
+uses(
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler",
+    "forward_native forward_cpu",
+    "what `forward` may be",
+    takes="logits generators k p",
+)
+uses(
+    "vllm.v1.sample.ops.topk_topp_sampler",
+    "apply_top_k_top_p",
+    "candidates that are left to draw from",
+    takes="logits k p",
+)
+uses("vllm.v1.outputs.SamplerOutput", "sampled_token_ids", "the tokens that were drawn")
 
 
 class V1Attachment(RunnerAttachment):
@@ -21,56 +59,89 @@ class V1Attachment(RunnerAttachment):
 
     def override(self) -> None:
         runner = self.runner
+        self._hidden_generators: dict[int, torch.Generator] = {}
         self._model_forward = runner._model_forward
         self._dummy_run = runner._dummy_run
         runner._model_forward = self._on_model_forward
         runner._dummy_run = self._on_dummy_run
-        self._sample = self.during_sampling(runner, "_sample", self._on_sample)
+        self._sample = self._override_when_observed(runner, "_sample", self._on_sample)
         if runner.sampler is not None:
-            self._filter_and_draw = self.during_sampling(
+            self._filter_and_draw = self._override_when_observed(
                 runner.sampler.topk_topp_sampler, "forward", self._on_filter_and_draw
             )
 
+    @overrides(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward",
+        "the row plan of a step is made before its forward pass",
+    )
     def _on_model_forward(self, *args: Any, **kwargs: Any) -> Any:
         runner, scheduled = self.runner, self.scheduler_output
         if scheduled is None:
-            self.session.skip_step()
+            self.session.steps.skip()
             return self._model_forward(*args, **kwargs)
         self.scheduler_output = None
-        if not self.session.rest_step():
+        if not self.session.steps.begin_idle():
             batch = runner.input_batch
             count = batch.num_reqs
             ids = batch.req_ids[:count]
             tokens = scheduled.num_scheduled_tokens
-            self.session.begin_step(
+            self.session.steps.begin(
                 ids,
                 batch.num_computed_tokens_cpu[:count].astype(np.int32),
                 np.fromiter(map(tokens.__getitem__, ids), np.int32, count),
                 np.where(runner.discard_request_mask.np[:count], END, 0),
                 runner.input_ids.gpu,
             )
-        self.stand_in()
+        self._switch_overrides()
+        self._hide_generators()
         return self._model_forward(*args, **kwargs)
 
+    def _hide_generators(self) -> None:
+        """Draw for prompts that are not complete without their own generators, until `end_step`.
+
+        vLLM throws away what it draws for them and turns their generators back, which raises for a
+        CPU's: one seeded request whose prompt is computed in chunks would end the engine.
+        """
+        generators = self.runner.input_batch.generators
+        if generators and self.runner.device.type == "cpu":
+            incomplete = self.runner.discard_request_mask.np
+            hidden = [index for index in generators if incomplete[index]]
+            self._hidden_generators = {index: generators.pop(index) for index in hidden}
+
+    def end_step(self) -> None:
+        if self._hidden_generators:
+            self.runner.input_batch.generators.update(self._hidden_generators)
+            self._hidden_generators = {}
+
+    @overrides(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner._dummy_run",
+        "a forward pass that belongs to no request does nothing",
+    )
     def _on_dummy_run(self, *args: Any, **kwargs: Any) -> Any:
-        self.session.skip_step()
+        self.session.steps.skip()
         return self._dummy_run(*args, **kwargs)
 
+    @overrides(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample",
+        "sampler consumers take part in sampling",
+    )
     def _on_sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        self.session.before_sampling(logits)
+        self.session.steps.before_sampling(logits)
         output = self._sample(logits, spec_decode_metadata)
-        self.session.after_sampling(output.sampled_token_ids.view(-1), self.runner.input_ids.gpu)
+        self.session.steps.after_sampling(
+            output.sampled_token_ids.view(-1), self.runner.input_ids.gpu
+        )
         return output
 
     def _on_filter_and_draw(
         self, logits: torch.Tensor, generators: Any, k: Any, p: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if self.session.guidance_width:
+        if self.session.steps.guidance_width:
             logits = apply_top_k_top_p(logits, k, p)
             k = p = None
             batch = self.runner.input_batch
             greedy = batch.temperature_cpu[: batch.num_reqs] < _GREEDY
-            self.session.guide(_V1Step(self.runner, logits, greedy), greedy)
+            self.session.steps.guide(_V1Step(self.runner, logits, greedy), greedy)
         return self._filter_and_draw(logits, generators, k, p, *args, **kwargs)
 
 
@@ -91,11 +162,11 @@ class _V1Step(SamplerStep):
             runner.requests[i].sampling_params.logit_bias for i in runner.input_batch.req_ids
         )
 
-    def penalize(self, raw: torch.Tensor, found: Collected) -> torch.Tensor:
-        sampler = self._runner.sampler
-        return penalized(
-            raw,
-            found,
-            self.logits.shape,
-            lambda full: sampler.apply_logits_processors(full, self._metadata, False),
-        )
+    @property
+    def unfiltered(self) -> np.ndarray:
+        batch = self._runner.input_batch
+        asked = (self._runner.requests[i].sampling_params for i in batch.req_ids)
+        return np.array([p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in asked])
+
+    def penalize(self, full: torch.Tensor) -> torch.Tensor:
+        return self._runner.sampler.apply_logits_processors(full, self._metadata, False)

@@ -8,56 +8,136 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from tllm.engine import versions
-from tllm.engine.runner import RunnerAttachment, penalized
-from tllm.runtime.kernels.candidates import Collected
+from tllm.engine.runner import RunnerAttachment
+from tllm.engine.seams import overrides, uses
+from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.sampling import SamplerStep
+
+uses(
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "model_state sampler get_model batch_sharder",
+    "what a step computes, and its sampler",
+)
+uses(
+    "vllm.v1.worker.gpu.input_batch.InputBatch",
+    "num_reqs req_ids num_computed_tokens_np num_scheduled_tokens prefill_len_np input_ids",
+    "which tokens of which sequences a step computes",
+)
+uses(
+    "vllm.v1.worker.gpu.sample.sampler.Sampler",
+    "sampling_states penalties_state",
+    "candidates that are left to draw from",
+)
+uses(
+    "vllm.v1.worker.gpu.sample.states.SamplingStates",
+    "temperature min_p",
+    "candidates that are left to draw from",
+)
+uses("vllm.v1.worker.gpu.sample.penalties.PenaltiesState", "use_penalty", "penalties of candidates")
+uses("vllm.v1.worker.gpu.sample.logit_bias.LogitBiasState", "use_logit_bias", "bias of candidates")
+
+
+uses(
+    "vllm.v1.worker.gpu.sample.sampler.Sampler",
+    "logits_processors thinking_budget_state",
+    "whether temperature and min-p are all that a sampler applies",
+    since="0.31",
+)
+uses(
+    "vllm.v1.worker.gpu.sample.bad_words.BadWordsState",
+    "num_bad_words",
+    "whether temperature and min-p are all that a sampler applies",
+)
+uses(
+    "vllm.v1.worker.gpu.sample.logits_processor.interface",
+    "LogitsContext",
+    "penalties of candidates",
+    since="0.31",
+)
+uses(
+    "vllm.v1.worker.gpu.sample.sampler.Sampler",
+    "logit_bias_state",
+    "penalties of candidates",
+    until="0.31",
+)
+
+try:  # since 0.31 the sampler's stages are processors, and take one context object
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
+except ImportError:
+    LogitsContext = None
 
 
 class V2Attachment(RunnerAttachment):
     """`model_state.prepare_inputs` before the forward pass, `sample` around sampling."""
 
-    _collected: Collected | None = None
+    _collected: CandidateRows | None = None
+
+    @staticmethod
+    def guidance_refusal(runner: Any) -> str | None:
+        if runner.sampler is None:
+            return None
+        if runner.batch_sharder is not None:
+            return "this engine samples each sequence on one tensor-parallel rank only"
+        if type(runner.sampler).__name__ != "Sampler":
+            return f"this engine samples with {type(runner.sampler).__name__}, which is not known"
+        return None
 
     def override(self) -> None:
         runner, sampler = self.runner, self.runner.sampler
         self._prepare_inputs = runner.model_state.prepare_inputs
         runner.model_state.prepare_inputs = self._on_prepare_inputs
-        self._sample = self.during_sampling(runner, "sample", self._on_sample)
+        self._sample = self._override_when_observed(runner, "sample", self._on_sample)
         if sampler is not None:
-            self._sampler_sample = self.during_sampling(sampler, "sample", self._on_sampler_sample)
-            self._sample_random = self.during_sampling(
+            self._sampler_sample = self._override_when_observed(
+                sampler, "sample", self._on_sampler_sample
+            )
+            self._sample_random = self._override_when_observed(
                 sampler, "_sample_random", self._on_sample_random
             )
-            self._apply_sampling_params = self.during_sampling(
+            self._apply_sampling_params = self._override_when_observed(
                 sampler, "apply_sampling_params", self._on_apply_sampling_params
             )
 
+    @overrides(
+        "vllm.v1.worker.gpu.model_states.interface.ModelState.prepare_inputs",
+        "the row plan of a step is made before its forward pass",
+    )
     def _on_prepare_inputs(self, input_batch: Any, req_states: Any) -> Any:
         scheduled = self.scheduler_output
         if scheduled is None:  # a dummy batch, with request ids of its own
-            self.session.skip_step()
+            self.session.steps.skip()
         else:
             self.scheduler_output = None
-            if not self.session.rest_step():
+            if not self.session.steps.begin_idle():
                 count = input_batch.num_reqs
-                self.session.begin_step(
+                self.session.steps.begin(
                     input_batch.req_ids[:count],
                     input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False),
                     input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False),
                     input_batch.prefill_len_np[:count],
                     input_batch.input_ids,
                 )
-            self.stand_in()
+            self._switch_overrides()
         return self._prepare_inputs(input_batch, req_states)
 
+    @overrides(
+        "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample",
+        "consumers see the tokens that were drawn",
+    )
     def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         output = self._sample(hidden_states, input_batch, grammar_output)
-        self.session.after_sampling(output[0].sampled_token_ids.view(-1), input_batch.input_ids)
+        self.session.steps.after_sampling(
+            output[0].sampled_token_ids.view(-1), input_batch.input_ids
+        )
         return output
 
+    @overrides(
+        "vllm.v1.worker.gpu.sample.sampler.Sampler.sample",
+        "sampler consumers take part in sampling",
+        takes="expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos",
+    )
     def _on_sampler_sample(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.session.before_sampling(logits)
+        self.session.steps.before_sampling(logits)
         self._raw_logits = logits
         self._sample_args = args
         try:
@@ -66,6 +146,10 @@ class V2Attachment(RunnerAttachment):
             del self._raw_logits, self._sample_args
             self._collected = None
 
+    @overrides(
+        "vllm.v1.worker.gpu.sample.sampler.Sampler.apply_sampling_params",
+        "candidates are collected together with temperature and min-p",
+    )
     def _on_apply_sampling_params(
         self,
         logits: torch.Tensor,
@@ -77,13 +161,13 @@ class V2Attachment(RunnerAttachment):
     ) -> torch.Tensor:
         """With nothing but temperature and min-p to apply, do it together with the collection of
         candidates: two passes over the logits instead of six."""
-        sampler, width = self.runner.sampler, self.session.guidance_width
-        if not width or not versions.only_temperature_and_min_p(sampler, idx_mapping_np):
+        sampler, width = self.runner.sampler, self.session.steps.guidance_width
+        if not width or not _only_temperature_and_min_p(sampler, idx_mapping_np):
             return self._apply_sampling_params(
                 logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
             )
         states = sampler.sampling_states
-        processed, self._collected = self.session.filter(
+        processed, self._collected = self.session.steps.filter(
             logits,
             states.temperature.gpu[expanded_idx_mapping],
             states.min_p.gpu[expanded_idx_mapping],
@@ -91,6 +175,10 @@ class V2Attachment(RunnerAttachment):
         )
         return processed
 
+    @overrides(
+        "vllm.v1.worker.gpu.sample.sampler.Sampler._sample_random",
+        "candidates that are left to draw from are guided",
+    )
     def _on_sample_random(
         self,
         processed_logits: torch.Tensor,
@@ -101,7 +189,7 @@ class V2Attachment(RunnerAttachment):
         top_p: torch.Tensor | None,
         *rest: Any,
     ) -> Any:
-        if self.session.guidance_width:
+        if self.session.steps.guidance_width:
             if processed_logits.data_ptr() == self._raw_logits.data_ptr():
                 processed_logits = processed_logits.to(torch.float32, copy=True)
             if top_k is not None or top_p is not None:
@@ -110,18 +198,47 @@ class V2Attachment(RunnerAttachment):
             top_k = top_p = None
             # The last argument chooses the fused sampler, which would filter again.
             rest = (*rest[:-1], False)
-            step = _V2Step(self.runner.sampler, processed_logits, self._sample_args)
-            step.collected = self._collected
+            step = _V2Step(
+                self.runner.sampler, processed_logits, self._sample_args, self._collected
+            )
             greedy = self.runner.sampler.sampling_states.temperature.np[idx_mapping_np] == 0.0
-            self.session.guide(step, greedy)
+            self.session.steps.guide(step, greedy)
         return self._sample_random(
             processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, *rest
         )
 
 
+def _logit_bias_state(sampler: Any) -> Any:
+    """The sampler's logit-bias stage."""
+    return sampler.logit_bias_state if LogitsContext is None else sampler.logits_processors[0]
+
+
+def _only_temperature_and_min_p(sampler: Any, idx_mapping_np: np.ndarray) -> bool:
+    """Whether the sampler has nothing else to apply to these requests before top-k and top-p.
+
+    Never said of a sampler whose stages are not the known ones.
+    """
+    if LogitsContext is None or len(sampler.logits_processors) != 3:
+        return False
+    bias, penalties, bad_words = sampler.logits_processors
+    return not (
+        sampler.thinking_budget_state.enabled
+        or bias.use_logit_bias[idx_mapping_np].any()
+        or penalties.use_penalty[idx_mapping_np].any()
+        or bad_words.num_bad_words.np[idx_mapping_np].any()
+    )
+
+
 class _V2Step(SamplerStep):
-    def __init__(self, sampler: Any, logits: torch.Tensor, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        sampler: Any,
+        logits: torch.Tensor,
+        args: tuple[Any, ...],
+        collected: CandidateRows | None,
+    ) -> None:
         self.logits = logits
+        self.collected = collected
         self._sampler = sampler
         # The order of `Sampler.sample`'s arguments after the logits.
         self._expanded_idx_mapping, self._idx_mapping, self._idx_mapping_np = args[:3]
@@ -132,19 +249,22 @@ class _V2Step(SamplerStep):
     @property
     def penalizes(self) -> bool:
         penalties = self._sampler.penalties_state
-        bias = versions.logit_bias_state(self._sampler)
+        bias = _logit_bias_state(self._sampler)
         active = penalties.use_penalty | bias.use_logit_bias
         return bool(active[self._idx_mapping_np].any())
 
-    def penalize(self, raw: torch.Tensor, found: Collected) -> torch.Tensor:
-        return penalized(raw, found, self.logits.shape, self._apply)
+    @property
+    def unfiltered(self) -> np.ndarray:
+        states, at = self._sampler.sampling_states, self._idx_mapping_np
+        off = (states.top_k.np[at] >= self.logits.shape[1]) & (states.top_p.np[at] == 1.0)
+        return off & (states.min_p.np[at] == 0.0)
 
-    def _apply(self, full: torch.Tensor) -> torch.Tensor:
+    def penalize(self, full: torch.Tensor) -> torch.Tensor:
         """Bias, then penalties, as the sampler applies them."""
         penalties = self._sampler.penalties_state
-        bias = versions.logit_bias_state(self._sampler)
-        if versions.HAS_LOGITS_CONTEXT:
-            context = versions.logits_context(
+        bias = _logit_bias_state(self._sampler)
+        if LogitsContext is not None:
+            context = LogitsContext(
                 expanded_idx_mapping=self._expanded_idx_mapping,
                 idx_mapping=self._idx_mapping,
                 idx_mapping_np=self._idx_mapping_np,

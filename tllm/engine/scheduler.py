@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -11,8 +11,10 @@ from vllm.v1.request import RequestStatus
 from tllm.engine import prefix_cache
 from tllm.engine.bulk import BulkRequests
 from tllm.engine.options import EngineOptions
+from tllm.engine.seams import overrides, uses
+from tllm.spec.changes import combined, steering_changes
+from tllm.spec.groups import Configuration, configurations, steering_stretches
 from tllm.spec.request import RequestSpec
-from tllm.spec.steering import Configuration, configurations, steering_stretches
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Base
@@ -21,58 +23,90 @@ else:
     _Base = object
 
 
+uses(
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "vllm_config hash_block_size kv_cache_manager requests waiting finished_req_ids",
+    "admission and prefix-cache rules",
+)
+uses(
+    "vllm.v1.core.sched.request_queue.RequestQueue",
+    "prepend_requests remove_requests",
+    "requests wait until the steering tables have room",
+)
+uses(
+    "vllm.v1.request.Request",
+    "request_id sampling_params num_prompt_tokens prompt_token_ids all_token_ids status "
+    "streaming_queue num_computed_tokens block_hashes",
+    "what a request asks, and how far it is",
+)
+
+
 class _Rules(_Base):
     """Mixed into vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        options = EngineOptions.from_config(self.vllm_config.additional_config)
+        options = EngineOptions.of(self.vllm_config)
         self._tllm_max_configurations = options.max_steering_configs
         self._tllm_configurations: dict[str, frozenset[Configuration]] = {}
         self._tllm_admitted: set[str] = set()
         self._tllm_reuse_limits: dict[str, int] = {}
         self._tllm_ended: dict[str, tuple[int, ...]] = {}
+        self._tllm_wanted: set[str] = set()
         self._tllm_bulk = BulkRequests()
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
 
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler.add_request",
+        "block keys and reuse limits of a request, before its first block is looked up",
+    )
     def add_request(self, request: Request) -> None:
         if BulkRequests.are_in(request):
-            for each in self._tllm_bulk.of(request, self.requests):
-                self.add_request(each)
+            for begun in self._tllm_bulk.begun(request):
+                self.add_request(begun)
+            for more in self._tllm_bulk.continued(request, self.requests):
+                # vLLM's add_request looks at nothing that it lacks.
+                add = self.add_request if more.is_steered else super().add_request
+                add(cast("Request", more))
             return
-        params = request.sampling_params
-        spec = RequestSpec.from_extra_args(params.extra_args if params else None)
+        spec = RequestSpec.of(request)
+        if spec.wants_tokens:
+            self._tllm_wanted.add(request.request_id)
         if spec.is_plain:
             super().add_request(request)
             return
         known = request.request_id in self.requests  # more of a streamed prompt
+        prompt = request.num_prompt_tokens, request.prompt_token_ids or ()
+        stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
         if not known:
-            first = spec.rows_from(
-                request.num_prompt_tokens,
-                request.prompt_token_ids or (),
-                spec.sample_index(request.request_id),
-            )
+            first = spec.rows_from(*prompt, spec.sample_index(request.request_id))
             if first is not None:
                 # A cached block's rows would never pass the model. Blocks are still written, under
                 # the plain key: reading changes nothing in them.
                 self._tllm_reuse_limits[request.request_id] = first
-            prefix_cache.apply(request, spec, self._tllm_block_size)
-        if spec.steering:
-            stretches = steering_stretches(
-                spec.steering, request.num_prompt_tokens, request.prompt_token_ids or ()
-            )
+            changes = combined({"steering": steering_changes(stretches)})
+            prefix_cache.apply(request, spec, changes, self._tllm_block_size)
+        if stretches:
             needed = configurations(stretches) - {()}
             before = self._tllm_configurations.get(request.request_id, frozenset())
             self._tllm_configurations[request.request_id] = needed | before
         super().add_request(request)
 
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
+        "block keys of a streamed prompt, when an input continues it",
+    )
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # vLLM 0.30 forgets this: a block's key would hold the token that was drawn last, which is
         # dropped now, and the block another token's keys and values.
         del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
         super()._update_request_as_session(session, update)
 
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler.schedule",
+        "requests for which the steering tables have no room wait",
+    )
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.finished_req_ids:
             self._tllm_forget_finished()
@@ -89,19 +123,27 @@ class _Rules(_Base):
             self._tllm_admitted |= new & self._tllm_configurations.keys()
         return output
 
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
+        "outputs of requests in bulk go back in one message",
+    )
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         if self._tllm_bulk:
             self._tllm_bulk.take(outputs)
         return outputs
 
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler._free_request",
+        "which tokens a sequence ended with",
+    )
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        params = request.sampling_params
-        spec = RequestSpec.from_extra_args(params.extra_args if params else None)
+        wanted = request.request_id in self._tllm_wanted
+        self._tllm_wanted.discard(request.request_id)
         # Whoever aborts, or finds a stop string, knows better which tokens belong to the output.
         # Of a streamed prompt nobody does, and when its inputs end vLLM aborts it.
         known = request.status != RequestStatus.FINISHED_ABORTED
-        if spec.wants_tokens and (known or request.streaming_queue is not None):
+        if wanted and (known or request.streaming_queue is not None):
             self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)
 
@@ -148,7 +190,7 @@ class _Async(_Rules, AsyncScheduler):
 
 
 def create_scheduler(*args: Any, **kwargs: Any) -> Scheduler:
-    """`scheduler_cls`: which class is right is known only once vLLM has settled its config."""
+    """`scheduler_cls`: which class is right is known only once vLLM has completed its config."""
     vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     chosen = _Async if vllm_config.scheduler_config.async_scheduling else _Sync
     return chosen(*args, **kwargs)

@@ -1,11 +1,15 @@
-"""A least-recently-used cache of tensors."""
+"""Answers that are remembered: the tensors that were used last."""
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
+
+from tllm.logprobs.query import Answer
 
 
 class OutputCache:
@@ -47,3 +51,47 @@ class OutputCache:
     def clear(self) -> None:
         """Forget all."""
         self._entries.clear()
+
+
+class AnswerCache:
+    """Answers by query, for callers on several threads.
+
+    Args:
+        size: how many; 0 for none.
+        options: further arguments of `OutputCache`.
+
+    Attributes:
+        outputs: where they are, or None.
+        epoch: grows when all are forgotten. What was asked before that is not remembered.
+    """
+
+    def __init__(self, size: int, options: Mapping[str, Any]) -> None:
+        self.outputs = OutputCache(size, **options) if size > 0 else None
+        self.epoch = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Answer | None:
+        """What is remembered; it shares no memory with anything."""
+        with self._lock:
+            if self.outputs is None or key not in self.outputs:
+                return None
+            found = self.outputs[key]
+        if found.dim() == 1:
+            return Answer(found)
+        return Answer(found[0].clone(), found[1].view(torch.int32).clone())
+
+    def put(self, key: Hashable, answer: Answer, epoch: int) -> None:
+        """Remember an answer to what was asked in an epoch."""
+        values = answer.values
+        if answer.token_ids is not None:  # side by side, as one tensor
+            values = torch.stack([values, answer.token_ids.view(torch.float32)])
+        with self._lock:
+            if self.outputs is not None and epoch == self.epoch:
+                self.outputs[key] = values
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self.epoch += 1
+            if self.outputs is not None:
+                self.outputs.clear()

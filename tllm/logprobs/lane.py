@@ -1,20 +1,19 @@
-"""One particle: a sequence that is extended token by token."""
+"""A lane: a sequence that is extended token by token, and stays in the engine meanwhile."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from vllm.lora.request import LoRARequest
 
-from tllm.logprobs.question import Form, Interventions, Question, TopLogprobs, checked_tokens
-from tllm.logprobs.service import Particle
-
-if TYPE_CHECKING:
-    from tllm.logprobs.virtual_lm import AsyncVirtualLM
+from tllm.logprobs.kept import Holder
+from tllm.logprobs.loop import EngineLoop, Mailbox
+from tllm.logprobs.query import Form, Query, TopLogprobs, checked_tokens
+from tllm.logprobs.service import Service
 
 
 class Lane:
@@ -26,18 +25,13 @@ class Lane:
     place to others; its next step then costs a short prefill.
     """
 
-    def __init__(
-        self,
-        model: AsyncVirtualLM,
-        tokens: list[int],
-        lora: LoRARequest | None,
-        interventions: Interventions,
-    ) -> None:
-        self._model = model
-        self._tokens = tokens
-        self._lora = lora
-        self._interventions = interventions
-        self._particle = Particle()
+    def __init__(self, loop: EngineLoop, mailbox: Mailbox, service: Service, query: Query) -> None:
+        self._loop = loop
+        self._mailbox = mailbox
+        self._service = service
+        self._query = query
+        self._tokens = list(query.tokens)
+        self._holder = Holder()
         self._asking = 0
         self._closed = False
 
@@ -50,30 +44,29 @@ class Lane:
         return len(self._tokens)
 
     async def next(
-        self, *, top_k: int | None = None, token_ids: Sequence[int] | None = None
+        self, *, top_k: int | None = None, only: Sequence[int] | None = None
     ) -> torch.Tensor | TopLogprobs:
         """The log-probabilities of the next token; arguments and results as those of
         `AsyncVirtualLM.next_token_logprobs`."""
-        question = self._question(top_k, token_ids)
+        query = self._next_query(top_k, only)
         self._asking += 1
         try:
-            return (await self._model._ask(question, self._particle)).result
+            return (await self._mailbox.ask(query, self._holder)).result
         finally:
             self._asking -= 1
 
     def next_sync(
-        self, *, top_k: int | None = None, token_ids: Sequence[int] | None = None
+        self, *, top_k: int | None = None, only: Sequence[int] | None = None
     ) -> torch.Tensor | TopLogprobs:
         """`next` for callers without an event loop."""
-        question = self._question(top_k, token_ids)
-        return self._model._ask_sync([(question, self._particle)])[0].result
+        query = self._next_query(top_k, only)
+        return self._mailbox.ask_sync([query], self._holder)[0].result
 
-    def _question(self, top_k: int | None, token_ids: Sequence[int] | None) -> Question:
+    def _next_query(self, top_k: int | None, only: Sequence[int] | None) -> Query:
         self._check_open()
-        form = Form.of(top_k, token_ids, self._model.vocab_size)
-        tokens = tuple(self._tokens)
-        self._model._check_length(tokens)
-        return Question(tokens, form, self._lora, self._interventions)
+        self._service.check_length(self._tokens)
+        form = Form.of(top_k, only, self._service.vocab_size)
+        return Query(tuple(self._tokens), form, self._query.lora, self._query.interventions)
 
     def feed(self, *tokens: int) -> None:
         """Append one token or more. Nothing is computed before `next`."""
@@ -83,15 +76,16 @@ class Lane:
         if self._asking:
             raise RuntimeError("feed() was called while next() is awaited; await it first")
         given = tuple(map(operator.index, tokens))
-        self._tokens += checked_tokens(given, self._model.vocab_size, "feed()")
+        self._tokens += checked_tokens(given, self._service.vocab_size, "feed()")
 
     def fork(self) -> Lane:
         """A lane with the same tokens. What was computed for them is not computed again, but for
         what does not fill a block of the KV cache."""
         self._check_open()
-        child = Lane(self._model, list(self._tokens), self._lora, self._interventions)
-        if not self._interventions.results:  # else the kept request's rows are its own
-            self._model._fork(self._particle, child._particle)
+        query = replace(self._query, tokens=self.tokens)
+        child = Lane(self._loop, self._mailbox, self._service, query)
+        if not query.interventions.results:  # else the kept request's rows are its own
+            self._loop.post(self._service.fork, self._holder, child._holder)
         return child
 
     async def close(self) -> list[Any]:
@@ -102,17 +96,18 @@ class Lane:
             say about them (`consumers=` or `capture=` was given to `open`): usually one, more when
             the lane had lost its place. Empty otherwise.
         """
-        if self._closed:
-            return []
-        self._closed = True
-        return await self._model._close(self._particle)
+        if self._end():
+            return await self._loop.wait_for(self._service.close(self._holder))
+        return []
 
     def close_sync(self) -> list[Any]:
         """`close` for callers without an event loop."""
-        if self._closed:
-            return []
-        self._closed = True
-        return self._model._close_sync(self._particle)
+        return self._loop.run(self._service.close(self._holder)) if self._end() else []
+
+    def _end(self) -> bool:
+        """Whether there is anything to give back."""
+        ended, self._closed = self._closed, True
+        return not (ended or self._loop.closed)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -130,5 +125,5 @@ class Lane:
         await self.close()
 
     def __del__(self) -> None:
-        if not self._closed:
-            self._model._abandon(self._particle)
+        if not self._closed and not self._loop.closed and self._loop.loop.is_running():
+            self._loop.post(self._service.abandon, self._holder)

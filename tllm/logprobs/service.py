@@ -1,74 +1,53 @@
-"""Answers questions about next tokens; everything here runs on the engine's own event loop."""
+"""Answers queries; everything here runs on the engine's own event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import uuid
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import vllm
 from vllm.inputs import tokens_input
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 
+from tllm.client.llm import AsyncLLM
+from tllm.engine.bulk import Bulk, BulkItem
 from tllm.engine.processes import gone, processes_of
-from tllm.llm import AsyncLLM
-from tllm.logprobs.admission import Admission
-from tllm.logprobs.kept_request import KeptRequest, LaneClosedError
-from tllm.logprobs.parcels import Parcels
-from tllm.logprobs.question import Answer, Question
-from tllm.logprobs.rows import Rows, Transport
+from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
+from tllm.logprobs.loop import EngineLoop, Waiter
+from tllm.logprobs.query import Answer, Form, Interventions, Query
+from tllm.logprobs.transport import CONSUMER, Kind, Reply, Transport
+from tllm.params import SamplingParams
 
 
-def _params(kind: RequestOutputKind, **fields: Any) -> vllm.SamplingParams:
-    params = vllm.SamplingParams(output_kind=kind, detokenize=False, ignore_eos=True, **fields)
+def _params(kind: RequestOutputKind, **fields: Any) -> SamplingParams:
+    params = SamplingParams(output_kind=kind, detokenize=False, **fields)
     params.skip_clone = True  # nobody changes it
     return params
 
 
-_QUERY = _params(RequestOutputKind.FINAL_ONLY, max_tokens=1, temperature=0.0)
-_TURN = _params(RequestOutputKind.DELTA, max_tokens=1, temperature=0.0)
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+_QUERY = _params(RequestOutputKind.FINAL_ONLY, **_ONE_TOKEN)
+_TURN = _params(RequestOutputKind.DELTA, **_ONE_TOKEN)
+_PLAIN = Interventions()
+
+Done = Callable[[Answer | Exception], None]
 
 
-class Asker(Protocol):
-    """Who waits for an answer."""
-
-    def resolve(self, outcome: Answer | Exception) -> None:
-        """Called once, on the engine's loop."""
-
-
-class Particle:
-    """A lane, as the engine's loop knows it.
+class _Flight:
+    """A query that is being answered, and who waits for it.
 
     Attributes:
-        request: the kept request that is at the lane's last computed token, if there is one.
-        served: the kept requests it had, when consumers have something to say about them.
+        task: what answers it, unless it went in bulk.
+        ticket: under which it went in bulk, if it did.
     """
 
     def __init__(self) -> None:
-        self.request: KeptRequest | None = None
-        self.served: list[KeptRequest] = []
-        self.closed = False
-
-
-Asked = tuple[Question, Particle | None, Asker]
-"""A question, the lane whose next step it is or None, and who waits."""
-
-
-class _InFlight:
-    """A question that is being answered, and who waits for it.
-
-    Attributes:
-        task: what answers it, unless it went with others.
-        ticket: under which it went with others, if it did.
-    """
-
-    def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.waiters: list[Waiter] = []
         self.task: asyncio.Task[Answer] | None = None
         self.ticket: int | None = None
         self.of_lane = False
@@ -77,113 +56,116 @@ class _InFlight:
 class Service:
     """One for each engine.
 
+    A query goes to the engine in bulk, with all others that came with it, when nothing else has to
+    be done for it: without adapter and interventions, or as the next turn of a lane's kept request.
+    Others go one by one, as requests of vLLM's client.
+
     Args:
         transport: `shared` memory, or `rpc` when the workers are on other hosts.
         shared_bytes: the most memory for results on their way.
         idle_seconds: see `Admission`.
+
+    Attributes:
+        vocab_size: number of log-probabilities of a token.
     """
 
     def __init__(
-        self, engine: AsyncLLM, transport: Transport, shared_bytes: int, idle_seconds: float
+        self,
+        engine: AsyncLLM,
+        loop: EngineLoop,
+        transport: Kind,
+        shared_bytes: int,
+        idle_seconds: float,
     ) -> None:
         self.engine = engine
         self.vocab_size: int = engine.model_config.get_vocab_size()
-        self.admission = Admission(engine, idle_seconds)
-        self.computed = 0
-        self.shared = 0
-        self._rows = Rows(engine, transport, shared_bytes)
-        self._parcels = Parcels(engine, self._rows, self.admission, _QUERY)
+        self._max_tokens = int(engine.model_config.max_model_len) - 1
+        self._spawn = loop.spawn
+        self._transport = Transport(engine, transport, shared_bytes, loop.spawn)
+        self._admission = Admission(engine, idle_seconds)
+        self._bulk = Bulk(engine)
+        self._begun: dict[Form, list[BulkItem]] = {}
+        self._continued: list[BulkItem] = []
+        self._computed = 0
+        self._shared = 0
         self._prefix = uuid.uuid4().hex[:8]
         self._requests = itertools.count(1)
-        self._in_flight: dict[tuple[Any, ...], _InFlight] = {}
+        self._flights: dict[tuple[Any, ...], _Flight] = {}
         self._kept: WeakSet[KeptRequest] = WeakSet()
 
-    # -- questions -----------------------------------------------------------------------------
+    def check_length(self, tokens: Sequence[int]) -> None:
+        """Raise `ValueError` for more tokens than the engine takes."""
+        if len(tokens) > self._max_tokens:
+            raise ValueError(
+                f"{len(tokens)} tokens leave no room for the next one; this engine takes up to "
+                f"{self._max_tokens} (max_model_len={self._max_tokens + 1})"
+            )
 
-    def serve(self, questions: Iterable[Asked]) -> None:
+    # -- queries -------------------------------------------------------------------------------
+
+    def serve(self, waiters: Iterable[Waiter]) -> None:
         """Begin to answer; what is being answered already is not computed again."""
-        for asked in questions:
-            question, particle, _ = asked
-            key = (self.engine.steering.version, *question.key)
-            if question.interventions.results:  # rows are somebody's own
+        for waiter in waiters:
+            query = waiter.query
+            key = (self.engine.steering.version, *query.key)
+            if query.interventions.results:  # rows are somebody's own
                 key = (*key, object())
-            flight = self._in_flight.get(key)
+            flight = self._flights.get(key)
             known = flight is not None
             if flight is None:
-                flight = self._in_flight[key] = _InFlight()
-            flight.of_lane = flight.of_lane or particle is not None
-            flight.asked.append(asked)
+                flight = self._flights[key] = _Flight()
+            flight.of_lane = flight.of_lane or waiter.holder is not None
+            flight.waiters.append(waiter)
             if known:
-                self.shared += 1
+                self._shared += 1
                 continue
+            done = partial(self._conclude, key, flight)
             try:
-                self._begin(key, flight, question, particle)
-            except Exception as error:  # one question's, and not of those that came with it
-                self._conclude(key, flight, error)
-        self._parcels.send()
+                self._begin(flight, query, waiter.holder, done)
+            except Exception as error:  # one query's, and not of those that came with it
+                done(error)
+        self._send()
 
-    def _begin(
-        self,
-        key: tuple[Any, ...],
-        flight: _InFlight,
-        question: Question,
-        particle: Particle | None,
-    ) -> None:
-        done = partial(self._conclude, key, flight)
-        request = None if particle is None or particle.closed else particle.request
-        if request is not None and self._parcels.takes_turn(question, request):
-            self.computed += 1
-            self._take_over(request, particle)
-            flight.ticket = self._parcels.add_turn(question, request, done)
-        elif particle is None and self._parcels.takes_query(question):
-            self.computed += 1
-            flight.ticket = self._parcels.add_query(question, self._request_id(), done)
-        else:
-            work = self._query(question) if particle is None else self._step(question, particle)
+    def _begin(self, flight: _Flight, query: Query, holder: Holder | None, done: Done) -> None:
+        if holder is None:
+            flight.ticket = self._add_query(query, done)
+        elif not holder.closed and holder.request is not None:
+            flight.ticket = self._add_turn(query, holder, holder.request, done)
+        if flight.ticket is None:
+            work = self._query(query) if holder is None else self._step(query, holder)
             flight.task = asyncio.get_running_loop().create_task(work)
             # A callback, since a task that is cancelled before it begins runs nothing at all.
             flight.task.add_done_callback(lambda task: done(_outcome(task)))
 
-    def cancel(self, askers: Iterable[Asker]) -> None:
+    def cancel(self, waiters: Iterable[Waiter]) -> None:
         """These do not wait any more. What nobody waits for is aborted, except a lane's turn."""
-        leaving = set(askers)
-        for key, flight in list(self._in_flight.items()):
-            flight.asked = [asked for asked in flight.asked if asked[2] not in leaving]
-            if flight.asked or flight.of_lane:
+        leaving = set(waiters)
+        for key, flight in list(self._flights.items()):
+            flight.waiters = [waiter for waiter in flight.waiters if waiter not in leaving]
+            if flight.waiters or flight.of_lane:
                 continue
-            del self._in_flight[key]  # an equal question may follow before this one has ended
+            del self._flights[key]  # an equal query may follow before this one has ended
             if flight.task is not None:
                 flight.task.cancel()
             elif flight.ticket is not None:
-                self._parcels.abort(flight.ticket)
+                self._spawn(self._bulk.abort(flight.ticket))
+                self._bulk.end([flight.ticket], _cancelled())
 
-    def _conclude(
-        self, key: tuple[Any, ...], flight: _InFlight, outcome: Answer | Exception
-    ) -> None:
-        if self._in_flight.get(key) is flight:
-            del self._in_flight[key]
-        waiting = flight.asked
+    def _conclude(self, key: tuple[Any, ...], flight: _Flight, outcome: Answer | Exception) -> None:
+        if self._flights.get(key) is flight:
+            del self._flights[key]
+        waiting = flight.waiters
         if isinstance(outcome, LaneClosedError):  # that concerns nobody who asked beside the lane
-            closed = [asked for asked in waiting if asked[1] is not None and asked[1].closed]
-            self.serve(asked for asked in waiting if asked not in closed)
+            closed = [each for each in waiting if each.holder is not None and each.holder.closed]
+            self.serve(each for each in waiting if each not in closed)
             waiting = closed
-        for i, (_, _, asker) in enumerate(waiting):
+        for i, waiter in enumerate(waiting):
             last = i == len(waiting) - 1
-            given = outcome if last or isinstance(outcome, Exception) else outcome.copy()
-            asker.resolve(given)
+            waiter.resolve(outcome if last or isinstance(outcome, Exception) else outcome.copy())
 
-    async def _query(self, question: Question) -> Answer:
-        """A request of its own."""
-        async with self._rows.one(question.form) as (options, fetch):
-            interventions = question.interventions
-            params = interventions.applied_to(_QUERY, options)
-            output = await self._generate(question, params)
-            values, ids = await fetch()
-            return Answer(values, ids, output if interventions.results else None)
-
-    def written(self, question: Question) -> bool:
-        """Whether a consumer may change the rows of this question, in ways that are not known."""
-        asked = question.interventions.asked.get("consumers", {})
+    def written(self, query: Query) -> bool:
+        """Whether a consumer may change the rows of this query, in ways that are not known."""
+        asked = query.interventions.asked.consumers
         return any(
             write.port == "residual_stream"
             for name, consumer in self.engine.consumers.items()
@@ -192,150 +174,268 @@ class Service:
             for write in flow.writes
         )
 
-    async def _generate(self, question: Question, params: Any) -> Any:
-        blocks = self.admission.enter(len(question.tokens) + (params.max_tokens or 1))
+    # -- in bulk -------------------------------------------------------------------------------
+
+    def _add_query(self, query: Query, done: Done) -> int | None:
+        """A ticket, if nothing has to be done for the query before it is sent."""
+        if query.lora is not None or query.interventions.asked or not self.engine.takes_plain():
+            return None
+        reply = self._transport.reply_now(query.form)
+        if reply is None:
+            return None
+        blocks = self._admission.enter(len(query.tokens) + 1)
+
+        def left() -> None:
+            self._admission.leave(blocks)
+
+        item = self._item(reply, self._request_id(), query.tokens, left, done)
+        self._begun.setdefault(query.form, []).append(item)
+        return item.ticket
+
+    def _add_turn(
+        self, query: Query, holder: Holder, request: KeptRequest, done: Done
+    ) -> int | None:
+        """A ticket, if the request waits for what the query has more than it."""
+        if (
+            request.turns
+            or not request.open
+            or request.steering != self.engine.steering.version
+            or request.tokens >= len(query.tokens)
+            or query.interventions.results
+        ):
+            return None
+        engine_id = self._bulk.engine_id(request.request_id)
+        reply = None if engine_id is None else self._transport.reply_now(query.form)
+        if engine_id is None or reply is None:
+            return None
+        self._take_over(request, holder)
+        self._admission.begin_turn(request, len(query.tokens))
+
+        def left() -> None:
+            request.end_turn()
+            self._admission.end_turn(request)
+
+        new = query.tokens[request.tokens :]
+        item = self._item(reply, engine_id, new, left, done)
+        request.begin_turn(len(new), lambda error: self._bulk.end([item.ticket], error))
+        self._continued.append(item)
+        return item.ticket
+
+    def _item(
+        self,
+        reply: Reply,
+        request_id: str,
+        tokens: Sequence[int],
+        left: Callable[[], None],
+        done: Done,
+    ) -> BulkItem:
+        """One token of one request, whose `left` and `done` are called when it was computed."""
+        self._computed += 1
+
+        def ended(error: Exception | None) -> None:
+            outcome: Answer | Exception
+            try:
+                outcome = error or reply.read_now()
+            except RuntimeError as unwritten:
+                outcome = unwritten
+            reply.close()
+            left()
+            done(outcome)
+
+        item = BulkItem(reply.ticket, request_id, tokens, {CONSUMER: reply.options})
+        self._bulk.expect(item, ended)
+        return item
+
+    def _send(self) -> None:
+        """Send what there is: turns in one message, the queries of each form in another."""
+        continued, self._continued = self._continued, []
+        begun, self._begun = self._begun, {}
+        if continued:
+            self._spawn(self._bulk.send(_QUERY, (), continued))
+        for items in begun.values():
+            # The form alone is of use: each item brings its own row.
+            asked = _PLAIN.applied_to(_QUERY, items[0].consumers[CONSUMER])
+            try:
+                params = self.engine.prepared_plain(asked)
+            except Exception as error:
+                self._bulk.end([item.ticket for item in items], error)
+            else:
+                self._spawn(self._bulk.send(params, items, ()))
+
+    # -- one by one ----------------------------------------------------------------------------
+
+    async def _query(self, query: Query) -> Answer:
+        """A request of its own."""
+        reply = await self._transport.reply(query.form)
+        try:
+            interventions = query.interventions
+            params = interventions.applied_to(_QUERY, reply.options)
+            output = await self._generate(query, params)
+            answer = await reply.read()
+        finally:
+            reply.close()
+        if not interventions.results:
+            return answer
+        return Answer(answer.values, answer.token_ids, output)
+
+    async def _generate(self, query: Query, params: vllm.SamplingParams) -> Any:
+        blocks = self._admission.enter(len(query.tokens) + (params.max_tokens or 1))
         last = None
         try:
-            self.computed += 1
+            self._computed += 1
             async for output in self.engine.generate(
-                tokens_input(list(question.tokens)),
+                tokens_input(list(query.tokens)),
                 params,
                 self._request_id(),
-                lora_request=question.lora,
-                results=question.interventions.results,
+                lora_request=query.lora,
+                results=query.interventions.results,
             ):
                 last = output
         finally:
-            self.admission.leave(blocks)
+            self._admission.leave(blocks)
         return last
 
-    async def sample(self, question: Question, fields: Mapping[str, Any]) -> list[int]:
-        """The tokens of a completion; `fields` are sampling parameters."""
+    async def sample(self, query: Query, fields: Mapping[str, Any]) -> list[int]:
+        """The tokens of a completion, without the one that ended it; `fields` are sampling
+        parameters."""
         params = _params(RequestOutputKind.FINAL_ONLY, **fields)
-        params = question.interventions.applied_to(params, {"enabled": False})
-        output = await self._generate(question, params)
-        return list(output.outputs[0].token_ids)
+        params = query.interventions.applied_to(params, {"enabled": False})
+        output = await self._generate(query, params)
+        completion = output.outputs[0]
+        tokens = list(completion.token_ids)
+        return tokens[:-1] if completion.finish_reason == "stop" else tokens
 
     def _request_id(self) -> str:
         return f"logprobs-{self._prefix}-{next(self._requests)}"
 
     # -- lanes ---------------------------------------------------------------------------------
 
-    def fork(self, parent: Particle, child: Particle) -> None:
+    def fork(self, parent: Holder, child: Holder) -> None:
         """Both are at the same token; whoever asks first goes on with the kept request."""
         if parent.request is not None:
-            self._hold(child, parent.request)
+            child.hold(parent.request)
 
-    async def close(self, particle: Particle) -> list[Any]:
+    async def close(self, holder: Holder) -> list[Any]:
         """A lane is done. Returns the outputs of its requests, if consumers speak of them."""
-        particle.closed = True
-        request = particle.request
-        self._let_go(particle)
-        ending = [*particle.served, *([request] if request and not request.holders else [])]
+        request = holder.request
+        self.abandon(holder)
+        ending = [*holder.served, *([request] if request and not request.holders else [])]
         for each in ending:
             await each.ended.wait()
-        return [request.output for request in particle.served if request.output is not None]
+        return [request.output for request in holder.served if request.output is not None]
 
-    def abandon(self, particle: Particle) -> None:
+    def abandon(self, holder: Holder) -> None:
         """A lane was dropped without being closed."""
-        particle.closed = True
-        self._let_go(particle)
+        holder.closed = True
+        self._let_go(holder)
 
-    @staticmethod
-    def _hold(particle: Particle, request: KeptRequest) -> None:
-        particle.request = request
-        request.holders.add(particle)
-
-    def _let_go(self, particle: Particle) -> None:
-        request, particle.request = particle.request, None
+    def _let_go(self, holder: Holder) -> None:
+        request, holder.request = holder.request, None
         if request is not None:
-            request.holders.discard(particle)
+            request.holders.discard(holder)
             if not request.holders:
-                self.admission.drop(request)
+                self._admission.drop(request)
 
-    def _take_over(self, request: KeptRequest, particle: Particle | None) -> None:
+    def _take_over(self, request: KeptRequest, holder: Holder) -> None:
         """It goes on as one lane's; the others go other ways."""
-        for other in list(request.holders - {particle}):
-            self._let_go(other)
+        if len(request.holders) > 1:
+            for other in request.holders - {holder}:
+                self._let_go(other)
 
-    async def _step(self, question: Question, particle: Particle) -> Answer:
+    async def _step(self, query: Query, holder: Holder) -> Answer:
         """A turn of a lane's kept request."""
-        request, tokens = particle.request, question.tokens
+        request, tokens = holder.request, query.tokens
         steering = self.engine.steering.version
         # It was parked, or its tokens were steered in another way.
         if request is not None and not (request.open and request.steering == steering):
-            self._let_go(particle)
+            self._let_go(holder)
             request = None
-        if particle.closed or (request is not None and request.tokens == len(tokens)):
-            return await self._query(question)
-        interventions = question.interventions
+        if holder.closed or (request is not None and request.tokens == len(tokens)):
+            return await self._query(query)
         if request is None:
-            adapter = None if question.lora is None else question.lora.lora_int_id
-            # A consumer that writes makes the blocks nobody else's.
-            root: Hashable = adapter, steering, interventions.key
-            if self.written(question):
-                root = object()
-            request = self.admission.keep(self.engine, root, tokens)
-            self._kept.add(request)
-            self._hold(particle, request)
-            if interventions.results:
-                particle.served.append(request)
-        self._take_over(request, particle)
-        self.admission.begin_turn(request, len(tokens))
+            request = self._keep(query, holder)
+        self._take_over(request, holder)
+        self._admission.begin_turn(request, len(tokens))
+        interventions = query.interventions
         try:
-            async with self._rows.one(question.form) as (options, fetch):
+            reply = await self._transport.reply(query.form)
+            try:
                 # Another step of the lane may have come first while this one waited for a row.
                 if new := tokens[request.tokens :]:
-                    self.computed += 1
+                    self._computed += 1
                     await request.turn(
                         new,
-                        interventions.applied_to(_TURN, options),
+                        interventions.applied_to(_TURN, reply.options),
                         self._request_id(),
-                        lora_request=question.lora,
+                        lora_request=query.lora,
                         results=interventions.results,
                     )
-                    return Answer(*await fetch())
+                    return await reply.read()
+            finally:
+                reply.close()
         finally:
-            self.admission.end_turn(request)
-        return await self._query(question)
+            self._admission.end_turn(request)
+        return await self._query(query)
+
+    def _keep(self, query: Query, holder: Holder) -> KeptRequest:
+        """A new kept request for a lane."""
+        adapter = None if query.lora is None else query.lora.lora_int_id
+        # A consumer that writes makes the blocks nobody else's.
+        root: Hashable = adapter, self.engine.steering.version, query.interventions.key
+        if self.written(query):
+            root = object()
+        request = self._admission.keep(root, query.tokens)
+        self._kept.add(request)
+        holder.hold(request)
+        if query.interventions.results:
+            holder.served.append(request)
+        return request
 
     # -- the rest ------------------------------------------------------------------------------
 
-    async def load_adapter(self, request: LoRARequest) -> None:
-        """Load an adapter, so that one that cannot be is refused now."""
-        await self.engine.add_lora(request)
-
-    def stats(self) -> dict[str, int]:
-        """Counters: requests and turns computed, questions that shared one, requests parked,
+    async def stats(self) -> dict[str, int]:
+        """Counters: requests and turns computed, queries that shared one, requests parked,
         requests kept now, rows of shared memory."""
         return {
-            "computed": self.computed,
-            "shared": self.shared,
-            "parked": self.admission.parked,
-            "kept": self.admission.idle,
-            "in_flight": len(self._in_flight),
-            "kept_blocks": self.admission.ledger.used,
-            **self._rows.stats(),
+            "computed": self._computed,
+            "shared": self._shared,
+            "parked": self._admission.parked,
+            "kept": self._admission.idle,
+            "in_flight": len(self._flights),
+            "kept_blocks": self._admission.blocks,
+            **self._transport.stats(),
         }
 
-    async def shut_down(self) -> None:
-        """Abort what runs, end the engine's process, and give the shared memory back."""
+    async def shut_down(self, *, owned: bool, registered: bool) -> None:
+        """Abort what runs, and give the shared memory back.
+
+        Args:
+            owned: the engine's process is ended, too.
+            registered: the consumer in the workers is ours to remove.
+        """
         tasks: list[asyncio.Task[Any]]
-        tasks = [flight.task for flight in self._in_flight.values() if flight.task is not None]
+        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
         for each in tasks:
             each.cancel()
-        self._parcels.close()
         tasks += [task for kept in self._kept if (task := kept.cancel()) is not None]
+        self._bulk.close(_cancelled())
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)
-        processes = processes_of(self.engine)
-        self.engine.shutdown()
-        await gone(processes)
-        self._rows.close()
+        if owned:
+            processes = processes_of(self.engine)
+            self.engine.shutdown()
+            await gone(processes)
+        elif registered and not self.engine.errored:
+            await self.engine.unregister_consumer(CONSUMER)
+        self._transport.close()
+
+
+def _cancelled() -> RuntimeError:
+    return RuntimeError("the query was cancelled")
 
 
 def _outcome(task: asyncio.Task[Answer]) -> Answer | Exception:
     if task.cancelled():
-        return RuntimeError("the query was cancelled")
+        return _cancelled()
     error = task.exception()
     return error if isinstance(error, Exception) else task.result()

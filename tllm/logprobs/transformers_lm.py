@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tllm.logprobs.base import AsyncLM
-from tllm.logprobs.question import checked_tokens
+from tllm.logprobs.query import checked_tokens
 
 
 class TransformersLM(AsyncLM):
@@ -48,15 +48,22 @@ class TransformersLM(AsyncLM):
             tokenizer = None
         return cls(model, tokenizer)
 
+    @property
+    def underlying_model(self) -> Any:
+        """The model of `transformers`."""
+        return self._model
+
     async def next_token_logprobs(
-        self, prompt: Sequence[int], /, *, lora_name: str | None = None
+        self, token_ids: Sequence[int], *, lora_name: str | None = None
     ) -> torch.Tensor:
         """As `AsyncLM`'s; computed on another thread."""
-        return await asyncio.to_thread(self.next_token_logprobs_sync, prompt, lora_name=lora_name)
+        return await asyncio.to_thread(
+            self.next_token_logprobs_sync, token_ids, lora_name=lora_name
+        )
 
     @torch.inference_mode()
     def next_token_logprobs_sync(
-        self, prompt: Sequence[int], /, *, lora_name: str | None = None
+        self, token_ids: Sequence[int], *, lora_name: str | None = None
     ) -> torch.Tensor:
         """As `AsyncLM`'s."""
         if self._model is None:
@@ -65,7 +72,7 @@ class TransformersLM(AsyncLM):
             raise ValueError(
                 f"lora_name={lora_name!r}: the 'hf' backend has no adapters; use backend='vllm'"
             )
-        tokens = checked_tokens(prompt, self.vocab_size, "the prompt")
+        tokens = checked_tokens(token_ids, self.vocab_size, "the prompt")
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
         with self._lock:
@@ -73,28 +80,11 @@ class TransformersLM(AsyncLM):
             logits = self._model(ids, use_cache=False).logits[0, -1]
         return torch.log_softmax(logits.float(), -1).cpu().clone()
 
-    async def batch_next_token_logprobs(
-        self, prompts: Sequence[Sequence[int]], /, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """As `AsyncLM`'s; one prompt after the other."""
-        return await asyncio.to_thread(
-            self.batch_next_token_logprobs_sync, prompts, lora_name=lora_name
-        )
-
-    def batch_next_token_logprobs_sync(
-        self, prompts: Sequence[Sequence[int]], /, *, lora_name: str | None = None
-    ) -> torch.Tensor:
-        """As `AsyncLM`'s; one prompt after the other."""
-        if not len(prompts):
-            raise ValueError("no prompts were given; give at least one")
-        rows = [self.next_token_logprobs_sync(p, lora_name=lora_name) for p in prompts]
-        return torch.stack(rows)
-
     async def sample(
         self,
         prompt_token_ids: Sequence[int],
         max_tokens: int,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
     ) -> list[int]:
@@ -104,6 +94,8 @@ class TransformersLM(AsyncLM):
             generator.seed()
         else:
             generator.manual_seed(seed)
+        own = self._model.generation_config.eos_token_id if eos_token_ids is None else eos_token_ids
+        ends = {own} if isinstance(own, int) else set(own or ())
         tokens: list[int] = []
         while len(tokens) < max_tokens:
             found = await self.next_token_logprobs([*prompt_token_ids, *tokens])
@@ -112,7 +104,7 @@ class TransformersLM(AsyncLM):
             else:
                 weights = torch.softmax(found / temperature, -1)
                 token = int(torch.multinomial(weights, 1, generator=generator))
-            if token in eos_token_ids:
+            if token in ends:
                 break
             tokens.append(token)
         return tokens

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar, Unpack
 
 import torch
 from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
 
+from tllm.client.llm import AsyncLLM
 from tllm.consumers.base import Consumer
 from tllm.consumers.next_token import NextTokenConsumer
-from tllm.llm import AsyncLLM
+from tllm.engine.bulk import loop_of
+from tllm.engine.capacity import adapters_at_once
 from tllm.logprobs.base import AsyncLM
-from tllm.logprobs.cache import OutputCache
-from tllm.logprobs.collector import Collector
+from tllm.logprobs.cache import AnswerCache
 from tllm.logprobs.lane import Lane
-from tllm.logprobs.loop_thread import LoopThread
-from tllm.logprobs.question import (
+from tllm.logprobs.loop import EngineLoop, Mailbox
+from tllm.logprobs.query import (
     Answer,
     Form,
     Interventions,
-    Question,
+    LaneOptions,
+    Query,
+    QueryOptions,
     TopLogprobs,
     checked_tokens,
+    stacked,
 )
-from tllm.logprobs.rows import Transport
-from tllm.logprobs.service import Particle, Service
+from tllm.logprobs.service import Service
+from tllm.logprobs.transport import CONSUMER, Kind
 
 T = TypeVar("T")
 
@@ -41,7 +44,7 @@ class AsyncVirtualLM(AsyncLM):
     thread and any event loop, in any mixture; none blocks a loop but the `_sync` forms. Results are
     float32 CPU tensors that belong to the caller.
 
-    Made by `from_name`. Arguments of `__init__` besides the engine and its loop:
+    Made by `from_name`, or by `from_engine` around an engine that exists. Both take, as keywords:
 
     Args:
         cache_size: log-probabilities to remember; 0 for none.
@@ -53,21 +56,38 @@ class AsyncVirtualLM(AsyncLM):
         shared_mib: the most shared memory. A result of 64 KiB or more is a view of it, which is
             free again when nobody refers to the result.
         idle_seconds: a lane that is not used for so long gives its place in the engine back.
+
+    Attributes:
+        engine: a `tllm.AsyncLLM`; `run` awaits its coroutines.
+        cache: the `OutputCache`, or None.
     """
 
     def __init__(
         self,
         engine: AsyncLLM,
-        thread: LoopThread,
+        loop: EngineLoop,
         *,
+        owned: bool = True,
+        registered: bool = True,
         cache_size: int = 0,
         cache_opts: Mapping[str, Any] | None = None,
         batch_size: int = 20,
         timeout: float = 0.02,
-        transport: Transport = "shared",
+        transport: Kind = "shared",
         shared_mib: int = 1024,
         idle_seconds: float = 5.0,
     ) -> None:
+        """
+        Args:
+            loop: the one that the engine belongs to.
+            owned: whether `cleanup` ends the engine.
+            registered: whether `cleanup` removes the consumer in the workers.
+        """
+        if cache_size < 0 or batch_size < 1 or timeout < 0:
+            raise ValueError(
+                f"cache_size={cache_size!r}, batch_size={batch_size!r}, timeout={timeout!r}; give "
+                "0 or more, 1 or more, and 0 or more seconds"
+            )
         if engine.vllm_config.parallel_config.data_parallel_size > 1:
             raise ValueError(
                 "data_parallel_size is more than 1, and vLLM may send the steps of a lane to "
@@ -76,25 +96,19 @@ class AsyncVirtualLM(AsyncLM):
         self.engine = engine
         skipped = engine.model_config.skip_tokenizer_init
         self.tokenizer = None if skipped else engine.get_tokenizer()
-        self.cache = OutputCache(cache_size, **(cache_opts or {})) if cache_size > 0 else None
-        self._cache_lock = threading.Lock()
-        self._epoch = 0
-        self._thread = thread
-        self._service = Service(engine, transport, shared_mib * 2**20, idle_seconds)
+        self._answers = AnswerCache(cache_size, cache_opts or {})
+        self.cache = self._answers.outputs
+        self._loop = loop
+        self._service = Service(engine, loop, transport, shared_mib * 2**20, idle_seconds)
+        self._mailbox = Mailbox(
+            loop, self._service.serve, self._service.cancel, batch_size, timeout
+        )
         self.vocab_size = self._service.vocab_size
-        self._max_tokens = int(engine.model_config.max_model_len) - 1
-        self._batch_size = batch_size
-        self._timeout = timeout
         self._adapters: dict[str, LoRARequest] = {}
         self._active: str | None = None
-        self._collectors: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, Collector[_Asking]
-        ] = weakref.WeakKeyDictionary()
-        self._waiting: set[_Asking] = set()
-        self._outbox: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-        self._closed = False
         # Also when the last reference goes, or the interpreter ends.
-        self._finalizer = weakref.finalize(self, _clean_up, thread, self._service)
+        end = partial(self._service.shut_down, owned=owned, registered=registered)
+        self._finalizer = weakref.finalize(self, loop.end, end)
 
     @classmethod
     def from_name(
@@ -114,23 +128,17 @@ class AsyncVirtualLM(AsyncLM):
             engine_opts: arguments of `tllm.AsyncLLM.create`: vLLM's, `consumers`, `hook_points`.
             cache_size, cache_opts, batch_size, timeout, **options: as above.
         """
-        if cache_size < 0 or batch_size < 1 or timeout < 0:
-            raise ValueError(
-                f"cache_size={cache_size!r}, batch_size={batch_size!r}, timeout={timeout!r}; give "
-                "0 or more, 1 or more, and 0 or more seconds"
-            )
         arguments = {
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             **(engine_opts or {}),
         }
         arguments["consumers"] = [*arguments.get("consumers", ()), NextTokenConsumer()]
-        thread = LoopThread("tllm-logprobs")
+        loop = EngineLoop()
         try:
-            engine = thread.run(AsyncLLM.create(model_name, **arguments))
             return cls(
-                engine,
-                thread,
+                loop.run(AsyncLLM.create(model_name, **arguments)),
+                loop,
                 cache_size=cache_size,
                 cache_opts=cache_opts,
                 batch_size=batch_size,
@@ -138,118 +146,112 @@ class AsyncVirtualLM(AsyncLM):
                 **options,
             )
         except BaseException:
-            thread.stop()
+            loop.end(_nothing)
             raise
+
+    @classmethod
+    async def from_engine(cls, engine: AsyncLLM, **options: Any) -> AsyncVirtualLM:
+        """Ask an engine that exists, and that goes on to serve others. `cleanup` leaves it running.
+
+        Awaited on the event loop that the engine was started on, where queries then cross no
+        thread; other threads and loops may ask, too, as long as that loop runs.
+
+        Args:
+            engine: any `tllm.AsyncLLM`; with prefix caching, or lanes share nothing.
+            **options: as above.
+
+        Raises:
+            ValueError: on another event loop, or when another `AsyncVirtualLM` asks this engine.
+        """
+        loop = asyncio.get_running_loop()
+        if loop_of(engine) not in (None, loop):
+            raise ValueError(
+                "the engine was started on another event loop; await from_engine() on that one"
+            )
+        registered = CONSUMER not in engine.consumers
+        if registered:
+            await engine.register_consumer(NextTokenConsumer())
+        try:
+            return cls(engine, EngineLoop(loop), owned=False, registered=registered, **options)
+        except BaseException:
+            if registered:
+                await engine.unregister_consumer(CONSUMER)
+            raise
+
+    @property
+    def underlying_model(self) -> Any:
+        """There is none in this process; always an `AttributeError` that says what to do."""
+        raise AttributeError(
+            "underlying_model: the model lives in the engine's processes. query(..., capture=...) "
+            "brings its activations, a consumer runs beside it, and load_model_by_name(name, "
+            "backend='hf') has it here"
+        )
 
     # -- next-token log-probabilities ------------------------------------------------------------
 
     def next_token_logprobs(
-        self,
-        prompt: Sequence[int],
-        /,
-        *,
-        top_k: int | None = None,
-        token_ids: Sequence[int] | None = None,
-        lora_name: str | None = None,
-        **params: Any,
+        self, token_ids: Sequence[int], **options: Unpack[QueryOptions]
     ) -> Coroutine[Any, Any, torch.Tensor | TopLogprobs]:
         """Log-probabilities of the token after a prompt.
 
         The adapter that is set now applies, whenever the result is awaited.
 
         Args:
-            prompt: token ids, at least one.
-            top_k: only the best k, as `TopLogprobs`; the vocabulary stays on the device.
-            token_ids: only those of these tokens, `[len(token_ids)]`.
-            lora_name: an adapter for this query, instead of the one that is set.
-            **params: what `tllm.SamplingParams` takes beside vLLM's own: steering, `consumers=`.
+            token_ids: the prompt, at least one token.
+            **options: `QueryOptions`: `top_k`, `only`, `lora_name`, steering, `consumers`,
+                `capture`.
 
         Returns:
-            float32 `[vocab]`, normalised.
+            float32 `[vocab]`, normalised; `[len(only)]`, or `TopLogprobs`, when that was asked.
 
         Raises:
             ValueError: for an empty or too long prompt, or tokens the model does not have.
         """
-        question = self._question(prompt, top_k, token_ids, lora_name, params)
-        return self._answered(question)
+        return self._result(self._query(token_ids, options))
 
-    async def _answered(self, question: Question) -> torch.Tensor | TopLogprobs:
-        return (await self._ask(question)).result
+    async def _result(self, query: Query) -> torch.Tensor | TopLogprobs:
+        return (await self._ask(query)).result
 
     def next_token_logprobs_sync(
-        self,
-        prompt: Sequence[int],
-        /,
-        *,
-        top_k: int | None = None,
-        token_ids: Sequence[int] | None = None,
-        lora_name: str | None = None,
-        **params: Any,
+        self, token_ids: Sequence[int], **options: Unpack[QueryOptions]
     ) -> torch.Tensor | TopLogprobs:
         """`next_token_logprobs` for callers without an event loop."""
-        question = self._question(prompt, top_k, token_ids, lora_name, params)
-        return self._ask_sync([(question, None)])[0].result
+        return self._ask_sync([self._query(token_ids, options)])[0].result
 
     def query(
-        self,
-        prompt: Sequence[int],
-        /,
-        *,
-        top_k: int | None = None,
-        token_ids: Sequence[int] | None = None,
-        lora_name: str | None = None,
-        **params: Any,
+        self, token_ids: Sequence[int], **options: Unpack[QueryOptions]
     ) -> Coroutine[Any, Any, Answer]:
         """`next_token_logprobs` with all that comes back: `values`, `token_ids`, and vLLM's
         `output` with consumers' results and captured rows when `consumers=` or `capture=` was
         given."""
-        return self._ask(self._question(prompt, top_k, token_ids, lora_name, params))
+        return self._ask(self._query(token_ids, options))
 
     def batch_next_token_logprobs(
-        self,
-        prompts: Sequence[Sequence[int]],
-        /,
-        *,
-        top_k: int | None = None,
-        token_ids: Sequence[int] | None = None,
-        lora_name: str | None = None,
-        **params: Any,
+        self, token_ids_list: Sequence[Sequence[int]], **options: Unpack[QueryOptions]
     ) -> Coroutine[Any, Any, torch.Tensor | TopLogprobs]:
         """Log-probabilities `[batch, vocab]`, or `[batch, k]`, of the tokens after some prompts.
 
         Arguments as those of `next_token_logprobs`; no prompts are a `ValueError`.
         """
-        questions = self._questions(prompts, top_k, token_ids, lora_name, params)
-        return self._all_answered(questions)
+        return self._results(self._queries(token_ids_list, options))
 
-    async def _all_answered(self, questions: list[Question]) -> torch.Tensor | TopLogprobs:
-        return _stacked(await asyncio.gather(*map(self._ask, questions)))
+    async def _results(self, queries: Sequence[Query]) -> torch.Tensor | TopLogprobs:
+        return stacked(await asyncio.gather(*map(self._ask, queries)))
 
     def batch_next_token_logprobs_sync(
-        self,
-        prompts: Sequence[Sequence[int]],
-        /,
-        *,
-        top_k: int | None = None,
-        token_ids: Sequence[int] | None = None,
-        lora_name: str | None = None,
-        **params: Any,
+        self, token_ids_list: Sequence[Sequence[int]], **options: Unpack[QueryOptions]
     ) -> torch.Tensor | TopLogprobs:
         """`batch_next_token_logprobs` for callers without an event loop."""
-        questions = self._questions(prompts, top_k, token_ids, lora_name, params)
-        return _stacked(self._ask_sync([(question, None) for question in questions]))
+        return stacked(self._ask_sync(self._queries(token_ids_list, options)))
 
-    def open(
-        self, prompt: Sequence[int], /, *, lora_name: str | None = None, **params: Any
-    ) -> Lane:
+    def open(self, prompt: Sequence[int], **options: Unpack[LaneOptions]) -> Lane:
         """A lane that begins with a prompt. Nothing is computed before its `next`.
 
         Args:
             prompt: token ids, at least one.
-            lora_name, **params: as `next_token_logprobs` takes them, for all of the lane's steps.
+            **options: `LaneOptions`, for all of the lane's steps.
         """
-        question = self._question(prompt, None, None, lora_name, params)
-        return Lane(self, list(question.tokens), question.lora, question.interventions)
+        return Lane(self._loop, self._mailbox, self._service, self._query(prompt, options))
 
     # -- completions -----------------------------------------------------------------------------
 
@@ -257,35 +259,34 @@ class AsyncVirtualLM(AsyncLM):
         self,
         prompt_token_ids: Sequence[int],
         max_tokens: int,
-        eos_token_ids: Sequence[int],
+        eos_token_ids: Sequence[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
-        *,
-        lora_name: str | None = None,
-        **params: Any,
+        **options: Unpack[LaneOptions],
     ) -> list[int]:
         """Tokens of a completion.
 
         Args:
             prompt_token_ids: at least one.
             max_tokens: the most tokens; 1 or more.
-            eos_token_ids: tokens that end it, and are not part of it. Nothing else ends it.
+            eos_token_ids: tokens that end it, and are not part of it. Nothing else ends it. By
+                default those with which the model itself ends.
             temperature: 0 for the most probable tokens.
             seed: for the same tokens again.
-            lora_name, **params: as `next_token_logprobs` takes them.
+            **options: `LaneOptions`.
         """
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens!r}; give 1 or more")
-        question = self._question(prompt_token_ids, None, None, lora_name, params, generates=True)
-        ends = checked_tokens(list(eos_token_ids), self.vocab_size, "eos_token_ids")
-        fields = {
+        query = self._query(prompt_token_ids, options, generates=True)
+        fields: dict[str, Any] = {
             "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
-            "stop_token_ids": list(ends),
         }
-        tokens = await self._on_engine(self._service.sample(question, fields))
-        return tokens[:-1] if tokens and tokens[-1] in ends else tokens
+        if eos_token_ids is not None:
+            ends = checked_tokens(list(eos_token_ids), self.vocab_size, "eos_token_ids")
+            fields |= {"stop_token_ids": list(ends), "ignore_eos": True}
+        return await self._loop.wait_for(self._service.sample(query, fields))
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -307,16 +308,14 @@ class AsyncVirtualLM(AsyncLM):
         if known is not None and known.lora_path == lora_path:
             return
         number = 1 + max((a.lora_int_id for a in self._adapters.values()), default=0)
-        # vLLM's CPU kernels give requests without an adapter the last place's weights, which are
-        # zero as long as no adapter is there.
-        if current_platform.is_cpu() and number > config.max_loras - 1:
+        if number > adapters_at_once(config):
             raise ValueError(
-                f"max_loras={config.max_loras} adapters at once leaves no room for {lora_name!r}: "
-                "on a CPU one place must stay empty, or vLLM would apply an adapter to requests "
-                f"without one. Start the engine with max_loras={number + 1} or more"
+                f"max_loras={config.max_loras} adapters at once leaves no room for {lora_name!r} "
+                "(on a CPU one place must stay empty, or vLLM would apply an adapter to requests "
+                f"without one). Start the engine with max_loras={config.max_loras + 1} or more"
             )
         request = LoRARequest(lora_name, number, lora_path)
-        self.run(self._service.load_adapter(request))
+        self.run(self.engine.add_lora(request))  # one that cannot be loaded is refused now
         self._adapters[lora_name] = request
 
     def set_lora(self, lora_path: str | None = None, lora_name: str = "lora_1") -> None:
@@ -350,187 +349,61 @@ class AsyncVirtualLM(AsyncLM):
 
     # -- what is asked ---------------------------------------------------------------------------
 
-    def _question(
-        self,
-        prompt: Sequence[int],
-        top_k: int | None,
-        token_ids: Sequence[int] | None,
-        lora_name: str | None,
-        params: Mapping[str, Any],
-        *,
-        generates: bool = False,
-    ) -> Question:
+    def _query(
+        self, prompt: Sequence[int], options: Mapping[str, Any], *, generates: bool = False
+    ) -> Query:
         tokens = checked_tokens(prompt, self.vocab_size, "the prompt")
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
-        self._check_length(tokens)
-        form = Form.of(top_k, token_ids, self.vocab_size)
-        interventions = Interventions.of(params, generates=generates)
-        return Question(tokens, form, self._adapter(lora_name), interventions)
+        self._service.check_length(tokens)
+        asked = dict(options)
+        form = Form.of(asked.pop("top_k", None), asked.pop("only", None), self.vocab_size)
+        adapter = self._adapter(asked.pop("lora_name", None))
+        return Query(tokens, form, adapter, Interventions.of(asked, generates=generates))
 
-    def _questions(
-        self,
-        prompts: Sequence[Sequence[int]],
-        top_k: int | None,
-        token_ids: Sequence[int] | None,
-        lora_name: str | None,
-        params: Mapping[str, Any],
-    ) -> list[Question]:
+    def _queries(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Query]:
         if not len(prompts):
             raise ValueError("no prompts were given; give at least one")
-        return [self._question(prompt, top_k, token_ids, lora_name, params) for prompt in prompts]
+        return [self._query(prompt, options) for prompt in prompts]
 
-    def _check_length(self, tokens: Sequence[int]) -> None:
-        if len(tokens) > self._max_tokens:
-            raise ValueError(
-                f"{len(tokens)} tokens leave no room for the next one; this engine takes up to "
-                f"{self._max_tokens} (max_model_len={self._max_tokens + 1})"
-            )
+    def _known(self, query: Query) -> tuple[Answer | None, Callable[[Answer], None]]:
+        """The answer that is remembered, and what remembers one."""
+        if self.cache is None or query.interventions.results or self._service.written(query):
+            return None, _forget
+        key = (self.engine.steering.version, *query.key)
+        found = self._answers.get(key)
+        return found, partial(self._remember, key, self._answers.epoch)
 
-    def _cacheable(self, question: Question) -> bool:
-        if self.cache is None or question.interventions.results:
-            return False
-        return not self._service.written(question)
+    def _remember(self, key: tuple[Any, ...], epoch: int, answer: Answer) -> None:
+        if key[0] == self.engine.steering.version:
+            self._answers.put(key, answer, epoch)
 
-    def _remembered(self, question: Question) -> Answer | None:
-        if self.cache is None or not self._cacheable(question):
-            return None
-        key = (self.engine.steering.version, *question.key)
-        with self._cache_lock:
-            if key not in self.cache:
-                return None
-            found = self.cache[key]
-        if question.form.top_k is None:
-            return Answer(found)
-        return Answer(found[0].clone(), found[1].view(torch.int32).clone())
-
-    def _remember(self, question: Question, answer: Answer, epoch: tuple[int, int]) -> None:
-        if self.cache is None or not self._cacheable(question):
-            return
-        values = answer.values
-        if answer.token_ids is not None:  # side by side, as one tensor
-            values = torch.stack([values, answer.token_ids.view(torch.float32)])
-        with self._cache_lock:
-            if epoch == self._now():
-                self.cache[(epoch[1], *question.key)] = values
-
-    def _now(self) -> tuple[int, int]:
-        """Answers to what was asked before this changed are not remembered."""
-        return self._epoch, self.engine.steering.version
-
-    async def _ask(self, question: Question, particle: Particle | None = None) -> Answer:
-        self._check_open()
-        if particle is None and (known := self._remembered(question)) is not None:
-            return known
-        epoch = self._now()
-        loop = asyncio.get_running_loop()
-        asking = _Asking(self, question, particle, loop)
-        self._waiting.add(asking)
-        self._collector(loop).add(asking)
-        try:
-            answer = await asking.future
-        except asyncio.CancelledError:
-            if not self._closed:
-                self._post(self._service.cancel, [asking])
-            raise
-        finally:
-            self._waiting.discard(asking)
-        if particle is None:
-            self._remember(question, answer, epoch)
+    async def _ask(self, query: Query) -> Answer:
+        self._loop.check_open()
+        answer, remember = self._known(query)
+        if answer is None:
+            answer = await self._mailbox.ask(query)
+            remember(answer)
         return answer
 
-    def _ask_sync(self, questions: Sequence[tuple[Question, Particle | None]]) -> list[Answer]:
-        self._check_open()
-        epoch = self._now()
-        known = [
-            self._remembered(question) if particle is None else None
-            for question, particle in questions
-        ]
-        missing = [pair for pair, answer in zip(questions, known, strict=True) if answer is None]
-        found = iter(self.run(self._asked_there(missing)) if missing else ())
+    def _ask_sync(self, queries: Sequence[Query]) -> list[Answer]:
+        self._loop.check_open()
+        known = [self._known(query) for query in queries]
+        missing = [q for q, (answer, _) in zip(queries, known, strict=True) if answer is None]
+        found = iter(self._mailbox.ask_sync(missing) if missing else ())
         answers = []
-        for (question, particle), answer in zip(questions, known, strict=True):
+        for answer, remember in known:
             if answer is None:
                 answer = next(found)
-                if particle is None:
-                    self._remember(question, answer, epoch)
+                remember(answer)
             answers.append(answer)
         return answers
 
-    async def _asked_there(
-        self, questions: Sequence[tuple[Question, Particle | None]]
-    ) -> list[Answer]:
-        """Ask on the engine's loop."""
-        loop = asyncio.get_running_loop()
-        asking = [_Asking(self, question, particle, loop) for question, particle in questions]
-        self._waiting.update(asking)
-        self._service.serve([(each.question, each.particle, each) for each in asking])
-        try:
-            return await asyncio.gather(*(each.future for each in asking))
-        finally:
-            self._waiting.difference_update(asking)
-
-    def _collector(self, loop: asyncio.AbstractEventLoop) -> Collector[_Asking]:
-        collector = self._collectors.get(loop)
-        if collector is None:
-            collector = Collector(loop, self._hand_over, self._batch_size, self._timeout)
-            self._collectors[loop] = collector
-        return collector
-
-    def _hand_over(self, batch: list[_Asking]) -> None:
-        self._post(self._service.serve, [(each.question, each.particle, each) for each in batch])
-
-    def _deliver(self, loop: asyncio.AbstractEventLoop, work: Callable[[], None]) -> None:
-        """Run something on a caller's loop, together with all that is ready now."""
-        box = self._outbox.setdefault(loop, [])
-        box.append(work)
-        if len(box) == 1:
-            self._thread.loop.call_soon(self._send, loop)
-
-    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
-        box = self._outbox.pop(loop)
-        if loop is self._thread.loop:
-            _run_all(box)
-        elif not loop.is_closed():
-            loop.call_soon_threadsafe(_run_all, box)
-
-    # -- lanes -----------------------------------------------------------------------------------
-
-    def _fork(self, parent: Particle, child: Particle) -> None:
-        self._post(self._service.fork, parent, child)
-
-    async def _close(self, particle: Particle) -> list[Any]:
-        if self._closed:
-            return []
-        return await self._on_engine(self._service.close(particle))
-
-    def _close_sync(self, particle: Particle) -> list[Any]:
-        return [] if self._closed else self.run(self._service.close(particle))
-
-    def _abandon(self, particle: Particle) -> None:
-        if not self._closed and self._thread.running:
-            self._post(self._service.abandon, particle)
-
     # -- the engine ------------------------------------------------------------------------------
-
-    def _post(self, function: Callable[..., Any], *args: Any) -> None:
-        self._check_open()
-        self._thread.post(function, *args)
-
-    async def _on_engine(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await something on the engine's loop from any other."""
-        if self._closed:
-            work.close()
-            self._check_open()
-        future = asyncio.run_coroutine_threadsafe(work, self._thread.loop)
-        return await asyncio.wrap_future(future)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine of the engine's, such as `lm.engine.intervention_stats()`, and wait."""
-        if self._closed:
-            work.close()
-            self._check_open()
-        return self._thread.run(work)
+        return self._loop.run(work)
 
     def register_consumer(self, consumer: Consumer | str) -> Consumer:
         """Add a consumer to the engine; earlier answers are forgotten."""
@@ -545,106 +418,30 @@ class AsyncVirtualLM(AsyncLM):
 
     def stats(self) -> dict[str, int]:
         """Counters of the client's side, see `Service.stats`."""
-
-        async def read() -> dict[str, int]:
-            return self._service.stats()
-
-        return self.run(read())
+        return self.run(self._service.stats())
 
     def clear_cache(self) -> None:
         """Forget earlier answers; needed when something else has changed what the model says."""
-        with self._cache_lock:
-            self._epoch += 1
-            if self.cache is not None:
-                self.cache.clear()
+        self._answers.clear()
 
     def reset_async_queries(self) -> None:
         """Cancel all queries that wait for an answer, and abort what they asked of the engine.
 
         For when an algorithm was ended by an exception. Lanes and completions go on.
         """
-        for collector in list(self._collectors.values()):
-            collector.drop()
-        waiting = [each for each in self._waiting if each.particle is None]
-        for each in waiting:
-            each.cancel()
-        self._post(self._service.cancel, waiting)
+        self._mailbox.reset()
 
     def cleanup(self) -> None:
-        """End the engine's process and free its memory. Results stay valid."""
-        if self._closed:
-            return
-        self._closed = True
-        self._finalizer()
-        for each in list(self._waiting):
-            each.resolve_now(RuntimeError(_AFTER_CLEANUP))
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise RuntimeError(_AFTER_CLEANUP)
+        """End the engine's process and free its memory; an engine that was given goes on without
+        us. Results stay valid."""
+        if not self._loop.closed:
+            self._finalizer()
+            self._mailbox.fail_all()
 
 
-_AFTER_CLEANUP = "cleanup() was called: this model has no engine any more; make another"
+def _forget(answer: Answer) -> None:
+    """Answers that may differ the next time are not remembered."""
 
 
-class _Asking:
-    """A question, and the loop on which its answer is awaited."""
-
-    def __init__(
-        self,
-        model: AsyncVirtualLM,
-        question: Question,
-        particle: Particle | None,
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self.question = question
-        self.particle = particle
-        self.future: asyncio.Future[Answer] = loop.create_future()
-        self._model = model
-        self._loop = loop
-
-    def resolve(self, outcome: Answer | Exception) -> None:
-        """On the engine's loop: send the answer to where it is awaited."""
-        self._model._deliver(self._loop, lambda: self._set(outcome))
-
-    def resolve_now(self, outcome: Exception) -> None:
-        """On any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._set, outcome)
-
-    def cancel(self) -> None:
-        """On any thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.future.cancel)
-
-    def _set(self, outcome: Answer | Exception) -> None:
-        if self.future.done():
-            return
-        if isinstance(outcome, Exception):
-            self.future.set_exception(outcome)
-        else:
-            self.future.set_result(outcome)
-
-
-def _run_all(works: Iterable[Callable[[], None]]) -> None:
-    for work in works:
-        work()
-
-
-def _stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
-    values = torch.stack([answer.values for answer in answers])
-    if answers[0].token_ids is None:
-        return values
-    ids = [cast(torch.Tensor, answer.token_ids) for answer in answers]
-    return TopLogprobs(values, torch.stack(ids))
-
-
-def _clean_up(thread: LoopThread, service: Service) -> None:
-    if not thread.running:
-        return
-    if thread.inside:  # where the last reference was dropped; this waits for that thread
-        threading.Thread(target=_clean_up, args=(thread, service)).start()
-        return
-
-    thread.run(service.shut_down())
-    thread.stop()
+async def _nothing() -> None:
+    """There is no engine to end."""

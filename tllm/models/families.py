@@ -1,4 +1,4 @@
-"""The table: where each model family's hook points are. One row a family.
+"""The table: where each model family's hook points are. One row a family, or a kind of its blocks.
 
 A row names the class whose `forward` runs the blocks, the class whose `forward` is the block, and
 the layout of that block: at which submodule's boundary each hook point passes. Rows were written
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
 
 from tllm.spec.hooks import HookPoint
 
@@ -47,7 +49,19 @@ class Output:
     next_norm: str | None = None
 
 
-Layout: TypeAlias = Mapping[HookPoint, Input | Output | str]
+@dataclass(frozen=True)
+class Written:
+    """An argument that a submodule of the block writes its result into.
+
+    path: the submodule.
+    stream: the argument's name.
+    """
+
+    path: str
+    stream: str = "output"
+
+
+Layout: TypeAlias = Mapping[HookPoint, Input | Output | Written | str]
 """Where each hook point of a block is, or the reason why the block has no such tensor."""
 
 
@@ -56,8 +70,12 @@ class Family:
     """One row.
 
     stack, block: `module.Class` of the classes that define the two `forward`s.
-    layers, norm: the stack's attributes that hold the blocks and the final norm.
-    stack_is, block_is: attributes (dotted) and the values they must have for the row to hold.
+    layers, norm: the stack's attributes (dotted) that hold the blocks and the final norm; `norm`
+        None where no module gives, once in a forward pass, what the LM head reads.
+    stack_is, block_is: attributes (dotted) and the values they must have for the row to hold; a
+        tuple holds those that they may have.
+    linked: what leaves a block enters the next one unchanged.
+    norm_adds: the final norm adds what the last block returns, where residuals are fused.
     """
 
     name: str
@@ -65,45 +83,59 @@ class Family:
     block: str
     layout: Layout
     layers: str = "layers"
-    norm: str = "norm"
+    norm: str | None = "norm"
     stack_is: Mapping[str, object] = field(default_factory=dict)
     block_is: Mapping[str, object] = field(default_factory=dict)
+    linked: bool = True
+    norm_adds: bool = True
+
+
+_BLOCK_POINTS = tuple(point for point in HookPoint if point.has_layer)
+_BRANCH_POINTS = {
+    "attention": (HookPoint.ATTN_IN, HookPoint.ATTN_OUT),
+    "MLP": (HookPoint.MLP_IN, HookPoint.MLP_OUT),
+}
 
 
 def _fused(
     *,
+    first_norm: str | None = "input_layernorm",
+    attn: str = "self_attn",
+    attn_arg: str | int = "hidden_states",
     post_attn: str = "post_attention_layernorm",
     mlp: str = "mlp",
-    attn_out: str = "self_attn",
+    attn_out: str | Input | None = None,
     mlp_out: str | None = None,
 ) -> Layout:
     """A block that carries (branch, residual), whose norms add the one to the other."""
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states", residual="residual"),
-        HookPoint.ATTN_IN: Input("self_attn", "hidden_states"),
-        HookPoint.ATTN_OUT: Output(attn_out),
+        HookPoint.ATTN_IN: Input(attn, attn_arg),
+        HookPoint.ATTN_OUT: attn_out if isinstance(attn_out, Input) else Output(attn_out or attn),
         HookPoint.POST_ATTN: Input(post_attn, 0, residual=1, is_norm=True),
         HookPoint.MLP_IN: Input(mlp),
-        HookPoint.MLP_OUT: Output(mlp_out or mlp),
-        HookPoint.POST_BLOCK: Output("", residual=1, next_norm="input_layernorm"),
+        HookPoint.MLP_OUT: Output(mlp if mlp_out is None else mlp_out),
+        HookPoint.POST_BLOCK: Output("", residual=1, next_norm=first_norm),
     }
 
 
 def _sequential(
     *,
     attn: str = "self_attn",
+    attn_arg: str | int = "hidden_states",
+    attn_out: str | None = None,
     post_attn: str = "post_attention_layernorm",
     mlp_in: str = "mlp",
-    mlp_out: str = "mlp",
+    mlp_out: str | None = None,
 ) -> Layout:
     """A block that adds each branch to the stream itself, with a norm before each branch."""
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states"),
-        HookPoint.ATTN_IN: Input(attn, "hidden_states"),
-        HookPoint.ATTN_OUT: Output(attn),
+        HookPoint.ATTN_IN: Input(attn, attn_arg),
+        HookPoint.ATTN_OUT: Output(attn_out or attn),
         HookPoint.POST_ATTN: Input(post_attn),
         HookPoint.MLP_IN: Input(mlp_in),
-        HookPoint.MLP_OUT: Output(mlp_out),
+        HookPoint.MLP_OUT: Output(mlp_out or mlp_in),
         HookPoint.POST_BLOCK: Output(""),
     }
 
@@ -123,9 +155,44 @@ def _parallel(
     }
 
 
+def _one_mixer(
+    kind: str,
+    *,
+    mixer: str = "mixer",
+    out: Written | None = None,
+    norm: str | None = "norm",
+    fused: bool = True,
+) -> Layout:
+    """A block with one branch only, of this kind: attention (or what mixes tokens like it), or MLP.
+
+    norm: the block's own, that adds branch and residual where these are fused.
+    """
+    other = "MLP" if kind == "attention" else "attention"
+    reason = f"its one branch is of the kind {kind}, and it has no other"
+    branch_in, branch_out = _BRANCH_POINTS[kind]
+    residual = ("residual", 1) if fused else (None, None)
+    return {
+        HookPoint.PRE_ATTN: Input("", "hidden_states", residual=residual[0]),
+        branch_in: Input(mixer),
+        branch_out: out or Output(mixer),
+        **dict.fromkeys(_BRANCH_POINTS[other], reason),
+        HookPoint.POST_ATTN: f"{reason}: the stream after it is post_block",
+        HookPoint.POST_BLOCK: Output("", residual=residual[1], next_norm=norm if fused else None),
+    }
+
+
+def _without(layout: Layout, reason: str, *points: HookPoint) -> Layout:
+    """`layout` where these tensors pass no module's boundary."""
+    return {**layout, **dict.fromkeys(points, reason)}
+
+
 def _without_branches(layout: Layout, reason: str) -> Layout:
     """`layout` where neither branch, as it is added to the stream, passes a module's boundary."""
-    return {**layout, HookPoint.ATTN_OUT: reason, HookPoint.MLP_OUT: reason}
+    return _without(layout, reason, HookPoint.ATTN_OUT, HookPoint.MLP_OUT)
+
+
+def _refused(reason: str) -> Layout:
+    return dict.fromkeys(_BLOCK_POINTS, reason)
 
 
 FUSED = _fused()
@@ -146,28 +213,67 @@ POST_NORM: Layout = {
     HookPoint.MLP_OUT: Output("post_feedforward_layernorm"),
     HookPoint.POST_BLOCK: Output(""),
 }
+# Its norms are between the branch and the sum, as in OLMo 2, and before the branch, too.
+SEQUENTIAL_SANDWICH = _sequential(
+    attn_out="post_attention_layernorm",
+    post_attn="pre_feedforward_layernorm",
+    mlp_out="post_feedforward_layernorm",
+)
+# Whatever is done to the attention branch, the next norm gets it as it is added.
+_ADDED = Input("post_attention_layernorm", 0)
 _SCALED = (
     "the branch is scaled while it is added to the stream, so the added tensor passes no module"
 )
 _LATE_BIAS = "the bias is added after the module returns, so the added tensor passes no module"
+_TWO_MIXERS = "the block has two mixers side by side, scaled and added in one step"
+_TWO_PAIRS = "the block has two pairs of attention and MLP, and a mixture of experts across them"
+_TWO_MLPS = "the MLP and the experts read different tensors"
+SCALED = _without_branches(SEQUENTIAL, _SCALED)
+# Experts, and what may stand beside them, read what the norm returns.
+SCALED_EXPERTS: Layout = {**SCALED, HookPoint.MLP_IN: Output("post_attention_layernorm")}
+PARALLEL_HYBRID = _without(
+    _sequential(post_attn="pre_ff_layernorm", mlp_in="feed_forward"),
+    _TWO_MIXERS,
+    *_BRANCH_POINTS["attention"],
+)
+# vLLM scales the stream in float16 to keep it in range, and shards its rows over experts.
+_UNSCALED = {"input_layernorm.weight.dtype": (torch.bfloat16, torch.float32)}
+_NOT_SHARDED = {"use_sequence_parallel_moe": False}
+_DEEPSEEK_IS = {**_UNSCALED, **_NOT_SHARDED}
+_PARTIAL_SUMS = (
+    "its blocks hand over sums that tensor parallel ranks have yet to add up, and its norms add "
+    "them without passing a module's boundary"
+)
+_STREAMS = "it keeps several residual streams, and no one of them is the residual stream"
+_LOOPS = "it runs the same blocks several times in one forward pass"
+
+
+def _of(
+    module: str, prefix: str, layout: Layout = FUSED, name: str | None = None, **given: Any
+) -> Family:
+    """A row whose classes are called as most are. `modeling_` ones are Hugging Face's own, through
+    vLLM's Transformers backend."""
+    return Family(
+        name or module.removeprefix("modeling_"),
+        f"{module}.{prefix}Model",
+        f"{module}.{prefix}DecoderLayer",
+        layout,
+        **given,
+    )
+
 
 FAMILIES = (
-    Family("llama", "llama.LlamaModel", "llama.LlamaDecoderLayer", FUSED),
-    Family("mistral", "mistral.MistralModel", "mistral.MistralDecoderLayer", FUSED),
-    Family("qwen2", "qwen2.Qwen2Model", "qwen2.Qwen2DecoderLayer", FUSED),
+    _of("llama", "Llama"),
+    _of("mistral", "Mistral"),
+    _of("qwen2", "Qwen2"),
     Family("qwen3", "qwen2.Qwen2Model", "qwen3.Qwen3DecoderLayer", FUSED),
-    Family("qwen3_moe", "qwen3_moe.Qwen3MoeModel", "qwen3_moe.Qwen3MoeDecoderLayer", FUSED),
-    Family(
-        "mixtral",
-        "mixtral.MixtralModel",
-        "mixtral.MixtralDecoderLayer",
-        _fused(mlp="block_sparse_moe"),
-    ),
-    Family("olmoe", "olmoe.OlmoeModel", "olmoe.OlmoeDecoderLayer", FUSED),
-    Family("nemotron", "nemotron.NemotronModel", "nemotron.NemotronDecoderLayer", FUSED),
-    Family("gemma", "gemma.GemmaModel", "gemma.GemmaDecoderLayer", FUSED),
-    Family("gemma2", "gemma2.Gemma2Model", "gemma2.Gemma2DecoderLayer", FUSED_SANDWICH),
-    Family("gemma3", "gemma3.Gemma3Model", "gemma3.Gemma3DecoderLayer", FUSED_SANDWICH),
+    _of("qwen3_moe", "Qwen3Moe"),
+    _of("mixtral", "Mixtral", _fused(mlp="block_sparse_moe")),
+    _of("olmoe", "Olmoe"),
+    _of("nemotron", "Nemotron"),
+    _of("gemma", "Gemma"),
+    _of("gemma2", "Gemma2", FUSED_SANDWICH),
+    _of("gemma3", "Gemma3", FUSED_SANDWICH),
     Family(
         "glm4",
         "llama.LlamaModel",
@@ -175,12 +281,7 @@ FAMILIES = (
         _fused(attn_out="post_self_attn_layernorm", mlp_out="post_mlp_layernorm"),
     ),
     Family("stablelm", "stablelm.StableLMEpochModel", "stablelm.StablelmDecoderLayer", SEQUENTIAL),
-    Family(
-        "granite",
-        "granite.GraniteModel",
-        "granite.GraniteDecoderLayer",
-        _without_branches(SEQUENTIAL, _SCALED),
-    ),
+    _of("granite", "Granite", SCALED),
     Family(
         "gpt2",
         "gpt2.GPT2Model",
@@ -207,11 +308,9 @@ FAMILIES = (
         norm="ln_f",
         block_is={"apply_residual_connection_post_layernorm": False},
     ),
-    Family("exaone4", "exaone4.Exaone4Model", "exaone4.Exaone4DecoderLayer", POST_NORM),
+    _of("exaone4", "Exaone4", POST_NORM),
     # Cohere reduces both branches across ranks in one go, as do the parallel Falcons.
-    Family(
-        "cohere", "commandr.CohereModel", "commandr.CohereDecoderLayer", _parallel(partial=True)
-    ),
+    _of("commandr", "Cohere", _parallel(partial=True), name="cohere"),
     Family(
         "gptj",
         "gpt_j.GPTJModel",
@@ -220,90 +319,385 @@ FAMILIES = (
         layers="h",
         norm="ln_f",
     ),
-    Family(
+    *(
+        _of(
+            "falcon",
+            "Falcon",
+            _parallel(attn="self_attention", shared_norm=norms != 2, partial=True),
+            name=name,
+            layers="h",
+            norm="ln_f",
+            block_is={
+                "config.parallel_attn": True,
+                "config.num_ln_in_parallel_attn": norms,
+                "config.bias": False,
+            },
+        )
+        for name, norms in (
+            ("falcon", 2),
+            ("falcon, one norm a block", 1),
+            ("falcon, first architecture", None),
+        )
+    ),
+    _of(
         "falcon",
-        "falcon.FalconModel",
-        "falcon.FalconDecoderLayer",
-        _parallel(attn="self_attention", shared_norm=False, partial=True),
-        layers="h",
-        norm="ln_f",
-        block_is={
-            "config.parallel_attn": True,
-            "config.num_ln_in_parallel_attn": 2,
-            "config.bias": False,
-        },
-    ),
-    Family(
-        "falcon, one norm a block",
-        "falcon.FalconModel",
-        "falcon.FalconDecoderLayer",
-        _parallel(attn="self_attention", partial=True),
-        layers="h",
-        norm="ln_f",
-        block_is={
-            "config.parallel_attn": True,
-            "config.num_ln_in_parallel_attn": 1,
-            "config.bias": False,
-        },
-    ),
-    Family(
-        "falcon, first architecture",
-        "falcon.FalconModel",
-        "falcon.FalconDecoderLayer",
-        _parallel(attn="self_attention", partial=True),
-        layers="h",
-        norm="ln_f",
-        block_is={
-            "config.parallel_attn": True,
-            "config.num_ln_in_parallel_attn": None,
-            "config.bias": False,
-        },
-    ),
-    Family(
-        "falcon, sequential",
-        "falcon.FalconModel",
-        "falcon.FalconDecoderLayer",
+        "Falcon",
         _without_branches(_sequential(attn="self_attention"), _LATE_BIAS),
         layers="h",
         norm="ln_f",
         block_is={"config.new_decoder_architecture": False, "config.parallel_attn": False},
+        name="falcon, sequential",
     ),
     # vLLM's own until 0.30, through its Transformers backend since.
     Family("phi", "phi.PhiModel", "phi.PhiLayer", _parallel(), norm="final_layernorm"),
-    # Through vLLM's Transformers backend: Hugging Face's own modules.
-    Family("olmo", "modeling_olmo.OlmoModel", "modeling_olmo.OlmoDecoderLayer", SEQUENTIAL),
-    Family("olmo2", "modeling_olmo2.Olmo2Model", "modeling_olmo2.Olmo2DecoderLayer", POST_NORM),
-    Family("olmo3", "modeling_olmo3.Olmo3Model", "modeling_olmo3.Olmo3DecoderLayer", POST_NORM),
+    # Fused residuals under other names.
+    Family("gpt_oss", "gpt_oss.GptOssModel", "gpt_oss.TransformerBlock", _fused(attn="attn")),
+    Family("llama4", "llama.LlamaModel", "llama4.Llama4DecoderLayer", _fused(mlp="feed_forward")),
+    _of(
+        "apertus",
+        "Apertus",
+        _fused(first_norm="attention_layernorm", post_attn="feedforward_layernorm"),
+    ),
+    _of(
+        "afmoe",
+        "Afmoe",
+        _fused(
+            attn_out="post_attention_layernorm",
+            post_attn="pre_mlp_layernorm",
+            mlp_out="post_mlp_layernorm",
+        ),
+    ),
     Family(
-        "phi",
-        "modeling_phi.PhiModel",
-        "modeling_phi.PhiDecoderLayer",
-        _parallel(),
+        "bailing_moe",
+        "bailing_moe.BailingMoeModel",
+        "bailing_moe.BailingMoeBlock",
+        _fused(attn="attention"),
+    ),
+    _of(
+        "exaone",
+        "Exaone",
+        _fused(first_norm="ln_1", attn="attn", post_attn="ln_2"),
+        layers="h",
+        norm="ln_f",
+    ),
+    _of("rnj1", "Rnj1", FUSED_SANDWICH),
+    Family(
+        "internlm2",
+        "internlm2.InternLM2Model",
+        "internlm2.InternLMDecoderLayer",
+        _fused(
+            first_norm="attention_norm", attn="attention", post_attn="ffn_norm", mlp="feed_forward"
+        ),
+    ),
+    _of("minimax_m2", "MiniMaxM2", _fused(mlp="block_sparse_moe")),
+    _of(
+        "plamo3",
+        "Plamo3",
+        _fused(
+            first_norm="pre_mixer_norm",
+            attn="mixer",
+            attn_out="post_mixer_norm",
+            post_attn="pre_mlp_norm",
+            mlp_out="post_mlp_norm",
+        ),
+        layers="layers.layers",
+    ),
+    _of("hy_v3", "HYV3", norm_adds=False),
+    # Its final norm is called later, with the rows that are sampled from.
+    Family("mimo", "mimo.MiMoModel", "qwen2.Qwen2DecoderLayer", FUSED, norm=None),
+    # Streams of two blocks back are mixed in between some blocks.
+    _of("solar", "Solar", linked=False),
+    # As are the features of an image, in Qwen 3 VL.
+    Family("qwen3_vl", "qwen3_vl.Qwen3LLMModel", "qwen3.Qwen3DecoderLayer", FUSED, linked=False),
+    Family(
+        "qwen3_vl_moe",
+        "qwen3_vl_moe.Qwen3MoeLLMModel",
+        "qwen3_moe.Qwen3MoeDecoderLayer",
+        FUSED,
+        linked=False,
+    ),
+    *(
+        _of(
+            "step3_text",
+            "Step3Text",
+            {**_fused(mlp_out=""), HookPoint.MLP_IN: mlp_in},
+            block_is={"use_moe": use_moe},
+        )
+        for use_moe, mlp_in in ((False, Input("mlp")), (True, Output("post_attention_layernorm")))
+    ),
+    # Latent attention, first layers without experts.
+    _of("deepseek_v2", "DeepseekV2", block_is=_DEEPSEEK_IS),
+    _of("AXK1", "AXK1", _fused(mlp_out=""), block_is=_UNSCALED),
+    _of("glm4_moe_lite", "Glm4MoeLite"),
+    *(
+        _of("openpangu", "OpenPangu", layout, block_is={"sandwich_norm": sandwich, **_UNSCALED})
+        for sandwich, layout in (
+            (False, FUSED),
+            (
+                True,
+                _fused(
+                    attn_out="post_attention_layernorm",
+                    post_attn="pre_mlp_layernorm",
+                    mlp_out="post_mlp_layernorm",
+                ),
+            ),
+        )
+    ),
+    # Layers of several kinds. A state-space or linear mixer stands where attention stands.
+    *(
+        _of(
+            "qwen3_next",
+            "Qwen3Next",
+            _fused(attn=attn, attn_out=_ADDED, mlp_out=""),
+            stack_is={"use_sequence_parallel": False},
+            block_is={"layer_type": kind, "use_attn_reduce_scatter_for_moe": False},
+        )
+        for kind, attn in (("linear_attention", "linear_attn"), ("full_attention", "self_attn"))
+    ),
+    *(
+        Family(
+            "jamba",
+            "jamba.JambaModel",
+            f"jamba.Jamba{kind}DecoderLayer",
+            {
+                **_fused(post_attn="pre_ff_layernorm", mlp="feed_forward"),
+                HookPoint.ATTN_IN: Output("input_layernorm"),
+                HookPoint.ATTN_OUT: Input("pre_ff_layernorm", 0),
+            },
+            norm="final_layernorm",
+        )
+        for kind in ("Mamba", "Attention")
+    ),
+    *(
+        Family(
+            name,
+            f"{name}.{prefix}Model",
+            f"{name}.{prefix}{kind}DecoderLayer",
+            _fused(
+                first_norm="operator_norm",
+                attn=attn,
+                attn_out=Input("ffn_norm", 0),
+                post_attn="ffn_norm",
+                mlp="feed_forward",
+            ),
+            norm="embedding_norm",
+        )
+        for name, prefix in (("lfm2", "Lfm2"), ("lfm2_moe", "Lfm2Moe"))
+        for kind, attn in (("Attention", "self_attn"), ("ShortConv", "short_conv"))
+    ),
+    *(
+        Family(
+            f"bailing_moe {version}",
+            f"{module}.BailingMoe{version}Model",
+            f"{module}.BailingMoe{version}DecoderLayer",
+            _fused(attn_out=_ADDED),
+        )
+        for version, module in (("V25", "bailing_moe_linear"), ("V3", "bailing_moe_v3"))
+    ),
+    *(
+        Family(
+            "nemotron_h",
+            "nemotron_h.NemotronHModel",
+            f"nemotron_h.NemotronH{kind}DecoderLayer",
+            _one_mixer(branch),
+            norm="norm_f",
+        )
+        for kind, branch in (
+            ("Mamba", "attention"),
+            ("Attention", "attention"),
+            ("MLP", "MLP"),
+            ("MoE", "MLP"),
+        )
+    ),
+    _of("mamba2", "Mamba2", _one_mixer("attention"), norm="norm_f"),
+    _of("mamba", "Mamba", _one_mixer("attention", out=Written("mixer")), norm="norm_f"),
+    *(
+        Family(
+            "zamba2",
+            "zamba2.Zamba2Model",
+            f"zamba2.{block}",
+            _one_mixer("attention", mixer=mixer, fused=False),
+            norm="final_layernorm",
+        )
+        for block, mixer in (
+            ("Zamba2MambaDecoderLayer", "mamba"),
+            ("Zamba2HybridLayer", "mamba_decoder.mamba"),
+        )
+    ),
+    *(
+        Family(
+            "nemotron_nas",
+            "nemotron_nas.DeciModel",
+            "nemotron_nas.DeciLMDecoderLayer",
+            layout,
+            block_is={"_is_no_op_attention": no_attention, "_is_no_op_ffn": no_mlp},
+        )
+        for no_attention, no_mlp, layout in (
+            (False, False, _fused(first_norm=None)),
+            (True, False, _one_mixer("MLP", mixer="mlp", norm=None)),
+            (False, True, _one_mixer("attention", mixer="self_attn", norm=None)),
+        )
+    ),
+    *(
+        Family(
+            "granitemoehybrid",
+            "granitemoehybrid.GraniteMoeHybridModel",
+            f"granitemoehybrid.GraniteMoeHybrid{kind}DecoderLayer",
+            {**SCALED_EXPERTS, HookPoint.ATTN_IN: attn_in},
+        )
+        for kind, attn_in in (
+            ("Mamba", Input("mamba")),
+            ("Attention", Input("self_attn", "hidden_states")),
+        )
+    ),
+    Family(
+        "falcon_h1",
+        "falcon_h1.FalconH1Model",
+        "falcon_h1.FalconH1ParallelHybrid",
+        PARALLEL_HYBRID,
         norm="final_layernorm",
     ),
+    _of(
+        "olmo_hybrid",
+        "OlmoHybrid",
+        {
+            **_sequential(attn="linear_attn"),
+            HookPoint.ATTN_OUT: Written("linear_attn"),
+        },
+        block_is={"layer_type": "linear_attention"},
+    ),
+    _of("olmo_hybrid", "OlmoHybrid", POST_NORM, block_is={"layer_type": "full_attention"}),
+    # Sequential.
+    _of("orion", "Orion", SEQUENTIAL),
+    _of("phimoe", "PhiMoE", _sequential(mlp_in="block_sparse_moe")),
+    _of("muse_glimmer", "MuseGlimmer", SEQUENTIAL_SANDWICH),
     Family(
-        "starcoder2",
-        "modeling_starcoder2.Starcoder2Model",
-        "modeling_starcoder2.Starcoder2DecoderLayer",
-        SEQUENTIAL,
+        "chatglm",
+        "chatglm.GLMTransformer",
+        "chatglm.GLMBlock",
+        _sequential(attn="self_attention"),
+        norm="final_layernorm",
+        stack_is={"post_layer_norm": True},
+        block_is={"apply_residual_connection_post_layernorm": False},
     ),
     Family(
-        "smollm3",
-        "modeling_smollm3.SmolLM3Model",
-        "modeling_smollm3.SmolLM3DecoderLayer",
-        SEQUENTIAL,
+        "dbrx",
+        "dbrx.DbrxModel",
+        "dbrx.DbrxBlock",
+        _sequential(attn="norm_attn_norm.attn", post_attn="norm_attn_norm.norm_2", mlp_in="ffn"),
+        layers="blocks",
+        norm="norm_f",
     ),
-    Family(
-        "seed_oss",
-        "modeling_seed_oss.SeedOssModel",
-        "modeling_seed_oss.SeedOssDecoderLayer",
-        SEQUENTIAL,
+    *(
+        _of("step3p5", "Step3p5", _sequential(mlp_in=mlp), norm=None, block_is={"use_moe": use_moe})
+        for use_moe, mlp in ((False, "mlp"), (True, "moe"))
     ),
-    Family("arcee", "modeling_arcee.ArceeModel", "modeling_arcee.ArceeDecoderLayer", SEQUENTIAL),
+    *(
+        _of(
+            "gemma4",
+            "Gemma4",
+            layout,
+            stack_is={"fast_prefill_enabled": False},
+            block_is={"enable_moe_block": has_experts},
+        )
+        for has_experts, layout in (
+            (False, SEQUENTIAL_SANDWICH),
+            (True, _without(SEQUENTIAL_SANDWICH, _TWO_MLPS, HookPoint.MLP_IN)),
+        )
+    ),
+    _of("minicpm", "MiniCPM", SCALED),
+    _of("hyperclovax", "HyperCLOVAX", SCALED),
+    _of("granitemoe", "GraniteMoe", SCALED_EXPERTS),
+    _of("granitemoeshared", "GraniteMoeShared", SCALED_EXPERTS),
+    _of("cohere2_moe", "Cohere2Moe", _parallel()),
+    _of(
+        "longcat_flash",
+        "Flash",
+        _without(
+            _fused(first_norm=None),
+            _TWO_PAIRS,
+            *_BRANCH_POINTS["attention"],
+            HookPoint.POST_ATTN,
+            *_BRANCH_POINTS["MLP"],
+        ),
+    ),
+    # Understood, and without a residual stream that can be tapped.
+    *(
+        Family(stack.partition(".")[0], stack, block, _refused(reason), norm=None)
+        for stack, block, reason in (
+            ("gemma3n.Gemma3nTextModel", "gemma3n.Gemma3nDecoderLayer", _STREAMS),
+            ("hrm_text.HrmTextStack", "hrm_text.HrmTextDecoderLayer", _LOOPS),
+            (
+                "iquest_loopcoder.IQuestLoopCoderModel",
+                "iquest_loopcoder.LoopCoderDecoderLayer",
+                _LOOPS,
+            ),
+        )
+    ),
+    # These are in vLLM's new place of models, each in a file of this name.
+    *(
+        _of("model", prefix, _refused(reason), name=name, norm=None)
+        for name, prefix, reason in (
+            ("deepseek_v32", "DeepseekV32", _PARTIAL_SUMS),
+            ("minimax_m3", "MiniMaxM3", _PARTIAL_SUMS),
+            ("deepseek_v4", "DeepseekV4", _STREAMS),
+            ("qwen4_exp", "Qwen4Exp", _STREAMS),
+            ("glm5next", "Glm5Next", _STREAMS),
+            ("hy_v4", "HYV4", _STREAMS),
+            ("inkling", "Inkling", "short convolutions stand in its residual stream"),
+        )
+    ),
+    # Through vLLM's Transformers backend.
+    *(
+        _of(f"modeling_{name}", prefix, SEQUENTIAL)
+        for name, prefix in (
+            ("arcee", "Arcee"),
+            ("bitnet", "BitNet"),
+            ("cwm", "Cwm"),
+            ("diffllama", "DiffLlama"),
+            ("dots1", "Dots1"),
+            ("glm", "Glm"),
+            ("helium", "Helium"),
+            ("hunyuan_v1_dense", "HunYuanDenseV1"),
+            ("hunyuan_v1_moe", "HunYuanMoEV1"),
+            ("jais2", "Jais2"),
+            ("mellum", "Mellum"),
+            ("ministral", "Ministral"),
+            ("olmo", "Olmo"),
+            ("seed_oss", "SeedOss"),
+            ("smollm3", "SmolLM3"),
+            ("solar_open", "SolarOpen"),
+            ("starcoder2", "Starcoder2"),
+            ("youtu", "Youtu"),
+        )
+    ),
+    *(
+        _of(f"modeling_{name}", prefix, POST_NORM)
+        for name, prefix in (("olmo2", "Olmo2"), ("olmo3", "Olmo3"), ("flex_olmo", "FlexOlmo"))
+    ),
+    _of("modeling_persimmon", "Persimmon", SEQUENTIAL, norm="final_layernorm"),
+    _of("modeling_phi", "Phi", _parallel(), norm="final_layernorm"),
+    _of("modeling_vaultgemma", "VaultGemma", _sequential(post_attn="pre_feedforward_layernorm")),
     Family(
-        "hunyuan_v1_dense",
-        "modeling_hunyuan_v1_dense.HunYuanDenseV1Model",
-        "modeling_hunyuan_v1_dense.HunYuanDenseV1DecoderLayer",
-        SEQUENTIAL,
+        "gpt_bigcode",
+        "modeling_gpt_bigcode.GPTBigCodeModel",
+        "modeling_gpt_bigcode.GPTBigCodeBlock",
+        _sequential(attn="attn", post_attn="ln_2"),
+        layers="h",
+        norm="ln_f",
+    ),
+    *(
+        Family(
+            "gpt_neox",
+            "modeling_gpt_neox.GPTNeoXModel",
+            "modeling_gpt_neox.GPTNeoXLayer",
+            layout,
+            norm="final_layer_norm",
+            block_is={"use_parallel_residual": parallel},
+        )
+        for parallel, layout in (
+            (True, _parallel(attn="attention", shared_norm=False)),
+            (False, _sequential(attn="attention")),
+        )
     ),
 )

@@ -3,49 +3,50 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from torch import nn
 
 from tllm.models.dataflow import check_llama_block, check_llama_stack
-from tllm.models.families import FAMILIES, FUSED, Family, Input, Layout, Output
-from tllm.models.sites import Argument, ModelSites, Site, SiteKey
-from tllm.spec.hooks import HookPoint
+from tllm.models.families import FAMILIES, FUSED, Family, Input, Layout, Output, Written
+from tllm.models.sites import Argument, ModelSites, Site
+from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
 
 
 def resolve(
-    model: nn.Module, tensor_parallel_size: int = 1, families: Sequence[Family] = FAMILIES
+    model: nn.Module,
+    tensor_parallel_size: int = 1,
+    families: Sequence[Family] = FAMILIES,
+    tapped: Iterable[HookPoint] = HookPoint,
 ) -> ModelSites:
     """The hook points of `model`, and the sites of those on this pipeline rank.
 
     A model that is not understood has no points, and a reason for each. Under tensor parallelism a
     point whose tensor is a partial sum on every rank is left out.
+
+    Args:
+        tapped: the points that the engine is to tap.
     """
     root = model.get_language_model() if hasattr(model, "get_language_model") else model
     config = model.config.get_text_config()
+    tapped = frozenset(tapped)
     try:
         stack = _find_stack(root, families)
-    except ValueError as error:
-        return ModelSites(
-            family=f"{type(model).__name__} ({config.model_type})",
-            num_layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            points=(),
-            sites={},
-            missing={point: str(error) for point in HookPoint},
-        )
-    missing = _missing(stack, tensor_parallel_size)
-    points = tuple(point for point in HookPoint if point not in missing)
-    return ModelSites(
-        family=stack.family,
-        num_layers=stack.num_layers,
-        hidden_size=config.hidden_size,
-        points=points,
-        sites=_sites(stack, points),
-        missing=missing,
-    )
+        missing = _missing(stack, tensor_parallel_size)
+        points = ModelPoints(stack.family, stack.num_layers, missing, tapped, stack.linked)
+        return ModelSites(points, config.hidden_size, _sites(stack, points))
+    except (ValueError, AttributeError) as error:  # AttributeError: a submodule that it lacks
+        layers = config.num_hidden_layers
+        keys = [
+            (point, layer)
+            for point in HookPoint
+            for layer in (range(layers) if point.has_layer else [None])
+        ]
+        name = f"{type(model).__name__} ({config.model_type})"
+        points = ModelPoints(name, layers, dict.fromkeys(keys, str(error)), tapped)
+        return ModelSites(points, config.hidden_size, {})
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,11 @@ class _Stack:
     num_layers: int
     blocks: Mapping[int, tuple[nn.Module, Layout]]
     norm: nn.Module | None
-    """The final norm; None where the model has none."""
-    ends_in_norm: bool = True
-    """Whether what the last block here returns goes to the final norm, if that is here too."""
+    """The final norm; None where no one module gives what the LM head reads."""
+    linked: bool = True
+    norm_adds: bool = True
+    """Whether what the last block here returns goes to the final norm, if that is here too, and is
+    added there."""
 
 
 def _find_stack(root: nn.Module, families: Sequence[Family]) -> _Stack:
@@ -67,7 +70,7 @@ def _find_stack(root: nn.Module, families: Sequence[Family]) -> _Stack:
     for stack in root.modules():
         owner = _forward_owner(stack)
         for layers in {family.layers for family in families if family.stack == owner}:
-            blocks = _blocks_here(getattr(stack, layers))
+            blocks = _blocks_here(attrgetter(layers)(stack))
             owners = {_forward_owner(block) for block in blocks.values()}
             rows = [
                 family for family in families if family.stack == owner and family.block in owners
@@ -88,9 +91,11 @@ def _listed_stack(
     names = dict.fromkeys(row.name for row in chosen.values())
     return _Stack(
         family=" and ".join(names),
-        num_layers=len(getattr(stack, rows[0].layers)),
+        num_layers=len(attrgetter(rows[0].layers)(stack)),
         blocks={layer: (block, chosen[layer].layout) for layer, block in blocks.items()},
-        norm=getattr(stack, rows[0].norm),
+        norm=attrgetter(rows[0].norm)(stack) if rows[0].norm else None,
+        linked=rows[0].linked,
+        norm_adds=rows[0].norm_adds,
     )
 
 
@@ -124,7 +129,7 @@ def _llama_like_stack(root: nn.Module) -> _Stack:
         num_layers=len(parts["layers"]),
         blocks={layer: (block, FUSED) for layer, block in blocks.items()},
         norm=parts["norm"],
-        ends_in_norm=ends_in_norm,
+        norm_adds=ends_in_norm,
     )
 
 
@@ -133,56 +138,66 @@ def _blocks_here(layers: nn.ModuleList) -> dict[int, nn.Module]:
     return {layer: block for layer, block in enumerate(layers) if not _is_elsewhere(block)}
 
 
-def _missing(stack: _Stack, tensor_parallel_size: int) -> dict[HookPoint, str]:
-    """Why, for each hook point that some block lacks."""
-    missing = {}
-    for _, layout in stack.blocks.values():
+def _missing(stack: _Stack, tensor_parallel_size: int) -> dict[TapKey, str]:
+    """Why, for each hook point that a block of this rank lacks."""
+    missing: dict[TapKey, str] = {}
+    for layer, (_, layout) in stack.blocks.items():
         for point, where in layout.items():
             if isinstance(where, str):
-                missing[point] = where
+                missing[point, layer] = where
             elif isinstance(where, Output) and where.partial and tensor_parallel_size > 1:
-                missing[point] = (
+                missing[point, layer] = (
                     f"with tensor_parallel_size={tensor_parallel_size} every rank holds only a "
                     "term of it, which is summed together with another branch"
                 )
     if stack.norm is None:
-        missing[HookPoint.LM_HEAD_IN] = "it has no final norm"
+        missing[HookPoint.LM_HEAD_IN, None] = (
+            "no module gives, once in a forward pass, what the LM head reads"
+        )
     return missing
 
 
-def _sites(stack: _Stack, points: Sequence[HookPoint]) -> dict[SiteKey, Site]:
+def _sites(stack: _Stack, points: ModelPoints) -> dict[TapKey, Site]:
     """The sites of this rank by canonical key, in execution order."""
-    sites: dict[SiteKey, Site] = {}
+    sites: dict[TapKey, Site] = {}
     for layer, (block, layout) in stack.blocks.items():
-        for point in points:
-            # pre_attn(i) for i > 0 is post_block(i - 1), whose tap serves both.
-            if not point.has_layer or (point is HookPoint.PRE_ATTN and layer > 0):
+        for point in HookPoint:
+            where = layout.get(point)
+            key: TapKey = point, layer
+            if where is None or key in points.missing or points.canonical(*key) != key:
                 continue
-            where = layout[point]
-            assert not isinstance(where, str), "a point that a block lacks is not among the points"
-            sites[point, layer] = _site(point, layer, block, where, _norm(stack, layer, where))
-    if HookPoint.LM_HEAD_IN in points and stack.norm and not _is_elsewhere(stack.norm):
-        point = HookPoint.LM_HEAD_IN
-        sites[point, None] = Site(point, None, stack.norm, side="output", stream=0)
+            assert not isinstance(where, str), "its reason is among what is missing"
+            sites[key] = _site(point, layer, block, where, _norm(stack, layer, where))
+    key = HookPoint.LM_HEAD_IN, None
+    if stack.norm and key not in points.missing and not _is_elsewhere(stack.norm):
+        sites[key] = Site(*key, stack.norm, side="output", stream=0)
     return sites
 
 
-def _norm(stack: _Stack, layer: int, where: Input | Output) -> nn.Module | None:
+def _norm(stack: _Stack, layer: int, where: Input | Output | Written) -> nn.Module | None:
     """The norm that takes what passes here, if it is on this rank."""
+    if isinstance(where, Written):
+        return None
     if isinstance(where, Input):
         return stack.blocks[layer][0].get_submodule(where.path) if where.is_norm else None
-    if where.next_norm is None:
+    if where.next_norm is None or not stack.linked:
         return None
     if layer + 1 in stack.blocks:
         return stack.blocks[layer + 1][0].get_submodule(where.next_norm)
-    last = layer + 1 == stack.num_layers and stack.ends_in_norm
+    last = layer + 1 == stack.num_layers and stack.norm_adds
     return stack.norm if last and stack.norm and not _is_elsewhere(stack.norm) else None
 
 
 def _site(
-    point: HookPoint, layer: int, block: nn.Module, where: Input | Output, norm: nn.Module | None
+    point: HookPoint,
+    layer: int,
+    block: nn.Module,
+    where: Input | Output | Written,
+    norm: nn.Module | None,
 ) -> Site:
     module = block.get_submodule(where.path)
+    if isinstance(where, Written):
+        return Site(point, layer, module, "output", _argument(module, where.stream))
     if isinstance(where, Output):
         return Site(point, layer, module, "output", stream=0, residual=where.residual, norm=norm)
     residual = None if where.residual is None else _argument(module, where.residual)
@@ -197,6 +212,8 @@ def _argument(module: nn.Module, given: int | str) -> Argument:
     if isinstance(given, int):
         # vLLM's norms take `*args`, and are called with positions.
         return Argument(named[given] if given < len(named) else None, given)
+    if given not in named:
+        raise ValueError(f"{type(module).__name__}.forward has no argument {given!r}")
     return Argument(given, named.index(given))
 
 
@@ -207,7 +224,15 @@ def _forward_owner(module: nn.Module) -> str:
 
 
 def _has_values(module: nn.Module, values: Mapping[str, object]) -> bool:
-    return all(attrgetter(path)(module) == value for path, value in values.items())
+    """Whether these attributes exist and have these values, or one of several."""
+    try:
+        found = {path: attrgetter(path)(module) for path in values}
+    except AttributeError:
+        return False
+    return all(
+        found[path] in value if isinstance(value, tuple) else found[path] == value
+        for path, value in values.items()
+    )
 
 
 def _is_elsewhere(module: nn.Module) -> bool:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 
-from tllm.spec.hooks import HookPoint
-
-SiteKey: TypeAlias = tuple[HookPoint, int | None]
-"""A canonical hook point and its layer (None for `lm_head_in`)."""
+from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,9 @@ class Site:
     """The module at whose boundary the tensor passes."""
     side: Literal["input", "output"]
     stream: Argument | int
-    """Which argument (side "input"), or which item of the output tuple (side "output"; 0 also where
-    the output is a plain tensor), is the tensor."""
+    """Which argument (side "input"; side "output", where the module writes its result there), or
+    which item of the output tuple (side "output"; 0 also where the output is a plain tensor), is
+    the tensor."""
     residual: Argument | int | None = None
     """In a model with fused residuals, the argument or item that carries the rest of the stream:
     the point's value is stream + residual. It may be None at run time (the first layer). Adding to
@@ -72,62 +70,25 @@ class Site:
 
 @dataclass(frozen=True)
 class ModelSites:
-    """Every hook point of a model, and the sites of those on this pipeline rank.
+    """The hook points of a model, and the sites of those on this pipeline rank.
 
     sites: by canonical key, in the order the forward pass reaches them. Two sites may share one
         boundary (OLMo 2's `post_attn` and `mlp_in`): their hooks must run in this order.
-    missing: why, for each hook point the model lacks.
     """
 
-    family: str
-    num_layers: int
-    """Of the whole model, not of this rank."""
+    points: ModelPoints
     hidden_size: int
-    points: tuple[HookPoint, ...]
-    sites: Mapping[SiteKey, Site]
-    missing: Mapping[HookPoint, str]
-
-    def canonical(self, point: HookPoint, layer: int | None) -> SiteKey:
-        """The key under which `sites` holds this point; a negative layer counts from the end.
-
-        `pre_attn(i)` and `post_block(i - 1)` are the same tensor and share the key of the latter,
-        so only `pre_attn(0)` has its own. Raises `ValueError` for a point or layer the model lacks.
-        """
-        point, layer = self.locate(point, layer)
-        if point is HookPoint.PRE_ATTN and layer:
-            return HookPoint.POST_BLOCK, layer - 1
-        return point, layer
+    sites: Mapping[TapKey, Site]
 
     @property
-    def second(self) -> dict[SiteKey, SiteKey]:
+    def second(self) -> dict[TapKey, TapKey]:
         """By key of `sites`: the hook point that is the same tensor, reached right after it."""
-        if HookPoint.PRE_ATTN not in self.points:
-            return {}
-        return {
-            (point, layer): (HookPoint.PRE_ATTN, layer + 1)
-            for point, layer in self.sites
-            if point is HookPoint.POST_BLOCK and layer is not None and layer + 1 < self.num_layers
-        }
-
-    def locate(self, point: HookPoint, layer: int | None) -> SiteKey:
-        """The point with its layer counted from the start.
-
-        Raises `ValueError` for a point or layer the model lacks.
-        """
-        if point not in self.points:
-            raise ValueError(self.explain_missing(point))
-        if not point.has_layer:
-            if layer is not None:
-                raise ValueError(f"{point} belongs to no layer; got layer {layer}, leave it out")
-            return point, None
-        if layer is None or not -self.num_layers <= layer < self.num_layers:
-            raise ValueError(
-                f"{point} needs a layer from 0 to {self.num_layers - 1}, "
-                f"or from {-self.num_layers} to -1 counting from the end; got {layer}"
-            )
-        return point, layer % self.num_layers
-
-    def explain_missing(self, point: HookPoint) -> str:
-        """Why the model has no such point, and the points it has."""
-        has = ", ".join(self.points) or "none"
-        return f"{self.family} has no hook point {point}: {self.missing[point]} (it has: {has})"
+        following: dict[TapKey, TapKey] = {}
+        if not self.points.linked:
+            return following
+        for point, layer in self.sites:
+            if point is HookPoint.POST_BLOCK and layer is not None:
+                after = HookPoint.PRE_ATTN, layer + 1
+                if layer + 1 < self.points.num_layers and after not in self.points.missing:
+                    following[point, layer] = after
+        return following

@@ -1,20 +1,12 @@
 """The catalogue: what a consumer may read and write."""
 
 from tllm.ports.base import ConsumerFlow, Phase, Place, PortRead, PortWrite, Window
-from tllm.ports.bundle import ConsumerContext, ModelView, PortBundle, ResidualWriter
+from tllm.ports.bundle import ConsumerContext, HostTensor, ModelView, PortBundle, ResidualWriter
 from tllm.ports.cpu_export import CpuExport
 from tllm.ports.logits import Logits
-from tllm.ports.request_meta import (
-    Payload,
-    PerToken,
-    RequestInfo,
-    RequestMeta,
-    RequestResult,
-    RowMeta,
-    in_order,
-)
+from tllm.ports.payload import Payload, PerToken, RequestResult, in_order
+from tllm.ports.request_meta import RequestInfo, RequestMeta, RowMeta
 from tllm.ports.residual_stream import ResidualStream
-from tllm.ports.result_memory import ResultMemory
 from tllm.ports.sampler import Candidates, Sampler
 from tllm.ports.token_target import TokenTarget
 
@@ -23,6 +15,7 @@ __all__ = [
     "ConsumerContext",
     "ConsumerFlow",
     "CpuExport",
+    "HostTensor",
     "Logits",
     "ModelView",
     "Payload",
@@ -37,7 +30,6 @@ __all__ = [
     "RequestResult",
     "ResidualStream",
     "ResidualWriter",
-    "ResultMemory",
     "RowMeta",
     "Sampler",
     "TokenTarget",

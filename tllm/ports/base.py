@@ -19,15 +19,6 @@ BundleKey = Literal["engine_step_id", "phase", "request_id", "prompt_id"]
 Place: TypeAlias = tuple[str, int | None]
 """A hook point's name, and its layer (None for `lm_head_in`)."""
 
-PORT_NAMES = (
-    "residual_stream",
-    "request_meta",
-    "logits",
-    "sampler",
-    "token_target",
-    "cpu_export",
-)
-
 
 def require_one_of(field_name: str, given: object, allowed: Sequence[str]) -> None:
     """Raise a `ValueError` that names the field, what was given and what is allowed."""

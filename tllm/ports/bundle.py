@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from tllm.ports.base import PortRead
 from tllm.ports.request_meta import RequestInfo, RowMeta
-from tllm.ports.result_memory import ResultMemory
+from tllm.shared_memory import ResultMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,14 @@ class ResidualWriter(ABC):
         """Stop adding to the rows of these requests."""
 
 
+class HostTensor(ABC):
+    """A copy of a tensor on the host, under way."""
+
+    @abstractmethod
+    def wait(self) -> torch.Tensor:
+        """The copy, once it has arrived. Blocks the calling thread only."""
+
+
 class ConsumerContext(ABC):
     """What a consumer may use while it is called.
 
@@ -110,10 +119,29 @@ class ConsumerContext(ABC):
         """The writer of a declared `ResidualStream.write(role=...)`."""
 
     @abstractmethod
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """A host array on the device: enqueued on the current stream, never waited for."""
+
+    @abstractmethod
+    def to_host(self, tensor: torch.Tensor) -> HostTensor:
+        """Begin to copy a tensor into page-locked host memory, on the current stream."""
+
+    @abstractmethod
     def export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None = None
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None = None,
+        attach: Any = None,
     ) -> None:
-        """Send tensors to `Consumer.on_export` on the host, through a declared `CpuExport`."""
+        """Send tensors to `Consumer.on_export` on the host, through a declared `CpuExport`.
+
+        Exports arrive one by one, in the order they were sent.
+
+        Args:
+            meta: who the rows belong to, if they are rows.
+            attach: any object of this process; `on_export` is given it with the tensors.
+        """
 
     @abstractmethod
     def side_stream(self) -> torch.cuda.Stream | None:

@@ -9,14 +9,11 @@ class CpuExport:
     """A channel to `Consumer.on_export`, which gets pinned host copies on a delivery thread."""
 
     @staticmethod
-    def write(*, channel: str, format: str = "tensors", role: str | None = None) -> PortWrite:
+    def write(*, channel: str, role: str | None = None) -> PortWrite:
         """Declare a channel; send with `ctx.export(channel, {"name": tensor, ...}, meta)`.
 
         Args:
             channel: name given back to `on_export`.
-            format: free text that travels with the channel, for the receiver's use.
             role: name of the write within the flow; the channel's name by default.
         """
-        return PortWrite(
-            "cpu_export", role or channel, options={"channel": channel, "format": format}
-        )
+        return PortWrite("cpu_export", role or channel, options={"channel": channel})

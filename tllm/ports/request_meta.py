@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tllm.ports.base import PortRead
-
-ResultStatus = Literal["ok", "partial_error", "error"]
 
 IntArray = npt.NDArray[np.int32]
 StepArray = npt.NDArray[np.int64]
@@ -48,6 +46,8 @@ class RequestInfo:
 @dataclass(frozen=True, eq=False)
 class RowMeta:
     """Row i of every tensor of a bundle is described by element i here. Host arrays.
+
+    In a bundle, the rows of each sequence ascend by position.
 
     Attributes:
         requests: the distinct sequences, in the order of their first row.
@@ -94,97 +94,6 @@ class RowMeta:
             self.positions[rows],
             self.steps[rows],
         )
-
-
-class Payload:
-    """A result that knows how to become the one that the user is given.
-
-    What a worker returns is joined with what other pipeline stages return, gets the prompt rows
-    of sample 0 where prompt rows are given once, and is cut at the sequence's end. Each method
-    returns a new payload; by default, the same one.
-    """
-
-    def joined(self, other: Any) -> Any:
-        """This payload together with that of another pipeline stage. A class that leaves this out
-        has payloads that cannot be joined: if they differ, the user is told."""
-        return self
-
-    def with_prompt_of(self, first: Any) -> Any:
-        """This payload of a later sample with the prompt rows of sample 0's."""
-        return self
-
-    def up_to(self, num_tokens: int) -> Any:
-        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model. It
-        may be asked again of what it returned."""
-        return self
-
-    @property
-    def problem(self) -> str | None:
-        """What is missing or wrong in it, in words; None when nothing is."""
-        return None
-
-
-def in_order(positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """The order in which positions ascend, and of equal ones the last only: when the prompt of a
-    sequence grows, the engine may drop a token, and compute another at its position."""
-    order = np.argsort(positions, kind="stable")
-    last = np.append(np.diff(positions[order]) > 0, True)
-    return order[last[: len(order)]]
-
-
-def cut(result: Any, num_tokens: int) -> Any:
-    """A payload, or those in a mapping, `up_to` the end of a sequence; anything else as it is."""
-    if isinstance(result, Payload):  # which may be a mapping too
-        return result.up_to(num_tokens)
-    if isinstance(result, Mapping):
-        return {
-            key: value.up_to(num_tokens) if isinstance(value, Payload) else value
-            for key, value in result.items()
-        }
-    return result
-
-
-@dataclass(frozen=True, eq=False)
-class RequestResult:
-    """What `Consumer.on_request_finished` may return instead of a bare payload.
-
-    Attributes:
-        payload: for the user.
-        status: `ok`, `partial_error` (some rows are missing) or `error`.
-        error: why it is not `ok`.
-    """
-
-    payload: Any
-    status: ResultStatus = "ok"
-    error: str | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class PerToken(Payload):
-    """A result with one value for each token that passed the model.
-
-    The engine may compute a token ahead of the one that ends a sequence; when a result reaches
-    the user, rows whose token is not part of the output are gone.
-
-    Attributes:
-        positions: `[rows]`, position of each token in the sequence, ascending; given in another
-            order, they and the values are sorted, and of equal ones the last counts.
-        values: `[rows, ...]`, numpy array or CPU tensor.
-    """
-
-    positions: npt.NDArray[np.int32]
-    values: Any
-
-    def __post_init__(self) -> None:
-        if (np.diff(self.positions) <= 0).any():
-            order = in_order(self.positions)
-            object.__setattr__(self, "positions", self.positions[order])
-            object.__setattr__(self, "values", self.values[order])
-
-    def up_to(self, num_tokens: int) -> PerToken:
-        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""
-        count = int(np.searchsorted(self.positions, num_tokens - 1))
-        return PerToken(self.positions[:count], self.values[:count])
 
 
 class RequestMeta:

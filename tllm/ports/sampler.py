@@ -19,8 +19,8 @@ class Candidates(ABC):
             consumer enabled and are in the declared phase are here.
         token_ids: `[rows, width]` int32; meaningless from `counts` on.
         logits: `[rows, width]` float32, after penalties and temperature; `-inf` from `counts` on.
-        counts: `[rows]` int32, on the device. 0 for a row that had more than `width`
-            candidates: it is sampled unguided, and counted.
+        counts: `[rows]` int32, on the device. 0 for a row that has more than `width`
+            candidates, which is counted: only `contrast` guides it.
         temperature: `[rows]` float32, on the device.
     """
 
@@ -45,6 +45,31 @@ class Candidates(ABC):
             Only the candidates' rows of the LM head are read.
         """
 
+    @abstractmethod
+    def contrast(
+        self,
+        hidden: torch.Tensor,
+        strength: torch.Tensor,
+        tally: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Guide the rows that have more than `width` candidates, away from another final state.
+
+        In those rows, `l' = l + strength (l - d)` for every token that may be drawn, where d is
+        the logit that `hidden` gives it, after the same penalties and temperature. It is exact,
+        takes effect at once, and reads the whole LM head if there is such a row. A delta that is
+        not finite counts as 0. Under tensor parallelism, and in steps in which the engine applies
+        penalties or biases, rows that top-k, top-p or min-p filter stay unguided when they have
+        more than `width` candidates.
+
+        Args:
+            hidden: `[n, hidden]`, in place of what the LM head reads.
+            strength: `[rows]` float32 on the device; 0 leaves a row alone.
+            tally: `[2]` int64 on the device: the candidates of the rows that are guided here, and
+                how many of them change, are added.
+            rows: as in `project`.
+        """
+
 
 class Sampler:
     """Lets a consumer's `guide(candidates, ctx)` change the candidates' logits."""
@@ -56,7 +81,7 @@ class Sampler:
         Args:
             phase: `decode` guides tokens that follow a generated token, `prefill` the first
                 generated token, `any` both.
-            width: the most candidates a row may have and still be guided.
+            width: the most candidates that a compact row has room for.
         """
         require_one_of("phase", phase, get_args(Phase))
         if width < 1:

@@ -6,16 +6,15 @@ import logging
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
-from tllm.runtime.batch import DECODE, PREFILL
-from tllm.runtime.dispatch import BoundConsumer, BoundFlow
+from tllm.runtime.columns import DECODE, PREFILL, Column
+from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.programs import Programs, TooManyProgramsError
-from tllm.runtime.slots import Sequence, Slots
+from tllm.runtime.slots import RunningSequence, Slots, Timeline
 from tllm.runtime.steering import Steering
-from tllm.runtime.timeline import Timeline, covers_each
-from tllm.runtime.token_choices import TokenChoices
+from tllm.spec.groups import TokenChoice, configurations, steering_stretches
 from tllm.spec.selection import END, Intervals, intersected, stretch_starts
-from tllm.spec.steering import TokenChoice, configurations, steering_stretches
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +40,11 @@ class Assignments:
         slots: Slots,
         programs: Programs,
         steering: Steering,
-        choices: TokenChoices,
         consumers: Mapping[str, BoundConsumer],
     ) -> None:
         self._slots = slots
         self._programs = programs
         self._steering = steering
-        self._choices = choices
         self._consumers = consumers
         self.flows: list[BoundFlow] = []
         self.served: set[int] = set()
@@ -60,38 +57,46 @@ class Assignments:
         self._programs.clear()
         self._slots.invalidate()
         for sequence in self._slots:
-            self.follow(sequence)
+            sequence.laid_out = None
+            self.assign(sequence)
 
-    def follow(self, sequence: Sequence) -> None:
+    def assign(self, sequence: RunningSequence) -> None:
         """Say what the rows of a sequence do: which are captured for whom, and how steered."""
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
         steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         if not self._consumers and len(steered) <= 1:
-            self._slots.only_steer(slot, steered[0][1] if steered else -1)
+            said = {Column.STEER: [row for _, row in steered]} if steered else {}
+            self._slots.assign_timeline(slot, Timeline((0,), said), prompt_len)
             self.served.discard(slot)
             return
         wanted = list(self._wanted(sequence))
+        users = [owner.id for owner in self._consumers.values() if owner.serves(sequence)]
+        if not steered and sequence.laid_out == (wanted, users):
+            return
         starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
         starts = sorted({*starts, *(start for start, _ in steered)})
-        rows, steer, row = dict(steered), [], -1
+        rows, steer, row = dict(steered), [], Column.STEER.neutral
         for start in starts:
             row = rows.get(start, row)
             steer.append(row)
-        program = self._programs_of(sequence, wanted, starts)
-        if starts == [0, prompt_len]:
-            self._slots.set_timeline(slot, None)
-            for phase in (PREFILL, DECODE):
-                self._slots.follow(slot, phase, program[phase], steer[phase])
-        else:
-            timeline = Timeline(*(np.array(each, np.int32) for each in (starts, program, steer)))
-            self._slots.set_timeline(slot, timeline)
+        programs = self._programs_of(sequence, wanted, starts)
+        timeline = Timeline(starts, {Column.PROGRAM: programs, Column.STEER: steer})
+        self._slots.assign_timeline(slot, timeline, prompt_len)
         self.served.discard(slot)
         for owner in self._consumers.values():
-            self._slots.users(owner.id)[slot] = owner.serves(sequence)
-            if owner.alive and owner.serves(sequence):
+            uses = owner.id in users
+            self._slots.users(owner.id)[slot] = uses
+            if owner.alive and uses:
                 self.served.add(slot)
+        # Where every row is treated alike, a prompt that grows changes nothing.
+        alike = all(
+            flow.phases == (PREFILL, DECODE) and tuple(intervals) == ((0, END),)
+            for flow, intervals in wanted
+        )
+        known = alike and not steered and not sequence.errors
+        sequence.laid_out = (wanted, users) if known else None
 
-    def _wanted(self, sequence: Sequence) -> Iterator[tuple[BoundFlow, Intervals]]:
+    def _wanted(self, sequence: RunningSequence) -> Iterator[tuple[BoundFlow, Intervals]]:
         """The flows that want rows of a sequence, and at which positions."""
         info, tokens = sequence.info, sequence.prompt_token_ids
         asked = [(flow, flow.flow.selection) for flow in self.flows]
@@ -114,23 +119,23 @@ class Assignments:
 
     def _programs_of(
         self,
-        sequence: Sequence,
+        sequence: RunningSequence,
         wanted: list[tuple[BoundFlow, Intervals]],
         starts: list[int],
     ) -> list[int]:
-        """The capture program of each stretch; those that the sequence followed are let go."""
+        """The capture program of each stretch; those that the sequence had are released."""
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
         if not wanted:
-            self._programs.follow(slot, ())
+            self._programs.assign(slot, ())
             return [0] * len(starts)
         phases = [PREFILL if start < prompt_len else DECODE for start in starts]
-        covered = [(flow, covers_each(intervals, starts)) for flow, intervals in wanted]
+        covered = [(flow, _covers_each(intervals, starts)) for flow, intervals in wanted]
         asked = [
             (phase, tuple(dict.fromkeys(f for f, at in covered if at[i] and phase in f.phases)))
             for i, phase in enumerate(phases)
         ]
         try:
-            return self._programs.follow(slot, asked)
+            return self._programs.assign(slot, asked)
         except TooManyProgramsError as error:
             # What everybody is given comes before what single sequences ask for.
             for_all = [(flow, where) for flow, where in wanted if flow.number >= 0]
@@ -141,7 +146,7 @@ class Assignments:
                 return [0] * len(starts)
             return self._programs_of(sequence, for_all, starts)
 
-    def _acquire_steering(self, sequence: Sequence) -> list[tuple[int, int]]:
+    def _acquire_steering(self, sequence: RunningSequence) -> list[tuple[int, int]]:
         """`(first position, steering row)` of each stretch of a sequence; rows are kept until it
         is removed.
 
@@ -150,13 +155,17 @@ class Assignments:
         if not sequence.steering:
             return []
         info, rows = sequence.info, sequence.steering_rows
-        stretches = steering_stretches(
-            sequence.steering, info.prompt_len, sequence.prompt_token_ids or ()
-        )
+        tokens = sequence.prompt_token_ids
+        stretches = steering_stretches(sequence.steering, info.prompt_len, tokens or ())
         try:
+            if tokens is None and any(use.names_prompt_tokens for use in sequence.steering):
+                raise ValueError(
+                    "steering by token_ids: they cannot be found in a prompt that was given as "
+                    "embeddings; give positions"
+                )
             for groups in configurations(stretches) - rows.keys():
                 rows[groups] = self._steering.acquire(groups)
-        except ValueError as error:  # a fault of ours: what a request asks was checked before
+        except ValueError as error:  # the engine is told so late only what nobody could see before
             logger.error("request %s is not steered: %s", info.request_id, error)
             if "steering" not in sequence.errors:
                 self.not_steered += 1
@@ -174,28 +183,35 @@ class Assignments:
             for start, applied in stretches
         ]
 
-    def _choice(self, sequence: Sequence, chosen: TokenChoice) -> int:
+    def _choice(self, sequence: RunningSequence, chosen: TokenChoice) -> int:
         """What stands in the row plan for a choice by token; kept until the sequence is removed."""
         rows, choices = sequence.steering_rows, sequence.token_choices
         choice = tuple((t, rows[groups]) for t, groups in chosen.by_token), rows[chosen.others]
         if choice not in choices:
-            choices[choice] = self._choices.acquire(choice)
+            choices[choice] = self._steering.choices.acquire(choice)
         return choices[choice]
 
-    def end(self, sequence: Sequence) -> None:
+    def end(self, sequence: RunningSequence) -> None:
         """Nobody looks at the rows of a sequence any more; it is steered as before."""
         slot = sequence.info.slot
         if slot not in self.served:
             return
-        self._programs.follow(slot, ())
+        sequence.laid_out = None
+        self._programs.assign(slot, ())
         self._slots.stop_capturing(slot)
         self.served.remove(slot)
         for name in self._consumers:
             self._slots.users(name)[slot] = False
 
-    def release(self, sequence: Sequence) -> None:
+    def release(self, sequence: RunningSequence) -> None:
         """The engine let go of a sequence."""
         for groups in sequence.steering_rows:
             self._steering.release(groups)
         for choice in sequence.token_choices:
-            self._choices.release(choice)
+            self._steering.choices.release(choice)
+
+
+def _covers_each(intervals: Intervals, positions: list[int]) -> npt.NDArray[np.bool_]:
+    """`[positions]`, whether each lies in any of the intervals (sorted and disjoint)."""
+    edges = np.array(intervals, np.int64).reshape(-1)
+    return np.searchsorted(edges, np.asarray(positions), side="right") % 2 == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tllm.ports import ConsumerFlow, ModelView, PortRead
-from tllm.runtime.dispatch import BoundConsumer, BoundFlow
+from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.taps import TapKey, Taps
 
 

@@ -1,26 +1,22 @@
-"""The layout that the tap op and its kernels share: descriptors, plan rows, segments, operations.
-
-One tap serves up to two hook points, because `post_block` of a layer and `pre_attn` of the next
-are one tensor. They are its *stages*, and are worked on one after the other, as two forward hooks
-would be: each captures what arrives, then adds, then steers.
-"""
+"""What a tap reads: its descriptor, and the operations of steering."""
 
 from __future__ import annotations
 
-from enum import IntEnum, IntFlag
+from enum import IntEnum
+
+from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 4
-
-STAGES = 2
+LAYOUT_VERSION = 5
 
 
 class Descriptor(IntEnum):
     """Fields of one tap's descriptor, int64 each. Addresses are device addresses."""
 
     FLAGS = 0
-    """`Flag`s of the first stage, and those of the second shifted by `FLAG_BITS`."""
+    """Flags of the columns that the first stage looks at, and those of the second shifted by
+    `FLAG_BITS`. A descriptor without flags returns before anything is read."""
     ARENA = 1
     """Address of the ring, `[arena_rows, hidden]` in the model's dtype."""
     VECTORS = 2
@@ -28,38 +24,19 @@ class Descriptor(IntEnum):
     OPERATIONS = 3
     """Address of the operations after the one in each entry, `Operation.SIZE` words each."""
     STAGE = 4
-    """Where the fields of the stages begin, `Stage.SIZE` each."""
+    """Where the fields of the stages begin: those of the columns (`Column.fields`) in turn, each
+    as `STAGES` words side by side."""
 
 
-class Stage(IntEnum):
-    """Fields of one stage of a descriptor."""
+STAGE_FIELDS = tuple(name for column in Column for name in column.fields)
+DESCRIPTOR_WIDTH = 32
 
-    COLUMNS = 0
-    """Address of int32 `[programs]`: the column at which a program captures this point, or -1."""
-    ADD_INDEX = 1
-    """Address of int32 `[add_rows]`: the row of the add table for an add row, or -1."""
-    ADD_TABLE = 2
-    """Address of the add table, `[rows, hidden]` in the model's dtype."""
-    STEERING = 3
-    """Address of int32 `[steering_rows, Operation.SIZE]`: the entry of each steering row."""
-    SUMS = 4
-    """Address of `[steering_rows, hidden]` in the model's dtype: what is added before anything else
-    is done. Found without another look-up, because adding is what steering mostly is."""
-    SIZE = 5
+assert Descriptor.STAGE + STAGES * len(STAGE_FIELDS) <= DESCRIPTOR_WIDTH
 
 
-DESCRIPTOR_WIDTH = 16
-
-
-class Flag(IntFlag):
-    """What a stage does. A descriptor without flags returns before anything is read."""
-
-    CAPTURE = 1
-    ADD = 2
-    STEER = 4
-
-
-FLAG_BITS = 8
+def stage_field(name: str) -> int:
+    """Which word of a descriptor a field of the first stage is; that of the second is the next."""
+    return Descriptor.STAGE + STAGES * STAGE_FIELDS.index(name)
 
 
 class Operation(IntEnum):
@@ -80,42 +57,11 @@ class Operation(IntEnum):
     STRENGTH = 5
     LOW = 6
     HIGH = 7
-    SIZE = 8
+    COEFFICIENTS_END = 8
+    """Words from here on are free: an operation of 16 words begins where 64 bytes do."""
+    SIZE = 16
 
 
 HAS_SUM = 128
 """No steering row has this many operations at one point."""
 CHAIN_UNIT = 256
-
-
-class PlanRow(IntEnum):
-    """Rows of the plan, one element a token of the batch."""
-
-    DESTINATION = 0
-    """First row of the ring for this token, or -1."""
-    PROGRAM = 1
-    """Which capture program the token follows."""
-    ADD = 2
-    """Add row, or -1."""
-    STEER = 3
-    """Steering row, or -1."""
-
-
-class Segment(IntEnum):
-    """Fields of one segment: consecutive tokens of one sequence that do the same, int32 each."""
-
-    ROW = 0
-    """First row of the batch."""
-    COUNT = 1
-    SKIP = 2
-    """Tokens at its start that are not captured (delivered before a preemption)."""
-    DESTINATION = 3
-    """Ring row of the first captured token."""
-    WIDTH = 4
-    """Ring rows a token takes; 0 captures nothing."""
-    PROGRAM = 5
-    ADD = 6
-    STEER = 7
-
-
-SEGMENT_WIDTH = 8

@@ -3,256 +3,34 @@
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from tllm.ports import (
-    Candidates,
-    ConsumerContext,
-    ConsumerFlow,
-    ModelView,
-    PortBundle,
-    PortRead,
-    RequestInfo,
-    ResidualWriter,
-    ResultMemory,
-    RowMeta,
-)
-from tllm.runtime.batch import DECODE, PREFILL, Frame, ProgramRows
+from tllm.ports import PortBundle, PortRead, RequestInfo, RowMeta
+from tllm.runtime.batch import Frame, ProgramRows
+from tllm.runtime.columns import DECODE, PREFILL
+from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.ring import Span
-from tllm.runtime.slots import Sequence as RunningSequence
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
-from tllm.runtime.transfer import DeliveryThread, upload
-from tllm.spec.selection import Selection
+from tllm.runtime.transfer import upload
 
 logger = logging.getLogger(__name__)
 
-PHASES: Mapping[str, tuple[int, ...]] = {
-    "prefill": (PREFILL,),
-    "decode": (DECODE,),
-    "any": (PREFILL, DECODE),
-}
 _PHASE_NAMES = ("prefill", "decode")
-
-#: Flows of requests that are remembered, to be shared by later ones that ask the same.
-_MAX_REQUEST_FLOWS = 4096
-
-
-class Consumer(Protocol):
-    """What the runtime calls of a consumer (`tllm.consumers.base.Consumer` is its public base)."""
-
-    consumer_id: str
-    on_request_only: bool
-    remote_methods: Sequence[str]
-
-    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool: ...
-    def flows(self) -> Sequence[ConsumerFlow]: ...
-    def request_flows(
-        self, options: Mapping[str, Any], num_layers: int
-    ) -> Sequence[ConsumerFlow]: ...
-    def start(self, ctx: ConsumerContext) -> None: ...
-    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
-    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
-    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None: ...
-    def on_step_end(self, ctx: ConsumerContext) -> None: ...
-    def on_export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
-    ) -> None: ...
-    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any: ...
-    def expedite(self) -> None: ...
-    def on_error(self, error: BaseException) -> None: ...
-    def stop(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def read_stats(self) -> Mapping[str, Any]: ...
-
-
-@dataclass(eq=False)
-class BoundFlow:
-    """A flow of a registered consumer, with its reads resolved to taps.
-
-    number: its index in the consumer's `flows()`; -1 for one of `request_flows`.
-    reads: the flow's, as this worker has them.
-    tap_by_role: the taps that each residual read is served by.
-    """
-
-    owner: BoundConsumer
-    number: int
-    flow: ConsumerFlow
-    reads: tuple[PortRead, ...]
-    tap_by_role: Mapping[str, tuple[TapKey, ...]]
-    held: list[tuple[dict[str, Any], RowMeta]] = field(default_factory=list)
-    """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
-    steps_seen: int = 0
-
-    @cached_property
-    def taps(self) -> tuple[TapKey, ...]:
-        """Every tap that it reads."""
-        return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
-
-    @cached_property
-    def phases(self) -> tuple[int, ...]:
-        """The phases whose rows it reads."""
-        return PHASES[self.flow.phase] if self.flow.reads else ()
-
-    @cached_property
-    def after_sampling(self) -> bool:
-        """Whether its rows are complete only once the step's tokens are sampled."""
-        return self.flow.reads_port("token_target")
-
-    @cached_property
-    def before_sampling(self) -> bool:
-        """Whether it is called before the step's tokens are sampled."""
-        return self.flow.window == "same_step" and not self.after_sampling
-
-    @cached_property
-    def keeps_logits(self) -> bool:
-        """Whether it reads the logits after the sampler has worked on them in place."""
-        return self.flow.reads_port("logits") and not self.before_sampling
-
-
-class BoundConsumer:
-    """A registered consumer in this worker: its flows, its streams and how it fares."""
-
-    def __init__(self, consumer: Consumer, context: Context) -> None:
-        self.consumer = consumer
-        self.id = consumer.consumer_id
-        self.context = context
-        self.flows: list[BoundFlow] = []
-        self.thread = DeliveryThread(f"tllm-{self.id}")
-        self.export_thread = DeliveryThread(f"tllm-{self.id}-export")
-        self.error: str | None = None
-        self.calls = 0
-        self.rows = 0
-        self.rows_dropped = 0
-        #: By slot: the flows that only this sequence asked for, and at which positions.
-        self.asked: dict[int, list[tuple[BoundFlow, Selection]]] = {}
-        self._request_flows: OrderedDict[ConsumerFlow, BoundFlow | None] = OrderedDict()
-        self._infos: dict[int, RequestInfo] = {}
-        self._requests: dict[bytes, tuple[tuple[RequestInfo, ...], np.ndarray]] = {}
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not raised."""
-        return self.error is None
-
-    def serves(self, sequence: RunningSequence) -> bool:
-        """Whether the sequence uses it."""
-        return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
-
-    def info(self, sequence: RunningSequence) -> RequestInfo:
-        """The sequence as this consumer sees it, with the options meant for it."""
-        slot = sequence.info.slot
-        info = self._infos.get(slot)
-        if info is None:
-            options = sequence.consumers.get(self.id, {})
-            info = replace(sequence.info, options=options) if options else sequence.info
-            self._infos[slot] = info
-        return info
-
-    def interned(
-        self, flow: ConsumerFlow, bind: Callable[[ConsumerFlow], BoundFlow | None]
-    ) -> BoundFlow | None:
-        """The flow of a kind that sequences share; `bind` makes it (None: not on this rank)."""
-        kind = flow.kind
-        if kind in self._request_flows:
-            self._request_flows.move_to_end(kind)
-        else:
-            self._request_flows[kind] = bind(kind)
-            if len(self._request_flows) > _MAX_REQUEST_FLOWS:
-                self._request_flows.popitem(last=False)
-        return self._request_flows[kind]
-
-    def requests(self, at: np.ndarray, slots: Slots) -> tuple[tuple[RequestInfo, ...], np.ndarray]:
-        """The distinct sequences in these slots, and which of them is in each.
-
-        Those of a steady decode batch are looked up once.
-        """
-        key = at.tobytes()
-        found = self._requests.get(key)
-        if found is None:
-            if len(self._requests) >= 64:
-                self._requests.clear()
-            distinct = dict.fromkeys(at.tolist())
-            owners = (slots.by_slot[slot] for slot in distinct)
-            requests = tuple(self.info(owner) for owner in owners if owner is not None)
-            for number, slot in enumerate(distinct):
-                distinct[slot] = number
-            index = np.fromiter((distinct[slot] for slot in at.tolist()), np.int32, len(at))
-            found = self._requests[key] = requests, index
-        return found
-
-    def meta(self, rows: ProgramRows, slots: Slots, step: int) -> RowMeta:
-        """Who the rows of a program belong to."""
-        requests, index = self.requests(rows.slots, slots)
-        return RowMeta(
-            requests,
-            index.repeat(rows.counts),
-            rows.by_row(rows.positions),
-            np.full(rows.total, step, np.int64),
-        )
-
-    def forget(self, slot: int) -> None:
-        """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
-        self._infos.pop(slot, None)
-        self._requests.clear()
-
-
-class Context(ConsumerContext):
-    """The context of one consumer; `at` gives the one of a call."""
-
-    def __init__(
-        self,
-        model: ModelView,
-        writers: Mapping[str, ResidualWriter],
-        export: Callable[[str, Mapping[str, torch.Tensor], RowMeta | None], None],
-        result_memory: ResultMemory,
-    ) -> None:
-        self.step = 0
-        self.model = model
-        self.result_memory = result_memory
-        self.device = model.device
-        self.stream: torch.cuda.Stream | None = None
-        self._writers = writers
-        self._export = export
-        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-
-    def at(self, step: int) -> Context:
-        """The context of one call, on the current stream: threads do not share one."""
-        own = Context.__new__(Context)
-        vars(own).update(vars(self), step=step)
-        if self.device.type == "cuda":
-            own.stream = torch.cuda.current_stream(self.device)
-        return own
-
-    def writer(self, role: str) -> ResidualWriter:
-        try:
-            return self._writers[role]
-        except KeyError:
-            raise ValueError(
-                f"no ResidualStream.write with role={role!r} was declared; declared are "
-                f"{sorted(self._writers) or 'none'}"
-            ) from None
-
-    def export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None = None
-    ) -> None:
-        self._export(channel, tensors, meta)
-
-    def side_stream(self) -> torch.cuda.Stream | None:
-        return self._side
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class FlowRows:
     """Rows of one program that go into a bundle.
 
     selection: which of the program's rows, None for all.
@@ -268,13 +46,13 @@ class Piece:
         rows = self.rows.by_row(self.rows.batch_rows)
         return rows if self.selection is None else rows[self.selection]
 
-    def sampled(self, frame: Frame) -> Piece | None:
+    def sampled(self, frame: Frame) -> FlowRows | None:
         """Only the rows that a token is sampled from; None when there are none."""
         batch = frame.batch
         last = np.full(int(batch.counts.sum()), False)
         last[batch.last_rows[batch.samples]] = True
         kept = np.flatnonzero(last[self.batch_rows])
-        return Piece(self.rows, self.meta.select(kept), kept) if len(kept) else None
+        return FlowRows(self.rows, self.meta.select(kept), kept) if len(kept) else None
 
 
 class Dispatcher:
@@ -293,7 +71,7 @@ class Dispatcher:
         self._slots = slots
         self._device = device
         self._on_failure = on_failure
-        self._waiting_for_next_step: list[tuple[BoundFlow, Frame, list[Piece]]] = []
+        self._waiting_for_next_step: list[tuple[BoundFlow, Frame, list[FlowRows]]] = []
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -305,7 +83,9 @@ class Dispatcher:
             return None
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: an engine has other users
+            if ends_process(error):
+                raise
             self.fail(owner, error)
             return None
 
@@ -314,7 +94,9 @@ class Dispatcher:
         """End a consumer, also one that has raised."""
         try:
             owner.consumer.stop()
-        except Exception:
+        except BaseException as error:
+            if ends_process(error):
+                raise
             logger.exception("consumer %r raised in stop", owner.id)
 
     def fail(self, owner: BoundConsumer, error: BaseException) -> None:
@@ -329,7 +111,9 @@ class Dispatcher:
         )
         try:
             owner.consumer.on_error(error)
-        except Exception:
+        except BaseException as again:
+            if ends_process(again):
+                raise
             logger.exception("consumer %r raised again, in on_error", owner.id)
         self._on_failure(owner)
 
@@ -403,12 +187,14 @@ class Dispatcher:
         side.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(side)
 
-    def _deliver_on_side_stream(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+    def _deliver_on_side_stream(
+        self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]
+    ) -> None:
         with self._on_side_stream(flow.owner):
             self._deliver(flow, frame, pieces)
             self._fence(frame.span)
 
-    def _deliver_in_background(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+    def _deliver_in_background(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
         owner = flow.owner
         self._hold(frame)
         side = owner.context.side_stream()
@@ -448,22 +234,32 @@ class Dispatcher:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _deliver(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+    def _deliver(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
         self.call(flow.owner, self._hand_out, flow, frame, pieces)
 
-    def _pieces(self, flow: BoundFlow, frame: Frame) -> list[Piece]:
+    def _pieces(self, flow: BoundFlow, frame: Frame) -> list[FlowRows]:
         """The rows of this step that the flow reads, those of a program together."""
         if flow.flow.reads_port("logits") and frame.logits is None:
             return []
         pieces = []
         for rows in frame.rows:
             if flow in rows.program.flows:
-                pieces.append(Piece(rows, flow.owner.meta(rows, self._slots, frame.step), None))
+                pieces.append(FlowRows(rows, self._meta(flow.owner, rows, frame.step), None))
         if flow.flow.reads_port("logits"):
             pieces = [sampled for piece in pieces if (sampled := piece.sampled(frame))]
         return pieces
 
-    def _hand_out(self, flow: BoundFlow, frame: Frame, pieces: list[Piece]) -> None:
+    def _meta(self, owner: BoundConsumer, rows: ProgramRows, step: int) -> RowMeta:
+        """Who the rows of a program belong to."""
+        requests, index = owner.requests(rows.slots, self._slots)
+        return RowMeta(
+            requests,
+            index.repeat(rows.counts),
+            rows.by_row(rows.positions),
+            np.full(rows.total, step, np.int64),
+        )
+
+    def _hand_out(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
         """Make the step's bundles and call the consumer with them."""
         spec = flow.flow
         groups = [pieces]
@@ -472,11 +268,15 @@ class Dispatcher:
         for group in groups:
             if not group:
                 continue
-            meta = _joined([piece.meta for piece in group])
-            entries = {read.role: self._entry(flow, read, frame, group) for read in flow.reads}
+            meta, order = _joined([piece.meta for piece in group])
+            index = None if order is None else self._on_device(order)
+            entries: dict[str, Any] = {}
             for read in flow.reads:
-                if read.port == "request_meta":
+                found = self._entry(flow, read, frame, group)
+                if found is None:
                     entries[read.role] = meta
+                else:
+                    entries[read.role] = found if index is None else found[index]
             if spec.dispatch_every_n_steps > 1:
                 flow.held.append((entries, meta))
             else:
@@ -499,18 +299,20 @@ class Dispatcher:
         for group in by_phase:
             if not group:
                 continue
-            meta = _joined([m for _, m in group])
-            entries = {
-                role: meta
-                if isinstance(value, RowMeta)
-                else torch.cat([entries[role] for entries, _ in group])
-                for role, value in group[0][0].items()
-            }
+            meta, order = _joined([m for _, m in group])
+            index = None if order is None else self._on_device(order)
+            entries = {}
+            for role, value in group[0][0].items():
+                if isinstance(value, RowMeta):
+                    entries[role] = meta
+                    continue
+                joined = torch.cat([entries[role] for entries, _ in group])
+                entries[role] = joined if index is None else joined[index]
             phase = PREFILL if meta.is_prefill[0] else DECODE
             self._call_with_bundles(flow, entries, meta, phase)
 
     def _entry(
-        self, flow: BoundFlow, read: PortRead, frame: Frame, group: list[Piece]
+        self, flow: BoundFlow, read: PortRead, frame: Frame, group: list[FlowRows]
     ) -> torch.Tensor | None:
         """The tensor of one read, rows in the order of the group's pieces."""
         if read.port == "residual_stream":
@@ -531,7 +333,7 @@ class Dispatcher:
         own = read.port != "residual_stream" or group[0].selection is not None
         return parts[0] if own or flow.flow.delivery == "device_lease" else parts[0].clone()
 
-    def _captured(self, piece: Piece, taps: tuple[TapKey, ...], block: bool) -> torch.Tensor:
+    def _captured(self, piece: FlowRows, taps: tuple[TapKey, ...], block: bool) -> torch.Tensor:
         assert piece.rows.tensor is not None
         found = piece.rows.program.block(piece.rows.tensor, taps)
         if not block:
@@ -573,10 +375,29 @@ class Dispatcher:
             owner.consumer.consume_bundle(bundle, context)
 
 
-def _joined(metas: list[RowMeta]) -> RowMeta:
-    """Rows after rows; a sequence that has rows in several is there once."""
+def ends_process(error: BaseException) -> bool:
+    """Whether somebody wants the process to end, while it happens to be in a consumer's code."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    handlers = map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))
+    codes = [getattr(handler, "__code__", None) for handler in handlers]
+    return trace is not None and trace.tb_frame.f_code in codes
+
+
+def _joined(metas: list[RowMeta]) -> tuple[RowMeta, np.ndarray | None]:
+    """Rows after rows; a sequence that has rows in several is there once.
+
+    Returns:
+        The rows' description, and their order where they had to be moved: those of a sequence
+        ascend by position, whichever program each of them had.
+    """
     if len(metas) == 1:
-        return metas[0]
+        return metas[0], None
     numbers: dict[tuple[str, int], int] = {}
     requests: list[RequestInfo] = []
     indices = []
@@ -589,12 +410,21 @@ def _joined(metas: list[RowMeta]) -> RowMeta:
                 requests.append(request)
             each.append(numbers[sequence])
         indices.append(np.array(each, np.int32)[meta.request_index])
-    return RowMeta(
+    joined = RowMeta(
         tuple(requests),
         np.concatenate(indices),
         np.concatenate([meta.positions for meta in metas]),
         np.concatenate([meta.steps for meta in metas]),
     )
+    if len(requests) == sum(len(meta.requests) for meta in metas):
+        return joined, None
+    owner = joined.request_index
+    by_owner = np.argsort(owner, kind="stable")
+    back = (np.diff(joined.positions[by_owner]) < 0) & (np.diff(owner[by_owner]) == 0)
+    if not back.any():
+        return joined, None
+    order = np.lexsort((joined.positions, owner))
+    return joined.select(order), order
 
 
 def _split(

@@ -1,27 +1,54 @@
-"""Results of finished sequences, until the user's process comes for them."""
+"""What consumers say of sequences that have ended, until the user's process comes for it."""
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tllm.ports import RequestResult
-from tllm.ports.request_meta import cut
+from tllm.ports import RequestInfo, RequestResult
+from tllm.ports.payload import cut
+from tllm.runtime.dispatch import Dispatcher, ends_process
+from tllm.runtime.flows import BoundConsumer
+from tllm.runtime.slots import RunningSequence
 
-Answer = dict[str, dict[int, dict[str, dict[str, Any]]]]
+PromptResults = dict[str, dict[int, dict[str, dict[str, Any]]]]
 """`{"status", "error", "payload"}` by prompt, sample and consumer."""
 
 PENDING: dict[str, Any] = {"status": "pending", "error": None, "payload": None}
 """What is said of a result that is not made yet."""
 
+#: Results nobody came for are forgotten beyond this many prompts.
+_MAX_KEPT = 65536
+
+_DROPPED = (
+    "{rows} rows were dropped because the capture ring was full; capture less at once, raise "
+    "max_capture_mib, or start the engine with overflow='block'"
+)
+
+
+@dataclass(eq=False)
+class _Pending:
+    """What a consumer returned: a payload, a `RequestResult`, or a `Future` of either.
+
+    Attributes:
+        missing: what the runtime itself knows to be missing.
+        num_tokens: of the sequence, if they are known: rows of later ones are not its own.
+    """
+
+    result: Any
+    missing: str | None
+    num_tokens: int | None
+
 
 class Results:
-    """What consumers returned for each sequence, by prompt; each is given once.
+    """Asks consumers for their results when a sequence ends, and keeps these; each is given once.
 
     Args:
-        limit: results of this many prompts are kept; of more, the oldest are forgotten.
+        consumers: those that are registered, by id.
         payloads: whether they are given; of tensor-parallel ranks, all but the first say only how
             it went.
 
@@ -29,102 +56,170 @@ class Results:
         forgotten: prompts whose results nobody came for in time.
     """
 
-    def __init__(self, limit: int, payloads: bool = True) -> None:
-        self._limit = limit
+    def __init__(
+        self, dispatcher: Dispatcher, consumers: Mapping[str, BoundConsumer], *, payloads: bool
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._consumers = consumers
         self._payloads = payloads
-        self._kept: OrderedDict[str, dict[int, dict[str, _Kept]]] = OrderedDict()
+        self._kept: OrderedDict[str, dict[int, dict[str, _Pending]]] = OrderedDict()
+        #: By prompt and consumer: sequences that ended, and whose tokens are not known.
+        self._late: dict[str, dict[str, list[RequestInfo]]] = {}
         self.forgotten = 0
 
-    def keep(
-        self,
-        prompt_id: str,
-        sample: int,
-        consumer: str,
-        result: Any,
-        missing: str | None,
-        num_tokens: int | None = None,
-    ) -> None:
-        """Keep what a consumer returned: a payload, a `RequestResult`, or a `Future` of either.
+    def conclude(self, sequence: RunningSequence, step: int) -> None:
+        """A sequence has ended, and its rows were handed out: make its results."""
+        call = self._dispatcher.call
+        results: dict[str, Any] = {}
+        for owner in self._consumers.values():
+            if owner.serves(sequence):
+                self._dispatcher.flush(owner)
+                info = replace(owner.info(sequence), missing=_missing(sequence, owner.id))
+                needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
+                if needs_tokens:
+                    info = replace(info, token_ids=sequence.token_ids)
+                if needs_tokens and sequence.token_ids is None and sequence.keep_results:
+                    late = self._late.setdefault(info.prompt_id, {})
+                    late.setdefault(owner.id, []).append(info)
+                else:
+                    result = self._ask(owner, info, step)
+                    if result is not None:
+                        results[owner.id] = result
+            owner.forget(sequence.info.slot)
+            owner.asked.pop(sequence.info.slot, None)
+        for name, error in sequence.errors.items():
+            results[name] = RequestResult(None, "error", error)
+        if sequence.keep_results:
+            known = None if sequence.token_ids is None else len(sequence.token_ids)
+            for name, result in results.items():
+                self._keep(sequence.info, name, result, _missing(sequence, name), known)
 
-        Args:
-            missing: what the runtime itself knows to be missing.
-            num_tokens: of the sequence, if they are known: rows of later ones are not its own.
-        """
-        samples = self._kept.setdefault(prompt_id, {})
-        kept = _Kept(result, missing, self._payloads, num_tokens)
-        samples.setdefault(sample, {})[consumer] = kept
-        while len(self._kept) > self._limit:
-            self._kept.popitem(last=False)
-            self.forgotten += 1
+    def conclude_late(self, prompt_id: str, tokens: Mapping[int, list[int]], step: int) -> None:
+        """Ask consumers that waited for the tokens of a prompt's samples, by sample."""
+        for name, infos in self._late.pop(prompt_id, {}).items():
+            owner = self._consumers[name]
+            for info in infos:
+                given = tokens.get(info.sample_index)
+                known = None if given is None else tuple(given)
+                result = self._ask(owner, replace(info, token_ids=known), step)
+                if owner.error:
+                    result = RequestResult(None, "error", owner.error)
+                if result is not None:
+                    self._keep(info, name, result, info.missing)
 
-    def fail(self, consumer: str, error: str) -> None:
-        """What a consumer has promised will not come any more."""
-        for samples in self._kept.values():
-            for results in samples.values():
-                kept = results.get(consumer)
-                if kept is not None and not kept.done:
-                    kept.result = RequestResult(None, "error", error)
+    def give_up_waiting(self, consumer_id: str, step: int) -> None:
+        """A consumer leaves: ask it now for what it waits to say."""
+        for prompt_id in [p for p, late in self._late.items() if consumer_id in late]:
+            self.conclude_late(prompt_id, {}, step)
 
-    def take(self, prompt_ids: Iterable[str], wait_s: float) -> Answer:
+    def pop(self, prompt_ids: Iterable[str], wait_s: float) -> PromptResults:
         """The results of prompts. One that is not there after `wait_s` seconds is `pending`, and
-        can be taken again."""
+        can be asked for again."""
+        for owner in self._consumers.values():
+            if wait_s > 0:
+                self._dispatcher.call(owner, owner.consumer.expedite)
+            if owner.error:
+                self._fail(owner.id, owner.error)
         asked = list(dict.fromkeys(prompt_ids))
         kept = [k for p in asked for s in self._kept.get(p, {}).values() for k in s.values()]
         futures = [k.result for k in kept if isinstance(k.result, Future)]
         if futures and wait_s > 0:
             wait(futures, timeout=wait_s)
-        answer: Answer = {}
+        found: PromptResults = {}
         for prompt_id in asked:
-            samples = self._kept.pop(prompt_id, {})
-            if samples:
-                answer[prompt_id] = {
-                    sample: {name: kept.answer() for name, kept in results.items()}
-                    for sample, results in samples.items()
-                }
-            left = {
-                sample: {name: kept for name, kept in results.items() if not kept.done}
+            samples = self._kept.pop(prompt_id, None)
+            if not samples:
+                continue
+            # Looked at once: what is pending here is done a moment later, and must stay.
+            found[prompt_id] = {
+                sample: {name: self._said(kept) for name, kept in results.items()}
                 for sample, results in samples.items()
+            }
+            left = {
+                sample: {name: results[name] for name, said in given.items() if said is PENDING}
+                for (sample, given), results in zip(
+                    found[prompt_id].items(), samples.values(), strict=True
+                )
             }
             if any(left.values()):
                 self._kept[prompt_id] = {sample: r for sample, r in left.items() if r}
-        return answer
+        return found
 
+    def _ask(self, owner: BoundConsumer, info: RequestInfo, step: int) -> Any:
+        context = owner.context.at(step)
+        return self._dispatcher.call(owner, owner.consumer.on_request_finished, info, context)
 
-class _Kept:
-    def __init__(
-        self, result: Any, missing: str | None, payload: bool, num_tokens: int | None
+    def _keep(
+        self,
+        info: RequestInfo,
+        consumer: str,
+        result: Any,
+        missing: str | None,
+        num_tokens: int | None = None,
     ) -> None:
-        self.result = result
-        self._missing = missing
-        self._payload = payload
-        self._num_tokens = num_tokens
+        samples = self._kept.setdefault(info.prompt_id, {})
+        samples.setdefault(info.sample_index, {})[consumer] = _Pending(result, missing, num_tokens)
+        while len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+            self.forgotten += 1
 
-    @property
-    def done(self) -> bool:
-        return not isinstance(self.result, Future) or self.result.done()
+    def _fail(self, consumer: str, error: str) -> None:
+        """What a consumer has promised will not come any more."""
+        for samples in self._kept.values():
+            for results in samples.values():
+                kept = results.get(consumer)
+                if kept and isinstance(kept.result, Future) and not kept.result.done():
+                    kept.result = RequestResult(None, "error", error)
 
-    def answer(self) -> dict[str, Any]:
-        """As it goes to the user's process."""
-        if not self.done:
-            return PENDING
-        result = self.result
-        if isinstance(result, Future):
-            error = result.exception()
-            if error is not None:
-                text = f"{type(error).__name__}: {error}"
-                return {"status": "error", "error": text, "payload": None}
-            result = result.result()
-        if not isinstance(result, RequestResult):
-            result = RequestResult(result)
-        status, error_text = result.status, result.error
-        if self._missing:
+    def _said(self, kept: _Pending) -> dict[str, Any]:
+        """A result as it goes to the user's process; `PENDING` itself if it is not there."""
+        result = kept.result
+        try:
+            if isinstance(result, Future):
+                if not result.done():
+                    return PENDING
+                result = result.result()
+            if not isinstance(result, RequestResult):
+                result = RequestResult(result)
+            payload = result.payload if self._payloads else None
+            if kept.num_tokens is not None:
+                payload = cut(payload, kept.num_tokens)
+        except BaseException as fault:  # one consumer's, and not of all that are asked for here
+            if ends_process(fault):
+                raise
+            return _error(fault)
+        status, error = result.status, result.error
+        if kept.missing:
             status = "error" if status == "error" else "partial_error"
-            error_text = "; ".join(filter(None, (error_text, self._missing)))
-        payload = result.payload if self._payload else None
-        if self._num_tokens is not None:
-            try:
-                payload = cut(payload, self._num_tokens)
-            except Exception as fault:  # one consumer's, and not of all that are asked for here
-                status, error_text = "error", f"{type(fault).__name__}: {fault}"
-                payload = None
-        return {"status": status, "error": error_text, "payload": payload}
+            error = "; ".join(filter(None, (error, kept.missing)))
+        return {"status": status, "error": error, "payload": payload}
+
+
+def sendable(found: PromptResults) -> PromptResults:
+    """The same, without payloads that cannot be pickled: these are their consumer's errors."""
+
+    def checked(said: dict[str, Any]) -> dict[str, Any]:
+        try:
+            pickle.dumps(said, protocol=5, buffer_callback=lambda _: None)
+        except Exception as fault:
+            return _error(fault, "its result cannot be sent to the user's process: ")
+        return said
+
+    return {
+        prompt_id: {
+            sample: {name: checked(said) for name, said in results.items()}
+            for sample, results in samples.items()
+        }
+        for prompt_id, samples in found.items()
+    }
+
+
+def _error(fault: BaseException, what: str = "") -> dict[str, Any]:
+    text = f"{what}{type(fault).__name__}: {fault}"
+    return {"status": "error", "error": text, "payload": None}
+
+
+def _missing(sequence: RunningSequence, consumer_id: str) -> str | None:
+    """Which rows that a consumer wanted were given up."""
+    rows = sequence.dropped.get(consumer_id)
+    return _DROPPED.format(rows=rows) if rows else None

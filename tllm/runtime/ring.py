@@ -104,7 +104,7 @@ class Ring:
         """Rows the ring holds now."""
         return self.arena.shape[0]
 
-    def take(self, rows: int) -> Span | None:
+    def reserve(self, rows: int) -> Span | None:
         """Rows for one step, consecutive; None when they were dropped."""
         if rows > self._max_rows and not self._outgrow(rows):
             return None

@@ -13,10 +13,13 @@ import torch
 from tllm.ports import ModelView, PortWrite
 from tllm.ports.request_meta import RowMeta
 from tllm.ports.sampler import Candidates
-from tllm.runtime.batch import DECODE, Frame
-from tllm.runtime.dispatch import PHASES, BoundFlow, Dispatcher
+from tllm.runtime.batch import Frame
+from tllm.runtime.columns import DECODE
+from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.flows import PHASES, BoundFlow
 from tllm.runtime.kernels import candidates as kernels
-from tllm.runtime.kernels.candidates import Collected
+from tllm.runtime.kernels import contrast as dense
+from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.slots import Slots
 from tllm.runtime.transfer import upload
 
@@ -43,19 +46,30 @@ class LmHead:
     soft_cap: float | None
     reduce: Callable[[torch.Tensor], torch.Tensor] | None
 
-    def dot(self, hidden: torch.Tensor, rows: torch.Tensor, found: Collected) -> torch.Tensor:
+    def dot(self, hidden: torch.Tensor, rows: torch.Tensor, found: CandidateRows) -> torch.Tensor:
         """Logits of the candidates for `hidden[rows]`, before cap and scale."""
         out = kernels.project(hidden, rows, self.weight, self.bias, self.first_id, found)
         return out if self.reduce is None else self.reduce(out)
 
     def raw_logits(
-        self, hidden: torch.Tensor, rows: torch.Tensor, found: Collected
+        self, hidden: torch.Tensor, rows: torch.Tensor, found: CandidateRows
     ) -> torch.Tensor:
         """What the model's LM head gives, float32 `[rows, width]`."""
         one = torch.ones(len(rows), device=hidden.device)
         return kernels.finish(
             self.dot(hidden, rows, found), rows, found, one, self.scale, self.soft_cap
         )
+
+    def dense_logits(self, hidden: torch.Tensor, vocab: int) -> torch.Tensor:
+        """What the model's LM head gives, float32 `[rows, vocab]`, the whole vocabulary's."""
+        dots = dense.dense_dots(hidden, self.weight, self.bias)[:, : vocab - self.first_id]
+        if self.reduce is not None:
+            whole = torch.zeros(len(hidden), vocab, device=hidden.device)
+            whole[:, self.first_id : self.first_id + dots.shape[1]] = dots
+            dots = self.reduce(whole)
+        if self.soft_cap is not None:
+            dots = self.soft_cap * torch.tanh(dots / self.soft_cap)
+        return dots * self.scale
 
 
 class SamplerStep(ABC):
@@ -70,16 +84,22 @@ class SamplerStep(ABC):
 
     logits: torch.Tensor
     temperature: torch.Tensor
-    collected: Collected | None = None
+    collected: CandidateRows | None = None
 
     @property
     @abstractmethod
     def penalizes(self) -> bool:
         """Whether the engine applied penalties or biases to any row."""
 
+    @property
     @abstractmethod
-    def penalize(self, raw: torch.Tensor, found: Collected) -> torch.Tensor:
-        """Raw candidate logits after the penalties that the engine applied to its own."""
+    def unfiltered(self) -> BoolArray:
+        """`[sequences]`, whether neither top-k, top-p nor min-p is applied to a sequence."""
+
+    @abstractmethod
+    def penalize(self, full: torch.Tensor) -> torch.Tensor:
+        """Raw logits float32 `[sequences, vocab]` after the penalties and biases that the engine
+        applied to its own; `full` may be changed."""
 
 
 class StepCandidates(Candidates):
@@ -89,9 +109,10 @@ class StepCandidates(Candidates):
         self,
         step: SamplerStep,
         head: LmHead,
-        found: Collected,
+        found: CandidateRows,
         meta: RowMeta,
         own_rows: torch.Tensor,
+        indices: npt.NDArray[np.int64],
     ) -> None:
         self.meta = meta
         self.token_ids, self.logits, self.counts = found.ids, found.logits, found.counts
@@ -101,6 +122,7 @@ class StepCandidates(Candidates):
         self._head = head
         self._found = found
         self._own_rows = own_rows
+        self._indices = indices
 
     def project(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         rows = self._own_rows if rows is None else rows
@@ -108,8 +130,71 @@ class StepCandidates(Candidates):
         if not self._step.penalizes:
             dots = head.dot(hidden, rows, found)
             return kernels.finish(dots, rows, found, self.temperature, head.scale, head.soft_cap)
-        raw = self._step.penalize(head.raw_logits(hidden, rows, found), found)
+        raw = self._penalized(head.raw_logits(hidden, rows, found))
         return kernels.finish(raw, rows, found, self.temperature, 1.0, None)
+
+    def _penalized(self, raw: torch.Tensor) -> torch.Tensor:
+        """Raw logits of the candidates after the engine's penalties, which work on whole rows."""
+        found, shape = self._found, self._step.logits.shape
+        width = found.ids.shape[1]
+        valid = torch.arange(width, device=raw.device) < found.counts[:, None]
+        # Ids beyond the count mean nothing: point them at token 0, and add nothing there.
+        ids = torch.where(valid, found.ids, 0).long()
+        full = torch.zeros(shape, dtype=torch.float32, device=raw.device)
+        at = found.rows.long()[:, None].expand(-1, width), ids
+        full.index_put_(at, torch.where(valid, raw, 0.0), accumulate=True)
+        return torch.where(valid, self._step.penalize(full)[at], raw)
+
+    def contrast(
+        self,
+        hidden: torch.Tensor,
+        strength: torch.Tensor,
+        tally: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        rows = self._own_rows if rows is None else rows
+        head, found, step = self._head, self._found, self._step
+        if not step.penalizes and head.reduce is None:
+            dense.contrast(
+                step.logits,
+                found,
+                hidden,
+                rows,
+                strength,
+                head.weight,
+                head.bias,
+                head.scale,
+                head.soft_cap,
+                self.temperature,
+                tally,
+            )
+        elif step.unfiltered[self._indices].any():
+            self._contrast_unfiltered(hidden, rows, strength, tally)
+
+    def _contrast_unfiltered(
+        self, hidden: torch.Tensor, rows: torch.Tensor, strength: torch.Tensor, tally: torch.Tensor
+    ) -> None:
+        """`contrast` where other ranks hold parts of the vocabulary, or the engine penalizes: both
+        work on whole rows, so only rows that are wide for certain are worth it."""
+        step, found = self._step, self._found
+        wide = np.flatnonzero(step.unfiltered[self._indices])
+        chosen = upload(wide.astype(np.int64), hidden.device)
+        raw = self._head.dense_logits(
+            hidden[rows[chosen].clamp(min=0).long()], step.logits.shape[1]
+        )
+        batch_rows = found.rows[chosen]
+        if step.penalizes:
+            full = torch.zeros_like(step.logits)
+            full[batch_rows.long()] = raw
+            raw = step.penalize(full)[batch_rows.long()]
+        guided = dense.is_wide(found)[chosen] & (rows[chosen] >= 0)
+        dense.add_contrast(
+            step.logits,
+            batch_rows,
+            raw / self.temperature[chosen, None],
+            torch.where(guided, strength[chosen], 0.0),
+            tally,
+        )
 
     def apply(self, delta: torch.Tensor) -> None:
         """Add a consumer's deltas to the engine's logits."""
@@ -209,7 +294,7 @@ class Guidance:
 
     def filter(
         self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, Collected]:
+    ) -> tuple[torch.Tensor, CandidateRows]:
         """The engine's temperature and min-p, gathering the candidates in the same pass.
 
         See `kernels.candidates.filter_and_collect`.
@@ -237,7 +322,7 @@ class Guidance:
         step: SamplerStep,
         frame: Frame,
         indices: npt.NDArray[np.int64],
-        collected: Collected | None,
+        collected: CandidateRows | None,
     ) -> None:
         assert isinstance(self._head, LmHead)
         batch, owner = frame.batch, guide.flow.owner
@@ -255,7 +340,7 @@ class Guidance:
             batch.ends[indices] - 1,
             np.full(len(indices), frame.step, np.int64),
         )
-        candidates = StepCandidates(step, self._head, found, meta, own_rows)
+        candidates = StepCandidates(step, self._head, found, meta, own_rows, indices)
         delta = owner.consumer.guide(candidates, owner.context.at(frame.step))
         if delta is not None:
             candidates.apply(delta)

@@ -1,21 +1,62 @@
-"""The running sequences, by slot: a small integer each, and what the row plan needs of them."""
+"""The running sequences, by slot: a small integer each, and what is done to their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
-from tllm.runtime.timeline import Timeline
-from tllm.runtime.token_choices import Choice
-from tllm.spec.steering import Configuration, GroupUse
+from tllm.runtime.columns import DECODE, NEUTRAL, PREFILL, Column, IntArray
+from tllm.runtime.steering import Choice
+from tllm.spec.groups import Configuration, GroupUse
+from tllm.spec.selection import END
+
+_BY_POSITION = tuple((column, int(column)) for column in Column if column.by_position)
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Consecutive stretches of positions of one sequence; within one, all rows are treated alike.
+
+    Attributes:
+        starts: first position of each stretch; the first is 0, the last has no end.
+        said: what columns that go by position say in each stretch; of one that is consecutive, of
+            the first position. Those that are not here do nothing.
+    """
+
+    starts: Sequence[int]
+    said: Mapping[Column, Sequence[int]]
+
+    def between(self, start: int, stop: int) -> range:
+        """The stretches that the positions from `start` to before `stop` lie in."""
+        return range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
+
+    def counts_up(self, stretch: int) -> bool:
+        """Whether the tokens of a stretch have numbers one after the other in any column."""
+        return any(
+            column.consecutive and values[stretch] != column.neutral
+            for column, values in self.said.items()
+        )
+
+    def lasts_until(self, position: int) -> int:
+        """The first position of the stretch after the one that `position` lies in."""
+        following = bisect_right(self.starts, position)
+        return self.starts[following] if following < len(self.starts) else END
+
+    def values(self, stretches: range) -> IntArray:
+        """`[columns, stretches]`, what every column says."""
+        found = np.tile(NEUTRAL[:, None], len(stretches))
+        for column, values in self.said.items():
+            found[column] = values[stretches.start : stretches.stop]
+        return found
 
 
 @dataclass(eq=False)
-class Sequence:
+class RunningSequence:
     """One running sequence, and what it asked."""
 
     engine_id: str
@@ -41,6 +82,8 @@ class Sequence:
     """Steering row by groups, for each combination that applies somewhere in it."""
     token_choices: dict[Choice, int] = field(default_factory=dict)
     """What stands in the row plan for each choice by token."""
+    laid_out: Any = None
+    """Which flows want its rows and which consumers it uses, where every row is treated alike."""
 
     def uses(self, consumer_id: str, *, unasked: bool = True) -> bool:
         """Whether the consumer is enabled for this sequence.
@@ -55,9 +98,14 @@ class Sequence:
         return bool(self.consumers.get(consumer_id, {}).get("enabled", True))
 
 
+_EVERYWHERE = np.array([0, END], np.int32)
+_NEUTRAL = NEUTRAL[:, None]
 _NOBODY: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int32)
-_NOTHING = np.array([0, 0, -1, -1, -1, -1], np.int32)
-"""Programs, add rows and steering rows of a sequence that nothing is done to."""
+
+
+def _neutral(slots: int) -> IntArray:
+    """`[columns, 2, slots]` of sequences that nothing is done to."""
+    return np.broadcast_to(NEUTRAL[:, None, None], (len(Column), 2, slots)).copy()
 
 
 class Slots:
@@ -65,47 +113,38 @@ class Slots:
 
     Attributes:
         prompt_len: prompt tokens.
-        program: `[2, slots]`, the capture program of prefill and of decode rows; 0 for none.
-        add: `[2, slots]`, the add row of prefill and of decode rows; -1 for none.
-        steer: `[2, slots]`, the steering row of prefill and of decode rows; -1 for none, less for
-            a choice by token.
-        timelines: by slot, for sequences whose rows do not all do the same within a phase; it
-            replaces `program` and `steer` below the position `settled`.
-        settled: `[slots]`, the position from which on `program` and `steer` say all again: where
-            the last stretch of a timeline begins; 0 without one.
+        values: `[columns, 2, slots]`, what each column says of prefill and of decode rows.
+        timelines: by slot, for sequences whose rows are not all treated alike within a phase.
+        windows: `[2, slots]`, the positions from which on, and before which, `values` says all:
+            every one without a timeline, else those of one stretch.
         version: changes whenever any of these does.
     """
 
     def __init__(self, max_sequences: int) -> None:
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, RunningSequence] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
-        self.by_slot: list[Sequence | None] = [None] * max_sequences
+        self.by_slot: list[RunningSequence | None] = [None] * max_sequences
         self.prompt_len = np.zeros(max_sequences, np.int32)
         self._delivered = np.zeros(max_sequences, np.int32)
         self._delivering: tuple[np.ndarray, np.ndarray] | None = None
-        self.settled = np.zeros(max_sequences, np.int32)
-        self._set_rows(np.tile(_NOTHING[:, None], max_sequences))
+        self.windows = np.tile(_EVERYWHERE[:, None], max_sequences)
+        self.values = _neutral(max_sequences)
         self.timelines: dict[int, Timeline] = {}
         self.version = 0
         self._asked = _NOBODY
         self._users: dict[str, np.ndarray] = {}
 
-    def _set_rows(self, rows: np.ndarray) -> None:
-        """Keep `[6, slots]` in place of what was kept; columns as `_NOTHING`."""
-        self._rows = rows
-        self.program, self.add, self.steer = rows[0:2], rows[2:4], rows[4:6]
-
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[RunningSequence]:
         return iter(self._sequences.values())
 
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def snapshot(self) -> list[Sequence]:
+    def snapshot(self) -> list[RunningSequence]:
         """The sequences that run now; unlike iterating, safe on any thread."""
         return list(self._sequences.values())
 
-    def get(self, engine_id: str) -> Sequence | None:
+    def get(self, engine_id: str) -> RunningSequence | None:
         """The sequence the engine knows by this id."""
         return self._sequences.get(engine_id)
 
@@ -147,7 +186,7 @@ class Slots:
         """What was delivered of a sequence from a position on is not its own any more."""
         self.delivered[slot] = min(self.delivered[slot], position)
 
-    def take_slot(self) -> int:
+    def pop_slot(self) -> int:
         """A free slot; doubles the tables when there is none."""
         if not self._free:
             size = len(self.by_slot)
@@ -155,11 +194,11 @@ class Slots:
             self.by_slot += [None] * size
             self.prompt_len = np.concatenate([self.prompt_len, np.zeros(size, np.int32)])
             self._delivered = np.concatenate([self.delivered, np.zeros(size, np.int32)])
-            self.settled = np.concatenate([self.settled, np.zeros(size, np.int32)])
-            self._set_rows(np.concatenate([self._rows, np.tile(_NOTHING[:, None], size)], 1))
+            self.windows = np.concatenate([self.windows, np.tile(_EVERYWHERE[:, None], size)], 1)
+            self.values = np.concatenate([self.values, _neutral(size)], 2)
         return self._free.pop()
 
-    def add_sequence(self, sequence: Sequence) -> None:
+    def add_sequence(self, sequence: RunningSequence) -> None:
         """Enter a sequence whose slot was taken."""
         slot = sequence.info.slot
         self._sequences[sequence.engine_id] = sequence
@@ -167,8 +206,8 @@ class Slots:
         self.by_slot[slot] = sequence
         self.prompt_len[slot] = sequence.info.prompt_len
         self.delivered[slot] = 0
-        self.settled[slot] = 0
-        self._rows[:, slot] = _NOTHING
+        self.windows[:, slot] = _EVERYWHERE
+        self.values[:, :, slot] = _NEUTRAL
         self.timelines.pop(slot, None)
         self.version += 1
 
@@ -177,54 +216,65 @@ class Slots:
         self.prompt_len[slot] = length
         self.version += 1
 
-    def follow(self, slot: int, phase: int, program: int, steer: int) -> None:
-        """Let the rows of a phase follow a capture program and a steering row."""
-        if self.program[phase, slot] != program or self.steer[phase, slot] != steer:
-            self.program[phase, slot] = program
-            self.steer[phase, slot] = steer
+    def assign(self, slot: int, phase: int, column: Column, value: int) -> None:
+        """What a column says of the rows of a phase."""
+        if self.values[column, phase, slot] != value:
+            self.values[column, phase, slot] = value
             self.version += 1
 
-    def only_steer(self, slot: int, row: int) -> None:
-        """Let all rows of a sequence follow one steering row and no capture program."""
-        self.set_timeline(slot, None)
-        self.program[:, slot] = 0
-        self.steer[:, slot] = row
-        self.version += 1
+    def assign_timeline(self, slot: int, timeline: Timeline, prompt_len: int) -> None:
+        """What is done to the rows of a sequence, by position.
 
-    def set_timeline(self, slot: int, timeline: Timeline | None) -> None:
-        """Let the rows of a sequence follow a timeline instead; None takes it away.
-
-        Most of a sequence is decoded in the last stretch, which is looked up as a phase is.
+        One stretch, or one for each phase, needs no timeline. Else most of a sequence is decoded
+        in the last stretch, which is looked up as a phase is.
         """
-        self.settled[slot] = 0
-        if timeline is not None:
-            self.timelines[slot] = timeline
-            self.settled[slot] = timeline.starts[-1]
-            self.program[1, slot] = timeline.program[-1]
-            self.steer[1, slot] = timeline.steer[-1]
-            self.version += 1
-        elif self.timelines.pop(slot, None) is not None:
-            self.version += 1
+        self.version += 1
+        starts, last = timeline.starts, len(timeline.starts) - 1
+        simple = last == 0 or (last == 1 and starts[1] == prompt_len)
+        if simple and not timeline.counts_up(0) and not timeline.counts_up(last):
+            self._say(slot, timeline, 0, last)
+            if self.timelines.pop(slot, None) is not None:
+                self.windows[:, slot] = _EVERYWHERE
+            return
+        self.timelines[slot] = timeline
+        self.windows[:, slot] = 0
+        self.move_window(slot, starts[last], END)
+
+    def move_window(self, slot: int, start: int, end: int) -> bool:
+        """Let `values` say what is done from position `start` to before `end`, if a sequence with
+        a timeline is treated alike there; returns whether it is."""
+        timeline = self.timelines[slot]
+        of = timeline.between(start, end)
+        if len(of) > 1 or timeline.counts_up(of.start):
+            return False
+        self._say(slot, timeline, of.start, of.start)
+        self.windows[:, slot] = timeline.starts[of.start], timeline.lasts_until(start)
+        return True
+
+    def _say(self, slot: int, timeline: Timeline, prefill: int, decode: int) -> None:
+        """Let `values` say what two stretches do, one for each phase."""
+        for column, number in _BY_POSITION:
+            said = timeline.said.get(column)
+            of_prefill = column.neutral if said is None else said[prefill]
+            of_decode = column.neutral if said is None else said[decode]
+            self.values[number, PREFILL, slot] = of_prefill
+            self.values[number, DECODE, slot] = of_decode
 
     def stop_capturing(self, slot: int) -> None:
-        """Let the rows of a sequence follow no capture program any more."""
+        """Capture no row of a sequence any more."""
         if (timeline := self.timelines.get(slot)) is not None:
-            program = np.zeros_like(timeline.program)
-            self.set_timeline(slot, replace(timeline, program=program))
-        for phase, steer in enumerate(self.steer[:, slot].tolist()):
-            self.follow(slot, phase, 0, steer)
+            said = dict(timeline.said)
+            said.pop(Column.PROGRAM, None)
+            self.timelines[slot] = Timeline(timeline.starts, said)
+        if timeline is not None or self.values[Column.PROGRAM, :, slot].any():
+            self.values[Column.PROGRAM, :, slot] = Column.PROGRAM.neutral
+            self.version += 1
 
     def invalidate(self) -> None:
         """The meaning of capture programs has changed."""
         self.version += 1
 
-    def intervene(self, slot: int, phase: int, row: int) -> None:
-        """Let the vectors of an add row be added to the rows of a phase; -1 for none."""
-        if self.add[phase, slot] != row:
-            self.add[phase, slot] = row
-            self.version += 1
-
-    def remove(self, engine_id: str) -> Sequence | None:
+    def remove(self, engine_id: str) -> RunningSequence | None:
         """Forget a sequence and free its slot."""
         sequence = self._sequences.pop(engine_id, None)
         if sequence is not None:

@@ -1,4 +1,8 @@
-"""Steering in a worker: the device tables that the tap op reads, and who uses which rows."""
+"""Steering in a worker: the device tables that the tap op reads, and who uses which rows.
+
+Where what is done to a generated token depends on which it is, the row plan holds a *choice* until
+the tokens are known, and then a steering row in its place.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,18 @@ import numpy.typing as npt
 import torch
 
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
+from tllm.runtime.kernels import token_choice
+from tllm.runtime.kernels.backend import uses_triton
+from tllm.runtime.staged import StagedTable
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
-from tllm.spec.steering import Coefficients
+from tllm.spec.operations import Coefficients
 
 GroupOperation = tuple[str, int | None, str, Coefficients]
 """Hook point, layer, digest of the vector, and what is done with it."""
+
+Choice = tuple[tuple[tuple[int, int], ...], int]
+"""`(token, steering row)` of the tokens that are named, and the row of all others."""
 
 _WORDS = int(Operation.SIZE)
 _SUMS_AT_ONCE = 4096
@@ -45,6 +55,84 @@ class _Configuration:
     users: int = 0
 
 
+class _Runs:
+    """Consecutive places of a table. Those that are released serve runs of the same length.
+
+    Attributes:
+        end: the place after the last that was ever taken.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def acquire(self, length: int) -> int:
+        """The first of as many places."""
+        if free := self._free.get(length):
+            return free.pop()
+        self.end += length
+        return self.end - length
+
+    def release(self, start: int, length: int) -> None:
+        """These places are not used any more."""
+        self._free.setdefault(length, []).append(start)
+
+
+class TokenChoices:
+    """Steering rows by token, for tokens that the host does not know when it plans a step.
+
+    The row plan holds `-2 - i` for choice i; `apply` puts the row of the token in its place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._use_kernel = uses_triton(device)
+        self._numbers: dict[Choice, int] = {}
+        self._users: Counter[int] = Counter()
+        self._free: list[int] = []
+        self._runs = _Runs()
+        self._starts: dict[int, int] = {}
+        self._heads = StagedTable((0, 3), 1, torch.int32, device)
+        self._entries = StagedTable((0, 2), 1, torch.int32, device)
+
+    def acquire(self, choice: Choice) -> int:
+        """What stands for a choice in the row plan; to be given back with `release`."""
+        number = self._numbers.get(choice)
+        if number is None:
+            number = self._free.pop() if self._free else len(self._numbers)
+            self._numbers[choice] = number
+            by_token, others = choice
+            start = self._starts[number] = self._runs.acquire(len(by_token))
+            self._heads.stage(number, np.array([start, len(by_token), others], np.int32))
+            for i, entry in enumerate(by_token):
+                self._entries.stage(start + i, np.array(entry, np.int32))
+        self._users[number] += 1
+        return -2 - number
+
+    def release(self, choice: Choice) -> None:
+        """A sequence does not need this choice any more."""
+        number = self._numbers[choice]
+        self._users[number] -= 1
+        if not self._users[number]:
+            del self._numbers[choice], self._users[number]
+            self._runs.release(self._starts.pop(number), len(choice[0]))
+            self._free.append(number)
+
+    def apply(self, steer: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Choose by token. On the compute stream, before a forward pass.
+
+        Args:
+            steer: int32 `[tokens]`, the plan's steering rows.
+            token_ids: `[tokens]`, of the batch.
+        """
+        if self._heads:
+            self._heads.grow((_room(len(self._numbers) + len(self._free), 16), 3))
+            self._entries.grow((_room(self._runs.end, 64), 2))
+            self._heads.commit()
+            self._entries.commit()
+        run = token_choice.launch if self._use_kernel else token_choice.reference
+        run(steer, token_ids, self._heads.tensor, self._entries.tensor)
+
+
 class Steering:
     """What tokens can be steered with, and the rows that stand for it on the device.
 
@@ -58,6 +146,10 @@ class Steering:
             engine has no tap for.
         rows: rows to begin with; tables grow.
         max_vectors: vectors to allocate room for ahead of need.
+
+    Attributes:
+        choices: rows that depend on the token.
+        users: rows that sequences have, each counted as often as it is had.
     """
 
     def __init__(
@@ -69,29 +161,27 @@ class Steering:
     ) -> None:
         self._taps = taps
         self._resolve = resolve
+        self.choices = TokenChoices(taps.device)
         self._groups: dict[str, list[tuple[int, str, Coefficients]]] = {}
         self._vectors: dict[str, int] = {}
         self._vector_users: Counter[str] = Counter()  # configurations
         self._dropped_vectors: set[str] = set()
         self._free_vectors: list[int] = []
-        self._new_vectors: dict[int, torch.Tensor] = {}
         self._configurations: dict[tuple[str, ...], _Configuration] = {}
         self._unused: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._free_rows: list[int] = []
-        self._free_chains: dict[int, list[int]] = {}
-        self._operations_end = 0
+        self._chains = _Runs()
         self._places: WeakValueDictionary[tuple[int, ...], _Places] = WeakValueDictionary()
-        self._new_entries: dict[tuple[int, int], npt.NDArray[np.int32]] = {}
-        self._new_chains: dict[int, npt.NDArray[np.int32]] = {}
         self._new_sums: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
         self._first_rows = max(1, rows)
         self._max_vectors = max_vectors
-        self._tables: torch.Tensor | None = None
-        self._chains: torch.Tensor | None = None
-        self._bank: torch.Tensor | None = None
-        self._sums: torch.Tensor | None = None
-        self._stale = False  # points at which rows are steered have come or gone
+        device, dtype, hidden = taps.device, taps.dtype, taps.hidden_size
+        self._entries = StagedTable((taps.num_points, 0, _WORDS), 2, torch.int32, device)
+        self._operations = StagedTable((0, _WORDS), 1, torch.int32, device)
+        self._bank = StagedTable((0, hidden), 1, dtype, device)
+        self._sums = StagedTable((0, 0, hidden), 2, dtype, device)  # written by kernels only
+        self._stale = False  # something is staged, or points that steer have come or gone
         self.users = 0
 
     # -- what the user's process keeps here -------------------------------------------------------
@@ -114,7 +204,8 @@ class Steering:
                 held = torch.from_numpy(np.array(vector)).to(self._taps.dtype)
                 row = self._free_vectors.pop() if self._free_vectors else len(self._vectors)
                 self._vectors[digest] = row
-                self._new_vectors[row] = held
+                self._bank.stage(row, held)
+                self._stale = True
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
@@ -145,8 +236,7 @@ class Steering:
     @property
     def vector_bytes(self) -> int:
         """Device memory that vectors and their sums take."""
-        tables = [table for table in (self._bank, self._sums) if table is not None]
-        return sum(table.numel() * table.element_size() for table in tables)
+        return sum(table.tensor.nbytes for table in (self._bank, self._sums))
 
     @property
     def rows_in_use(self) -> int:
@@ -206,31 +296,33 @@ class Steering:
                     continue
                 words = np.zeros(_WORDS, np.int32)
                 words[Operation.VECTOR] = self._vectors[vector]
-                words[Operation.ADD :] = np.array(coefficients, np.float32).view(np.int32)
+                floats = np.array(coefficients, np.float32)
+                words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
                 others.append(words)
-        row = self._take_row()
+        self._stale = True
+        row = self._free_row()
         chains = []
         for point, others in operations.items():
             entry = others[0].copy() if others else np.zeros(_WORDS, np.int32)
             rest = others[1:]
             start = 0
             if rest:
-                start = self._take_chain(len(rest))
+                start = self._chains.acquire(len(rest))
                 chains.append((start, len(rest)))
                 for i, words in enumerate(rest):
-                    self._new_chains[start + i] = words
+                    self._operations.stage(start + i, words)
             entry[Operation.CHAIN] = len(others) + CHAIN_UNIT * start
             if point in sums:
                 entry[Operation.CHAIN] += HAS_SUM
                 self._sum_points.setdefault(point, len(self._sum_points))
                 self._new_sums[point, row] = sums[point]
-            self._new_entries[point, row] = entry
+            self._entries.stage((point, row), entry)
         self._vector_users.update(vectors)
         points = tuple(operations)
         places = self._places.setdefault(points, _Places(np.array(points, np.int64)))
         return _Configuration(row, places, chains, vectors)
 
-    def _take_row(self) -> int:
+    def _free_row(self) -> int:
         if not self._free_rows and len(self._configurations) >= self._first_rows:
             if self._unused:
                 self._remove(next(iter(self._unused)))
@@ -238,21 +330,16 @@ class Steering:
                 self._first_rows *= 2
         return self._free_rows.pop() if self._free_rows else len(self._configurations)
 
-    def _take_chain(self, length: int) -> int:
-        if free := self._free_chains.get(length):
-            return free.pop()
-        self._operations_end += length
-        return self._operations_end - length
-
     def _remove(self, groups: tuple[str, ...]) -> None:
         """Free the row of a combination that nobody uses."""
+        self._stale = True
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
         for point in configuration.places.points.tolist():
-            self._new_entries[point, configuration.row] = np.zeros(_WORDS, np.int32)
+            self._entries.stage((point, configuration.row), np.zeros(_WORDS, np.int32))
             self._new_sums.pop((point, configuration.row), None)
         for start, length in configuration.chains:
-            self._free_chains.setdefault(length, []).append(start)
+            self._chains.release(start, length)
         self._free_rows.append(configuration.row)
         self._vector_users.subtract(configuration.vectors)
         self._free_dropped_vectors()
@@ -261,24 +348,15 @@ class Steering:
 
     def commit(self) -> None:
         """Bring what changed to the device. On the compute stream, before a forward pass."""
-        if not self._stale and not self._new_entries and not self._new_vectors:
+        if not self._stale:
             return
         self._grow()
-        assert self._tables is not None and self._chains is not None and self._bank is not None
-        if self._new_vectors:
-            rows = np.fromiter(self._new_vectors, np.int64)
-            vectors = torch.stack(list(self._new_vectors.values())).to(self._taps.device)
-            self._bank.index_copy_(0, upload(rows, self._taps.device), vectors)
-            self._new_vectors.clear()
+        self._bank.commit()
         self._add_up()
-        table = self._tables.view(-1, _WORDS)
-        rows = self._tables.shape[1]
-        self._write(table, {p * rows + row: words for (p, row), words in self._new_entries.items()})
-        self._write(self._chains, self._new_chains)
-        self._new_entries.clear()
-        self._new_chains.clear()
+        self._entries.commit()
+        self._operations.commit()
         self._taps.set_steering(self._points_in_use())
-        self._taps.unsettle()
+        self._taps.note_write()
         self._stale = False
 
     def _points_in_use(self) -> npt.NDArray[np.int64]:
@@ -293,10 +371,9 @@ class Steering:
         """Make the sums of new rows, from the vectors on the device."""
         if not self._new_sums:
             return
-        assert self._sums is not None and self._bank is not None
-        device, hidden = self._taps.device, self._taps.hidden_size
-        rows = self._sums.shape[1]
-        flat = self._sums.view(-1, hidden)
+        device, hidden, bank = self._taps.device, self._taps.hidden_size, self._bank.tensor
+        rows = self._sums.tensor.shape[1]
+        flat = self._sums.tensor.view(-1, hidden)
         new = [(self._sum_points[p] * rows + row, s) for (p, row), s in self._new_sums.items()]
         for low in range(0, len(new), _SUMS_AT_ONCE):
             part = new[low : low + _SUMS_AT_ONCE]
@@ -309,61 +386,32 @@ class Steering:
             total = torch.zeros((len(part), hidden), dtype=torch.float32, device=device)
             vectors, factors = upload(index, device), upload(scale, device)
             for j in range(longest):
-                total.addcmul_(self._bank[vectors[j]].float(), factors[j])
+                total.addcmul_(bank[vectors[j]].float(), factors[j])
             at = upload(np.array([place for place, _ in part], np.int64), device)
             flat.index_copy_(0, at, total.to(flat.dtype))
         self._new_sums.clear()
 
-    def _write(self, table: torch.Tensor, rows: Mapping[int, npt.NDArray[np.int32]]) -> None:
-        if rows:
-            at = upload(np.fromiter(rows, np.int64), self._taps.device)
-            table.index_copy_(0, at, upload(np.stack(list(rows.values())), self._taps.device))
-
     def _grow(self) -> None:
         """Make room. What is outgrown lives on until the passes that read it are enqueued."""
-        device = self._taps.device
-        shape = (self._taps.num_points, self._first_rows, _WORDS)
-        tables = _grown(self._tables, shape, 1, torch.int32, device)
-        chains = _grown(
-            self._chains, (_room(self._operations_end, 64), _WORDS), 0, torch.int32, device
-        )
         held = len(self._vectors) + len(self._free_vectors)
         vectors = max(held, min(_room(held, 16), self._max_vectors))
-        bank = _grown(self._bank, (vectors, self._taps.hidden_size), 0, self._taps.dtype, device)
-        allocated = len(self._configurations) + len(self._free_rows)
-        size = (len(self._sum_points), min(self._first_rows, _room(allocated, 8)))
-        sums = self._sums
-        if size[0] and (sums is None or size[0] > sums.shape[0] or size[1] > sums.shape[1]):
-            sums = torch.zeros(
-                (*size, self._taps.hidden_size), dtype=self._taps.dtype, device=device
+        rows = len(self._configurations) + len(self._free_rows)
+        sums = len(self._sum_points), min(self._first_rows, _room(rows, 8))
+        moved = [
+            self._entries.grow((self._taps.num_points, self._first_rows, _WORDS)),
+            self._operations.grow((_room(self._chains.end, 64), _WORDS)),
+            self._bank.grow((vectors, self._taps.hidden_size)),
+            bool(self._sum_points) and self._sums.grow((*sums, self._taps.hidden_size)),
+        ]
+        if any(moved):
+            self._taps.place_steering(
+                self._entries.tensor,
+                self._operations.tensor,
+                self._bank.tensor,
+                {point: self._sums.tensor[at] for point, at in self._sum_points.items()},
             )
-            if self._sums is not None:
-                old = self._sums.shape
-                sums[: old[0], : old[1]].copy_(self._sums)
-        now = tables, chains, bank, sums
-        before = self._tables, self._chains, self._bank, self._sums
-        if any(new is not old for new, old in zip(now, before, strict=True)):
-            self._tables, self._chains, self._bank, self._sums = tables, chains, bank, sums
-            by_point = {} if sums is None else {p: sums[k] for p, k in self._sum_points.items()}
-            self._taps.place_steering(tables, chains, bank, by_point)
 
 
 def _room(rows: int, least: int) -> int:
     """Rows to allocate so that growing is rare."""
     return max(least, 1 << (max(rows, 1) - 1).bit_length())
-
-
-def _grown(
-    old: torch.Tensor | None,
-    shape: tuple[int, ...],
-    axis: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """The tensor itself when it is long enough along an axis, else a longer one that holds it."""
-    if old is not None and old.shape[axis] >= shape[axis]:
-        return old
-    new = torch.zeros(shape, dtype=dtype, device=device)
-    if old is not None:
-        new.narrow(axis, 0, old.shape[axis]).copy_(old)
-    return new

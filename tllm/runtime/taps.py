@@ -7,60 +7,21 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from tllm.models.sites import Argument, Site
 from tllm.runtime import ops
-from tllm.runtime.descriptor import (
-    DESCRIPTOR_WIDTH,
-    FLAG_BITS,
-    LAYOUT_VERSION,
-    STAGES,
-    Descriptor,
-    Flag,
-    PlanRow,
-    Stage,
-)
+from tllm.runtime.columns import FLAG_BITS, PLAN_ROWS, STAGES, Column
+from tllm.runtime.descriptor import DESCRIPTOR_WIDTH, LAYOUT_VERSION, Descriptor, stage_field
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
+from tllm.runtime.staged import StagedTable
 from tllm.runtime.transfer import upload
-from tllm.spec.hooks import HookPoint
-
-TapKey = tuple[HookPoint, int | None]
-"""A hook point and its layer. Two keys may be the two stages of one tap."""
-
+from tllm.spec.hooks import TapKey as TapKey
 
 _PLAN_BUFFER = "tllm_plan"
-
-
-class Argument(Protocol):
-    """One argument of a module's `forward`, passed by position or by keyword."""
-
-    def get(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
-
-    def replace(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
-
-
-class Site(Protocol):
-    """Where one hook point of one layer passes a module's boundary (see `tllm.models.sites`)."""
-
-    @property
-    def module(self) -> torch.nn.Module: ...
-
-    @property
-    def side(self) -> str: ...
-
-    @property
-    def stream(self) -> Any: ...
-
-    @property
-    def residual(self) -> Any: ...
-
-    @property
-    def private(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -104,6 +65,7 @@ class Taps:
 
     Attributes:
         index: by hook point: `STAGES` times the number of its tap, plus its stage.
+        num_points: hook points there is room for.
         norms_fused: how many taps are computed together with the norm after them.
     """
 
@@ -123,35 +85,31 @@ class Taps:
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.device = device
-        self.add_rows = add_rows
         self.norms_fused = 0
         self.index: dict[TapKey, int] = {key: STAGES * i for i, key in enumerate(sites)}
         for key, following in second.items():
             self.index[following] = self.index[key] + 1
         count = max(1, len(sites))
+        self.num_points = STAGES * count
 
-        self.plan = torch.full((len(PlanRow), max_tokens), -1, dtype=torch.int32, device=device)
-        self._columns_host = np.full((STAGES * count, max_programs), -1, np.int32)
-        self._columns = torch.full(
-            (STAGES * count, max_programs), -1, dtype=torch.int32, device=device
-        )
-        self._add_index: dict[int, torch.Tensor] = {}
-        self._add_table: dict[int, torch.Tensor] = {}
-
-        self._fields = np.zeros((count, DESCRIPTOR_WIDTH), np.int64)
-        self._flags = np.zeros(STAGES * count, np.int64)
-        # `[points, fields]`: the same memory, as each point's own fields.
-        self._stages = self._fields[
-            :, Descriptor.STAGE : Descriptor.STAGE + STAGES * Stage.SIZE
-        ].reshape(count, STAGES, Stage.SIZE)
-        self._set_point_field(
-            Stage.COLUMNS, np.arange(STAGES * count), [row.data_ptr() for row in self._columns]
-        )
-        self._descriptors = torch.zeros((count, DESCRIPTOR_WIDTH), dtype=torch.int64, device=device)
-        self._early = starts_early(device)
-        self._settled = True
-        self._spacer = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.plan = torch.full((PLAN_ROWS, max_tokens), -1, dtype=torch.int32, device=device)
+        self._descriptors = StagedTable((count, DESCRIPTOR_WIDTH), 1, torch.int64, device)
         self._stale = True
+        self._fields = np.zeros((count, DESCRIPTOR_WIDTH), np.int64)
+        self._sent = self._fields.copy()
+        self._flags = np.zeros(self.num_points, np.int64)
+        self._ring_offsets = StagedTable(
+            (self.num_points, max_programs), 2, torch.int32, device, fill=-1
+        )
+        self._add_index = StagedTable((self.num_points, add_rows), 2, torch.int32, device, fill=-1)
+        self._add_tables: dict[int, torch.Tensor] = {}
+        self._adding: set[tuple[int, int]] = set()  # points and add rows that have a vector
+        self._set_fields("RING_OFFSETS", range(self.num_points), self._ring_offsets.tensor)
+        self._set_fields("ADD_INDEX", range(self.num_points), self._add_index.tensor)
+
+        self._early = starts_early(device)
+        self._separated = True
+        self._spacer = torch.zeros(1, dtype=torch.uint8, device=device)
         self.commit()
 
     def install(self, norms: Mapping[TapKey, AddedNorm] = MappingProxyType({})) -> None:
@@ -165,7 +123,7 @@ class Taps:
             name = f"tllm_{key[0].value}"
             norm = norms.get(key)
             module = site.module if norm is None else norm.module
-            descriptor = self._descriptors[self.index[key] // STAGES]
+            descriptor = self.descriptors[self.index[key] // STAGES]
             module.register_buffer(name, descriptor, persistent=False)
             module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
             if norm is not None:
@@ -173,31 +131,42 @@ class Taps:
             elif site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
-                site.module.register_forward_hook(_output_hook(site, name))
+                site.module.register_forward_hook(_output_hook(site, name), with_kwargs=True)
+
+    @property
+    def descriptors(self) -> torch.Tensor:
+        """int64 `[taps, DESCRIPTOR_WIDTH]` on the device; always the same tensor."""
+        return self._descriptors.tensor
 
     def commit(self) -> None:
-        """Bring changed descriptors to the device, before the forward pass that needs them."""
+        """Bring what has changed to the device, before the forward pass that needs it."""
         if self._stale:
-            stages = self._flags.reshape(-1, STAGES)
             shifts = FLAG_BITS * np.arange(STAGES)
-            self._fields[:, Descriptor.FLAGS] = (stages << shifts).sum(1)
-            self._descriptors.copy_(upload(self._fields, self.device))
+            self._fields[:, Descriptor.FLAGS] = (self._flags.reshape(-1, STAGES) << shifts).sum(1)
+            for tap in np.flatnonzero((self._fields != self._sent).any(1)).tolist():
+                self._descriptors.stage(tap, self._fields[tap])
+            written = [
+                table.commit() for table in (self._descriptors, self._ring_offsets, self._add_index)
+            ]
+            self._sent = self._fields.copy()
             self._stale = False
+            if any(written):
+                self.note_write()
 
-    def settle(self) -> None:
+    def separate(self) -> None:
         """Put something between the kernels that wrote what taps read, and the forward pass.
 
         A tap looks up what it has to do while the kernel before it still ends, and that must not
         be one that writes what is looked up. It never is where a forward pass begins with an
         embedding; on a later pipeline rank it could be.
         """
-        if not self._settled:
+        if not self._separated:
             self._spacer.zero_()
-            self._settled = True
+            self._separated = True
 
-    def unsettle(self) -> None:
+    def note_write(self) -> None:
         """The plan or a table was written by a kernel."""
-        self._settled = not self._early
+        self._separated = not self._early
 
     def set_arena(self, arena: torch.Tensor) -> None:
         """Where captured rows go from the next commit on."""
@@ -206,20 +175,19 @@ class Taps:
 
     def set_program(self, program: int, keys: Sequence[TapKey]) -> None:
         """Define a capture program: tap `keys[i]` is stored in the token's i-th ring row."""
-        column = np.full(len(self._columns_host), -1, np.int32)
-        for i, key in enumerate(keys):
-            column[self.index[key]] = i
-        self._columns_host[:, program] = column
-        self._columns[:, program].copy_(upload(column, self.device))
-        self.unsettle()
+        offsets = np.full(self.num_points, -1, np.int32)
+        offsets[[self.index[key] for key in keys]] = np.arange(len(keys))
+        for point in range(self.num_points):
+            self._ring_offsets.stage((point, program), offsets[point : point + 1])
+        self._stale = True
 
     def set_capturing(self, keys: Iterable[TapKey]) -> None:
         """Which hook points may capture; all others do not even look at the plan."""
-        self._set_flag(Flag.CAPTURE, [self.index[key] for key in keys])
+        self._set_flag(Column.PROGRAM, [self.index[key] for key in keys])
 
     def set_steering(self, points: np.ndarray) -> None:
         """Which points (numbers of `index`) steer any row; all others do not look at the plan."""
-        self._set_flag(Flag.STEER, points)
+        self._set_flag(Column.STEER, points)
 
     def place_steering(
         self,
@@ -236,71 +204,65 @@ class Taps:
             vectors: `[vectors, hidden]` in the model's dtype.
             sums: by point, `[steering rows, hidden]` in the model's dtype.
         """
-        self._set_point_field(
-            Stage.STEERING, np.arange(len(tables)), [table.data_ptr() for table in tables]
-        )
-        self._set_point_field(
-            Stage.SUMS,
-            np.array(list(sums), np.int64),
-            [table.data_ptr() for table in sums.values()],
-        )
+        self._set_fields("STEERING", range(len(tables)), tables)
+        self._set_fields("SUMS", sums, sums.values())
         self._fields[:, Descriptor.OPERATIONS] = operations.data_ptr()
         self._fields[:, Descriptor.VECTORS] = vectors.data_ptr()
-        self._stale = True
-
-    @property
-    def num_points(self) -> int:
-        """Hook points there is room for: `STAGES` of each tap."""
-        return len(self._flags)
 
     def reserve_additions(self, rows: int) -> None:
         """Make room for add rows below `rows`."""
-        if rows > self.add_rows:
-            self.add_rows = 2 * rows
-            for point in list(self._add_table):
+        if rows > self._add_index.tensor.shape[1]:
+            self._add_index.grow((self.num_points, 2 * rows))
+            self._set_fields("ADD_INDEX", range(self.num_points), self._add_index.tensor)
+            for point in list(self._add_tables):
                 self._allocate_additions(point)
 
-    def set_additions(self, key: TapKey, add_rows: torch.Tensor, vectors: torch.Tensor) -> None:
+    def set_additions(self, key: TapKey, add_rows: Sequence[int], vectors: torch.Tensor) -> None:
         """Add `vectors[i]` to the rows of add row `add_rows[i]` at this hook point.
 
         Args:
-            add_rows: `[n]` int64 on the device.
             vectors: `[n, hidden]` on the device, any float dtype.
         """
         point = self.index[key]
-        if point not in self._add_table:
+        if point not in self._add_tables:
             self._allocate_additions(point)
-        self._add_table[point].index_copy_(0, add_rows, vectors.to(self.dtype))
-        self._add_index[point].index_copy_(0, add_rows, add_rows.to(torch.int32))
-        self.unsettle()
+        at = upload(np.array(add_rows, np.int64), self.device)
+        self._add_tables[point].index_copy_(0, at, vectors.to(self.dtype))
+        self.note_write()
+        for row in add_rows:
+            if (point, row) not in self._adding:
+                self._adding.add((point, row))
+                self._add_index.stage((point, row), np.array([row], np.int32))
+                self._stale = True
 
-    def clear_additions(self, key: TapKey, add_rows: torch.Tensor) -> None:
+    def clear_additions(self, key: TapKey, add_rows: Sequence[int]) -> None:
         """Add nothing to the rows of these add rows at this hook point."""
-        point = self.index[key]
-        if point in self._add_index:
-            self._add_index[point].index_fill_(0, add_rows, -1)
-            self.unsettle()
+        for row in add_rows:
+            if (place := (self.index[key], row)) in self._adding:
+                self._adding.remove(place)
+                self._add_index.stage(place, np.array([-1], np.int32))
+                self._stale = True
 
     def _allocate_additions(self, point: int) -> None:
-        index = torch.full((self.add_rows,), -1, dtype=torch.int32, device=self.device)
-        table = torch.zeros((self.add_rows, self.hidden_size), dtype=self.dtype, device=self.device)
-        if point in self._add_table:
-            old = len(self._add_index[point])
-            index[:old].copy_(self._add_index[point])
-            table[:old].copy_(self._add_table[point])
-        self._add_index[point], self._add_table[point] = index, table
-        self._set_point_field(Stage.ADD_INDEX, np.array([point]), [index.data_ptr()])
-        self._set_point_field(Stage.ADD_TABLE, np.array([point]), [table.data_ptr()])
-        self._flags[point] |= int(Flag.ADD)
+        shape = self._add_index.tensor.shape[1], self.hidden_size
+        table = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if (old := self._add_tables.get(point)) is not None:
+            table[: len(old)].copy_(old)
+        self._add_tables[point] = table
+        self._set_fields("ADD_TABLE", [point], [table])
+        self._flags[point] |= Column.ADD.flag
 
-    def _set_point_field(self, field: Stage, points: np.ndarray, addresses: Sequence[int]) -> None:
-        self._stages[points // STAGES, points % STAGES, field] = addresses
+    def _set_fields(self, name: str, points: Iterable[int], tables: Iterable[torch.Tensor]) -> None:
+        """Where each of some points finds its table."""
+        at = np.array(list(points), np.int64)
+        field = stage_field(name) + at % STAGES
+        self._fields[at // STAGES, field] = [table.data_ptr() for table in tables]
         self._stale = True
 
-    def _set_flag(self, flag: Flag, points: Sequence[int] | np.ndarray) -> None:
-        """Set a flag for these points, and clear it for all others."""
-        flags = self._flags & ~int(flag)
-        flags[points] |= int(flag)
+    def _set_flag(self, column: Column, points: Sequence[int] | np.ndarray) -> None:
+        """Let a column be looked at by these points, and by no others."""
+        flags = self._flags & ~column.flag
+        flags[points] |= column.flag
         if not np.array_equal(flags, self._flags):
             self._flags = flags
             self._stale = True
@@ -324,6 +286,8 @@ def _tapped_norm(eps: float, name: str) -> Any:
 def _input_hook(site: Site, name: str) -> Any:
     """A pre-forward hook that taps an argument in place, or a copy that only the module sees."""
     stream_of, residual_of, private = site.stream, site.residual, site.private
+    assert isinstance(stream_of, Argument)
+    assert residual_of is None or isinstance(residual_of, Argument)
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream = stream_of.get(args, kwargs)
@@ -340,13 +304,19 @@ def _output_hook(site: Site, name: str) -> Any:
     """A forward hook that taps what the module returns, in place."""
     stream_at, residual_at = site.stream, site.residual
     assert not site.private, "the output of a module is its own"
+    assert residual_at is None or isinstance(residual_at, int)
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if isinstance(output, tuple):
+    def hook(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        residual = None
+        if isinstance(stream_at, Argument):
+            stream = stream_at.get(args, kwargs)
+        elif isinstance(output, tuple):
             stream = output[stream_at]
             residual = None if residual_at is None else output[residual_at]
         else:
-            stream, residual = output, None
+            stream = output
         torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, _PLAN_BUFFER))
 
     return hook

@@ -6,10 +6,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
+
+from tllm.ports import HostTensor
 
 logger = logging.getLogger(__name__)
 
@@ -26,28 +28,23 @@ def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class HostCopy:
-    """Pinned host copies of device tensors, under way on the current stream."""
+class PinnedCopy(HostTensor):
+    """A host copy of a tensor, in page-locked memory, under way on the current stream."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._fence: torch.cuda.Event | None = None
-        self._copies: dict[str, torch.Tensor] = {}
-        for name, tensor in tensors.items():
-            if tensor.device.type == "cpu":
-                self._copies[name] = tensor.clone()
-            else:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-                copy.copy_(tensor, non_blocking=True)
-                self._copies[name] = copy
-                self._fence = self._fence or torch.cuda.Event()
-        if self._fence is not None:
-            self._fence.record()
+        if tensor.device.type == "cpu":
+            self._copy = tensor.clone()
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._fence = torch.cuda.Event()
+        self._fence.record()
 
-    def wait(self) -> dict[str, torch.Tensor]:
-        """The copies, once they have arrived. Blocks the calling thread only."""
+    def wait(self) -> torch.Tensor:
         if self._fence is not None:
             self._fence.synchronize()
-        return self._copies
+        return self._copy
 
 
 class DeliveryThread:
@@ -123,6 +120,7 @@ class DeliveryThread:
                 job = self._jobs.popleft()
                 self._running = True
             job()
+            del job  # and what it refers to, which may be large
             with self._changed:
                 self._running = False
                 self._changed.notify_all()

@@ -9,15 +9,24 @@ import numpy as np
 import torch
 
 from tllm.ports import RequestInfo, ResidualWriter
+from tllm.runtime.columns import Column
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
+
+Written = tuple[torch.Tensor, int | None]
+"""A vector `[hidden]`, or some of them `[n, hidden]` and which one is meant."""
+
+
+def _vector(written: Written) -> torch.Tensor:
+    vectors, index = written
+    return vectors if index is None else vectors[index]
 
 
 class Additions:
     """All writers of a worker, and the sums that the taps add.
 
-    A sequence's rows of phase p follow intervention `2 * slot + p`.
+    A sequence's rows of phase p have add row `2 * slot + p`.
     """
 
     def __init__(self, taps: Taps, slots: Slots) -> None:
@@ -43,7 +52,7 @@ class Additions:
     def remove_writer(self, writer: TapWriter) -> None:
         """Forget a writer and all it added."""
         self._writers[writer.tap].remove(writer)
-        self._refresh(writer.tap, np.array(sorted(writer.values), np.int64))
+        self._refresh(writer.tap, sorted(writer.values))
 
     def submit(
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
@@ -87,31 +96,46 @@ class Additions:
         touched = []
         for i in running:
             for phase in writer.phases:
-                intervention = 2 * requests[i].slot + phase
-                touched.append(intervention)
+                add_row = 2 * requests[i].slot + phase
+                touched.append(add_row)
                 if vectors is None:
-                    writer.values.pop(intervention, None)
+                    writer.values.pop(add_row, None)
                 else:
-                    writer.values[intervention] = vectors[i] if vectors.dim() == 2 else vectors
-        self._refresh(writer.tap, np.array(touched, np.int64))
+                    writer.values[add_row] = vectors, i if vectors.dim() == 2 else None
+        self._refresh(writer.tap, touched)
 
-    def _refresh(self, tap: TapKey, interventions: np.ndarray) -> None:
-        """Bring the sums of these interventions at a tap to the device."""
-        self._taps.reserve_additions(int(interventions.max(initial=-1)) + 1)
-        summed: dict[int, list[torch.Tensor]] = {
-            int(i): [w.values[i] for w in self._writers[tap] if i in w.values]
-            for i in interventions
-        }
-        if present := [i for i, parts in summed.items() if parts]:
-            vectors = torch.stack([torch.stack(summed[i]).sum(0) for i in present])
-            at = upload(np.array(present, np.int64), self._taps.device)
-            self._taps.set_additions(tap, at, vectors)
-        if absent := [i for i, parts in summed.items() if not parts]:
-            at = upload(np.array(absent, np.int64), self._taps.device)
-            self._taps.clear_additions(tap, at)
-        for i in interventions:
-            used = any(int(i) in w.values for ws in self._writers.values() for w in ws)
-            self._slots.intervene(i // 2, i % 2, int(i) if used else -1)
+    def _refresh(self, tap: TapKey, add_rows: Sequence[int]) -> None:
+        """Bring the sums of these add rows at a tap to the device."""
+        self._taps.reserve_additions(max(add_rows, default=-1) + 1)
+        found = {i: [w.values[i] for w in self._writers[tap] if i in w.values] for i in add_rows}
+        if present := [i for i, written in found.items() if written]:
+            self._taps.set_additions(tap, present, self._sums([found[i] for i in present]))
+        self._taps.clear_additions(tap, [i for i, written in found.items() if not written])
+        for i in add_rows:
+            used = bool(found[i]) or any(
+                i in w.values for writers in self._writers.values() for w in writers
+            )
+            self._slots.assign(i // 2, i % 2, Column.ADD, i if used else Column.ADD.neutral)
+
+    def _sums(self, written: list[list[Written]]) -> torch.Tensor:
+        """`[rows, hidden]`, the sum of what was written for each row."""
+        parts = len(written[0])
+        if any(len(of_row) != parts for of_row in written):
+            return torch.stack([torch.stack([_vector(w) for w in each]).sum(0) for each in written])
+        columns = [self._gathered([of_row[part] for of_row in written]) for part in range(parts)]
+        return columns[0] if parts == 1 else torch.stack(columns).sum(0)
+
+    def _gathered(self, written: list[Written]) -> torch.Tensor:
+        """`[rows, hidden]`, with one operator where all were written together."""
+        vectors = written[0][0]
+        if any(each is not vectors for each, _ in written):
+            return torch.stack([_vector(each) for each in written])
+        if vectors.dim() == 1:
+            return vectors.expand(len(written), -1)
+        index = [i for _, i in written]
+        if index == list(range(len(vectors))):
+            return vectors
+        return vectors.index_select(0, upload(np.array(index, np.int64), vectors.device))
 
     def forget(self, slot: int, of: Sequence[TapWriter] | None = None) -> None:
         """A sequence ended: nothing is added to whoever has its slot next. Or it does not use some
@@ -121,22 +145,22 @@ class Additions:
             stale = [2 * slot + p for p in (0, 1) if any(2 * slot + p in w.values for w in writers)]
             if stale:
                 for writer in writers:
-                    for intervention in stale:
-                        writer.values.pop(intervention, None)
-                self._refresh(tap, np.array(stale, np.int64))
+                    for add_row in stale:
+                        writer.values.pop(add_row, None)
+                self._refresh(tap, stale)
 
 
 class TapWriter(ResidualWriter):
     """The writer of one flow at one tap.
 
     Attributes:
-        values: vector `[hidden]` by intervention.
+        values: what was written, by add row.
     """
 
     def __init__(self, additions: Additions, tap: TapKey, phases: tuple[int, ...]) -> None:
         self.tap = tap
         self.phases = phases
-        self.values: dict[int, torch.Tensor] = {}
+        self.values: dict[int, Written] = {}
         self._additions = additions
 
     def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
@@ -147,7 +171,9 @@ class TapWriter(ResidualWriter):
                 f"vectors have shape {shape}; give [{hidden}] for all requests or "
                 f"[{len(requests)}, {hidden}], one row a request"
             )
-        self._additions.submit(self, requests, vectors.detach().to(self._additions._taps.device))
+        # A copy: the caller may use its tensor again, and rows of the ring are others soon.
+        kept = vectors.detach().to(self._additions._taps.device, copy=True)
+        self._additions.submit(self, requests, kept)
 
     def clear(self, requests: Sequence[RequestInfo]) -> None:
         self._additions.submit(self, requests, None)

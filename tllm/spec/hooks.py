@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
+from typing import Any, TypeAlias
 
 
 class HookPoint(str, Enum):
@@ -49,6 +53,140 @@ class HookPoint(str, Enum):
         raise ValueError(
             f"unknown hook point {name!r}; the hook points are {allowed} (also {aliases})"
         )
+
+
+TapKey: TypeAlias = tuple[HookPoint, int | None]
+"""A hook point and its layer, counted from 0 (None for `lm_head_in`)."""
+
+
+@dataclass(frozen=True)
+class ModelPoints:
+    """Which hook points a model has, layer by layer, and which of them an engine taps.
+
+    family: the model's family, as errors name it.
+    num_layers: of the whole model.
+    missing: why, for each hook point of a layer that the layer lacks. A pipeline rank knows this of
+        its own layers only.
+    tapped: the points that get a tap in every layer that has them.
+    linked: what leaves a block enters the next one: `pre_attn(i)` is `post_block(i - 1)`.
+    """
+
+    family: str
+    num_layers: int
+    missing: Mapping[TapKey, str]
+    tapped: frozenset[HookPoint] = frozenset(HookPoint)
+    linked: bool = True
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[ModelPoints]) -> ModelPoints:
+        """What the ranks of all pipeline stages know together."""
+        missing = {key: why for stage in stages for key, why in stage.missing.items()}
+        return replace(stages[0], missing=missing)
+
+    @cached_property
+    def points(self) -> tuple[HookPoint, ...]:
+        """The hook points that some layer has."""
+        return tuple(point for point in HookPoint if self.layers(point))
+
+    def layers(self, point: HookPoint) -> tuple[int | None, ...]:
+        """The layers that have this point; `(None,)` for one that belongs to no layer."""
+        layers = range(self.num_layers) if point.has_layer else (None,)
+        return tuple(layer for layer in layers if (point, layer) not in self.missing)
+
+    def locate(self, point: HookPoint, layer: int | None) -> TapKey:
+        """The point with its layer counted from the start.
+
+        Raises `ValueError` for a point or layer the model lacks.
+        """
+        if layer is not None and not point.has_layer:
+            raise ValueError(f"{point} belongs to no layer; got layer {layer}, leave it out")
+        if point.has_layer:
+            if point not in self.points:
+                raise ValueError(self.explain_missing(point, 0))
+            if layer is None or not -self.num_layers <= layer < self.num_layers:
+                raise ValueError(
+                    f"{point} has no layer {layer}; {point} needs a layer from 0 to "
+                    f"{self.num_layers - 1}, or from {-self.num_layers} to -1 counting from the end"
+                )
+            layer %= self.num_layers
+        if (point, layer) in self.missing:
+            raise ValueError(self.explain_missing(point, layer))
+        return point, layer
+
+    def canonical(self, point: HookPoint, layer: int | None) -> TapKey:
+        """The key of the tap that serves this point; a negative layer counts from the end.
+
+        Where `pre_attn(i)` and `post_block(i - 1)` are the same tensor and both exist, the tap of
+        the latter serves both. Raises `ValueError` for a point or layer the model lacks.
+        """
+        point, layer = self.locate(point, layer)
+        if point is HookPoint.PRE_ATTN and layer and self.linked:
+            shared = HookPoint.POST_BLOCK, layer - 1
+            return (point, layer) if shared in self.missing else shared
+        return point, layer
+
+    def is_needed(self, key: TapKey) -> bool:
+        """Whether the tap of a canonical key serves any of the points that are tapped."""
+        point, layer = key
+        if point is HookPoint.POST_BLOCK and HookPoint.PRE_ATTN in self.tapped and self.linked:
+            return layer != self.num_layers - 1 or point in self.tapped
+        return point in self.tapped
+
+    def check(self, point: HookPoint, layer: int | None) -> TapKey:
+        """As `locate`; `ValueError` also for a point that has no tap in the engine."""
+        key = self.locate(point, layer)
+        if not self.is_needed(self.canonical(point, layer)):
+            has = ", ".join(point for point in self.points if point in self.tapped) or "none"
+            raise ValueError(
+                f"hook point {point} has no tap in this engine (it has {has}); start it with "
+                f"hook_points=[..., {point.value!r}] or hook_points='all', or register the "
+                "consumer before the engine starts"
+            )
+        return key
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By name of a point: why the model, or its first layer without it, lacks it."""
+        reasons: dict[str, str] = {}
+        for (point, _), why in self.missing.items():
+            reasons.setdefault(point.value, why)
+        return reasons
+
+    def described(self) -> dict[str, Any]:
+        """For people and for JSON: the points with a tap, the layers of those that not every layer
+        has, and why points are missing."""
+        tapped = [point for point in self.points if point in self.tapped]
+        partly = [p for p in tapped if p.has_layer and len(self.layers(p)) < self.num_layers]
+        return {
+            "num_layers": self.num_layers,
+            "hook_points": [point.value for point in tapped],
+            "layers": {point.value: list(self.layers(point)) for point in partly},
+            "missing": self.reasons,
+        }
+
+    def explain_missing(self, point: HookPoint, layer: int | None) -> str:
+        """Why a layer has no such point; what the other layers, or all of them, have instead."""
+        why = self.missing[point, layer]
+        if others := self.layers(point):
+            return (
+                f"{self.family} has no hook point {point} in layer {layer}: {why} (layers that "
+                f"have it: {ranges(others)})"
+            )
+        has = ", ".join(self.points) or "none"
+        return f"{self.family} has no hook point {point}: {why} (it has: {has})"
+
+
+def ranges(layers: Iterable[int | None]) -> str:
+    """Ascending layers in words, with the ends of each run of consecutive ones: "0, 2-5"."""
+    runs: list[list[int]] = []
+    for number in layers:
+        if number is None:
+            continue
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 _ALIASES = {

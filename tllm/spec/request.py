@@ -1,45 +1,38 @@
-"""What a request asks of tLLM, as it travels in `SamplingParams.extra_args["tllm"]`."""
+"""What a request asks of tLLM, and how it travels in `SamplingParams.extra_args["tllm"]`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from tllm.spec.groups import GroupUse, RequestSteering
 from tllm.spec.selection import Selection
-from tllm.spec.steering import GroupUse
 
 EXTRA_ARG = "tllm"
-"""Key of `SamplingParams.extra_args` under which the request's spec travels."""
+"""Key of `SamplingParams.extra_args`, and of `PoolingParams.extra_kwargs`, under which it is."""
 
 
-class Wire(dict[str, Any]):
-    """A request's spec as plain data, which nobody may change any more: copies of the sampling
-    parameters share it, and it is read once in a process, or never where it was made."""
+@dataclass(frozen=True)
+class Asked:
+    """What the user asks of tLLM for one request, checked as far as it can be without an engine.
 
-    @classmethod
-    def of(cls, spec: RequestSpec) -> Wire:
-        """A spec, ready to travel: what is as in a request without one is left out."""
-        wire = cls(spec.to_wire())
-        vars(wire)["spec"] = spec
-        return wire
+    Attributes:
+        consumers: options by consumer id, those of captures among them.
+        captures: the consumers whose results are capture results.
+        steering: None for nothing.
+    """
 
-    def __deepcopy__(self, memo: Any) -> Wire:
+    consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    captures: tuple[str, ...] = ()
+    steering: RequestSteering | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.consumers) or self.steering is not None
+
+    def __deepcopy__(self, memo: Any) -> Asked:
+        # Copies of the parameters share it: it never changes, and vectors are large.
         return self
-
-    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, (dict(self),)
-
-    @cached_property
-    def spec(self) -> RequestSpec:
-        """What it says."""
-        asked: dict[str, Any] = dict(self)
-        if "steering" in asked:
-            asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))
-        if "reads" in asked:
-            asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
-        return RequestSpec(**asked)
 
 
 @dataclass(frozen=True)
@@ -117,16 +110,24 @@ class RequestSpec:
         return wire
 
     @classmethod
-    def from_extra_args(cls, extra_args: dict[str, Any] | None) -> RequestSpec:
+    def from_wire(cls, wire: Mapping[str, Any]) -> RequestSpec:
+        """The inverse of `to_wire`."""
+        asked = dict(wire)
+        if "steering" in asked:
+            asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))
+        if "reads" in asked:
+            asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
+        return cls(**asked)
+
+    @classmethod
+    def of(cls, request: Any) -> RequestSpec:
         """The spec of a request; the default one for a request without.
 
-        What was read stays in `extra_args`, in place of the plain mapping, for whoever asks next.
+        Args:
+            request: of vLLM's, in any of its forms: it has `sampling_params` or `pooling_params`.
         """
-        if not extra_args or not (wire := extra_args.get(EXTRA_ARG)):
-            return cls()
-        if not isinstance(wire, Wire):
-            wire = extra_args[EXTRA_ARG] = Wire(wire)
-        return wire.spec
+        wire = wire_of(request.sampling_params or request.pooling_params)
+        return cls.from_wire(wire) if wire else _PLAIN
 
     def sample_index(self, engine_id: str) -> int:
         """Which sample a sequence is; vLLM names the n of a request `{index}_{request id}`."""
@@ -143,3 +144,15 @@ class RequestSpec:
                 for start, _ in read.positions.intervals(prompt_len, prompt_token_ids)[:1]:
                     first = min(first, start)
         return first if first < prompt_len else None
+
+
+_PLAIN = RequestSpec()
+
+
+def wire_of(params: Any) -> Mapping[str, Any]:
+    """What sampling or pooling parameters carry for tLLM, as plain data."""
+    if params is None:
+        return {}
+    name = "extra_args" if hasattr(params, "extra_args") else "extra_kwargs"
+    found: Mapping[str, Any] = (getattr(params, name) or {}).get(EXTRA_ARG, {})
+    return found

@@ -200,17 +200,19 @@ class Selection:
         return replace(criteria, ranges=(*criteria.ranges, *criteria.windows), windows=())
 
     def check(self, prompt_len: int, max_tokens: int | None, name: str = "positions") -> None:
-        """Refuse positions that the sequence cannot have.
+        """Refuse positions at which the sequence cannot have a row. What is excluded may lie
+        anywhere.
 
         Args:
-            max_tokens: the most tokens that are generated; None when that is not limited.
+            max_tokens: the most tokens that are generated; None when that is not limited. The last
+                one is drawn and never passes the model.
         """
-        longest = END if max_tokens is None else prompt_len + max_tokens
-        for position in (*self.include.positions, *self.exclude.positions):
-            if not -prompt_len <= position < longest:
+        rows = END if max_tokens is None else prompt_len + max_tokens - 1
+        for position in self.include.positions:
+            if not -prompt_len <= position < rows:
                 raise ValueError(
                     f"{name}: position {position} is out of range for a prompt of {prompt_len} "
-                    f"tokens and max_tokens={max_tokens}; give {-prompt_len} to {longest - 1}"
+                    f"tokens and max_tokens={max_tokens}; give {-prompt_len} to {rows - 1}"
                 )
 
     def to_wire(self) -> dict[str, Any]:

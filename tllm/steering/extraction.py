@@ -9,12 +9,12 @@ import torch
 
 from tllm.spec.hooks import HookPoint
 from tllm.spec.selection import Selection
-from tllm.steering.methods import NoDirectionError, find_direction, method_named
+from tllm.steering.directions import NoDirectionError, find_direction, finder_named
 from tllm.steering.module import ExtractedModule, VectorEntry
 from tllm.steering.separation import measure_separation
 
 if TYPE_CHECKING:
-    from tllm.llm import LLM
+    from tllm.client.llm import LLM
 
 Prompt = str | Sequence[int]
 Scale = Literal["natural", "unit"]
@@ -45,7 +45,7 @@ def extract(
     Args:
         llm: a `tllm.LLM`.
         positive, negative: prompts, as text or token ids; at least two of each.
-        method: `diffmean`, `pca`, `lat` or `probe`; see `tllm.steering.methods`.
+        method: `diffmean`, `pca`, `lat` or `probe`; see `tllm.steering.directions`.
         hook: hook point, or its alias; one that belongs to layers.
         layers: `"all"`, a layer, several, or a range such as `"4:8"`; negative ones count from the
             end.
@@ -69,28 +69,9 @@ def extract(
         ValueError: an argument that is not as above, activations that are not finite, or a layer
             at which the two sides do not differ.
     """
-    method_named(method)
-    point = HookPoint.parse(hook)
-    if not point.has_layer:
-        raise ValueError(f"hook={hook!r} belongs to no layer; choose one that does")
-    if scale not in ("natural", "unit"):
-        raise ValueError(f"scale={scale!r} is not known; choose 'natural' or 'unit'")
-    if Selection.parse(positions).phase == "generation":
-        raise ValueError(
-            f"positions={positions!r} reads what the model writes, and extract has it write "
-            "nothing; put the texts into the prompts and read 'all_prompt'"
-        )
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}; it must be at least 1")
-    for name, prompts in (("positive", positive), ("negative", negative)):
-        if isinstance(prompts, str) or len(prompts) < 2:
-            raise ValueError(f"{name} must be a list of at least two prompts, not {prompts!r:.60}")
-    if paired and len(positive) != len(negative):
-        raise ValueError(
-            f"there are {len(positive)} positive and {len(negative)} negative prompts, which are "
-            "no pairs; give as many of each, in the same order, or say paired=False"
-        )
-
+    point = _checked_arguments(
+        positive, negative, method, hook, positions, paired, scale, batch_size
+    )
     capture: dict[str, Any] = {
         "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
         "positions": positions,
@@ -139,6 +120,41 @@ def extract(
         separation=separation,
         d_prime=d_prime,
     )
+
+
+def _checked_arguments(
+    positive: Sequence[Prompt],
+    negative: Sequence[Prompt],
+    method: str,
+    hook: str | HookPoint,
+    positions: str | Sequence[int] | Mapping[str, Any],
+    paired: bool,
+    scale: str,
+    batch_size: int,
+) -> HookPoint:
+    """The hook point, if all of these are as `extract` takes them; else a `ValueError`."""
+    finder_named(method)
+    point = HookPoint.parse(hook)
+    if not point.has_layer:
+        raise ValueError(f"hook={hook!r} belongs to no layer; choose one that does")
+    if scale not in ("natural", "unit"):
+        raise ValueError(f"scale={scale!r} is not known; choose 'natural' or 'unit'")
+    if Selection.parse(positions).phase == "generation":
+        raise ValueError(
+            f"positions={positions!r} reads what the model writes, and extract has it write "
+            "nothing; put the texts into the prompts and read 'all_prompt'"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}; it must be at least 1")
+    for name, prompts in (("positive", positive), ("negative", negative)):
+        if isinstance(prompts, str) or len(prompts) < 2:
+            raise ValueError(f"{name} must be a list of at least two prompts, not {prompts!r:.60}")
+    if paired and len(positive) != len(negative):
+        raise ValueError(
+            f"there are {len(positive)} positive and {len(negative)} negative prompts, which are "
+            "no pairs; give as many of each, in the same order, or say paired=False"
+        )
+    return point
 
 
 def _rows(

@@ -13,9 +13,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from tllm.spec.hooks import HookPoint
-from tllm.steering.formats import gguf, numpy, sae, safetensors, torch
+from tllm.steering.formats import gguf, sae
+from tllm.steering.formats.arrays import (
+    NUMPY_MAGIC,
+    read_numpy,
+    read_safetensors,
+    read_torch,
+)
 from tllm.steering.formats.contents import Contents, Placed
-from tllm.steering.formats.names import Place
+from tllm.steering.formats.names import NamedPlace
 from tllm.steering.formats.sae import Features
 from tllm.steering.module import SteeringModule, VectorEntry, Vectors
 
@@ -115,11 +121,13 @@ def _read(
     if isinstance(path, ControlVector):
         if features is not None:
             raise ValueError("features= is for sparse autoencoders, and this is a ControlVector")
-        placed = (Placed(Place(HookPoint.POST_BLOCK, n), v) for n, v in path.directions.items())
+        placed = (
+            Placed(NamedPlace(HookPoint.POST_BLOCK, n), v) for n, v in path.directions.items()
+        )
         return Contents(tuple(placed), metadata={"model_hint": path.model_type})
     file = Path(path)
     if file.is_dir():
-        place = Place(hook, layers[0]) if hook and layers and len(layers) == 1 else None
+        place = NamedPlace(hook, layers[0]) if hook and layers and len(layers) == 1 else None
         return sae.read(file, features, normalize, place)
     if features is not None:
         raise ValueError(
@@ -137,22 +145,32 @@ def _reader(path: Path) -> Reader:
         raise ValueError("it is empty")
     if start.startswith(gguf.MAGIC):
         return gguf.read
-    if start.startswith(numpy.MAGIC):
-        return numpy.read
-    if start.startswith(b"PK\x03\x04") and zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
+    if start.startswith(NUMPY_MAGIC):
+        return read_numpy
+    if start.startswith(b"PK\x03\x04"):
+        names = _names_in_zip(path)
         if any(name.endswith("/data.pkl") for name in names):
-            return torch.read
+            return read_torch
         if names and all(name.endswith(".npy") for name in names):
-            return numpy.read
+            return read_numpy
     # safetensors: the length of the header in 8 bytes, then the header, which is a JSON object.
     if start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
-        return safetensors.read
+        return read_safetensors
     # A pickle of protocol 2 or later, which torch.save wrote before it wrote zip files.
     if start[0] == 0x80:
-        return torch.read
+        return read_torch
     raise ValueError(f"it starts with {start!r}, which is no format that is read: {KNOWN}")
+
+
+def _names_in_zip(path: Path) -> list[str]:
+    """Of what a zip file holds; none where it is no zip file after all."""
+    try:
+        if not zipfile.is_zipfile(path):
+            return []
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(f"it is a damaged zip file: {error}") from None
 
 
 def _arranged(read: Contents, hook: HookPoint | None, layers: list[int] | None) -> Vectors:
@@ -190,7 +208,7 @@ def _from_stack(stack: Any, hook: HookPoint, layers: list[int] | None) -> Iterab
                 f"it has one vector [{array.shape[1]}] and says no layer; say where it goes, such "
                 "as layers=12 or layers=[10, 11, 12]"
             )
-        return [Placed(Place(hook, layer), array[0]) for layer in layers]
+        return [Placed(NamedPlace(hook, layer), array[0]) for layer in layers]
     if layers is None:
         layers = list(range(rows))
     if len(layers) != rows:
@@ -198,7 +216,7 @@ def _from_stack(stack: Any, hook: HookPoint, layers: list[int] | None) -> Iterab
             f"it has {rows} vectors that say no layer, and layers= has {len(layers)} entries; give "
             f"{rows}, the layer of each row, and use .select(layers) on the result to drop some"
         )
-    return [Placed(Place(hook, layer), row) for layer, row in zip(layers, array, strict=True)]
+    return [Placed(NamedPlace(hook, layer), row) for layer, row in zip(layers, array, strict=True)]
 
 
 def _layer_list(layers: int | Iterable[int]) -> list[int]:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
-import numpy.typing as npt
 from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
-
-FloatArray = npt.NDArray[np.float32]
+from tllm.spec.tiers import FloatArray, numeric_array
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1
@@ -165,7 +163,7 @@ class ExtractedModule(SteeringModule):
     """Vectors that `tllm.steering.extract` made, with how well each layer tells the sides apart.
 
     Attributes:
-        method: row of `tllm.steering.methods.METHODS`.
+        method: row of `tllm.steering.directions.FINDERS`.
         separation: layer to held-out AUROC, 0.5 for a layer that knows nothing, 1 for one whose
             direction ranks every positive row above every negative one.
         d_prime: layer to held-out d', the distance of the means in standard deviations. It goes
@@ -227,7 +225,7 @@ def as_vector(value: Any, where: str) -> FloatArray:
     Raises:
         ValueError: not a vector of floating-point numbers, or not finite in float32.
     """
-    array = np.asarray(value)
+    array = numeric_array(value, where)
     while array.ndim > 1 and array.shape[0] == 1:
         array = array[0]
     if array.ndim != 1 or array.size == 0:
@@ -278,6 +276,10 @@ def _layer(layer: Any, source: str) -> int:
 def _entry(entry: Any, where: str) -> VectorEntry:
     vector, scale = entry, 1.0
     if isinstance(entry, Mapping):
+        if unknown := sorted(set(map(str, entry)) - {"vector", "scale"}):
+            raise ValueError(f"{where} has the keys {unknown}; give 'vector' and 'scale'")
+        if "vector" not in entry:
+            raise ValueError(f"{where} has no 'vector'")
         vector, scale = entry["vector"], entry.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.number)):
         raise ValueError(f"{where}: the scale is {scale!r}; it must be a number")

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from tllm.steering.methods import NoDirectionError, checked_rows, method_named, oriented
+from tllm.steering.directions import NoDirectionError, checked_rows, finder_named, oriented
 
 MAX_FOLDS = 5
 
@@ -48,7 +48,7 @@ def measure_separation(
 
     Args:
         positive, negative: the rows, of floating-point numbers.
-        method: row of `METHODS`.
+        method: row of `FINDERS`.
         paired: row i of both belong together, and go into the same fold.
         seed: of the folds, and of the method.
         positive_groups, negative_groups: `[n]` and `[m]`, int: the prompt of each row. Every row
@@ -61,7 +61,7 @@ def measure_separation(
     Raises:
         ValueError: fewer than two prompts on a side.
     """
-    find = method_named(method)
+    find = finder_named(method)
     positive, negative = checked_rows(positive, negative)
     groups = [
         torch.arange(len(rows)) if given is None else torch.unique(given, return_inverse=True)[1]

@@ -7,16 +7,13 @@ from tllm.stores.batches import Batch
 from tllm.stores.catalog import Damage
 from tllm.stores.error import StoreError
 from tllm.stores.export import export
-from tllm.stores.paths import Layout
+from tllm.stores.format import Layout
+from tllm.stores.publish import Published
+from tllm.stores.reader import Store, StoredRecord
+from tllm.stores.reader import open_store as open
 from tllm.stores.record import ArrayKey, Record, RecordMeta, Rows, StackedRows
-from tllm.stores.recording import Published
-from tllm.stores.stats import WriterStats
-from tllm.stores.store import Store
-from tllm.stores.store import open_store as open
-from tllm.stores.stored_record import StoredRecord
-from tllm.stores.stream import RecordStream
-from tllm.stores.verification import Problem, Verification
-from tllm.stores.writer import StoreWriter
+from tllm.stores.verify import Problem, Verification
+from tllm.stores.writer import RecordStream, StoreWriter, WriterOptions, WriterStats
 
 __all__ = [
     "ArrayKey",
@@ -35,6 +32,7 @@ __all__ = [
     "StoreWriter",
     "StoredRecord",
     "Verification",
+    "WriterOptions",
     "WriterStats",
     "export",
     "open",

@@ -11,14 +11,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from tllm.stores.dtype import TORCH_DTYPES, to_numpy
+from tllm.stores.catalog import IntArray
 from tllm.stores.error import StoreError
-from tllm.stores.mapping import PayloadCache
+from tllm.stores.format import POSITIONS, TORCH_DTYPES, to_numpy
+from tllm.stores.payload import PayloadCache
 from tllm.stores.record import ArrayKey
 
 BatchFormat = Literal["torch", "numpy", "arrow"]
-
-IntArray = npt.NDArray[np.int64]
 
 _CHUNK_ROWS = 64
 """Rows that stay together when rows are drawn for a shuffled pool."""
@@ -124,10 +123,11 @@ class RowRuns:
         )
 
 
+@dataclass(frozen=True, eq=False)
 class Batches:
     """Iterates over the rows of one array of some records, each row once.
 
-    Args:
+    Attributes:
         key: the array.
         runs: its rows.
         dtype, hidden: of all of them.
@@ -140,42 +140,29 @@ class Batches:
         out_dtype: convert rows to it.
     """
 
-    def __init__(
-        self,
-        key: ArrayKey,
-        runs: RowRuns,
-        dtype: str,
-        hidden: int,
-        payloads: PayloadCache,
-        request_ids: pa.Array,
-        size: int,
-        shuffle: bool,
-        seed: int,
-        out_dtype: torch.dtype | None,
-    ) -> None:
-        self.key = key
-        self._runs = runs
-        self._dtype = dtype
-        self.hidden = hidden
-        self._payloads = payloads
-        self._request_ids = request_ids
-        self._size = size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._out = out_dtype or TORCH_DTYPES[dtype]
+    key: ArrayKey
+    runs: RowRuns
+    dtype: str
+    hidden: int
+    payloads: PayloadCache
+    request_ids: pa.Array
+    size: int
+    shuffle: bool = False
+    seed: int = 0
+    out_dtype: torch.dtype | None = None
 
     @property
     def total_rows(self) -> int:
         """Rows of all batches together."""
-        return self._runs.total
+        return self.runs.total
 
     def __len__(self) -> int:
         """Number of batches."""
-        return -(-self.total_rows // self._size)
+        return -(-self.total_rows // self.size)
 
-    def empty(self) -> torch.Tensor:
-        """`[0, hidden]`, of the dtype that batches have."""
-        return torch.empty((0, self.hidden), dtype=self._out)
+    def empty(self, rows: int = 0) -> torch.Tensor:
+        """`[rows, hidden]`, of the dtype that batches have; not filled."""
+        return torch.empty((rows, self.hidden), dtype=self.out_dtype or TORCH_DTYPES[self.dtype])
 
     def as_torch(self) -> Iterator[Batch]:
         """Batches of CPU tensors."""
@@ -184,13 +171,13 @@ class Batches:
                 rows,
                 torch.from_numpy(positions),
                 torch.from_numpy(records),
-                self._request_ids.take(pa.array(records)).to_pylist(),
+                self.request_ids.take(pa.array(records)).to_pylist(),
             )
 
     def as_numpy(self) -> Iterator[Batch]:
         """Batches of numpy arrays; bfloat16 and float8 become float32."""
         for rows, positions, records in self._raw():
-            ids = self._request_ids.take(pa.array(records)).to_pylist()
+            ids = self.request_ids.take(pa.array(records)).to_pylist()
             yield Batch(to_numpy(rows), positions, records, ids)
 
     def as_arrow(self) -> Iterator[pa.RecordBatch]:
@@ -202,7 +189,7 @@ class Batches:
             flat = pa.array(to_numpy(rows).reshape(-1))
             yield pa.RecordBatch.from_arrays(
                 [
-                    self._request_ids.take(pa.array(records)),
+                    self.request_ids.take(pa.array(records)),
                     pa.array(records),
                     pa.array(positions),
                     pa.FixedSizeListArray.from_arrays(flat, self.hidden),
@@ -211,26 +198,26 @@ class Batches:
             )
 
     def _raw(self) -> Iterator[tuple[torch.Tensor, npt.NDArray[np.int32], IntArray]]:
-        if not self._shuffle:
-            for start in range(0, self.total_rows, self._size):
-                yield self._load(self._runs.span(start, start + self._size))
+        if not self.shuffle:
+            for start in range(0, self.total_rows, self.size):
+                yield self._load(self.runs.span(start, start + self.size))
             return
-        random = np.random.default_rng(self._seed)
-        chunks = self._runs.cut(_CHUNK_ROWS)
+        random = np.random.default_rng(self.seed)
+        chunks = self.runs.cut(_CHUNK_ROWS)
         chunks = chunks.take(random.permutation(len(chunks.counts)))
         # A multiple of the batch: every batch but the last comes from one pool.
-        pool_rows = max(-(-POOL_ROWS // self._size), 4) * self._size
+        pool_rows = max(-(-POOL_ROWS // self.size), 4) * self.size
         for start in range(0, self.total_rows, pool_rows):
             rows, positions, records = self._load(chunks.span(start, start + pool_rows))
             order = random.permutation(len(rows))
-            for first in range(0, len(rows), self._size):
-                chosen = order[first : first + self._size]
+            for first in range(0, len(rows), self.size):
+                chosen = order[first : first + self.size]
                 yield rows[torch.from_numpy(chosen)], positions[chosen], records[chosen]
 
     def _load(self, runs: RowRuns) -> tuple[torch.Tensor, npt.NDArray[np.int32], IntArray]:
         """Copy the rows of some runs together."""
         total = runs.total
-        rows = torch.empty((total, self.hidden), dtype=self._out)
+        rows = self.empty(total)
         positions = np.empty(total, np.int32)
         ends = np.cumsum(runs.counts)
         # Neighbours in a file are copied in one go: records of a block lie side by side.
@@ -243,21 +230,14 @@ class Batches:
         tails = np.r_[heads[1:], len(runs.counts)]
         for head, tail in zip(heads.tolist(), tails.tolist(), strict=True):
             start, stop = int(ends[head] - runs.counts[head]), int(ends[tail - 1])
-            payload = self._payloads.get(runs.file_names[runs.files[head]])
-            rows[start:stop].copy_(
-                payload.rows(
-                    runs.tensor_names[runs.tensors[head]],
-                    int(runs.row_starts[head]),
-                    stop - start,
-                    self._dtype,
-                    self.hidden,
-                )
-            )
+            payload = self.payloads.get(runs.file_names[runs.files[head]])
+            name, first = runs.tensor_names[runs.tensors[head]], int(runs.row_starts[head])
+            found = payload.slice(name, first, stop - start, self.dtype, (self.hidden,))
+            rows[start:stop].copy_(found)
             for run in range(head, tail):
                 count = int(runs.counts[run])
-                positions[ends[run] - count : ends[run]] = payload.positions(
-                    int(runs.position_starts[run]), count
-                ).numpy()
+                found = payload.slice(POSITIONS, int(runs.position_starts[run]), count, "I32")
+                positions[ends[run] - count : ends[run]] = found.numpy()
         return rows, positions, np.repeat(runs.records, runs.counts)
 
 

@@ -1,12 +1,13 @@
-"""All that the sidecars of a store say, as tables."""
+"""All that the sidecars of a store say, as tables: of lines, of pieces, of records."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,65 +18,43 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tllm.stores.dtype import ITEM_SIZES
-from tllm.stores.ledger import Identity, Known
-from tllm.stores.paths import INDEX, WriterPaths, sidecars
-from tllm.stores.sidecar import POSITION_BYTES, SidecarLine
+from tllm.stores.error import StoreError, describe, plain_text
+from tllm.stores.format import (
+    INDEX,
+    ITEM_SIZES,
+    LINE_TYPES,
+    POSITION_BYTES,
+    PieceEntry,
+    SidecarLine,
+    sidecars,
+)
 
 logger = logging.getLogger(__name__)
 
+_ARROW = {str: pa.string(), int: pa.int32(), bool: pa.bool_()}
+
 LINE_SCHEMA = pa.schema(
-    [
-        ("sidecar", pa.string()),
-        ("sidecar_bytes", pa.int64()),
-        ("sidecar_mtime_ns", pa.int64()),
-        ("offset", pa.int64()),
-        ("record_id", pa.string()),
-        ("request_id", pa.string()),
-        ("tag", pa.string()),
-        ("sample_index", pa.int32()),
-        ("generation", pa.int32()),
-        ("replaces", pa.bool_()),
-        ("stage", pa.int32()),
-        ("num_stages", pa.int32()),
-        ("part", pa.int32()),
-        ("last", pa.bool_()),
-        ("status", pa.string()),
-        ("error", pa.string()),
-        ("prompt_len", pa.int32()),
-        ("num_tokens", pa.int32()),
-        ("model", pa.string()),
-        ("reduction", pa.string()),
-        ("created", pa.string()),
-        ("layout", pa.string()),
-        ("writer", pa.string()),
-    ]
+    {
+        "sidecar": pa.string(),
+        "sidecar_bytes": pa.int64(),
+        "sidecar_mtime_ns": pa.int64(),
+        "offset": pa.int64(),
+        "num_tokens": pa.int32(),
+        **{name: _ARROW[kind] for name, kind in LINE_TYPES.items() if kind in _ARROW},
+    }
 )
 """One row a sidecar line."""
 
-PIECE_SCHEMA = pa.schema(
-    [
-        ("hook", pa.string()),
-        ("layer", pa.int32()),
-        ("dtype", pa.string()),
-        ("rows", pa.int64()),
-        ("hidden", pa.int64()),
-        ("file", pa.string()),
-        ("tensor", pa.string()),
-        ("row_start", pa.int64()),
-        ("position_start", pa.int64()),
-        ("crc32", pa.int64()),
-    ]
-)
+_WIDE = {"str": pa.string(), "int": pa.int64(), "int | None": pa.int32()}
+
+PIECE_SCHEMA = pa.schema({field.name: _WIDE[str(field.type)] for field in fields(PieceEntry)})
 """One row a piece; `file` is relative to the root here."""
 
-_FROM_LINE = [
-    name
-    for name in LINE_SCHEMA.names
-    if name not in ("sidecar", "sidecar_bytes", "sidecar_mtime_ns", "offset", "num_tokens")
-]
-
 _INDEX_VERSION = b"1"
+_INDEX_CHECKSUM = b"tllm-store-crc32"
+_NO_CHECKSUM = b"00000000"
+
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -95,26 +74,37 @@ class Catalog:
     """What is published under a root, as of one moment.
 
     Attributes:
-        lines: `LINE_SCHEMA`, in the order of sidecars and lines.
-        pieces: `PIECE_SCHEMA` and `line`, the row of `lines` that a piece belongs to, ascending.
+        lines: `LINE_SCHEMA` and `pieces`, a list of `PIECE_SCHEMA`, in the order of sidecars and
+            lines.
         damages: what could not be read.
         indexed: how many of the lines came from the index file.
     """
 
     lines: pa.Table
-    pieces: pa.Table
     damages: tuple[Damage, ...] = ()
     indexed: int = 0
 
     @classmethod
-    def read(cls, root: Path, known: Catalog | None = None) -> Catalog:
+    def read(cls, root: Path, known: Catalog | None = None, index: bool = True) -> Catalog:
         """Read what is there now.
 
         Sidecars never change, so only those are read that neither `known` nor the index file has.
+
+        Args:
+            index: use the index file. It holds nothing that the sidecars do not: one that cannot
+                be used is done without.
+
+        Raises:
+            StoreError: a folder cannot be read.
         """
-        known = known or cls._load_index(root)
-        states = {path: (state.st_size, state.st_mtime_ns) for path, state in sidecars(root)}
-        kept, kept_paths = known._restrict(states) if known is not None else (None, set())
+        if known is None and index:
+            try:
+                known = read_index(root)
+            except StoreError as error:
+                logger.warning("sidecars are read instead of the index: %s", error)
+        states = sidecars(root)
+        kept = known.restricted(states) if known is not None else None
+        kept_paths = set(kept.states) if kept is not None else set()
         builder = _Builder()
         for path, state in states.items():
             if path not in kept_paths:
@@ -122,20 +112,26 @@ class Catalog:
         fresh = builder.build()
         if kept is None:
             return fresh
-        if not len(fresh.lines):
-            return Catalog(kept.lines, kept.pieces, fresh.damages, len(kept.lines))
-        return kept._and(fresh)
+        lines = kept.lines
+        if len(fresh.lines):
+            lines = pa.concat_tables([lines, fresh.lines])
+            keys = [("sidecar", "ascending"), ("offset", "ascending")]
+            lines = lines.take(pc.sort_indices(lines, sort_keys=keys))
+        return Catalog(lines, fresh.damages, len(kept.lines))
 
     def save(self, root: Path) -> Path:
         """Write the index file, in one go; returns its path. Raises `OSError`."""
         target = root / INDEX
         staged = root / f".{INDEX}.{os.getpid()}.{threading.get_ident()}"
+        table = self.flat().replace_schema_metadata(
+            {"tllm-store-index": _INDEX_VERSION, _INDEX_CHECKSUM: _NO_CHECKSUM}
+        )
+        sink = pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        data = bytearray(sink.getvalue())
+        data[_checksum_place(data)] = b"%08x" % zlib.crc32(data)
         try:
-            pq.write_table(
-                self.flat().replace_schema_metadata({"tllm-store-index": _INDEX_VERSION}),
-                staged,
-                compression="zstd",
-            )
+            staged.write_bytes(data)
             os.replace(staged, target)
         except BaseException:
             staged.unlink(missing_ok=True)
@@ -149,107 +145,117 @@ class Catalog:
         first = np.r_[True, rows[1:] != rows[:-1]] if len(rows) else np.zeros(0, bool)
         take = np.full(len(rows), -1, np.int64)
         take[counts[rows] > 0] = np.arange(len(self.pieces))
-        table = self.lines.take(pa.array(rows))
+        table = self.lines.select(LINE_SCHEMA.names).take(pa.array(rows))
         indices = pa.array(take, mask=take < 0)
         for name in PIECE_SCHEMA.names:
             table = table.append_column(name, self.pieces[name].take(indices))
         return table.append_column("first", pa.array(first))
 
     @cached_property
-    def piece_lines(self) -> npt.NDArray[np.int64]:
-        """`[pieces]`, the line of each."""
-        return self.pieces["line"].to_numpy()
+    def pieces(self) -> pa.Table:
+        """`PIECE_SCHEMA`, in the order of lines."""
+        pieces = pa.Table.from_struct_array(self.lines["pieces"].combine_chunks().flatten())
+        return pieces.select(PIECE_SCHEMA.names)
 
-    def known(self, paths: WriterPaths) -> Iterator[tuple[Identity, Known]]:
-        """The identities that exist, for the writer of `paths`."""
-        prefix = f"{paths.folder.relative_to(paths.root).as_posix()}/"
+    @cached_property
+    def piece_lines(self) -> IntArray:
+        """`[pieces]`, the line of each, ascending."""
+        lines: IntArray = pc.list_parent_indices(self.lines["pieces"].combine_chunks()).to_numpy()
+        return lines
+
+    def ended(self) -> list[dict[str, Any]]:
+        """Of each record's end that is published, and not void, the columns that a writer needs."""
         ended = self.lines.filter(
             pc.and_(self.lines["last"], pc.not_equal(self.lines["status"], "aborted"))
         )
         names = ["tag", "request_id", "sample_index", "stage", "record_id", "generation"]
-        for row in ended.select([*names, "sidecar", "layout"]).to_pylist():
-            own = row["sidecar"].startswith(prefix) and row["layout"] != "sharded"
-            yield (
-                (row["tag"], row["request_id"], row["sample_index"], row["stage"]),
-                Known(
-                    row["record_id"],
-                    row["generation"],
-                    paths.root / row["sidecar"] if own else None,
-                ),
-            )
+        rows: list[dict[str, Any]] = ended.select([*names, "sidecar", "layout"]).to_pylist()
+        return rows
 
-    def bytes_of(self, paths: WriterPaths) -> int:
+    def bytes_of(self, writer_id: str) -> int:
         """Bytes of rows and positions that a writer has published."""
-        mine = pc.equal(self.lines["writer"], paths.writer_id).to_numpy()
+        mine = pc.equal(self.lines["writer"], writer_id).to_numpy()
         pieces = self.pieces.filter(pa.array(mine[self.piece_lines]))
         return int(piece_bytes(pieces).sum())
 
-    def _restrict(self, states: Mapping[str, tuple[int, int]]) -> tuple[Catalog, set[str]]:
-        """What of this is still as it was, and the sidecars that it covers."""
+    @property
+    def states(self) -> dict[str, tuple[int, int]]:
+        """The sidecars that were read: size and time of modification by path."""
+        names = ("sidecar", "sidecar_bytes", "sidecar_mtime_ns")
+        paths, sizes, times = (self.lines[name].to_pylist() for name in names)
+        return {p: (s, t) for p, s, t in zip(paths, sizes, times, strict=True)}
+
+    def restricted(self, states: Mapping[str, tuple[int, int]]) -> Catalog:
+        """What of this is of sidecars in one of these states."""
         paths = self.lines["sidecar"].to_pylist()
-        sizes = self.lines["sidecar_bytes"].to_pylist()
-        times = self.lines["sidecar_mtime_ns"].to_pylist()
-        keep = np.fromiter(
-            (states.get(p) == (s, t) for p, s, t in zip(paths, sizes, times, strict=True)),
-            bool,
-            len(paths),
-        )
-        if keep.all():
-            return self, set(paths)
-        lines = self.lines.filter(pa.array(keep))
-        mask = keep[self.piece_lines]
-        pieces = self.pieces.filter(pa.array(mask))
-        renumbered = (np.cumsum(keep) - 1)[self.piece_lines[mask]]
-        place = pieces.schema.get_field_index("line")
-        pieces = pieces.set_column(place, "line", pa.array(renumbered, pa.int64()))
-        return Catalog(lines, pieces), set(lines["sidecar"].to_pylist())
+        current = {path for path, state in self.states.items() if states.get(path) == state}
+        keep = np.fromiter((path in current for path in paths), bool, len(paths))
+        return self if keep.all() else Catalog(self.lines.filter(pa.array(keep)))
 
-    def _and(self, fresh: Catalog) -> Catalog:
-        """Both, in the order of sidecars."""
-        lines = pa.concat_tables([self.lines, fresh.lines])
-        shifted = pa.concat_arrays(
-            [
-                pa.array(self.piece_lines, pa.int64()),
-                pa.array(fresh.piece_lines + len(self.lines), pa.int64()),
-            ]
-        )
-        pieces = pa.concat_tables(
-            [self.pieces.select(PIECE_SCHEMA.names), fresh.pieces.select(PIECE_SCHEMA.names)]
-        ).append_column("line", shifted)
-        order = pc.sort_indices(
-            lines, sort_keys=[("sidecar", "ascending"), ("offset", "ascending")]
-        ).to_numpy()
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order), dtype=order.dtype)
-        numbers = rank[shifted.to_numpy()].astype(np.int64)
-        by_line = np.argsort(numbers, kind="stable")
-        pieces = pieces.take(pa.array(by_line))
-        place = pieces.schema.get_field_index("line")
-        pieces = pieces.set_column(place, "line", pa.array(numbers[by_line], pa.int64()))
-        return Catalog(lines.take(pa.array(order)), pieces, fresh.damages, len(self.lines))
 
-    @classmethod
-    def _load_index(cls, root: Path) -> Catalog | None:
-        """From the index file; None when there is none, or none that can be used."""
-        try:
-            table = pq.read_table(root / INDEX)
-        except FileNotFoundError:
-            return None
-        except (OSError, pa.ArrowException) as error:
-            # It holds nothing that the sidecars do not.
-            logger.warning("%s cannot be used, sidecars are read instead: %s", root / INDEX, error)
-            return None
-        metadata = table.schema.metadata or {}
-        if metadata.get(b"tllm-store-index") != _INDEX_VERSION:
-            logger.warning("%s is of another version, sidecars are read instead", root / INDEX)
-            return None
-        first = table["first"].to_numpy()
-        lines = table.filter(pa.array(first)).select(LINE_SCHEMA.names).cast(LINE_SCHEMA)
-        has_piece = table["hook"].is_valid().to_numpy()
-        number = np.cumsum(first) - 1
-        pieces = table.filter(pa.array(has_piece)).select(PIECE_SCHEMA.names).cast(PIECE_SCHEMA)
-        line = pa.array(number[has_piece], pa.int64())
-        return cls(lines, pieces.append_column("line", line))
+def read_index(root: Path) -> Catalog | None:
+    """What the index file says; None when there is none, or one without a checksum.
+
+    Raises:
+        StoreError: it cannot be read, or is not as it was written.
+    """
+    path = root / INDEX
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StoreError.from_os_error(f"{path} cannot be read", error) from None
+    try:
+        if _INDEX_CHECKSUM not in data:
+            metadata = pq.read_schema(pa.BufferReader(data)).metadata
+            if b"tllm-store-index" in metadata:
+                return None  # of a tLLM that wrote none
+        content = bytearray(data)
+        place = _checksum_place(content)
+        wanted, content[place] = bytes(content[place]), _NO_CHECKSUM
+        if b"%08x" % zlib.crc32(content) != wanted:
+            raise ValueError("its checksum does not match")
+        return _index_catalog(pq.read_table(pa.BufferReader(data), page_checksum_verification=True))
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path} is damaged: {error}; remove it, or make another with `tllm store index`",
+            "damaged",
+        ) from None
+
+
+def _index_catalog(table: pa.Table) -> Catalog:
+    if table.schema.metadata.get(b"tllm-store-index") != _INDEX_VERSION:
+        raise ValueError("it is of another version")
+    if pc.any(pc.match_substring_regex(table["file"], r"^/|(^|/)\.\.(/|$)")).as_py():
+        raise ValueError("it names payloads outside of the store")
+    first = table["first"].to_numpy()
+    lines = table.filter(pa.array(first)).select(LINE_SCHEMA.names).cast(LINE_SCHEMA)
+    has_piece = table["hook"].is_valid().to_numpy()
+    pieces = table.filter(pa.array(has_piece)).select(PIECE_SCHEMA.names).cast(PIECE_SCHEMA)
+    return Catalog(_with_pieces(lines, (np.cumsum(first) - 1)[has_piece], pieces))
+
+
+def _with_pieces(lines: pa.Table, of_line: IntArray | list[int], pieces: pa.Table) -> pa.Table:
+    """`lines` with the pieces of each, given the line of each piece, ascending."""
+    ends = np.cumsum(np.bincount(np.asarray(of_line, np.int64), minlength=len(lines)))
+    columns = [column.combine_chunks() for column in pieces.columns]
+    rows = pa.StructArray.from_arrays(columns, fields=list(PIECE_SCHEMA))
+    lists = pa.ListArray.from_arrays(pa.array(np.r_[0, ends], pa.int32()), rows)
+    return lines.append_column("pieces", lists)
+
+
+def _checksum_place(data: bytes | bytearray) -> slice:
+    """Where the index file has its checksum: eight digits in the metadata at its end.
+
+    Raises `ValueError` when it has none.
+    """
+    name = data.rfind(_INDEX_CHECKSUM)
+    # Between name and digits are the type and the length of the value, in Thrift's compact form.
+    start = name + len(_INDEX_CHECKSUM) + 2
+    if name < 0 or data[start - 1] != len(_NO_CHECKSUM):
+        raise ValueError("it has no checksum")
+    return slice(start, start + len(_NO_CHECKSUM))
 
 
 def piece_bytes(pieces: pa.Table) -> npt.NDArray[np.int64]:
@@ -273,17 +279,20 @@ class _Builder:
 
     def add_file(self, root: Path, path: str, state: tuple[int, int]) -> None:
         """One sidecar; nothing when it is gone meanwhile."""
+        if plain_text(path) != path:
+            self._damages.append(Damage(plain_text(path), "has a name that is not UTF-8"))
+            return
         try:
             data = (root / path).read_bytes()
         except FileNotFoundError:
             return
         except OSError as error:
-            self._damages.append(Damage(path, f"cannot be read: {error.strerror}"))
+            self._damages.append(Damage(path, f"cannot be read: {describe(error)}"))
             return
         offset = 0
         for number, text in enumerate(data.splitlines(keepends=True)):
             try:
-                self._add_line(path, state, offset, SidecarLine.decode(text, checksum=False))
+                self._add_line(path, state, offset, SidecarLine.decode(text))
             except ValueError as error:
                 self._damages.append(Damage(path, f"line {number + 1}: {error}"))
             offset += len(text)
@@ -293,9 +302,8 @@ class _Builder:
     def build(self) -> Catalog:
         """The tables."""
         pieces = pa.table(self._pieces, schema=PIECE_SCHEMA)
-        line = pa.array(self._piece_lines, pa.int64())
         lines = pa.table(self._lines, schema=LINE_SCHEMA)
-        return Catalog(lines, pieces.append_column("line", line), tuple(self._damages))
+        return Catalog(_with_pieces(lines, self._piece_lines, pieces), tuple(self._damages))
 
     def _add_line(self, path: str, state: tuple[int, int], offset: int, line: SidecarLine) -> None:
         columns = self._lines
@@ -305,7 +313,7 @@ class _Builder:
         columns["sidecar_mtime_ns"].append(state[1])
         columns["offset"].append(offset)
         columns["num_tokens"].append(len(line.token_ids))
-        for name in _FROM_LINE:
+        for name in columns.keys() & LINE_TYPES.keys():
             columns[name].append(getattr(line, name))
         folder = PurePosixPath(path).parent.as_posix()
         for piece in line.arrays:
@@ -319,4 +327,141 @@ def read_line(root: Path, sidecar: str, offset: int) -> SidecarLine:
     """One line of a sidecar. Raises `OSError`, or `ValueError` for what is none."""
     with (root / sidecar).open("rb") as file:
         file.seek(offset)
-        return SidecarLine.decode(file.readline(), checksum=False)
+        return SidecarLine.decode(file.readline())
+
+
+STATUSES = ("ok", "partial_error", "pending")
+"""What a record that can be read may be; `pending`: its end was not published (yet)."""
+
+_HIDDEN = -1
+
+
+class RecordTable:
+    """One row a record; its parts, and those of its pipeline stages, are joined.
+
+    Records are in the order of their first lines. Those that were aborted, or that another record
+    replaced, are there with the status code -1.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        lines = catalog.lines
+        ids = lines["record_id"].combine_chunks().dictionary_encode()
+        # The codes are in the order of first appearance.
+        group: IntArray = ids.indices.to_numpy().astype(np.int64)
+        self._stage: IntArray = lines["stage"].to_numpy().astype(np.int64)
+        self._part: IntArray = lines["part"].to_numpy().astype(np.int64)
+        self._last = lines["last"].to_numpy()
+        self._num_stages: IntArray = lines["num_stages"].to_numpy().astype(np.int64)
+        order = np.lexsort((self._part, self._stage, group))
+        starts = np.searchsorted(group[order], np.arange(len(ids.dictionary) + 1))
+        self.size = len(ids.dictionary)
+        self.status: npt.NDArray[np.int8] = np.full(self.size, _HIDDEN, np.int8)
+        self.errors: dict[int, str] = {}
+        self.doubles: list[int] = []
+        """Lines of parts that are there already: they are not used."""
+        head = order[starts[:-1]] if self.size else np.zeros(0, np.int64)
+        codes = self._line_codes()
+        alone = (np.diff(starts) == 1) & (self._num_stages[head] == 1) & (self._part[head] == 0)
+        alone &= self._last[head] if self.size else False
+        self.status[alone] = codes[head[alone]]
+        for record in np.flatnonzero(~alone):
+            head[record] = self._join(
+                int(record), order[starts[record] : starts[record + 1]], codes
+            )
+        self.head: IntArray = head
+        """`[records]`, the line that describes each: the last of the first stage there is."""
+        self._hide_replaced()
+        used = np.ones(len(lines), bool)
+        used[self.doubles] = False
+        line = catalog.piece_lines
+        kept = np.flatnonzero(used[line])
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        by_record = kept[np.argsort(rank[line[kept]], kind="stable")]
+        self.pieces: pa.Table = catalog.pieces.take(pa.array(by_record))
+        """`PIECE_SCHEMA`, in the order of records, stages and parts."""
+        self.piece_records: IntArray = group[line[by_record]]
+        """`[pieces]`, the record of each, ascending."""
+        self.piece_starts: IntArray = np.searchsorted(self.piece_records, np.arange(self.size + 1))
+        """`[records + 1]`, the first piece of each."""
+
+    @cached_property
+    def heads(self) -> pa.Table:
+        """One row a record: `LINE_SCHEMA` of the line that describes it."""
+        return self.catalog.lines.select(LINE_SCHEMA.names).take(pa.array(self.head))
+
+    @cached_property
+    def piece_keys(self) -> tuple[list[tuple[str, int | None]], IntArray]:
+        """The arrays that occur, as `(hook, layer)`, and `[pieces]`, which one each belongs to."""
+        hooks = self.pieces["hook"].combine_chunks().dictionary_encode()
+        names = hooks.dictionary.to_pylist()
+        layers: IntArray = self.pieces["layer"].fill_null(-1).to_numpy().astype(np.int64)
+        if not len(layers):
+            return [], layers
+        wide = int(layers.max()) + 2
+        numbers, codes = np.unique(
+            hooks.indices.to_numpy() * wide + layers + 1, return_inverse=True
+        )
+        keys = [(names[n // wide], None if n % wide == 0 else int(n % wide) - 1) for n in numbers]
+        return keys, codes.astype(np.int64)
+
+    def column(self, name: str) -> list[Any]:
+        """A column of `heads` as a list."""
+        return self.heads[name].to_pylist()
+
+    def _line_codes(self) -> npt.NDArray[np.int8]:
+        encoded = self.catalog.lines["status"].combine_chunks().dictionary_encode()
+        names = encoded.dictionary.to_pylist()
+        known = np.array([STATUSES.index(n) if n in STATUSES else _HIDDEN for n in names], np.int8)
+        return known[encoded.indices.to_numpy()] if len(names) else np.zeros(0, np.int8)
+
+    def _join(self, record: int, lines: IntArray, codes: npt.NDArray[np.int8]) -> int:
+        """Work out a record of several lines; returns the line that describes it."""
+        parts: dict[tuple[int, int], int] = {}
+        for line in lines.tolist():
+            place = int(self._stage[line]), int(self._part[line])
+            if place in parts:
+                self.doubles.append(line)
+            parts.setdefault(place, line)
+        errors = self.catalog.lines["error"].take(pa.array(list(parts.values()))).to_pylist()
+        texts = list(dict.fromkeys(error for error in errors if error))
+        ends = {stage: part for (stage, part), line in parts.items() if self._last[line]}
+        missing = [
+            f"part {part} of stage {stage}"
+            for stage, end in ends.items()
+            for part in range(end)
+            if (stage, part) not in parts
+        ]
+        if missing:
+            texts.append(f"{', '.join(missing)} is missing on disk")
+        num_stages = int(self._num_stages[lines].max())
+        partial = STATUSES.index("partial_error")
+        if any(codes[line] == _HIDDEN for line in parts.values()):
+            self.status[record] = _HIDDEN
+        elif any(stage not in ends for stage in range(num_stages)):
+            self.status[record] = STATUSES.index("pending")
+        elif texts or any(codes[parts[place]] == partial for place in ends.items()):
+            self.status[record] = partial
+        else:
+            self.status[record] = STATUSES.index("ok")
+        self.errors[record] = "; ".join(texts)
+        first = min(stage for stage, _ in parts)
+        return parts[first, ends[first]] if first in ends else int(lines[0])
+
+    def _hide_replaced(self) -> None:
+        """A record hides those of lower generations once it is whole."""
+        generations = self.heads["generation"].to_numpy()
+        finished = (self.status >= 0) & (self.status != STATUSES.index("pending"))
+        replaces = self.heads["replaces"].to_numpy() & finished & (generations > 1)
+        if not replaces.any():
+            return
+        names = [self.column(name) for name in ("tag", "request_id", "sample_index")]
+        identities = list(zip(*names, strict=True))
+        newest: dict[tuple[Any, ...], int] = {}
+        for record in np.flatnonzero(replaces).tolist():
+            identity = identities[record]
+            newest[identity] = max(newest.get(identity, 0), int(generations[record]))
+        for record, identity in enumerate(identities):
+            if generations[record] < newest.get(identity, 0):
+                self.status[record] = _HIDDEN

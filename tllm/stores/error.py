@@ -21,7 +21,7 @@ class StoreError(Exception):
     """
 
     def __init__(self, message: str, reason: Reason, errno: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(plain_text(message))
         self.reason: Reason = reason
         self.errno = errno
 
@@ -40,3 +40,9 @@ def describe(error: OSError) -> str:
         f" ({os.fspath(error.filename)})" if isinstance(error.filename, (str, os.PathLike)) else ""
     )
     return f"{text}{name}{path}"
+
+
+def plain_text(text: str) -> str:
+    """`text` with lone surrogates escaped: a file's name may have them, and neither UTF-8 nor a
+    terminal takes them."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

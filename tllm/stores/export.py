@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zipfile
 from collections.abc import Callable
@@ -15,12 +16,11 @@ import pyarrow.parquet as pq
 import torch
 
 from tllm.stores.batches import Batches
-from tllm.stores.dtype import as_bytes, dtype_name, to_numpy
 from tllm.stores.error import StoreError
+from tllm.stores.format import as_bytes, canonical_json, dtype_name, to_numpy
 from tllm.stores.payload import PayloadFile
-from tllm.stores.publication import remove, write_file
-from tllm.stores.record import canonical_json
-from tllm.stores.store import Store
+from tllm.stores.publish import remove, write_file
+from tllm.stores.reader import Store
 
 ExportFormat = Literal["parquet", "npz", "safetensors"]
 
@@ -95,8 +95,10 @@ class _Names:
 
 
 def _write_parquet(batches: Batches, names: _Names, path: Path) -> None:
-    writer: pq.ParquetWriter | None = None
-    try:
+    with contextlib.ExitStack() as opened:
+        # A file, since Arrow takes no path that is not UTF-8.
+        file = opened.enter_context(path.open("wb"))
+        writer: pq.ParquetWriter | None = None
         for batch in batches.as_arrow():
             records = batch["record"]
             table = pa.table(
@@ -108,11 +110,10 @@ def _write_parquet(batches: Batches, names: _Names, path: Path) -> None:
                     "rows": batch["rows"],
                 }
             )
-            writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
+            if writer is None:
+                writer = pq.ParquetWriter(file, table.schema, compression="zstd")
+                opened.enter_context(writer)
             writer.write_table(table)
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _write_npz(batches: Batches, names: _Names, path: Path) -> None:
@@ -144,17 +145,17 @@ def _write_npz(batches: Batches, names: _Names, path: Path) -> None:
 
 def _write_safetensors(batches: Batches, names: _Names, path: Path) -> None:
     file = PayloadFile(path, header_bytes=4096)
-    file.add("rows", dtype_name(batches.empty().dtype), batches.hidden, 0, [])
+    file.add(["rows"], dtype_name(batches.empty().dtype), batches.hidden, 0, [])
     positions: list[torch.Tensor] = [torch.empty(0, dtype=torch.int32)]
     records: list[torch.Tensor] = [torch.empty(0, dtype=torch.int64)]
     for batch in batches.as_torch():
         rows = as_bytes(batch.rows)
-        file.add("rows", dtype_name(batch.rows.dtype), batches.hidden, len(batch), [rows])
+        file.add(["rows"], dtype_name(batch.rows.dtype), batches.hidden, len(batch), [rows])
         file.write()
         positions.append(batch.positions)
         records.append(batch.records)
-    file.add("positions", "I32", None, batches.total_rows, [as_bytes(torch.cat(positions))])
-    file.add("records", "I64", None, batches.total_rows, [as_bytes(torch.cat(records))])
+    file.add(["positions"], "I32", None, batches.total_rows, [as_bytes(torch.cat(positions))])
+    file.add(["records"], "I64", None, batches.total_rows, [as_bytes(torch.cat(records))])
     file.finish({"format": "pt"})
 
 

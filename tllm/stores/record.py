@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +16,23 @@ import numpy.typing as npt
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.stores.dtype import dtype_name
-from tllm.stores.name import checked_text
+from tllm.stores.error import plain_text
+from tllm.stores.format import (
+    Identity,
+    canonical_json,
+    checked_text,
+    dtype_name,
+    parse_json,
+)
 
 RecordStatus = Literal["ok", "partial_error"]
 
 PositionArray = npt.NDArray[np.int32]
 
 _INT32_MAX = 2**31 - 1
+
+_SMALL = 1 << 20
+"""Bytes of a record whose arrays are stacked for less work."""
 
 
 class ArrayKey(NamedTuple):
@@ -62,7 +70,7 @@ class Rows:
     """What was captured at one hook point of one layer.
 
     Attributes:
-        tensor: `[rows, hidden]` on the CPU, of any dtype in `tllm.stores.dtype`. It is not copied
+        tensor: `[rows, hidden]` on the CPU, of any dtype in `tllm.stores.format`. It is not copied
             (unless it is not contiguous), and must not change before it is written.
         positions: `[rows]`, position of each row's token in the sequence, ascending; for a
             reduction, of the last token that went into the row.
@@ -132,10 +140,10 @@ class RecordMeta:
         """Check and normalise; raises `ValueError` naming the field."""
         fill: dict[str, Any] = {
             name: checked_text(name, getattr(self, name))
-            for name in ("request_id", "tag", "record_id", "model", "reduction")
+            for name in ("request_id", "tag", "record_id", "model", "reduction", "created")
         }
         fill["record_id"] = fill["record_id"] or _new_id()
-        fill["created"] = self.created or utc_now()
+        fill["created"] = fill["created"] or utc_now()
         fill["token_ids"] = tuple(map(int, self.token_ids))
         for name in ("sample_index", "prompt_len", "stage", "num_stages"):
             value = getattr(self, name)
@@ -151,14 +159,15 @@ class RecordMeta:
                 "from 0 to num_stages - 1"
             )
         require_status(self.status, self.error)
+        fill["error"] = plain_text(self.error)
         for name in ("versions", "metadata"):
             # A copy, which the caller cannot change any more.
-            fill[name] = json.loads(require_json(name, getattr(self, name)))
+            fill[name] = parse_json(require_json(name, getattr(self, name)).encode())
         for name, value in fill.items():
             object.__setattr__(self, name, value)
 
     @property
-    def identity(self) -> tuple[str, str, int, int]:
+    def identity(self) -> Identity:
         """What may exist once: `(tag, request_id, sample_index, stage)`."""
         return self.tag, self.request_id, self.sample_index, self.stage
 
@@ -185,65 +194,9 @@ StackKind = tuple[tuple[ArrayKey, ...], str, int]
 
 
 @dataclass(eq=False, slots=True)  # not frozen: that costs more than all checks together
-class CheckedRows:
-    """Rows that were found fit to be stored.
-
-    Attributes:
-        tensor: `[rows, hidden]`, contiguous, on the CPU.
-        dtype: by safetensors' name.
-        positions: `[rows]` int32, ascending.
-    """
-
-    key: ArrayKey
-    tensor: torch.Tensor
-    dtype: str
-    positions: PositionArray
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.tensor.shape[0]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of rows and positions."""
-        return self.tensor.nbytes + self.positions.nbytes
-
-    @classmethod
-    def of(cls, key: ArrayKey, given: Rows, positions: PositionArray) -> CheckedRows:
-        """Check rows; their positions come from `checked_positions`.
-
-        Raises `ValueError` naming the array and what is wrong with it.
-        """
-        tensor = given.tensor
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] == 0:
-            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
-            raise ValueError(f"{key.name}: {found} was given; give a tensor [rows, hidden]")
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise ValueError(
-                f"{key.name}: a {tensor.layout} tensor on {tensor.device} was given; give a plain "
-                "tensor on the CPU"
-            )
-        try:
-            dtype = dtype_name(tensor.dtype)
-        except ValueError as error:
-            raise ValueError(f"{key.name}: {error}") from None
-        if len(positions) != len(tensor):
-            raise ValueError(
-                f"{key.name}: {len(positions)} positions were given for {len(tensor)} rows; give "
-                "one for each"
-            )
-        # Each of these calls costs microseconds, and there is one for every row of a decode step.
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
-        return cls(key, tensor, dtype, positions)
-
-
-@dataclass(eq=False, slots=True)
 class CheckedStack:
-    """Stacked rows that were found fit to be stored.
+    """Rows of one array or several that were found fit to be stored; a single one is a stack of
+    one.
 
     Attributes:
         keys: of the arrays.
@@ -281,9 +234,43 @@ class CheckedStack:
                 f"{name}: a tensor {list(tensor.shape)} was given for {len(keys)} places; give "
                 "[rows, places, hidden]"
             )
-        positions = checked_positions(name, given.positions, after)
-        plain = CheckedRows.of(keys[0], Rows(tensor.flatten(1), positions), positions)
-        return cls(keys, plain.tensor.view(tensor.shape), plain.dtype, positions)
+        return cls._checked(name, keys, tensor, checked_positions(name, given.positions, after))
+
+    @classmethod
+    def single(cls, key: ArrayKey, tensor: torch.Tensor, positions: PositionArray) -> CheckedStack:
+        """Check the rows of one array; their positions come from `checked_positions`.
+
+        Raises `ValueError` naming the array and what is wrong with it.
+        """
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.shape[1] == 0:
+            found = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor)
+            raise ValueError(f"{key.name}: {found} was given; give a tensor [rows, hidden]")
+        return cls._checked(key.name, (key,), tensor[:, None], positions)
+
+    @classmethod
+    def _checked(
+        cls, name: str, keys: tuple[ArrayKey, ...], tensor: torch.Tensor, positions: PositionArray
+    ) -> CheckedStack:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name}: a {tensor.layout} tensor on {tensor.device} was given; give a plain "
+                "tensor on the CPU"
+            )
+        try:
+            dtype = dtype_name(tensor.dtype)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if len(positions) != len(tensor):
+            raise ValueError(
+                f"{name}: {len(positions)} positions were given for {len(tensor)} rows; give "
+                "one for each"
+            )
+        # Each of these calls costs microseconds, and there is one for every row of a decode step.
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        return cls(keys, tensor, dtype, positions)
 
     @property
     def kind(self) -> StackKind:
@@ -296,10 +283,12 @@ class CheckedStack:
         names = ", ".join(key.name for key in self.keys)
         return f"{self.dtype} rows of {self.tensor.shape[2]} of {names}"
 
-    def unstacked(self) -> list[CheckedRows]:
-        """Each array by itself; its rows are copied."""
+    def unstacked(self) -> list[CheckedStack]:
+        """Each array by itself; its rows are copied, unless it is alone."""
+        if len(self.keys) == 1:
+            return [self]
         return [
-            CheckedRows(key, self.tensor[:, i].contiguous(), self.dtype, self.positions)
+            CheckedStack((key,), self.tensor[:, i : i + 1].contiguous(), self.dtype, self.positions)
             for i, key in enumerate(self.keys)
         ]
 
@@ -337,28 +326,12 @@ def checked_positions(
     return wide.astype("<i4")
 
 
-def checked_arrays(record: Record) -> list[CheckedRows | CheckedStack]:
-    """All arrays of a record; `ValueError` when one is not fit, or is given twice."""
-    if isinstance(record.arrays, StackedRows):
-        return [CheckedStack.of(record.arrays)]
-    if not isinstance(record.arrays, Mapping):
-        return _checked_pieces(record.arrays)
-    checked: dict[ArrayKey, CheckedRows] = {}
-    # Arrays mostly share their positions: they are checked, and stored, once.
-    positions: dict[int, PositionArray] = {}
-    for (hook, layer), rows in record.arrays.items():
-        key = ArrayKey.of(hook, layer)
-        if key in checked:
-            raise ValueError(f"{key.name} is given twice, once by its alias; give it once")
-        known = positions.get(id(rows.positions))
-        if known is None:
-            known = positions[id(rows.positions)] = checked_positions(key.name, rows.positions)
-        checked[key] = CheckedRows.of(key, rows, known)
-    return list(checked.values())
-
-
-def _checked_pieces(pieces: Sequence[StackedRows]) -> list[CheckedRows | CheckedStack]:
-    """Pieces of one stack; `ValueError` when one does not follow the one before."""
+def checked_arrays(record: Record) -> list[CheckedStack]:
+    """All arrays of a record; `ValueError` when one is not fit, is given twice, or does not follow
+    the one before."""
+    if isinstance(record.arrays, Mapping):
+        return _checked_singles(record.arrays)
+    pieces = [record.arrays] if isinstance(record.arrays, StackedRows) else record.arrays
     checked: list[CheckedStack] = []
     after = -1
     for piece in pieces:
@@ -372,7 +345,33 @@ def _checked_pieces(pieces: Sequence[StackedRows]) -> list[CheckedRows | Checked
         checked.append(stack)
     if not checked:
         raise ValueError("no pieces were given; give at least one, which may have no rows")
-    return [stack for stack in checked if stack.rows] or [*checked[:1]]
+    return [stack for stack in checked if stack.rows] or checked[:1]
+
+
+def _checked_singles(
+    arrays: Mapping[tuple[str | HookPoint, int | None], Rows],
+) -> list[CheckedStack]:
+    checked: dict[ArrayKey, CheckedStack] = {}
+    # Arrays mostly share their positions: they are checked, and stored, once.
+    positions: dict[int, PositionArray] = {}
+    for (hook, layer), rows in arrays.items():
+        key = ArrayKey.of(hook, layer)
+        if key in checked:
+            raise ValueError(f"{key.name} is given twice, once by its alias; give it once")
+        known = positions.get(id(rows.positions))
+        if known is None:
+            known = positions[id(rows.positions)] = checked_positions(key.name, rows.positions)
+        checked[key] = CheckedStack.single(key, rows.tensor, known)
+    singles = list(checked.values())
+    first = singles[0] if singles else None
+    if first is None or len(singles) * first.nbytes > _SMALL:
+        return singles
+    # Small rows of the same tokens are less work together, though they are copied for it.
+    alike = first.dtype, first.tensor.shape, id(first.positions)
+    if any((s.dtype, s.tensor.shape, id(s.positions)) != alike for s in singles):
+        return singles
+    tensor = torch.cat([single.tensor for single in singles], 1)
+    return [CheckedStack(tuple(checked), tensor, first.dtype, first.positions)]
 
 
 def require_status(status: str, error: str) -> None:
@@ -394,18 +393,11 @@ def require_json(name: str, value: Mapping[str, Any]) -> str:
         return "{}"
     try:
         text = canonical_json(dict(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{name} must be plain JSON data: {error}") from None
     if any(not isinstance(key, str) for key in value):
         raise ValueError(f"{name} has keys that are no strings; JSON knows only strings")
     return text
-
-
-def canonical_json(value: Any) -> str:
-    """One line of ASCII with sorted keys: the same data gives the same text."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    )
 
 
 def _new_id() -> str:

@@ -3,69 +3,120 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
-from tllm.stores.dtype import as_bytes
-from tllm.stores.payload import PayloadFile
-from tllm.stores.record import ArrayKey, CheckedRows, CheckedStack, PositionArray, StackKind
-from tllm.stores.recording import Recording
-from tllm.stores.sidecar import FORMAT, VERSION, Entry, PieceEntry
-from tllm.stores.stack import Buffer, StackBlock, StackEntry, StackPiece
+import numpy as np
+import numpy.typing as npt
 
-POSITIONS = "positions"
+from tllm.stores.format import (
+    FORMAT,
+    ITEM_SIZES,
+    POSITION_BYTES,
+    POSITIONS,
+    VERSION,
+    as_bytes,
+)
+from tllm.stores.payload import PayloadFile, RowPlace
+from tllm.stores.record import ArrayKey, CheckedStack, StackKind
+
+Buffer = npt.NDArray[np.uint8]
+
 _METADATA = {"format": "pt", FORMAT: str(VERSION)}
 
 _LONGEST_NAME = 40
 """More bytes than the name of a tensor has: hook point, layer and number."""
 
-_Group = tuple[ArrayKey, str, int]
+_ROUND = 1 << 20
+_MOST_SPARE = 128 << 20
+"""Bytes that are kept for the next block."""
+
+_NOWHERE = RowPlace((), ())
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
-    """Rows of one array of one record, staged or written.
+class StackPiece:
+    """Consecutive rows of a stack of one record in one payload, staged or written.
+
+    The work for it is that of one array, however many there are.
 
     Attributes:
-        buffers: the rows' bytes, until they are written.
-        positions: in the order of the rows.
-        tensor, row_start: their place in the file.
-        crc32: of the rows that are in the file; in the end, of their positions too.
+        owner: whose rows.
+        kind: arrays, dtype and width.
+        rows: of each array.
+        positions: `[rows]` I32, their bytes.
+        stacks: the rows, until they are written.
+        place: where the first row of each array is.
+        before: the written piece that these rows go on in the same tensors, and will be part of.
+        crc32: by array, of the rows; once the file is sealed, of their positions too.
+        position_start: in the file's positions.
+        file: the payload, as the record's sidecar names it.
     """
 
-    recording: Recording
-    key: ArrayKey
-    dtype: str
-    hidden: int
-    rows: int
-    buffers: list[memoryview]
-    positions: list[PositionArray]
-    tensor: str = ""
-    row_start: int = 0
-    crc32: int = 0
+    owner: Hashable
+    kind: StackKind
+    rows: int = 0
+    positions: bytearray = field(default_factory=bytearray)
+    stacks: list[CheckedStack] = field(default_factory=list)
+    place: RowPlace = _NOWHERE
+    before: StackPiece | None = None
+    crc32: Sequence[int] = ()
+    position_start: int = 0
+    file: str = ""
+
+    @property
+    def total_rows(self) -> int:
+        """Of all arrays together."""
+        return self.rows * len(self.kind[0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows and positions that wait to be written."""
-        return sum(map(len, self.buffers)) + sum(part.nbytes for part in self.positions)
+        """Bytes of rows and positions, of all arrays together."""
+        _, dtype, hidden = self.kind
+        return self.total_rows * (hidden * ITEM_SIZES[dtype] + POSITION_BYTES)
 
-    def is_continued_by(self, other: Piece) -> bool:
-        """Whether the rows of `other` follow in the same tensor."""
-        return other.tensor == self.tensor and other.row_start == self.row_start + self.rows
+    def extend(self, stack: CheckedStack) -> None:
+        """The record's next rows."""
+        self.rows += stack.rows
+        self.positions += stack.positions.data
+        self.stacks.append(stack)
+
+    def encode(self) -> str:
+        """As canonical JSON: one object for each array, with commas between."""
+        keys, dtype, hidden = self.kind
+        fields: list[int | str] = []
+        for crc32, start in zip(self.crc32, self.place.row_starts, strict=True):
+            fields += crc32, self.file, self.position_start, start, self.rows
+        return _template(keys, dtype, hidden, self.place.tensors) % tuple(fields)
+
+
+@lru_cache(256)
+def _template(keys: tuple[ArrayKey, ...], dtype: str, hidden: int, tensors: tuple[str, ...]) -> str:
+    """The JSON of pieces without what differs from record to record. All texts in it are of this
+    package's making: nothing to escape."""
+    return ",".join(
+        f'{{"crc32":%d,"dtype":"{dtype}","file":"%s","hidden":{hidden},"hook":"{key.hook}",'
+        f'"layer":{"null" if key.layer is None else key.layer},"position_start":%d,'
+        f'"row_start":%d,"rows":%d,"tensor":"{tensor}"}}'
+        for key, tensor in zip(keys, tensors, strict=True)
+    )
 
 
 class Volume:
     """Collects rows, writes them in blocks, and says in the end where whose rows are.
 
-    A *block* is what is staged between two writes. Within it, rows of the same hook point, layer,
-    dtype and width lie side by side in one tensor, whoever's they are.
+    A *block* is what is staged between two writes. Within it, rows of the same arrays, dtype and
+    width lie side by side, whoever's they are.
 
     Args:
         path: payload file to create.
         header_bytes, sync: see `PayloadFile`.
-        tensor_name: the tensor's name for an array.
-        spare: memory of earlier blocks, also of volumes before.
+        tensor_name: of the only tensor; by default each is called by its hook point and layer.
+        spare: memory of earlier blocks, also of volumes before: it is filled faster than new one.
     """
 
     def __init__(
@@ -73,18 +124,16 @@ class Volume:
         path: Path,
         header_bytes: int,
         sync: bool,
-        tensor_name: Callable[[ArrayKey], str] = lambda key: key.name,
+        tensor_name: str | None = None,
         spare: list[Buffer] | None = None,
     ) -> None:
         self.path = path
         self._file = PayloadFile(path, header_bytes, sync)
         self._tensor_name = tensor_name
-        self._staged: dict[_Group, list[Piece]] = {}
-        self._staged_stacks: dict[StackKind, list[StackPiece]] = {}
-        self._pieces: dict[Recording, dict[ArrayKey, list[Piece]]] = {}
-        self._stacks: dict[Recording, list[StackPiece]] = {}
+        self._staged: dict[StackKind, list[StackPiece]] = {}
+        self._written: dict[Hashable, dict[StackKind, list[StackPiece]]] = {}
         self._spare = [] if spare is None else spare
-        self._position_starts: dict[Piece, int] = {}
+        self._memory: list[Buffer] = []
         self._broken: OSError | None = None
         self.staged_bytes = 0
 
@@ -98,61 +147,36 @@ class Volume:
         """Whether blocks were written."""
         return self._file.begun
 
-    def has_room(self, arrays: Sequence[CheckedRows | CheckedStack]) -> bool:
-        """Whether the header has room for these arrays on top of what is staged."""
+    def has_room(self, stacks: Sequence[CheckedStack]) -> bool:
+        """Whether the header has room for these rows on top of what is staged."""
         if not self._file.begun:
             return True
         # What is staged already needs no second tensor.
-        stacks = {*self._staged_stacks}
-        singles = {*self._staged}
-        for rows in arrays:
-            if isinstance(rows, CheckedStack):
-                stacks.add(rows.kind)
-            else:
-                singles.add(_group(rows))
-        needed = len(singles) + sum(len(keys) for keys, _, _ in stacks)
+        kinds = {*self._staged, *(stack.kind for stack in stacks)}
+        needed = sum(len(keys) for keys, _, _ in kinds)
         return self._file.has_room(needed, needed * _LONGEST_NAME)
 
-    def stage(self, recording: Recording, rows: CheckedRows | CheckedStack) -> None:
+    def stage(self, owner: Hashable, stack: CheckedStack) -> None:
         """Take rows into the next block; nothing is copied or written yet."""
-        if isinstance(rows, CheckedStack):
-            stacks = self._staged_stacks.setdefault(rows.kind, [])
-            if stacks and stacks[-1].recording is recording:
-                stacks[-1].extend(rows)
-            else:
-                stacks.append(StackPiece.of(recording, rows))
-            self.staged_bytes += rows.nbytes
-            return
-        group = self._staged.setdefault(_group(rows), [])
-        if not group or group[-1].recording is not recording:
-            group.append(Piece(recording, rows.key, rows.dtype, rows.tensor.shape[1], 0, [], []))
-        piece = group[-1]
-        piece.rows += rows.rows
-        piece.buffers.append(as_bytes(rows.tensor))
-        piece.positions.append(rows.positions)
-        self.staged_bytes += rows.nbytes
+        kind = stack.kind
+        pieces = self._staged.setdefault(kind, [])
+        if not pieces or pieces[-1].owner is not owner:
+            pieces.append(StackPiece(owner, kind))
+        pieces[-1].extend(stack)
+        self.staged_bytes += stack.nbytes
 
-    def staged_recordings(self) -> list[Recording]:
+    def staged_owners(self) -> list[Any]:
         """Whose rows are staged."""
-        staged: list[Sequence[Piece | StackPiece]] = [
-            *self._staged.values(),
-            *self._staged_stacks.values(),
-        ]
-        return list(dict.fromkeys(piece.recording for pieces in staged for piece in pieces))
+        return list(dict.fromkeys(p.owner for pieces in self._staged.values() for p in pieces))
 
-    def unstage(self, recording: Recording) -> int:
+    def unstage(self, owner: Hashable) -> int:
         """Take a record's staged rows out again; returns their bytes."""
         freed = 0
-        for group, pieces in list(self._staged.items()):
-            freed += sum(piece.nbytes for piece in pieces if piece.recording is recording)
-            self._staged[group] = [p for p in pieces if p.recording is not recording]
-            if not self._staged[group]:
-                del self._staged[group]
-        for stacks, those in list(self._staged_stacks.items()):
-            freed += sum(each.nbytes for each in those if each.recording is recording)
-            self._staged_stacks[stacks] = [e for e in those if e.recording is not recording]
-            if not self._staged_stacks[stacks]:
-                del self._staged_stacks[stacks]
+        for kind, pieces in list(self._staged.items()):
+            freed += sum(piece.nbytes for piece in pieces if piece.owner is owner)
+            self._staged[kind] = [piece for piece in pieces if piece.owner is not owner]
+            if not self._staged[kind]:
+                del self._staged[kind]
         self.staged_bytes -= freed
         return freed
 
@@ -172,7 +196,7 @@ class Volume:
             except OSError as error:
                 self._broken = error
             raise
-        self._settle()
+        self._commit()
         freed, self.staged_bytes = self.staged_bytes, 0
         return freed
 
@@ -184,102 +208,110 @@ class Volume:
         if self._broken is not None:
             raise self._broken
         self._place()
-        self._settle()
-        if not self._pieces and not self._stacks:
+        self._commit()
+        if not self._written:
             return 0
         self._add_positions()
         return self._file.finish(_METADATA)
 
-    def entries(self, recording: Recording, file: str) -> list[Entry]:
-        """A record's pieces, once sealed; `file` is the payload as its sidecar names it."""
-        found: list[Entry] = [StackEntry(each, file) for each in self._stacks.get(recording, ())]
-        return found + [
-            PieceEntry(
-                *piece.key,
-                dtype=piece.dtype,
-                rows=piece.rows,
-                hidden=piece.hidden,
-                file=file,
-                tensor=piece.tensor,
-                row_start=piece.row_start,
-                position_start=self._position_starts[piece],
-                crc32=piece.crc32,
-            )
-            for piece in self._of(recording)
-        ]
+    def pieces(self, owner: Hashable, file: str) -> list[StackPiece]:
+        """A record's rows, once sealed; `file` is the payload as its sidecar names it."""
+        found = list(chain.from_iterable(self._written.get(owner, {}).values()))
+        for piece in found:
+            piece.file = file
+        return found
 
     def discard(self) -> None:
         """Remove the file."""
         self._file.discard()
 
-    def _of(self, recording: Recording) -> Iterator[Piece]:
-        for pieces in self._pieces.get(recording, {}).values():
-            yield from pieces
-
     def _place(self) -> None:
-        """Give staged pieces their place in the file."""
-        for (key, dtype, hidden), pieces in self._staged.items():
-            buffers = [buffer for piece in pieces for buffer in piece.buffers]
+        """Give staged pieces their places in the file, and note their checksums."""
+        self._memory.clear()
+        for kind, pieces in self._staged.items():
+            keys, dtype, hidden = kind
             rows = sum(piece.rows for piece in pieces)
-            span = self._file.add(self._tensor_name(key), dtype, hidden, rows, buffers)
-            row = span.row_start
+            names = [self._tensor_name or key.name for key in keys]
+            buffers = self._buffers(kind, pieces, rows)
+            tensors, starts = self._file.add(names, dtype, hidden, rows, buffers)
+            row_bytes, row = hidden * ITEM_SIZES[dtype], 0
             for piece in pieces:
-                piece.tensor, piece.row_start = span.tensor, row
+                piece.place = RowPlace(tensors, tuple([start + row for start in starts]))
+                piece.before = self._before(piece)
+                piece.crc32 = piece.before.crc32 if piece.before else (0,) * len(keys)
+                if len(keys) == 1:
+                    [crc32] = piece.crc32
+                    for stack in piece.stacks:
+                        crc32 = zlib.crc32(as_bytes(stack.tensor), crc32)
+                    piece.crc32 = (crc32,)
+                elif rows:
+                    [data] = buffers
+                    first, length, whole = row * row_bytes, piece.rows * row_bytes, rows * row_bytes
+                    piece.crc32 = [
+                        zlib.crc32(data[first + i * whole : first + i * whole + length], crc32)
+                        for i, crc32 in enumerate(piece.crc32)
+                    ]
                 row += piece.rows
-        for (keys, _, _), stacks in self._staged_stacks.items():
-            names = [self._tensor_name(key) for key in keys]
-            StackBlock.place(self._file, names, stacks, self._spare)
 
-    def _settle(self) -> None:
-        """Staged pieces are in the file: add them up, and join them with those before them."""
-        for pieces in self._staged.values():
+    def _buffers(
+        self, kind: StackKind, pieces: Sequence[StackPiece], rows: int
+    ) -> Sequence[memoryview]:
+        """The bytes of `[arrays, rows, hidden]`: rows of an array side by side."""
+        keys, dtype, hidden = kind
+        stacks = [stack for piece in pieces for stack in piece.stacks]
+        if len(keys) == 1 or not rows or (len(stacks) == 1 and rows == 1):
+            return [as_bytes(stack.tensor) for stack in stacks]
+        width = hidden * ITEM_SIZES[dtype]
+        nbytes = len(keys) * rows * width
+        memory = self._spare.pop() if self._spare else None
+        if memory is None or len(memory) < nbytes:
+            memory = np.empty(-(-nbytes // _ROUND) * _ROUND, np.uint8)
+        self._memory.append(memory)
+        side_by_side = memory[:nbytes].reshape(len(keys), rows, width)
+        row = 0
+        for stack in stacks:
+            # numpy, since torch would begin threads of its own for each of ours.
+            given = np.frombuffer(as_bytes(stack.tensor) or b"", np.uint8)
+            given = given.reshape(stack.rows, len(keys), width)
+            side_by_side[:, row : row + stack.rows] = given.transpose(1, 0, 2)
+            row += stack.rows
+        return [memory[:nbytes].data]
+
+    def _before(self, piece: StackPiece) -> StackPiece | None:
+        known = self._written.get(piece.owner, {}).get(piece.kind)
+        if not known or known[-1].place.tensors != piece.place.tensors:
+            return None
+        ends = [start + known[-1].rows for start in known[-1].place.row_starts]
+        return known[-1] if ends == list(piece.place.row_starts) else None
+
+    def _commit(self) -> None:
+        """Staged pieces are in the file: let go of their rows, and join them with those before."""
+        for kind, pieces in self._staged.items():
             for piece in pieces:
-                known = self._pieces.setdefault(piece.recording, {}).setdefault(piece.key, [])
-                joined = bool(known) and known[-1].is_continued_by(piece)
-                target = known[-1] if joined else piece
-                for buffer in piece.buffers:
-                    target.crc32 = zlib.crc32(buffer, target.crc32)
-                piece.buffers = []
-                if joined:
-                    target.rows += piece.rows
-                    target.positions += piece.positions
+                piece.stacks = []
+                if known := piece.before:
+                    known.rows += piece.rows
+                    known.positions += piece.positions
+                    known.crc32 = piece.crc32
                 else:
-                    known.append(piece)
+                    self._written.setdefault(piece.owner, {}).setdefault(kind, []).append(piece)
         self._staged.clear()
-        for stacks in self._staged_stacks.values():
-            block = stacks[0].block
-            assert block is not None
-            block.settle(stacks, self._spare)
-            for each in stacks:
-                self._stacks.setdefault(each.recording, []).append(each)
-        self._staged_stacks.clear()
+        self._spare += [memory for memory in self._memory if len(memory) <= _MOST_SPARE]
+        del self._spare[:-1]
+        self._memory.clear()
 
     def _add_positions(self) -> None:
         """One tensor with the positions of all pieces; those of a record share equal ones."""
         buffers: list[memoryview] = []
         count = 0
-        for recording in self._pieces:
+        for kinds in self._written.values():
             starts: dict[bytes, int] = {}
-            single: dict[int, bytes] = {}
-            for piece in self._of(recording):
-                first = id(piece.positions[0])
-                if len(piece.positions) > 1:
-                    data = b"".join(part.tobytes() for part in piece.positions)
-                elif (data := single.get(first, b"")) == b"":
-                    data = single[first] = piece.positions[0].tobytes()
-                if data not in starts:
-                    starts[data] = count
-                    buffers.append(memoryview(data))
+            for piece in chain.from_iterable(kinds.values()):
+                positions = bytes(piece.positions)
+                if positions not in starts:
+                    starts[positions] = count
+                    buffers.append(memoryview(positions))
                     count += piece.rows
-                self._position_starts[piece] = starts[data]
-                piece.crc32 = zlib.crc32(data, piece.crc32)
-        for stacks in self._stacks.values():
-            for each in stacks:
-                each.position_start = count
-                buffers.append(memoryview(each.positions))
-                count += each.rows
-        self._file.add(POSITIONS, "I32", None, count, buffers)
-
-
-def _group(rows: CheckedRows) -> _Group:
-    return rows.key, rows.dtype, rows.tensor.shape[1]
+                piece.position_start = starts[positions]
+                piece.crc32 = [zlib.crc32(positions, crc32) for crc32 in piece.crc32]
+        self._file.add([POSITIONS], "I32", None, count, buffers)

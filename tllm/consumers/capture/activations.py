@@ -43,7 +43,7 @@ class Activation:
         return len(self.tensor)
 
 
-class Rows:
+class CapturedRows:
     """Rows `[rows, places, hidden]` in pieces, which are joined when somebody looks."""
 
     def __init__(self, positions: IntArray, pieces: Sequence[torch.Tensor]) -> None:
@@ -69,26 +69,28 @@ class Rows:
                 yield self.positions[begin:end], piece
             begin = end
 
-    def up_to(self, count: int) -> Rows:
+    def up_to(self, count: int) -> CapturedRows:
         """The first rows."""
         if count >= len(self):
             return self
-        return Rows(self.positions[:count], self._split(count)[0])
+        return CapturedRows(self.positions[:count], self._split(count)[0])
 
-    def within(self, intervals: Intervals) -> Rows:
+    def within(self, intervals: Intervals) -> CapturedRows:
         """The rows at positions in any of the intervals."""
         edges = np.array([edge for interval in intervals for edge in interval], np.int64)
         # Positions in an interval have passed an odd number of edges.
         [at] = np.nonzero(np.searchsorted(edges, self.positions, side="right") % 2)
         if len(at) == len(self):
             return self
-        return Rows(self.positions[at], [self.tensor[torch.from_numpy(at)]])
+        return CapturedRows(self.positions[at], [self.tensor[torch.from_numpy(at)]])
 
-    def split(self, position: int) -> tuple[Rows, Rows]:
+    def split(self, position: int) -> tuple[CapturedRows, CapturedRows]:
         """The rows before a position, and the others."""
         count = int(np.searchsorted(self.positions, position))
         before, after = self._split(count)
-        return Rows(self.positions[:count], before), Rows(self.positions[count:], after)
+        return CapturedRows(self.positions[:count], before), CapturedRows(
+            self.positions[count:], after
+        )
 
     def _split(self, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The pieces of the first rows, and of the others."""
@@ -136,8 +138,8 @@ class Reduced:
     """
 
     positions: IntArray
-    total: Rows
-    tail: Rows
+    total: CapturedRows
+    tail: CapturedRows
 
     def folded(self, how: Reduction) -> tuple[IntArray, torch.Tensor]:
         """All positions, and the reduction of all rows (`mean`: their sum)."""
@@ -149,15 +151,15 @@ class Reduced:
         return positions, total
 
     @classmethod
-    def of(cls, rows: Rows, how: Reduction) -> Reduced:
+    def of(cls, rows: CapturedRows, how: Reduction) -> Reduced:
         """The reduction of all rows."""
         tensor = rows.tensor.float()
         total = _reduce(tensor, how) if len(rows) else tensor.new_zeros((1, *tensor.shape[1:]))
-        return cls(rows.positions, Rows(rows.positions[:1], [total]), rows.up_to(0))
+        return cls(rows.positions, CapturedRows(rows.positions[:1], [total]), rows.up_to(0))
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class StageRows:
     """What one worker captured of one sequence.
 
     Attributes:
@@ -166,8 +168,8 @@ class Block:
     """
 
     places: tuple[Place, ...]
-    prompt: Rows | Reduced
-    generated: Rows | Reduced
+    prompt: CapturedRows | Reduced
+    generated: CapturedRows | Reduced
 
 
 class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
@@ -179,7 +181,7 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
 
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[StageRows],
         *,
         reduction: Reduction,
         dtype: torch.dtype,
@@ -225,8 +227,8 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
         """
         [block] = self._blocks
         phases = block.prompt, block.generated
-        if all(isinstance(rows, Rows) for rows in phases):
-            pieces = [p for rows in phases if isinstance(rows, Rows) for p in rows.pieces()]
+        if all(isinstance(rows, CapturedRows) for rows in phases):
+            pieces = [p for rows in phases if isinstance(rows, CapturedRows) for p in rows.pieces()]
             if sum(rows.nbytes for _, rows in pieces) >= _MANY_BYTES:
                 return block.places, pieces
         return block.places, [self._values(block)]
@@ -249,10 +251,10 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
             for point in ordered
         }
 
-    def _values(self, block: Block) -> tuple[IntArray, torch.Tensor]:
+    def _values(self, block: StageRows) -> tuple[IntArray, torch.Tensor]:
         """Positions, and the tensor `[rows, places, hidden]`."""
         prompt, generated = block.prompt, block.generated
-        if isinstance(prompt, Rows) and isinstance(generated, Rows):
+        if isinstance(prompt, CapturedRows) and isinstance(generated, CapturedRows):
             parts = [part for part in (prompt, generated) if len(part)] or [prompt]
             if len(parts) == 1:
                 return parts[0].positions, parts[0].tensor
@@ -275,7 +277,7 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
 
     # -- as it comes about ---------------------------------------------------------------------
 
-    def _with(self, blocks: Sequence[Block], problem: str | None) -> Activations:
+    def _with(self, blocks: Sequence[StageRows], problem: str | None) -> Activations:
         return Activations(
             blocks,
             reduction=self._reduction,
@@ -300,7 +302,7 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
         end, problem, blocks = num_tokens - 1, self._problem, []
         for block in self._blocks:
             generated = block.generated
-            if isinstance(generated, Rows):
+            if isinstance(generated, CapturedRows):
                 count = int(np.searchsorted(generated.positions, end))
                 generated = generated.up_to(count)
             else:
@@ -339,7 +341,7 @@ class _Layers(Mapping["int | None", Activation]):
         return len(self._layers)
 
 
-def _is_empty(block: Block) -> bool:
+def _is_empty(block: StageRows) -> bool:
     return not any(
         len(part.positions) or (isinstance(part, Reduced) and len(part.tail))
         for part in (block.prompt, block.generated)

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -20,10 +19,9 @@ import numpy as np
 import torch
 
 from tllm.consumers.base import Consumer
-from tllm.consumers.capture.activations import Activations, Block, Reduced, Rows
+from tllm.consumers.capture.activations import Activations, CapturedRows, Reduced, StageRows
 from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
-from tllm.consumers.capture.spill_file import SpillFile
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -32,14 +30,15 @@ from tllm.ports import (
     PortBundle,
     RequestInfo,
     ResidualStream,
-    ResultMemory,
     RowMeta,
 )
 from tllm.ports.base import require_one_of
+from tllm.shared_memory import ResultMemory
 from tllm.spec.capture import CaptureSpec, Reduction
 from tllm.spec.selection import intersected
+from tllm.stores.queue import SpillFile
 
-Overflow = Literal["block", "drop", "spill"]
+HostOverflow = Literal["block", "drop", "spill"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,9 @@ _PATIENCE_S = 5.0
 
 _EARLY_BYTES = 8 << 20
 """Rows of a sequence that are worth a part of their own in what they are written to."""
+
+_MAX_PLACES = 4096
+"""Sets of places that are remembered."""
 
 _Key = tuple[str, int]
 _STREAMED = (
@@ -88,7 +90,7 @@ class Capturing(Consumer):
         spill_mib: int = 8192,
         spill_folder: str | Path | None = None,
     ) -> None:
-        require_one_of("overflow", overflow, get_args(Overflow))
+        require_one_of("overflow", overflow, get_args(HostOverflow))
         for name, given in (("host_mib", host_mib), ("spill_mib", spill_mib)):
             if given is not None and (type(given) is not int or given < 1):
                 raise ValueError(f"{name}={given!r} is not allowed; give an integer from 1 on")
@@ -109,7 +111,7 @@ class Capturing(Consumer):
         """
 
     def take_early(
-        self, request: RequestInfo, spec: CaptureSpec, places: tuple[Place, ...], rows: Rows
+        self, request: RequestInfo, spec: CaptureSpec, places: tuple[Place, ...], rows: CapturedRows
     ) -> None:
         """Rows of the prompt of a sequence that runs; they will not be in what `conclude` gets.
 
@@ -143,13 +145,13 @@ class Capturing(Consumer):
         """Nothing is allocated before somebody asks; `ValueError` when it could not spill."""
         self._model = ctx.model
         self._specs: dict[_Key, CaptureSpec] = {}
-        # Prompt lengths at first, of sequences whose tokens choose rows: streamed prompts grow.
+        # At first, of sequences whose tokens choose rows: streamed prompts grow.
         self._prompt_lens: dict[_Key, int] = {}
+        # What this pipeline stage has of the places that sequences ask for.
         self._places: dict[tuple[Place, ...], tuple[Place, ...]] = {}
         self._reductions: dict[tuple[str, tuple[Place, ...]], Reductions] = {}
-        # What the exports under way are; they arrive in order, on one thread.
-        self._exported: deque[tuple[str, tuple[Place, ...]]] = deque()
-        self._ending: deque[Ending] = deque()
+        # Sequences that have ended, and were not handed over.
+        self._num_ending = 0
         # Large prompts that may be handed over before their request ends.
         self._early: dict[_Key, tuple[RequestInfo, tuple[Place, ...]]] = {}
         self._concluded = threading.Condition()
@@ -188,11 +190,14 @@ class Capturing(Consumer):
         meta, rows = bundle.meta, bundle.entries["rows"]
         places = bundle.reads[0].places
         spec = self._specs[sequence_key(meta.requests[0])]
-        self._places[spec.places(self._model.num_layers)] = places
-        prefill = bundle.key["phase"] == "prefill"
+        asked = spec.places(self._model.num_layers)
+        if asked not in self._places:
+            if len(self._places) >= _MAX_PLACES:
+                self._places.clear()
+            self._places[asked] = places
         reduction, dtype = spec.kept
         if reduction != "none":
-            self._table(reduction, places).add(meta, rows, prefill)
+            self._table(reduction, places).add(bundle, ctx)
             return
         if self._overflow == "block" and self._rows.held > self._limit - rows.nbytes:
             self._wait_for_endings()
@@ -200,12 +205,11 @@ class Capturing(Consumer):
             rows = rows.to(getattr(torch, dtype))
         self._captured_rows += len(meta)
         self._captured_bytes += rows.numel() * rows.element_size()
-        self._exported.append((bundle.label, places))
-        ctx.export("rows", {"rows": rows}, meta)
+        ctx.export("rows", {"rows": rows}, meta, attach=(bundle.label, places))
 
     def _wait_for_endings(self) -> None:
         """Wait until all sequences that have ended were handed over."""
-        self._wait(self._concluded, lambda: not self._ending, "requests that ended to be taken")
+        self._wait(self._concluded, lambda: not self._num_ending, "requests that ended to be taken")
 
     def _wait(self, change: threading.Condition, done: Callable[[], bool], what: str) -> None:
         """Make the engine wait, and say so when that takes long."""
@@ -228,7 +232,7 @@ class Capturing(Consumer):
     def on_error(self, error: BaseException) -> None:
         """Nothing will be handed over any more: the engine need not wait for it."""
         with self._concluded:
-            self._ending.clear()
+            self._num_ending = 0
             self._concluded.notify_all()
 
     def _table(self, reduction: Reduction, places: tuple[Place, ...]) -> Reductions:
@@ -254,29 +258,36 @@ class Capturing(Consumer):
         with _on(ctx.side_stream()):
             table = self._reductions.get((spec.kept[0], places))
             if table is not None:
-                ending.taken = taken = table.take(request)
+                ending.taken = taken = table.take(request, ctx)
+                if table.unused:
+                    del self._reductions[spec.kept[0], places]
                 tensors["totals"] = taken.totals
                 if taken.tail is not None:
                     tensors["tail"] = taken.tail
-            self._ending.append(ending)
-            ctx.export("end", tensors)
+            with self._concluded:
+                self._num_ending += 1
+            ctx.export("end", tensors, attach=ending)
         return ending.result
 
     def on_export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any = None,
     ) -> None:
         """Rows have arrived on the host, or all of a sequence that has ended."""
         if channel == "rows":
             assert meta is not None
             sequences = [sequence_key(request) for request in meta.requests]
             chunk = Chunk(sequences, meta.request_index, meta.positions, tensors["rows"])
-            kind = self._exported.popleft()
-            self._rows.add(kind, chunk)
+            self._rows.add(attached, chunk)
             if self.takes_early:
-                self._note_large(kind, chunk, meta.requests)
+                self._note_large(attached, chunk, meta.requests)
                 self._give_early()
             return
-        ending, missing = self._ending[0], ""
+        assert isinstance(attached, Ending)
+        ending, missing = attached, ""
         self._early.pop(sequence_key(ending.request), None)
         spec = ending.spec
         if spec.kept[0] == "none":
@@ -292,13 +303,10 @@ class Capturing(Consumer):
             num_layers=self._model.num_layers,
             problem=missing or None,
         )
-        with self._concluded:
-            self._ending.popleft()
-            last = not self._ending
         self.conclude(ending, activations)
-        if last:
-            with self._concluded:
-                self._concluded.notify_all()
+        with self._concluded:
+            self._num_ending -= 1
+            self._concluded.notify_all()
 
     def _note_large(
         self, kind: tuple[str, tuple[Place, ...]], chunk: Chunk, requests: Sequence[RequestInfo]
@@ -327,7 +335,7 @@ class Capturing(Consumer):
                 del self._early[key]
                 self.take_early(request, spec, places, rows)
 
-    def _kept_rows(self, ending: Ending) -> tuple[Block, str]:
+    def _kept_rows(self, ending: Ending) -> tuple[StageRows, str]:
         """Its rows, and what is missing."""
         spec, places, request = ending.spec, ending.places, ending.request
         kept = spec.kept[1]
@@ -335,10 +343,10 @@ class Capturing(Consumer):
         empty = torch.empty((0, len(places), self._model.hidden_size), dtype=dtype)
         rows, missing = self._rows.take((_label(spec), places), sequence_key(request))
         if rows is None:
-            rows = Rows(_NONE, [empty])
+            rows = CapturedRows(_NONE, [empty])
         prompt, generated = rows.split(request.prompt_len)
         if not spec.chooses_late:
-            return Block(places, prompt, generated), missing
+            return StageRows(places, prompt, generated), missing
         if request.token_ids is None:
             generated = generated.up_to(0)
             missing = missing or (
@@ -353,20 +361,20 @@ class Capturing(Consumer):
                 prompt = prompt.within(meant)
                 missing = missing or _STREAMED
         if spec.reduction == "none":
-            return Block(places, prompt, generated), missing
+            return StageRows(places, prompt, generated), missing
         how = spec.reduction
-        return Block(places, Reduced.of(prompt, how), Reduced.of(generated, how)), missing
+        return StageRows(places, Reduced.of(prompt, how), Reduced.of(generated, how)), missing
 
-    def _reduced(self, ending: Ending, tensors: Mapping[str, torch.Tensor]) -> Block:
+    def _reduced(self, ending: Ending, tensors: Mapping[str, torch.Tensor]) -> StageRows:
         places, taken = ending.places, ending.taken
         shape = (1, len(places), self._model.hidden_size)
-        none = Rows(_NONE, [torch.empty((0, *shape[1:]), dtype=self._model.dtype)])
+        none = CapturedRows(_NONE, [torch.empty((0, *shape[1:]), dtype=self._model.dtype)])
         if taken is None:
-            nothing = Reduced(_NONE, Rows(_NONE, [torch.zeros(shape)]), none)
-            return Block(places, nothing, nothing)
-        totals = [Rows(_ONE, [tensors["totals"][phase : phase + 1]]) for phase in (0, 1)]
-        tail = Rows(taken.tail_positions, [tensors["tail"]]) if "tail" in tensors else none
-        return Block(
+            nothing = Reduced(_NONE, CapturedRows(_NONE, [torch.zeros(shape)]), none)
+            return StageRows(places, nothing, nothing)
+        totals = [CapturedRows(_ONE, [tensors["totals"][phase : phase + 1]]) for phase in (0, 1)]
+        tail = CapturedRows(taken.tail_positions, [tensors["tail"]]) if "tail" in tensors else none
+        return StageRows(
             places,
             Reduced(taken.positions[0], totals[0], none),
             Reduced(taken.positions[1], totals[1], tail),
@@ -436,7 +444,7 @@ def _flows(spec: CaptureSpec, num_layers: int) -> tuple[ConsumerFlow, ...]:
     )
 
 
-def _dropped_in(block: Block) -> str:
+def _dropped_in(block: StageRows) -> str:
     """Of a reduction whose prompt was streamed: what is wrong with it."""
     parts = [part for part in (block.prompt, block.generated) if isinstance(part, Reduced)]
     positions = np.concatenate([each for p in parts for each in (p.positions, p.tail.positions)])

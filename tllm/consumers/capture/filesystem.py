@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from tllm.consumers.capture.activations import Activations, Rows
+from tllm.consumers.capture.activations import Activations, CapturedRows
 from tllm.consumers.capture.capturing import Capturing, Ending
 from tllm.consumers.capture.reductions import sequence_key
 from tllm.ports import (
@@ -36,8 +36,9 @@ from tllm.stores import (
     StackedRows,
     StoreError,
     StoreWriter,
+    WriterOptions,
 )
-from tllm.stores.name import checked_text
+from tllm.stores.format import checked_text, root_path
 
 _OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
 
@@ -136,14 +137,11 @@ class FilesystemConsumer(Capturing):
         super().__init__(
             overflow=overflow, host_mib=host_mib, spill_mib=spill_mib, spill_folder=spill_folder
         )
-        if not str(root):
-            raise ValueError("root='' is not allowed; give a folder")
         if isinstance(queue_mib, bool) or not isinstance(queue_mib, int) or queue_mib < 1:
             raise ValueError(f"queue_mib={queue_mib!r} is not allowed; give an integer from 1 on")
-        require_one_of("layout", layout, get_args(Layout))
         self.consumer_id = consumer_id
         self.on_request_only = hooks is None
-        self._root = str(Path(root).absolute())
+        self._root = str(root_path(root))
         self._tag = checked_text("tag", tag)
         self._layout = layout
         self._defaults: dict[str, Any] = {
@@ -167,6 +165,8 @@ class FilesystemConsumer(Capturing):
             "spill_bytes": spill_mib << 20,
             "spill_folder": spill_folder,
         }
+        # Before a model is loaded for nothing.
+        WriterOptions(layout, **self._writing)
 
     def spec(self, options: Mapping[str, Any]) -> CaptureSpec:
         """Takes `hooks`, `positions`, `reduction`, `dtype`, `request_id`, `tag`, `layout` and
@@ -249,11 +249,15 @@ class FilesystemConsumer(Capturing):
             self._room.notify_all()
 
     def on_export(
-        self, channel: str, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any = None,
     ) -> None:
         """Rows have arrived, or all of a sequence that has ended."""
         try:
-            super().on_export(channel, tensors, meta)
+            super().on_export(channel, tensors, meta, attached)
         finally:
             if channel == "rows":
                 with self._room:
@@ -291,11 +295,11 @@ class FilesystemConsumer(Capturing):
             self._fail(ending.result, failure)
             return
         published.add_done_callback(lambda future: self._settle(ending.result, meta, future))
-        if not self._ending and time.monotonic() < self._expedited_until:
+        if self._num_ending == 1 and time.monotonic() < self._expedited_until:
             self._publish()
 
     def take_early(
-        self, request: RequestInfo, spec: CaptureSpec, places: tuple[Place, ...], rows: Rows
+        self, request: RequestInfo, spec: CaptureSpec, places: tuple[Place, ...], rows: CapturedRows
     ) -> None:
         """Begin to write the record of a long prompt."""
         key = sequence_key(request)

@@ -9,10 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.consumers.capture.activations import Rows
+from tllm.consumers.capture.activations import CapturedRows
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
-from tllm.consumers.capture.spill_file import SpilledRows, SpillFile
-from tllm.ports import ResultMemory, in_order
+from tllm.ports import in_order
+from tllm.shared_memory import ResultMemory
+from tllm.stores.queue import SpilledRows, SpillFile
 
 IntArray = npt.NDArray[np.int32]
 
@@ -115,7 +116,7 @@ class HostRows:
                 small.append(chunk)
         self._copier.run([*copies, *self._sort_small(small)])
 
-    def take(self, kind: Hashable, sequence: Hashable) -> tuple[Rows | None, str]:
+    def take(self, kind: Hashable, sequence: Hashable) -> tuple[CapturedRows | None, str]:
         """All rows of a sequence, by position (None when there are none), and what is missing."""
         self.sort(kind)
         pieces = self._pieces.pop(sequence, None)
@@ -128,12 +129,12 @@ class HostRows:
             return None, missing
         positions = np.concatenate(pieces.positions)
         if (np.diff(positions) > 0).all():
-            return Rows(positions, found), missing
+            return CapturedRows(positions, found), missing
         order = in_order(positions)
         rows = torch.cat(found)[torch.from_numpy(order)]
-        return Rows(positions[order], [rows]), missing
+        return CapturedRows(positions[order], [rows]), missing
 
-    def take_before(self, sequence: Hashable, position: int, most: int) -> Rows | None:
+    def take_before(self, sequence: Hashable, position: int, most: int) -> CapturedRows | None:
         """The sorted rows of a running sequence before a position, with their positions at most so
         many bytes. None when there are more, or none, and when some were given up or spilled, or
         did not come in the order of positions."""
@@ -156,15 +157,19 @@ class HostRows:
         self._pieces[sequence] = left
         self.held -= taken.nbytes
         found = [rows for rows in taken.rows if isinstance(rows, torch.Tensor)]
-        return Rows(np.concatenate(taken.positions), found)
+        return CapturedRows(np.concatenate(taken.positions), found)
 
     def close(self) -> None:
         """Forget all rows."""
         self._unsorted.clear()
-        self._pieces.clear()
         self._copier.close()
         if self._spill is not None:
+            for pieces in self._pieces.values():
+                for rows in pieces.rows:
+                    if isinstance(rows, SpilledRows):
+                        self._spill.discard(rows)
             self._spill.close()
+        self._pieces.clear()
 
     def _add_beyond_limit(self, kind: Hashable, chunk: Chunk) -> None:
         self.sort(kind)  # what came before stays before
@@ -188,7 +193,7 @@ class HostRows:
         if self._spill is None:
             return None, ""
         try:
-            kept = self._spill.put(rows)
+            kept = self._spill.put(rows.contiguous())
         except OSError as error:
             return None, f" and spilling failed: {error}"
         if kept is None:
@@ -204,7 +209,7 @@ class HostRows:
             if isinstance(rows, SpilledRows):
                 assert self._spill is not None
                 try:
-                    rows = self._spill.take(rows)
+                    rows = self._spill.pop(rows)
                 except OSError as error:
                     self.dropped += len(rows)
                     pieces.lost += len(rows)

@@ -58,7 +58,8 @@ class ESampConsumerConfig:
         on_full: when every slot is taken, `grow` the bank or leave further prompts `unguided`.
         persist: keep the distiller of a named group, or the shared one, after its last request.
         seed: seed of the initial weights, the same for every distiller.
-        width: the most candidates a row may have and still be guided.
+        width: the most candidates that are guided as a compact row; a row with more, as whole
+            vocabularies are, costs a product with the LM head.
         guide: predict and guide. False only trains.
         train: learn. False leaves every distiller at its initial weights.
         cuda_graph: replay the training step as a CUDA graph.
@@ -69,7 +70,7 @@ class ESampConsumerConfig:
     target_layer: int = -1
     target_site: str = "lm_head_in"
     rank: int = 64
-    beta: float = 0.1
+    beta: float = 0.25
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

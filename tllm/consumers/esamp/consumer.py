@@ -18,6 +18,7 @@ from tllm.ports import (
     PortBundle,
     PortRead,
     RequestInfo,
+    RequestResult,
     ResidualStream,
     Sampler,
 )
@@ -109,11 +110,18 @@ class ESampConsumer(Consumer):
         return self._worker.guide(candidates, ctx) if self._worker is not None else None
 
     def on_request_finished(
-        self, request: RequestInfo, ctx: ConsumerContext, num_tokens: int | None = None
-    ) -> None:
-        """Give the distiller back, when nobody else needs it."""
-        if self._worker is not None:
-            self._worker.leave(request)
+        self, request: RequestInfo, ctx: ConsumerContext
+    ) -> RequestResult | None:
+        """Give the distiller back, when nobody else needs it; say so if there was none."""
+        if self._worker is None or self._worker.leave(request):
+            return None
+        return RequestResult(
+            None,
+            "error",
+            f"was not guided: no distiller was free (slots={self.config.slots}, "
+            f"on_full={self.config.on_full!r}, or no device memory to add more); raise slots, or "
+            "run fewer prompts at once",
+        )
 
     def synchronize(self) -> None:
         """Wait for predictions and training enqueued so far."""

@@ -102,16 +102,18 @@ class SlotTable:
         lease.live.add((request.prompt_id, request.sample_index))
         return lease
 
-    def leave(self, request: RequestInfo) -> None:
-        """A sequence ended."""
+    def leave(self, request: RequestInfo) -> bool:
+        """A sequence ended; whether it had a distiller, or never needed one."""
         key = DistillerKey.of(request, self.scope)
         lease = self._leases.get(key)
         if lease is None:
-            return
+            return True
+        guided = lease.slot != UNGUIDED
         lease.live.discard((request.prompt_id, request.sample_index))
         lease.pending -= 1
         if not lease.live and lease.pending <= 0 and not self._persists(lease):
             self._recycle(lease)
+        return guided
 
     def shrink_to(self, capacity: int) -> None:
         """Growing failed: slots from `capacity` on do not exist, now or later."""

@@ -126,9 +126,9 @@ class ESampWorker:
         if RequestOptions.parse(request.options).enabled:
             self._table.join(request)
 
-    def leave(self, request: RequestInfo) -> None:
-        """A sequence needs its distiller no longer."""
-        self._table.leave(request)
+    def leave(self, request: RequestInfo) -> bool:
+        """A sequence needs its distiller no longer; whether it had one, or never needed one."""
+        return self._table.leave(request)
 
     def predict(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Predict the deep row of every row of the bundle."""
@@ -155,6 +155,7 @@ class ESampWorker:
         if plan.beta is None:
             return None
         hidden = self._predictions[: len(predicted.distillers)]
+        candidates.contrast(hidden, plan.beta, self._stats.candidates, plan.rows)
         delta: Tensor = self._ops.guidance(
             candidates.logits,
             candidates.project(hidden, plan.rows),

@@ -103,7 +103,7 @@ if HAS_TRITON:
                 tl.store(values_ptr + out * width + place, value, mask=store)
 
     @triton.jit
-    def _settle_kernel(found_ptr, counts_ptr, overflow_ptr, values_ptr, width, BLOCK: tl.constexpr):
+    def _limit_kernel(found_ptr, counts_ptr, overflow_ptr, values_ptr, width, BLOCK: tl.constexpr):
         row = tl.program_id(0)
         found = tl.load(found_ptr + row)
         count = tl.where(found > width, 0, found)
@@ -205,7 +205,7 @@ if HAS_TRITON:
 
 
 @dataclass(frozen=True, eq=False)
-class Collected:
+class CandidateRows:
     """The finite entries of some rows of logits, in no particular order.
 
     Attributes:
@@ -213,22 +213,24 @@ class Collected:
         ids: int32 `[rows, width]`, token ids; meaningless from `counts` on.
         logits: float32 `[rows, width]`, `-inf` from `counts` on.
         counts: int32 `[rows]`; 0 for a row that has more than `width`.
+        found: int32 `[rows]`, how many finite entries each row has.
     """
 
     rows: torch.Tensor
     ids: torch.Tensor
     logits: torch.Tensor
     counts: torch.Tensor
+    found: torch.Tensor
 
-    def select(self, rows: torch.Tensor) -> Collected:
+    def select(self, rows: torch.Tensor) -> CandidateRows:
         """Some of the rows (int32 indices into these)."""
         at = rows.long()
-        return Collected(rows, self.ids[at], self.logits[at], self.counts[at])
+        return CandidateRows(rows, self.ids[at], self.logits[at], self.counts[at], self.found[at])
 
 
 def collect(
     logits: torch.Tensor, rows: torch.Tensor, width: int, overflow: torch.Tensor
-) -> Collected:
+) -> CandidateRows:
     """Gather the finite entries of some rows.
 
     Args:
@@ -254,7 +256,7 @@ def collect(
         BLOCK=block,
         num_warps=8,
     )
-    return _settled(rows, ids, values, found, overflow)
+    return _limited(rows, ids, values, found, overflow)
 
 
 def filter_and_collect(
@@ -263,7 +265,7 @@ def filter_and_collect(
     min_p: torch.Tensor,
     width: int,
     overflow: torch.Tensor,
-) -> tuple[torch.Tensor, Collected]:
+) -> tuple[torch.Tensor, CandidateRows]:
     """Temperature and min-p as vLLM applies them, gathering what is left in the same pass.
 
     `l' = l / T`, then `-inf` where `l' < max(l') + log(min_p)`.
@@ -311,7 +313,7 @@ def filter_and_collect(
         MAX_BLOCK=triton.next_power_of_2(splits),
         num_warps=8,
     )
-    return processed, _settled(rows, ids, values, found, overflow)
+    return processed, _limited(rows, ids, values, found, overflow)
 
 
 _BLOCKS_PER_PROGRAM = 4
@@ -334,25 +336,25 @@ def _buffers(
     )
 
 
-def _settled(
+def _limited(
     rows: torch.Tensor,
     ids: torch.Tensor,
     values: torch.Tensor,
     found: torch.Tensor,
     overflow: torch.Tensor,
-) -> Collected:
+) -> CandidateRows:
     """Give up rows with too many, and blank what lies beyond the count."""
     count, width = ids.shape
     counts = torch.empty_like(found)
-    _settle_kernel[(count, triton.cdiv(width, 1024))](
+    _limit_kernel[(count, triton.cdiv(width, 1024))](
         found, counts, overflow, values, width, BLOCK=1024, num_warps=4
     )
-    return Collected(rows, ids, values, counts)
+    return CandidateRows(rows, ids, values, counts, found)
 
 
 def _collect_reference(
     logits: torch.Tensor, rows: torch.Tensor, width: int, overflow: torch.Tensor
-) -> Collected:
+) -> CandidateRows:
     chosen = logits[rows.long()]
     keep = torch.isfinite(chosen)
     found = keep.sum(1)
@@ -364,7 +366,7 @@ def _collect_reference(
     values = torch.full((len(rows), width), float("-inf"), device=logits.device)
     ids[row, place] = token.int()
     values[row, place] = chosen[row, token]
-    return Collected(rows, ids, values, keep.sum(1).int())
+    return CandidateRows(rows, ids, values, keep.sum(1).int(), found.int())
 
 
 def project(
@@ -373,7 +375,7 @@ def project(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     first_id: int,
-    found: Collected,
+    found: CandidateRows,
 ) -> torch.Tensor:
     """`weight[ids] . hidden[rows] + bias[ids]` for the candidates only.
 
@@ -419,7 +421,7 @@ def _project_reference(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     first_id: int,
-    found: Collected,
+    found: CandidateRows,
 ) -> torch.Tensor:
     ids = found.ids
     valid = torch.arange(ids.shape[1], device=ids.device) < found.counts[:, None]
@@ -436,7 +438,7 @@ def _project_reference(
 def finish(
     raw: torch.Tensor,
     rows: torch.Tensor,
-    found: Collected,
+    found: CandidateRows,
     temperature: torch.Tensor,
     scale: float,
     soft_cap: float | None,
@@ -476,7 +478,7 @@ def finish(
     return out
 
 
-def edit(logits: torch.Tensor, found: Collected, delta: torch.Tensor) -> None:
+def edit(logits: torch.Tensor, found: CandidateRows, delta: torch.Tensor) -> None:
     """Add `delta` (float32 `[rows, width]`) to the candidates' entries of `logits`, in place."""
     width = found.ids.shape[1]
     if not uses_triton(logits.device):

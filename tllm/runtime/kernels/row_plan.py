@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tllm.runtime.descriptor import SEGMENT_WIDTH, PlanRow, Segment
+from tllm.runtime import columns
+from tllm.runtime.columns import CONSECUTIVE, SEGMENT_WIDTH, Column, SegmentWord
 from tllm.runtime.kernels.backend import HAS_TRITON
 
 if HAS_TRITON:
@@ -12,54 +13,106 @@ if HAS_TRITON:
     import triton.language as tl
 
     WIDTH_OF_SEGMENT = tl.constexpr(SEGMENT_WIDTH)
-    ROW = tl.constexpr(int(Segment.ROW))
-    COUNT = tl.constexpr(int(Segment.COUNT))
-    SKIP = tl.constexpr(int(Segment.SKIP))
-    DESTINATION = tl.constexpr(int(Segment.DESTINATION))
-    WIDTH = tl.constexpr(int(Segment.WIDTH))
-    PROGRAM = tl.constexpr(int(Segment.PROGRAM))
-    ADD_ROW = tl.constexpr(int(Segment.ADD))
-    STEERING_ROW = tl.constexpr(int(Segment.STEER))
+    ROW = tl.constexpr(int(SegmentWord.ROW))
+    COUNT = tl.constexpr(int(SegmentWord.COUNT))
+    SKIP = tl.constexpr(int(SegmentWord.SKIP))
+    FIRST_RING_ROW = tl.constexpr(int(SegmentWord.DESTINATION))
+    WIDTH = tl.constexpr(int(SegmentWord.WIDTH))
+    SLOT = tl.constexpr(int(SegmentWord.SLOT))
+    FIRST = tl.constexpr(int(SegmentWord.FIRST))
+    LIMIT = tl.constexpr(int(SegmentWord.LIMIT))
+    COLUMNS = tl.constexpr(len(Column))
+    PROGRAM_FLAG = tl.constexpr(Column.PROGRAM.flag)
+    COUNTING_UP = tl.constexpr(CONSECUTIVE)
+    FIRST_WORD = tl.constexpr(Column(0).word)
+    FIRST_PLAN_ROW = tl.constexpr(Column(0).plan_row)
+    DESTINATION = tl.constexpr(columns.DESTINATION)
 
-    @triton.jit
-    def _row_plan_kernel(segments_ptr, plan_ptr, plan_stride, BLOCK: tl.constexpr):
+    @triton.jit(do_not_specialize=["plan_stride", "used"])
+    def _row_plan_kernel(
+        segments_ptr,
+        starts_ptr,
+        plan_ptr,
+        plan_stride,
+        used,
+        HAS_STARTS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         segment = segments_ptr + tl.program_id(0) * WIDTH_OF_SEGMENT
         row = tl.load(segment + ROW)
         count = tl.load(segment + COUNT)
         skip = tl.load(segment + SKIP)
-        destination = tl.load(segment + DESTINATION)
+        destination = tl.load(segment + FIRST_RING_ROW)
         width = tl.load(segment + WIDTH)
-        program = tl.load(segment + PROGRAM)
-        add = tl.load(segment + ADD_ROW)
-        steer = tl.load(segment + STEERING_ROW)
-        for start in range(0, count, BLOCK):
-            j = start + tl.arange(0, BLOCK)
-            mask = j < count
-            captured = (j >= skip) & (width > 0)
+        before = 0  # of the segment's rows, those before its first position
+        if HAS_STARTS:
+            start = tl.load(starts_ptr + tl.load(segment + SLOT))
+            before = tl.maximum(tl.load(segment + FIRST) - start, 0)
+            count = tl.minimum(tl.load(segment + LIMIT) - start, count)
+        for begin in range(0, count, BLOCK):
+            j = begin + tl.arange(0, BLOCK)
+            mask = (j >= before) & (j < count)
             at = plan_ptr + row + j
-            tl.store(at, tl.where(captured, destination + (j - skip) * width, -1), mask=mask)
-            tl.store(at + plan_stride, tl.zeros_like(j) + program, mask=mask)
-            tl.store(at + 2 * plan_stride, tl.zeros_like(j) + add, mask=mask)
-            tl.store(at + 3 * plan_stride, tl.zeros_like(j) + steer, mask=mask)
+            if (used & PROGRAM_FLAG) != 0:
+                captured = (j >= skip) & (width > 0)
+                place = tl.where(captured, destination + (j - skip) * width, -1)
+                tl.store(at + DESTINATION * plan_stride, place, mask=mask)
+            for column in tl.static_range(COLUMNS):
+                if ((used >> column) & 1) != 0:
+                    value = tl.zeros_like(j) + tl.load(segment + FIRST_WORD + column)
+                    if (COUNTING_UP >> column) & 1:
+                        value += tl.where(value < 0, 0, j - before)
+                    tl.store(at + (FIRST_PLAN_ROW + column) * plan_stride, value, mask=mask)
 
 
-def launch(segments: torch.Tensor, plan: torch.Tensor) -> None:
-    """Fill `plan` (int32 `[4, max_tokens]`) from `segments` (int32 `[n, 8]`)."""
-    _row_plan_kernel[(segments.shape[0],)](segments, plan, plan.stride(0), BLOCK=256)
+def launch(
+    segments: torch.Tensor, plan: torch.Tensor, used: int, starts: torch.Tensor | None = None
+) -> None:
+    """Fill the rows of the plan that columns use.
+
+    Args:
+        segments: int32 `[n, SEGMENT_WIDTH]`.
+        plan: int32 `[PLAN_ROWS, max_tokens]`.
+        used: the columns whose rows are written, as a set of `Column.flag`s.
+        starts: int32 `[slots]` on the device, position of the first token that each sequence
+            computes, where the host does not know it (it may count on drafted tokens that were
+            refused). A segment then says which rows of the batch its sequence has, and is for
+            those of them that lie at positions from `FIRST` to before `LIMIT`.
+    """
+    _row_plan_kernel[(segments.shape[0],)](
+        segments,
+        segments if starts is None else starts,
+        plan,
+        plan.stride(0),
+        used,
+        HAS_STARTS=starts is not None,
+        BLOCK=256,
+    )
 
 
-def reference(segments: torch.Tensor, plan: torch.Tensor) -> None:
+def reference(
+    segments: torch.Tensor, plan: torch.Tensor, used: int, starts: torch.Tensor | None = None
+) -> None:
     """The kernel in PyTorch."""
-    counts = segments[:, Segment.COUNT].long()
+    counts = segments[:, SegmentWord.COUNT].long()
     each = torch.repeat_interleave(torch.arange(len(segments)), counts)
-    first = torch.cumsum(counts, 0) - counts
-    j = torch.arange(len(each)) - first[each]
+    j = torch.arange(len(each)) - (torch.cumsum(counts, 0) - counts)[each]
     of = segments[each].long()
-    rows = of[:, Segment.ROW] + j
-    skip, width = of[:, Segment.SKIP], of[:, Segment.WIDTH]
-    destination = of[:, Segment.DESTINATION] + (j - skip) * width
-    captured = (j >= skip) & (width > 0)
-    plan[PlanRow.DESTINATION, rows] = torch.where(captured, destination, -1).int()
-    plan[PlanRow.PROGRAM, rows] = of[:, Segment.PROGRAM].int()
-    plan[PlanRow.ADD, rows] = of[:, Segment.ADD].int()
-    plan[PlanRow.STEER, rows] = of[:, Segment.STEER].int()
+    before = torch.zeros_like(j)
+    if starts is not None:
+        start = starts[of[:, SegmentWord.SLOT]].long()
+        before = (of[:, SegmentWord.FIRST] - start).clamp(min=0)
+        inside = (j >= before) & (start + j < of[:, SegmentWord.LIMIT])
+        of, j, before = of[inside], j[inside], before[inside]
+    rows = of[:, SegmentWord.ROW] + j
+    if used & Column.PROGRAM.flag:
+        skip, width = of[:, SegmentWord.SKIP], of[:, SegmentWord.WIDTH]
+        destination = of[:, SegmentWord.DESTINATION] + (j - skip) * width
+        captured = (j >= skip) & (width > 0)
+        plan[columns.DESTINATION, rows] = torch.where(captured, destination, -1).int()
+    for column in Column:
+        if used & column.flag:
+            value = of[:, column.word]
+            if column.consecutive:
+                value = torch.where(value < 0, value, value + j - before)
+            plan[column.plan_row, rows] = value.int()

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
+from tllm.runtime import columns
+from tllm.runtime.columns import FLAG_BITS, STAGES, Column
 from tllm.runtime.descriptor import (
     CHAIN_UNIT,
-    FLAG_BITS,
     HAS_SUM,
-    STAGES,
+    STAGE_FIELDS,
     Descriptor,
-    Flag,
     Operation,
-    PlanRow,
-    Stage,
+    stage_field,
 )
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
 
@@ -28,16 +27,14 @@ if HAS_TRITON:
     ARENA = tl.constexpr(int(Descriptor.ARENA))
     VECTORS = tl.constexpr(int(Descriptor.VECTORS))
     OPERATIONS = tl.constexpr(int(Descriptor.OPERATIONS))
-    STAGE = tl.constexpr(int(Descriptor.STAGE))
-    STAGE_SIZE = tl.constexpr(int(Stage.SIZE))
-    COLUMNS = tl.constexpr(int(Stage.COLUMNS))
-    ADD_INDEX = tl.constexpr(int(Stage.ADD_INDEX))
-    ADD_TABLE = tl.constexpr(int(Stage.ADD_TABLE))
-    STEERING = tl.constexpr(int(Stage.STEERING))
-    SUMS = tl.constexpr(int(Stage.SUMS))
-    CAPTURE_FLAG = tl.constexpr(int(Flag.CAPTURE))
-    ADD_FLAG = tl.constexpr(int(Flag.ADD))
-    STEER_FLAG = tl.constexpr(int(Flag.STEER))
+    RING_OFFSETS = tl.constexpr(stage_field("RING_OFFSETS"))
+    ADD_INDEX = tl.constexpr(stage_field("ADD_INDEX"))
+    ADD_TABLE = tl.constexpr(stage_field("ADD_TABLE"))
+    STEERING = tl.constexpr(stage_field("STEERING"))
+    SUMS = tl.constexpr(stage_field("SUMS"))
+    CAPTURE_FLAG = tl.constexpr(Column.PROGRAM.flag)
+    ADD_FLAG = tl.constexpr(Column.ADD.flag)
+    STEER_FLAG = tl.constexpr(Column.STEER.flag)
     BITS = tl.constexpr(FLAG_BITS)
     MASK = tl.constexpr(2**FLAG_BITS - 1)
     UNIT = tl.constexpr(CHAIN_UNIT)
@@ -51,10 +48,10 @@ if HAS_TRITON:
     STRENGTH = tl.constexpr(int(Operation.STRENGTH))
     LOW = tl.constexpr(int(Operation.LOW))
     HIGH = tl.constexpr(int(Operation.HIGH))
-    PLAN_DESTINATION = tl.constexpr(int(PlanRow.DESTINATION))
-    PLAN_PROGRAM = tl.constexpr(int(PlanRow.PROGRAM))
-    PLAN_ADD = tl.constexpr(int(PlanRow.ADD))
-    PLAN_STEER = tl.constexpr(int(PlanRow.STEER))
+    PLAN_DESTINATION = tl.constexpr(columns.DESTINATION)
+    PLAN_PROGRAM = tl.constexpr(Column.PROGRAM.plan_row)
+    PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
+    PLAN_STEER = tl.constexpr(Column.STEER.plan_row)
 
     @triton.jit
     def _row(table, row, offsets, HIDDEN: tl.constexpr):
@@ -98,9 +95,9 @@ if HAS_TRITON:
 
     @triton.jit
     def _stage(fields):
-        """The addresses of one stage."""
+        """The addresses of one stage; `fields` is the descriptor, one word on for the second."""
         return (
-            tl.load(fields + COLUMNS, eviction_policy="evict_last"),
+            tl.load(fields + RING_OFFSETS, eviction_policy="evict_last"),
             tl.load(fields + ADD_INDEX, eviction_policy="evict_last"),
             tl.load(fields + ADD_TABLE, eviction_policy="evict_last"),
             tl.load(fields + STEERING, eviction_policy="evict_last"),
@@ -109,9 +106,9 @@ if HAS_TRITON:
 
     @triton.jit
     def _look_up(stage, flags, planned, offsets, inside, HIDDEN: tl.constexpr, dtype: tl.constexpr):
-        """What a stage does to a row: column of the ring, row of the add table, that table, chain,
-        first operation, sum."""
-        columns, add_index, add_table, steering, sums = stage
+        """What a stage does to a row: which of its ring rows, row of the add table, that table,
+        chain, first operation, sum."""
+        ring_offsets, add_index, add_table, steering, sums = stage
         destination, program, add_row, steering_row = planned
         int_ptr = tl.pointer_type(tl.int32)
         captures = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1) >= 0
@@ -122,7 +119,7 @@ if HAS_TRITON:
         summed = _row(sums.to(tl.pointer_type(dtype)), known_row, offsets, HIDDEN)
         has_sums = tl.where(steers, sums, 0) != 0
         return (
-            tl.load(columns.to(int_ptr) + program, mask=captures, other=-1),
+            tl.load(ring_offsets.to(int_ptr) + program, mask=captures, other=-1),
             tl.load(add_index.to(int_ptr) + add_row, mask=adds, other=-1),
             add_table,
             tl.load(entry + CHAIN, mask=steers, other=0, eviction_policy="evict_last"),
@@ -154,7 +151,7 @@ if HAS_TRITON:
         )
         addresses = (0, 0)
         if AHEAD:
-            addresses = (_stage(desc_ptr + STAGE), _stage(desc_ptr + STAGE + STAGE_SIZE))
+            addresses = (_stage(desc_ptr), _stage(desc_ptr + 1))
         at = plan_ptr + tl.program_id(0)
         destination = tl.load(at + PLAN_DESTINATION * plan_stride, eviction_policy="evict_last")
         program = tl.load(at + PLAN_PROGRAM * plan_stride, eviction_policy="evict_last")
@@ -227,13 +224,13 @@ if HAS_TRITON:
             if AHEAD and stage == begin:
                 found, vector = ahead
             else:
-                fields = _stage(desc_ptr + STAGE + STAGE_SIZE * stage)
+                fields = _stage(desc_ptr + stage)
                 own = flags >> (BITS * stage)
                 found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
                 vector = _first_vector(vectors, found, offsets, inside, HIDDEN)
-            column, add, add_table, chain, operation, summed = found
-            if column >= 0:
-                place = _row(arena, planned[0] + column, offsets, HIDDEN)
+            ring_offset, add, add_table, chain, operation, summed = found
+            if ring_offset >= 0:
+                place = _row(arena, planned[0] + ring_offset, offsets, HIDDEN)
                 tl.store(place, value.to(dtype), mask=inside)
             if add >= 0:
                 row = _row(add_table.to(tl.pointer_type(dtype)), add, offsets, HIDDEN)
@@ -270,7 +267,7 @@ if HAS_TRITON:
     ):
         # With EARLY this grid may begin while the kernel before it ends: whatever that one does
         # not write is looked up before `gdc_wait`. Descriptors, plan and tables are written before
-        # the pass, and never by the kernel just before (`Taps.settle`).
+        # the pass, and never by the kernel just before (`Taps.separate`).
         offsets = tl.arange(0, BLOCK)
         inside = offsets < HIDDEN
         dtype: tl.constexpr = stream_ptr.dtype.element_ty
@@ -373,9 +370,8 @@ def _operate_reference(
     hidden = rows.shape[1]
     index = int(operation[Operation.VECTOR])
     vector = _at(vectors_at + index * hidden * dtype.itemsize, dtype, hidden).float()
-    add, norm, component, strength, low, high = (
-        operation[Operation.ADD :].view(torch.float32).tolist()
-    )
+    coefficients = operation[Operation.ADD : Operation.COEFFICIENTS_END].view(torch.float32)
+    add, norm, component, strength, low, high = coefficients.tolist()
     along = rows @ vector
     scale = add + component * along + strength * (along.clamp(low, high) - along)
     scale = scale + norm * rows.norm(dim=1)
@@ -393,7 +389,8 @@ def reference(
     rows = stream.view(-1, hidden)
     fused = residual.view(-1, hidden) if residual is not None else None
     plan = plan[:, : len(rows)].long()
-    touched = (plan[[PlanRow.DESTINATION, PlanRow.ADD, PlanRow.STEER]] >= 0).any(0)
+    looked_at = [columns.DESTINATION, Column.ADD.plan_row, Column.STEER.plan_row]
+    touched = (plan[looked_at] >= 0).any(0)
     at = touched.nonzero().squeeze(1)
     if not len(at):
         return
@@ -403,26 +400,17 @@ def reference(
         value = (value + fused[at].float()).to(dtype).float()
     changed = torch.zeros(len(at), dtype=torch.bool)
     for stage in range(STAGES):
-        flags = Flag((fields[Descriptor.FLAGS] >> (FLAG_BITS * stage)) & (2**FLAG_BITS - 1))
-        base = Descriptor.STAGE + Stage.SIZE * stage
-        if Flag.CAPTURE in flags:
-            _capture(value.to(dtype), plan, fields[base + Stage.COLUMNS], fields[Descriptor.ARENA])
-        if Flag.ADD in flags:
-            adding = (plan[PlanRow.ADD] >= 0).nonzero().squeeze(1)
-            if len(adding):
-                of = plan[PlanRow.ADD, adding]
-                table = _at(fields[base + Stage.ADD_INDEX], torch.int32, int(of.max()) + 1)
-                row = table[of].long()
-                adding, row = adding[row >= 0], row[row >= 0]
-            if len(adding):
-                deltas = _at(fields[base + Stage.ADD_TABLE], dtype, int(row.max()) + 1, hidden)
-                value[adding] += deltas[row].float()
-                changed[adding] = True
-        if Flag.STEER in flags:
-            for row in plan[PlanRow.STEER].unique().tolist():
+        flags = fields[Descriptor.FLAGS] >> (FLAG_BITS * stage)
+        at_stage = {name: fields[stage_field(name) + stage] for name in STAGE_FIELDS}
+        if flags & Column.PROGRAM.flag:
+            _capture(value.to(dtype), plan, at_stage["RING_OFFSETS"], fields[Descriptor.ARENA])
+        if flags & Column.ADD.flag:
+            changed[_add(value, plan, at_stage, dtype)] = True
+        if flags & Column.STEER.flag:
+            for row in plan[Column.STEER.plan_row].unique().tolist():
                 if row >= 0:
-                    steered = (plan[PlanRow.STEER] == row).nonzero().squeeze(1)
-                    if _steer(value, steered, row, fields, base, dtype):
+                    steered = (plan[Column.STEER.plan_row] == row).nonzero().squeeze(1)
+                    if _steer(value, steered, row, fields, at_stage, dtype):
                         changed[steered] = True
         value = value.to(dtype).float()
     at, written = at[changed], value[changed].to(dtype)
@@ -433,16 +421,31 @@ def reference(
         rows[at] = written
 
 
-def _capture(seen: torch.Tensor, plan: torch.Tensor, columns_at: int, arena_at: int) -> None:
-    at = (plan[PlanRow.DESTINATION] >= 0).nonzero().squeeze(1)
+def _capture(seen: torch.Tensor, plan: torch.Tensor, offsets_at: int, arena_at: int) -> None:
+    at = (plan[columns.DESTINATION] >= 0).nonzero().squeeze(1)
     if len(at):
-        program = plan[PlanRow.PROGRAM, at]
-        column = _at(columns_at, torch.int32, int(program.max()) + 1)[program].long()
-        at, column = at[column >= 0], column[column >= 0]
+        program = plan[Column.PROGRAM.plan_row, at]
+        offset = _at(offsets_at, torch.int32, int(program.max()) + 1)[program].long()
+        at, offset = at[offset >= 0], offset[offset >= 0]
     if len(at):
-        target = plan[PlanRow.DESTINATION, at] + column
+        target = plan[columns.DESTINATION, at] + offset
         arena = _at(arena_at, seen.dtype, int(target.max()) + 1, seen.shape[1])
         arena[target] = seen[at]
+
+
+def _add(
+    value: torch.Tensor, plan: torch.Tensor, at_stage: dict[str, int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Add what consumers write; returns which rows have changed."""
+    adding = (plan[Column.ADD.plan_row] >= 0).nonzero().squeeze(1)
+    if len(adding):
+        of = plan[Column.ADD.plan_row, adding]
+        row = _at(at_stage["ADD_INDEX"], torch.int32, int(of.max()) + 1)[of].long()
+        adding, row = adding[row >= 0], row[row >= 0]
+    if len(adding):
+        deltas = _at(at_stage["ADD_TABLE"], dtype, int(row.max()) + 1, value.shape[1])
+        value[adding] += deltas[row].float()
+    return adding
 
 
 def _steer(
@@ -450,15 +453,15 @@ def _steer(
     steered: torch.Tensor,
     row: int,
     fields: list[int],
-    base: int,
+    at_stage: dict[str, int],
     dtype: torch.dtype,
 ) -> bool:
     """Do what a steering row says; False when it has nothing to do at this point."""
     size, hidden = int(Operation.SIZE), value.shape[1]
-    entry = _at(fields[base + Stage.STEERING] + 4 * size * row, torch.int32, size)
+    entry = _at(at_stage["STEERING"] + 4 * size * row, torch.int32, size)
     chain = int(entry[Operation.CHAIN])
     if chain & HAS_SUM:
-        summed = fields[base + Stage.SUMS] + row * hidden * dtype.itemsize
+        summed = at_stage["SUMS"] + row * hidden * dtype.itemsize
         value[steered] += _at(summed, dtype, hidden).float()
     operations = [entry] if chain & (HAS_SUM - 1) else []
     if (count := chain & (HAS_SUM - 1)) > 1:

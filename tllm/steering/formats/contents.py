@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.steering.formats.names import GRAMMAR, Place, parse_place
+from tllm.steering.formats.names import GRAMMAR, NamedPlace, parse_place
 
 STACK_NAMES = (
     "vector",
@@ -31,7 +31,7 @@ _HOOK_NAMES = ("hook", "hook_point", "hook_name", "site")
 class Placed:
     """A vector whose layer the file names; `hook` is None if it names no hook point."""
 
-    place: Place
+    place: NamedPlace
     vector: Any
     scale: float = 1.0
 
@@ -87,6 +87,17 @@ def from_saved(value: Any) -> Contents:
     return Contents(tuple(placed), metadata=metadata)
 
 
+def json_mapping(text: str | bytes, what: str) -> dict[str, Any]:
+    """The JSON object in a text; `ValueError` saying what it was to be when it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is a {type(value).__name__}; it must be a JSON object")
+    return value
+
+
 def _from_record(value: Mapping[Any, Any], name: str) -> Contents:
     """`{"vector": ..., "layer": ...}`."""
     rest = {key: _item(entry) for key, entry in value.items() if key != name}
@@ -122,13 +133,13 @@ def _from_record(value: Mapping[Any, Any], name: str) -> Contents:
     return Contents((Placed(place, array, scale),), metadata=rest)
 
 
-def _said_place(said: Any, layer: int) -> Place:
+def _said_place(said: Any, layer: int) -> NamedPlace:
     """Where a record says it goes; its hook may be a full name, with the layer in it."""
     if said is None:
-        return Place(None, layer)
+        return NamedPlace(None, layer)
     named = parse_place(said) if isinstance(said, str) else None
     if named is None:
-        return Place(HookPoint.parse(said), layer)
+        return NamedPlace(HookPoint.parse(said), layer)
     if named.layer != layer:
         raise ValueError(f"'layer' is {layer} and its hook is {said!r}; make them agree")
     return named
@@ -147,20 +158,20 @@ def _placed(key: Any, entry: Any) -> Iterator[Placed]:
                 raise ValueError(
                     f"under {key!r} it has the key {layer!r}; layers are whole numbers"
                 )
-            yield _vector(Place(hook, place.layer), layer, inner)
+            yield _vector(NamedPlace(hook, place.layer), layer, inner)
         return
     place = _place(key)
     if place is not None:
         yield _vector(place, key, entry)
 
 
-def _place(key: Any) -> Place | None:
+def _place(key: Any) -> NamedPlace | None:
     if isinstance(key, int) and not isinstance(key, bool):
-        return Place(None, key)
+        return NamedPlace(None, key)
     return parse_place(key) if isinstance(key, str) else None
 
 
-def _vector(place: Place, key: Any, entry: Any) -> Placed:
+def _vector(place: NamedPlace, key: Any, entry: Any) -> Placed:
     scale = 1.0
     if isinstance(entry, Mapping):
         unknown = set(entry) - {"vector", "scale"}
@@ -199,6 +210,6 @@ def _item(value: Any) -> Any:
 def _is_plain(value: Any) -> bool:
     try:
         json.dumps(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return False
     return True

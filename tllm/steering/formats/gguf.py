@@ -18,7 +18,6 @@ its vectors act one block after the one they were measured at, here as in llama.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from tllm.spec.hooks import HookPoint
-from tllm.steering.formats.contents import Contents, Placed
-from tllm.steering.formats.names import Place
+from tllm.steering.formats.contents import Contents, Placed, json_mapping
+from tllm.steering.formats.names import NamedPlace
 
 MAGIC = b"GGUF"
 ARCHITECTURE = "controlvector"
@@ -77,7 +76,7 @@ def read(path: Path) -> Contents:
                 "it in one of those"
             )
         vector = gguf.dequantize(data, kind) if kind == types.BF16 else data
-        placed.append(Placed(Place(HookPoint.POST_BLOCK, int(match[1])), vector))
+        placed.append(Placed(NamedPlace(HookPoint.POST_BLOCK, int(match[1])), vector))
     if not placed:
         raise ValueError("it has no tensor direction.N, so there is nothing to steer with")
     return Contents(tuple(placed), metadata=_metadata(fields))
@@ -86,7 +85,7 @@ def read(path: Path) -> Contents:
 def _check_is_added(fields: dict[str, Any]) -> None:
     """Some writers put vectors into this container that are not for the residual stream."""
     native = fields.get("controlvector.easysteer")
-    component = json.loads(native).get("component") if native else None
+    component = json_mapping(native, "its header of EasySteer").get("component") if native else None
     if component not in (None, "hidden_states"):
         raise ValueError(
             f"EasySteer wrote it for {component!r}; only directions of hidden_states are read"

@@ -45,7 +45,7 @@ GRAMMAR = (
 )
 
 
-class Place(NamedTuple):
+class NamedPlace(NamedTuple):
     """A layer and, if the name says so, a hook point."""
 
     hook: HookPoint | None
@@ -64,13 +64,13 @@ _BLOCK = re.compile(
 )
 
 
-def parse_place(name: str) -> Place | None:
+def parse_place(name: str) -> NamedPlace | None:
     """The place that `name` means, or None if it follows none of the grammar above."""
     if match := _KEY.fullmatch(name):
         hook = match["hook"]
-        return Place(HookPoint.parse(hook) if hook else None, int(match["layer"]))
+        return NamedPlace(HookPoint.parse(hook) if hook else None, int(match["layer"]))
     if match := _LENS.fullmatch(name):
-        return Place(TRANSFORMER_LENS[match["hook"]], int(match["layer"]))
+        return NamedPlace(TRANSFORMER_LENS[match["hook"]], int(match["layer"]))
     if match := _BLOCK.fullmatch(name):
-        return Place(HookPoint.POST_BLOCK, int(match["layer"]))
+        return NamedPlace(HookPoint.POST_BLOCK, int(match["layer"]))
     return None

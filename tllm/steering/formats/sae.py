@@ -8,7 +8,6 @@ belong where it writes, `hook_name_out`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tllm.steering.formats.contents import Contents, Placed
-from tllm.steering.formats.names import TRANSFORMER_LENS, Place, parse_place
+from tllm.steering.formats.contents import Contents, Placed, json_mapping
+from tllm.steering.formats.names import TRANSFORMER_LENS, NamedPlace, parse_place
 from tllm.steering.module import FloatArray, as_vector
 
 CONFIG = "cfg.json"
@@ -27,7 +26,9 @@ WEIGHTS = "sae_weights.safetensors"
 Features = int | Iterable[int] | Mapping[int, float]
 
 
-def read(folder: Path, features: Features | None, normalize: bool, place: Place | None) -> Contents:
+def read(
+    folder: Path, features: Features | None, normalize: bool, place: NamedPlace | None
+) -> Contents:
     """The vector of some features: `sum(weight[f] * W_dec[f])`.
 
     Args:
@@ -46,8 +47,11 @@ def read(folder: Path, features: Features | None, normalize: bool, place: Place 
                 f"it is a folder without {name}; a sparse autoencoder in SAELens' layout has "
                 f"{CONFIG} and {WEIGHTS}"
             )
-    config = json.loads((folder / CONFIG).read_text())
-    told = {**config, **config.get("metadata", {})}
+    config = json_mapping((folder / CONFIG).read_bytes(), f"its {CONFIG}")
+    metadata = config.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"its {CONFIG} has metadata={metadata!r:.60}, which is no JSON object")
+    told = {**config, **metadata}
     weights = _weights(features)
     place = _place(told, place)
     return Contents(
@@ -63,7 +67,7 @@ def read(folder: Path, features: Features | None, normalize: bool, place: Place 
 _KEPT = ("architecture", "model_name", "hook_name", "hook_name_out", "normalize_activations")
 
 
-def _place(told: Mapping[str, Any], instead: Place | None) -> Place:
+def _place(told: Mapping[str, Any], instead: NamedPlace | None) -> NamedPlace:
     name = told.get("hook_name_out") or told.get("hook_name") or told.get("hook_point")
     if told.get("hook_head_index") is not None or str(name).endswith("hook_z"):
         raise ValueError(

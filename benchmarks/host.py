@@ -1,0 +1,347 @@
+"""`python -m benchmarks.host`: what our own calls cost the host in a steady decode step.
+
+A session runs on taps of no model, on a CPU, so nothing is measured but our calls: before the
+forward pass, before and after sampling, at the step's end. Two kinds of figures: microseconds, and
+counts that do not hang on the machine (Python calls, uploads to the device, operators on it). Each
+case runs in a process of its own; with `--against` another checkout of tLLM is measured too, in
+turn, by this same file. Beside a steady step: one whose batch is laid out anew, as it is when a
+sequence comes or goes, and what a request costs that comes and goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BATCH, LAYERS, HIDDEN, PROMPT = 128, 28, 8, 16
+_HERE = Path(__file__).parents[1]
+
+
+class Counts(TorchDispatchMode):
+    """Counts operators on tensors, those of a row plan's kernel as one, and uploads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+        self.uploads = 0
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+    def profile(self, frame: Any, event: str, arg: Any) -> None:
+        """For `sys.setprofile`."""
+        self.calls += event == "call" and "tllm" in frame.f_code.co_filename
+
+
+def _consumers() -> dict[str, Callable[[], Any]]:
+    from tllm.consumers.base import Consumer
+    from tllm.ports import ConsumerFlow, RequestMeta, ResidualStream
+
+    class Reading(Consumer):
+        """Is given rows, and does nothing with them."""
+
+        consumer_id = "reading"
+
+        def __init__(self, layers: int) -> None:
+            self._layers = layers
+
+        def flows(self) -> Any:
+            reads = [
+                ResidualStream.read(layer=layer, phase="decode", role=f"layer {layer}")
+                for layer in range(self._layers)
+            ]
+            return [ConsumerFlow(reads=(*reads, RequestMeta.read()), delivery="device_lease")]
+
+        def consume_bundle(self, bundle: Any, ctx: Any) -> None:
+            pass
+
+    class Writing(Consumer):
+        """Writes another vector for every sequence in every step."""
+
+        consumer_id = "writing"
+        write = ResidualStream.write(layer=3, phase="any")
+
+        def flows(self) -> Any:
+            reads = ResidualStream.read(layer=3, phase="decode"), RequestMeta.read()
+            return [ConsumerFlow(reads=reads, writes=(self.write,), delivery="device_lease")]
+
+        def consume_bundle(self, bundle: Any, ctx: Any) -> None:
+            rows = bundle.entries[bundle.reads[0].role]
+            ctx.writer(self.write.role).set(bundle.meta.requests, rows)
+
+    return {
+        "captured, one layer": lambda: Reading(1),
+        "captured, all layers": lambda: Reading(LAYERS),
+        "written by a consumer": lambda: Writing(),
+    }
+
+
+CASES = (
+    "idle",
+    "steered, one way",
+    "steered, 128 ways",
+    "steered by position",
+    "captured, one layer",
+    "captured, all layers",
+    "written by a consumer",
+    "captured and steered",
+)
+
+
+@dataclass
+class Steady:
+    """128 sequences that decode."""
+
+    case: str
+
+    def __post_init__(self) -> None:
+        from tllm.ports import ModelView
+        from tllm.runtime.session import Session
+        from tllm.runtime.taps import Taps
+        from tllm.spec.hooks import HookPoint
+
+        cpu = torch.device("cpu")
+        points: dict[Any, Any] = {(HookPoint.POST_BLOCK, layer): None for layer in range(LAYERS)}
+        second: dict[Any, Any] = {
+            (HookPoint.POST_BLOCK, layer): (HookPoint.PRE_ATTN, layer + 1)
+            for layer in range(LAYERS - 1)
+        }
+        taps = Taps(
+            points,
+            second=second,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=cpu,
+            max_tokens=BATCH * PROMPT,
+            max_programs=64,
+            add_rows=2 * BATCH,
+        )
+        self.session = Session(
+            taps,
+            lambda site, layer: (HookPoint.parse(site), layer),
+            ModelView(HIDDEN, LAYERS, 10, torch.float32, cpu, None, None, None, BATCH),
+            lm_head=None,
+            samples=True,
+            max_sequences=BATCH,
+            max_programs=64,
+            steering_rows=2 * BATCH,
+            steering_vectors=2 * BATCH,
+            ring_rows=4 * BATCH * LAYERS,
+            max_ring_rows=4 * BATCH * LAYERS,
+            overflow="block",
+        )
+        consumers = _consumers()
+        if self.case in consumers:
+            self.session.register(consumers[self.case]())
+        if self.case == "captured and steered":
+            self.session.register(consumers["captured, all layers"]())
+        self._start()
+        steps = getattr(self.session, "steps", None)
+        if steps is not None:
+            self._calls = (
+                steps.begin_idle,
+                steps.begin,
+                steps.before_sampling,
+                steps.after_sampling,
+                steps.end,
+            )
+        else:  # an older commit
+            old: Any = self.session
+            self._calls = (
+                old.rest_step,
+                old.begin_step,
+                old.before_sampling,
+                old.after_sampling,
+                old.end_step,
+            )
+        self.counts = np.ones(BATCH, np.int32)
+        self.ids = torch.zeros(BATCH * PROMPT, dtype=torch.int64)
+        self.sampled = torch.zeros(BATCH, dtype=torch.int64)
+        self.sampled_from = np.full(BATCH, PROMPT, np.int32)
+        self.starts = np.zeros(BATCH, np.int32)
+        self.step(np.full(BATCH, PROMPT, np.int32))
+
+    def _start(self) -> None:
+        from tllm.spec.request import RequestSpec
+        from tllm.spec.selection import Selection
+
+        try:
+            from tllm.spec.groups import GroupUse
+            from tllm.spec.operations import Coefficients
+        except ImportError:  # older commits have both in one file
+            from tllm.spec.steering import Coefficients, GroupUse  # type: ignore[no-redef]
+
+        ways = BATCH if "128" in self.case or self.case == "captured and steered" else 1
+        positions = Selection.parse({"ranges": [[0, 10**6]]} if "position" in self.case else {})
+        one = np.ones(HIDDEN, np.float32)
+        operations = {
+            f"way {way}": [
+                ("post_block", layer, f"vector {way}", Coefficients(add=1.0))
+                for layer in range(LAYERS)
+            ]
+            for way in range(ways)
+        }
+        self.session.steering.put({f"vector {way}": one for way in range(ways)}, operations)
+        self._specs: dict[str, Any] = {}
+        sequences = getattr(self.session, "sequences", None)
+        self._start_one = sequences.start if sequences else self.session.start_sequence
+        self._finish_one = sequences.finish if sequences else self.session.finish_sequence
+        self.names = [f"request {number}" for number in range(BATCH)]
+        for number, name in enumerate(self.names):
+            steering: tuple[Any, ...] = ()
+            if "steered" in self.case:
+                steering = (GroupUse("any", positions, f"way {number % ways}"),)
+            spec = RequestSpec(name, name, steering=steering)
+            self._specs[name] = spec
+            self._start_one(name, [1] * PROMPT, PROMPT, spec, 0)
+
+    def step(
+        self, counts: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ) -> float:
+        """Compute tokens of every sequence; microseconds of our calls."""
+        starts = self.starts
+        begin_idle, begin, before_sampling, after_sampling, end = self._calls
+        with around():
+            started = time.perf_counter()
+            if not begin_idle():
+                begin(self.names, starts, counts, self.sampled_from, self.ids)
+                before_sampling(None)
+                after_sampling(self.sampled, self.ids)
+            end()
+            ended = time.perf_counter()
+        self.starts = starts + counts
+        return 1e6 * (ended - started)
+
+    def replace(self, number: int) -> float:
+        """Let a request go and come again; microseconds."""
+        name = self.names[number % BATCH]
+        started = time.perf_counter()
+        self._finish_one(name)
+        self._start_one(name, [1] * PROMPT, PROMPT, self._specs[name], 0)
+        return 1e6 * (time.perf_counter() - started)
+
+    def step_anew(self) -> float:
+        """A step whose batch is laid out anew."""
+        self.session._slots.invalidate()
+        return self.step(self.counts)
+
+
+def measured(case: str, steps: int) -> dict[str, float]:
+    """One case in this process: median microseconds, and counts of one step."""
+    from tllm.runtime.kernels import row_plan
+
+    counts = Counts()
+    expand = row_plan.reference
+
+    def counted(*args: Any) -> Any:
+        counts.operators += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            return expand(*args)
+
+    row_plan.reference = counted
+    from_numpy = torch.from_numpy
+
+    def uploaded(array: Any) -> Any:
+        counts.uploads += 1
+        return from_numpy(array)
+
+    torch.from_numpy = uploaded
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        steady = Steady(case)
+        for _ in range(steps // 4):
+            steady.step(steady.counts)
+        times = [steady.step(steady.counts) for _ in range(steps)]
+        counts.operators = counts.uploads = 0
+        steady.step(steady.counts, lambda: counts)
+        uploads, operators = counts.uploads, counts.operators
+        sys.setprofile(counts.profile)
+        steady.step(steady.counts)
+        sys.setprofile(None)
+        anew = [steady.step_anew() for _ in range(steps // 4)]
+        replaced = [steady.replace(number) for number in range(steps // 4)]
+    return {
+        "us": statistics.median(times),
+        "anew": statistics.median(anew),
+        "request": statistics.median(replaced),
+        "calls": counts.calls,
+        "uploads": uploads,
+        "operators": operators,
+    }
+
+
+def _child(tree: Path, case: str, steps: int) -> dict[str, float]:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--case", case, "--steps", str(steps)]
+    done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{tree}, {case}: {done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(
+    against: Annotated[
+        Path | None, typer.Option(help="Another checkout of tLLM, measured in turn.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Processes for each case and checkout.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps of which the median is taken.")] = 400,
+    case: Annotated[str, typer.Option(help="Measure this one here, and print JSON.")] = "",
+) -> None:
+    """Print a table: microseconds (median and range over rounds), and counts of one step."""
+    if case:
+        print(json.dumps(measured(case, steps)))
+        return
+    trees = [_HERE] if against is None else [against.resolve(), _HERE]
+    table = Table("case", "checkout", *_COLUMNS, title="microseconds, and counts of a steady step")
+    for each in CASES:
+        found: dict[Path, list[dict[str, float]]] = {tree: [] for tree in trees}
+        for _ in range(rounds):
+            for tree in trees:
+                found[tree].append(_child(tree, each, steps))
+        for tree, results in found.items():
+            table.add_row(
+                each,
+                "this one" if tree == _HERE else str(tree),
+                *(_shown([result[name] for result in results]) for name in _COLUMNS.values()),
+            )
+    Console(width=160).print(table)
+
+
+_COLUMNS = {
+    "a steady step": "us",
+    "one laid out anew": "anew",
+    "a request": "request",
+    "Python calls": "calls",
+    "uploads": "uploads",
+    "operators": "operators",
+}
+
+
+def _shown(values: list[float]) -> str:
+    """Median and range."""
+    if min(values) == max(values):
+        return f"{values[0]:.0f}"
+    return f"{statistics.median(values):.1f} [{min(values):.1f}, {max(values):.1f}]"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,61 @@
+"""Results of pipeline stages become one, or the user is told."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tllm.client.results import Collected
+from tllm.ports import Payload, PerToken
+
+
+@dataclass
+class Sum(Payload):
+    value: int
+
+    def joined(self, other):
+        return Sum(self.value + other.value)
+
+
+def scores(*values):
+    return PerToken(np.arange(len(values), dtype=np.int32), np.array(values))
+
+
+def joined(*payloads):
+    """The result of a sequence whose stages returned these."""
+    collected = Collected()
+    for worker, payload in enumerate(payloads):
+        said = {"status": "ok", "error": None, "payload": payload}
+        collected.add(worker, {0: {"mine": said}})
+    return collected.joined()[0]["mine"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "both"),
+    [
+        (None, 5, 5),
+        (5, None, 5),
+        (5, 5, 5),
+        (Sum(2), Sum(3), Sum(5)),
+        ({0: 1, "rows": 7}, {1: 2, "rows": 7}, {0: 1, 1: 2, "rows": 7}),
+        ({0: {"a": Sum(1)}}, {0: {"a": Sum(2), "b": 3}}, {0: {"a": Sum(3), "b": 3}}),
+    ],
+)
+def test_results_of_stages_are_joined(first, second, both):
+    result = joined(first, second)
+    assert (result.status, result.error, result.payload) == ("ok", None, both)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(5, 6), ({"rows": 5}, {"rows": 6}), (scores(1, 2), scores(1, 3)), ([1], {"rows": 1})],
+)
+def test_results_that_differ_and_cannot_be_joined_are_not_lost_in_silence(first, second):
+    result = joined(first, second)
+    assert result.status == "partial_error"
+    assert "pipeline stages returned different results" in result.error
+    assert type(result.payload) is type(first)
+
+
+def test_equal_scores_are_one():
+    assert joined(scores(1, 2), scores(1, 2)).status == "ok"

@@ -1,0 +1,186 @@
+"""Several front ends over the same workers agree, and do not take away what another one uses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from engine.asking import generate, greedy, prompts_of, tokens_of
+from tiny_engines import TINY_ENGINE
+
+from tllm import LLM, SamplingParams
+from tllm.client.calls import SyncCalls
+from tllm.client.core import Client
+from tllm.client.steering import HeldByWorkers, SteeringControl
+from tllm.consumers.logging import LoggingConsumer
+from tllm.engine.registered import HeldGroups, Registered
+
+ROWS = 4
+FACTS = SimpleNamespace(max_mib=1, row_bytes=2**20 // ROWS)
+
+
+class Workers:
+    """What the workers keep of vectors and groups."""
+
+    def __init__(self):
+        self.groups, self.vectors = {}, {}
+
+    def put(self, vectors, groups):
+        self.vectors |= vectors
+        self.groups |= groups
+        for operations in groups.values():
+            assert all(vector in self.vectors for _, _, vector, _ in operations)
+
+    def drop(self, groups, vectors):
+        for digest in groups:
+            del self.groups[digest]
+        for digest in vectors:
+            del self.vectors[digest]
+
+
+def group_of(*layers):
+    vectors = {f"{layer}": np.full(4, layer, np.float32) for layer in layers}
+    entries = {"post_block": {int(name): vector for name, vector in vectors.items()}}
+    (group,) = SamplingParams(steering_vectors=entries).asked.steering.groups
+    return group
+
+
+class Front:
+    def __init__(self, name, workers):
+        self.name, self.workers, self.held = name, workers, HeldByWorkers()
+        workers.attach(name)
+
+    def ask(self, prompt_id, group, front_ends=2):
+        if not self.held.has([group]):
+            upload = self.held.upload([group], FACTS, front_ends)
+            operations = {digest: each.operations for digest, each in upload.groups.items()}
+            self.workers.put(self.name, upload.vectors, operations, upload.released)
+            self.held.sent(upload, True)
+        self.held.hold(prompt_id, (group,))
+
+
+def test_front_ends_do_not_evict_each_others_groups():
+    there = Workers()
+    groups = HeldGroups(there)
+    first, second = Front("first", groups), Front("second", groups)
+    shared = group_of(1)
+    first.ask("a", shared)
+    second.ask("b", shared)
+    assert len(there.groups) == 1
+    for layer in (2, 3, 4, 5):  # the first has room for two: one is in use
+        first.ask(f"p{layer}", group_of(layer))
+        first.held.release(f"p{layer}")
+    first.held.release("a")
+    first.ask("c", group_of(6))
+    first.ask("d", group_of(7))
+    assert shared.digest in there.groups, "the second still runs with it"
+    second.held.release("b")
+    second.ask("e", group_of(8))
+    second.ask("f", group_of(9))
+    assert set(there.groups) == {group_of(layer).digest for layer in (6, 7, 8, 9)}
+    assert groups.num_vectors == len(there.vectors) == ROWS
+
+
+def test_a_front_end_has_room_for_what_runs_and_says_when_there_is_none():
+    front = Front("only", HeldGroups(Workers()))
+    front.ask("a", group_of(1, 2), front_ends=1)
+    front.ask("b", group_of(3), front_ends=1)
+    with pytest.raises(ValueError, match=r"1\.2 MiB of vectors.*max_steering_mib=1;"):
+        front.ask("c", group_of(4, 5), front_ends=1)
+    with pytest.raises(ValueError, match="max_steering_mib=1 between 2 front ends"):
+        front.ask("c", group_of(4), front_ends=2)
+    front.held.release("a")
+    front.ask("c", group_of(4, 5), front_ends=1)
+
+
+def test_what_a_front_end_that_is_gone_held_is_given_up():
+    there = Workers()
+    groups = HeldGroups(there)
+    Front("tllm-0-0-0-gone", groups).ask("a", group_of(1))
+    assert there.groups
+    assert groups.attach("another") == 1
+    assert not there.groups and not there.vectors
+
+
+def test_who_did_not_see_the_last_change_changes_nothing():
+    registered = Registered()
+    assert registered.change("steering", 0, b"a")
+    assert not registered.change("steering", 0, b"b")
+    assert registered.since(0) == {"steering": (1, b"a")}
+    assert registered.change("steering", 1, None)
+    assert registered.change("module:x", 0, b"c")
+    assert registered.since(1) == {"steering": (2, None), "module:x": (3, b"c")}
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model):
+    """An engine, and a second front end of its workers."""
+    llm = LLM(tiny_model, **TINY_ENGINE)
+    other = Client()
+    calls = SyncCalls(llm.llm_engine, other.shared.token, list)
+    other.handle = object()
+    return llm, SimpleNamespace(
+        client=other, run=calls.run, steering=SteeringControl(other, calls.run)
+    )
+
+
+def test_what_one_front_end_sets_steers_the_requests_of_the_other(two):
+    llm, other = two
+    prompts = prompts_of([5, 9])
+    plain = tokens_of(generate(llm, prompts, greedy(4)))
+    vector = np.linspace(-3, 3, llm.steering.layers()["hidden_size"])
+    other.steering.set({"post_block": {2: vector}})
+    steered = tokens_of(generate(llm, prompts, greedy(4)))
+    assert steered != plain
+    assert llm.steering.status()["global"].keys() == {"vectors"}
+    llm.steering.clear()
+    assert other.steering.status()["global"] == {}
+    llm.steering.register_module("m", {"post_block": {2: vector}})
+    assert set(other.steering.modules()) == {"m"}
+    assert llm.steering.version == other.steering.version
+    asked = greedy(4, steering_module_ref="m")
+    assert tokens_of(generate(llm, prompts, asked)) == steered
+    other.steering.unregister_module("m")
+    with pytest.raises(ValueError, match="no module 'm' is registered"):
+        generate(llm, prompts, asked)
+    assert tokens_of(generate(llm, prompts, greedy(4))) == plain
+
+
+def known(client):
+    """Steps that say which consumers a front end knows of."""
+    yield from client.current()
+    return client.consumers
+
+
+def test_consumers_of_one_front_end_serve_the_requests_of_the_other(two):
+    llm, other = two
+    mine = llm.register_consumer(LoggingConsumer())
+    assert "logging" in other.run(known(other.client))
+    with pytest.raises(ValueError, match="consumer_id='logging' is registered"):
+        other.run(other.client.register(LoggingConsumer()))
+    other.run(other.client.unregister("logging"))
+    assert "logging" not in llm.intervention_stats()[0]["consumers"]
+    generate(llm, prompts_of([5]), greedy(1))
+    assert llm.consumers == {} and mine.read_stats() is not None
+    assert mine._engine is None
+
+
+def test_a_steady_request_asks_the_workers_nothing(two, monkeypatch):
+    llm, _ = two
+    asked = greedy(
+        1, steering_vectors={"post_block": {1: np.ones(llm.steering.layers()["hidden_size"])}}
+    )
+    generate(llm, prompts_of([5]), asked)
+    calls = []
+    ask = llm._sync.calls.ask
+    monkeypatch.setattr(
+        llm._sync.calls, "ask", lambda call: (calls.append(call.method), ask(call))[1]
+    )
+    params = [greedy(1), asked]
+    for each in params:
+        steps = llm._tllm.admit(each, "steady")
+        with pytest.raises(StopIteration) as done:
+            next(steps)
+        llm._tllm.release(done.value.value)
+    assert calls == []

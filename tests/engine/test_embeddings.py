@@ -1,0 +1,56 @@
+"""Prompts that are given as embeddings: as steered and captured as the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_engines import TINY_ENGINE
+
+from engine.asking import generate, greedy, prompts_of
+from engine.reference import HIDDEN
+from tllm import LLM
+
+[PROMPT] = prompts_of([30])
+VECTOR = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(0)) * 4
+
+
+@pytest.fixture(scope="module")
+def embedding(tiny_model):
+    """An engine that takes embeddings, and those of the prompt."""
+    weights = load_file(Path(tiny_model) / "model.safetensors")
+    llm = LLM(tiny_model, enable_prompt_embeds=True, max_num_batched_tokens=24, **TINY_ENGINE)
+    return llm, weights["model.embed_tokens.weight"][PROMPT]
+
+
+def asked(positions="all", steered=None):
+    vectors = {"post_block": {1: {"vector": VECTOR, "positions": steered or "all"}}}
+    return greedy(
+        5,
+        capture={"memory": {"hooks": {"post_block": [2]}, "positions": positions}},
+        steering_vectors=vectors if steered else None,
+    )
+
+
+@pytest.mark.parametrize("steered", [None, "all", "last_prompt", {"ranges": [[3, 9]]}])
+@pytest.mark.parametrize("positions", ["all", "last_prompt", [0, -1, 31]])
+def test_a_prompt_of_embeddings_is_as_its_tokens(embedding, positions, steered):
+    llm, embeddings = embedding
+    [told] = generate(llm, [PROMPT], asked(positions, steered))
+    [given] = llm.generate([{"prompt_embeds": embeddings}], asked(positions, steered))
+    assert given.outputs[0].token_ids == told.outputs[0].token_ids
+    expected, rows = (each.activations["post_block"][2] for each in (told, given))
+    assert rows.positions.tolist() == expected.positions.tolist()
+    assert torch.allclose(rows.tensor, expected.tensor, rtol=1e-4, atol=1e-3)
+
+
+def test_tokens_that_nobody_knows_are_no_places(embedding):
+    llm, embeddings = embedding
+    for params in (asked({"token_ids": PROMPT[:3]}), asked(steered={"token_ids": PROMPT[:3]})):
+        [given] = llm.generate([{"prompt_embeds": embeddings}], params)
+        result = given.capture_results["memory"]
+        assert result.status == "error"
+        assert "token_ids" in result.error and "given as embeddings" in result.error
+    assert llm.intervention_stats()[0]["running_sequences"] == 0

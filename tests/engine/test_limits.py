@@ -1,0 +1,162 @@
+"""What does not work together with interventions is refused, and the user hears why."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_engines import TINY_ENGINE
+from vllm import envs
+from vllm.config import ParallelConfig
+
+from tllm import LLM, AsyncLLM
+from tllm.client import llm
+from tllm.engine import limits
+from tllm.engine.worker_cpu import InterventionCPUWorker
+from tllm.runtime.taps import Taps
+
+
+def _config(**parallel: Any) -> Any:
+    """A `VllmConfig`, as far as limits look at it."""
+    return SimpleNamespace(
+        speculative_config=None,
+        kv_transfer_config=None,
+        parallel_config=ParallelConfig(**parallel),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
+        additional_config={},
+    )
+
+
+def test_an_ordinary_configuration_is_not_refused() -> None:
+    limits.check(_config())
+    limits.check(_config(enable_expert_parallel=True))
+    limits.check_arguments({"speculative_config": None, "ubatch_size": 1, "dtype": "float32"})
+
+
+def _speculative(config: Any) -> None:
+    config.speculative_config = object()
+
+
+def _loads_blocks(config: Any) -> None:
+    config.kv_transfer_config = object()
+
+
+def _sequence_parallel(config: Any) -> None:
+    config.compilation_config.pass_config.enable_sp = True
+
+
+def _context_parallel(kind: str) -> Any:
+    return lambda config: setattr(config.parallel_config, f"{kind}_context_parallel_size", 2)
+
+
+def _overlap(config: Any) -> None:
+    config.parallel_config.enable_dbo = True
+
+
+def _ubatches(config: Any) -> None:
+    config.parallel_config.ubatch_size = 4
+
+
+def _split_experts(config: Any) -> None:
+    parallel = config.parallel_config
+    parallel.enable_expert_parallel = True
+    parallel.tensor_parallel_size = parallel.data_parallel_size = 2
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "remedy"),
+    [
+        (_speculative, "speculative decoding", "leave out speculative_config"),
+        (_overlap, "dual batch overlap", "leave out enable_dbo"),
+        (_ubatches, "dual batch overlap", "ubatch_size"),
+        (_context_parallel("decode"), "context", "set decode_context_parallel_size=1"),
+        (_context_parallel("prefill"), "context", "set prefill_context_parallel_size=1"),
+        (_loads_blocks, "KV connectors", "leave out kv_transfer_config and kv_offloading_size"),
+        (_sequence_parallel, "sequence parallelism", "enable_sp=False"),
+        (_split_experts, "experts on several", "leave out enable_expert_parallel"),
+    ],
+)
+def test_a_configuration_that_splits_rows_is_refused(change: Any, what: str, remedy: str) -> None:
+    config = _config()
+    change(config)
+    with pytest.raises(ValueError, match=f"^tLLM does not run with {what}.*{remedy}"):
+        limits.check(config)
+
+
+def test_the_front_end_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
+    with pytest.raises(ValueError, match="set VLLM_USE_RUST_FRONTEND=0"):
+        limits.check(_config())
+
+
+def test_all_that_is_refused_is_in_one_sentence() -> None:
+    config = _config()
+    _speculative(config)
+    _overlap(config)
+    with pytest.raises(ValueError, match=r"speculative decoding.*; nor with dual batch overlap"):
+        limits.check(config)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"speculative_config": {"method": "ngram"}},
+        {"kv_offloading_size": 1.0},
+        {"enable_dbo": True},
+        {"ubatch_size": 2},
+        {"decode_context_parallel_size": 2},
+        {"prefill_context_parallel_size": 2},
+    ],
+)
+def test_engine_arguments_are_refused_before_an_engine_starts(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^tLLM does not run with .*\b{next(iter(arguments))}\b"):
+        LLM("no such model", **arguments)
+
+
+def test_an_async_engine_is_refused_before_it_starts() -> None:
+    config = _config()
+    _overlap(config)
+    with pytest.raises(ValueError, match="dual batch overlap"):
+        AsyncLLM(config, executor_class=None, log_stats=False)
+
+
+def test_a_reason_is_told_once_and_leaves_nothing_behind() -> None:
+    config: dict[str, Any] = {"mine": 1}
+    with pytest.raises(ValueError, match=r"^too big$") as refusal, limits.told(config):
+        worker = SimpleNamespace(additional_config=dict(config))
+        note = limits.pop_note(worker)
+        assert worker.additional_config == {"mine": 1}
+        with pytest.raises(ValueError, match="too big"), limits.reported(note):
+            raise ValueError("too big")
+        raise RuntimeError("Engine core initialization failed.")
+    assert isinstance(refusal.value.__cause__, RuntimeError)
+    assert config == {"mine": 1}
+
+
+def test_without_a_reason_vllm_s_own_exception_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="failed"), limits.told({}):
+        raise RuntimeError("Engine core initialization failed.")
+    with pytest.raises(ValueError, match="no note"), limits.reported(None):
+        raise ValueError("no note")
+
+
+class RefusingWorker(InterventionCPUWorker):
+    """A worker that does not find what it needs."""
+
+    def _taps(self) -> Taps:
+        raise ValueError("this model has no layers: use another")
+
+
+def test_what_only_a_worker_finds_out_reaches_the_user(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_refusing_worker(*args: Any) -> dict[str, Any]:
+        return {**engine_arguments(*args), "worker_cls": "engine.test_limits.RefusingWorker"}
+
+    engine_arguments = llm.engine_arguments
+    monkeypatch.setattr(llm, "engine_arguments", with_refusing_worker)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with pytest.raises(ValueError, match=r"^this model has no layers: use another$") as refusal:
+        LLM(tiny_model, **TINY_ENGINE)
+    assert "initialization failed" in str(refusal.value.__cause__)

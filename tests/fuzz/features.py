@@ -1,0 +1,322 @@
+"""What a request may ask. A row of `FEATURES` is a feature, and all rows are combined at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+from engine.reference import HIDDEN, LAYERS, VOCAB
+from vllm.sampling_params import RequestOutputKind
+
+from fuzz.asks import Ask
+
+POINTS = (
+    "pre_attn",
+    "attn_in",
+    "attn_out",
+    "post_attn",
+    "mlp_in",
+    "mlp_out",
+    "post_block",
+    "lm_head_in",
+)
+VECTORS = [
+    (np.random.default_rng(seed).standard_normal(HIDDEN) * 0.4).astype(np.float32)
+    for seed in range(6)
+]
+"""As long as a row is, nearly: what is steered says something else."""
+
+MODULES: Mapping[str, Mapping[str, Any]] = {
+    "calm": {"vectors": {"post_block": {1: VECTORS[0]}}},
+    "late": {
+        "decode_vectors": {"mlp_out": {-1: {"vector": VECTORS[1], "method": "norm_match"}}},
+        "clamps": {"pre_attn": {2: {"vector": VECTORS[2], "max": 0.5}}},
+    },
+}
+"""Modules that every engine of the attack has."""
+
+
+# -- which tokens --------------------------------------------------------------------------------
+
+
+def _indices(pick: Random, ask: Ask) -> list[int]:
+    low, high = -len(ask.prompt), len(ask.prompt) + ask.options["max_tokens"] - 1
+    return pick.sample(range(low, high), min(high - low, pick.randint(1, 6)))
+
+
+def _ranges(pick: Random, ask: Ask) -> dict[str, Any]:
+    start = pick.randrange(len(ask.prompt) + 3)
+    stop = pick.choice([None, start + pick.randint(1, 9)])
+    return {
+        "ranges": [[start, stop], [-pick.randint(1, len(ask.prompt)), None]][: pick.randint(1, 2)]
+    }
+
+
+def _windows(pick: Random, ask: Ask) -> dict[str, Any]:
+    start = pick.randrange(4)
+    phase = pick.choice(["any", "prompt", "generation"])
+    return {"phase": phase, "windows": [[start, start + pick.randint(1, 5)]]}
+
+
+def _tokens(pick: Random, ask: Ask) -> dict[str, Any]:
+    phase = pick.choice(["any", "prompt", "generation"])
+    return {"phase": phase, "token_ids": pick.sample(range(VOCAB), VOCAB // 3)}
+
+
+def _all_but(pick: Random, ask: Ask) -> dict[str, Any]:
+    beyond = len(ask.prompt) + 1000
+    return {"exclude": {"positions": [*_indices(pick, ask), beyond], "ranges": [[0, 2]]}}
+
+
+POSITIONS: tuple[Callable[[Random, Ask], Any], ...] = (
+    lambda pick, ask: "all",
+    lambda pick, ask: "all_prompt",
+    lambda pick, ask: "all_generated",
+    lambda pick, ask: "last_prompt",
+    _indices,
+    _ranges,
+    _windows,
+    _tokens,
+    _all_but,
+)
+
+
+def positions(pick: Random, ask: Ask) -> Any:
+    """A selection, in any of its forms."""
+    return pick.choice(POSITIONS)(pick, ask)
+
+
+# -- captures ------------------------------------------------------------------------------------
+
+
+def _layers(pick: Random) -> Any:
+    return pick.choice(["all", [pick.randrange(LAYERS)], [-1, 0], "1:3", [2, pick.choice([0, 1])]])
+
+
+def _capture(pick: Random, ask: Ask) -> dict[str, Any]:
+    points = pick.sample(POINTS, pick.randint(1, 3))
+    return {
+        "hooks": {p: "all" if p == "lm_head_in" else _layers(pick) for p in points},
+        "positions": positions(pick, ask),
+        "reduction": pick.choice(["none", "none", "mean", "max", "last"]),
+        "dtype": pick.choice(["model", "model", "float32", "float16"]),
+    }
+
+
+def _memory(pick: Random, ask: Ask) -> None:
+    ask.options.setdefault("capture", {})["memory"] = _capture(pick, ask)
+
+
+def _filesystem(pick: Random, ask: Ask) -> None:
+    layout = pick.choice(["per_file", "packed", "sharded"])
+    asked = _capture(pick, ask) | {"layout": layout, "metadata": {"n": [1, {"a": None}]}}
+    ask.options.setdefault("capture", {})["filesystem"] = asked
+
+
+def _overlap(pick: Random, ask: Ask) -> None:
+    """Two captures of the same points, of tokens that overlap in part."""
+    hooks = _capture(pick, ask)["hooks"]
+    for name, reduction in (
+        ("memory", pick.choice(["last", "mean", "none"])),
+        ("filesystem", "none"),
+    ):
+        both = {"hooks": hooks, "positions": positions(pick, ask), "reduction": reduction}
+        ask.options.setdefault("capture", {})[name] = both
+
+
+# -- steering ------------------------------------------------------------------------------------
+
+
+def _entry(pick: Random, ask: Ask, clamp: bool) -> dict[str, Any]:
+    vector = pick.choice(VECTORS)
+    entries: list[dict[str, Any]] = (
+        [{"min": -0.5, "max": 0.5}, {"value": 1.0, "strength": 0.5}, {"max": 0.0}]
+        if clamp
+        else [
+            {"scale": pick.choice([0.5, -1.0, 0.0])},
+            {"method": "norm_match", "scale": 0.1},
+            {"method": "ablate"},
+            {"method": "project", "value": 2.0},
+            {"method": "multiply", "factor": pick.choice([0.0, 2.0])},
+            {"method": "clamp", "max": 1.0},
+        ]
+    )
+    entry = {"vector": vector, **pick.choice(entries)}
+    if pick.random() < 0.5:
+        return entry
+    if len(ask.selections) < 3:  # more ways of choosing tokens than an engine takes are refused
+        ask.selections.append(positions(pick, ask))
+    return entry | {"positions": pick.choice(ask.selections)}
+
+
+def tier(pick: Random, ask: Ask, clamp: bool = False) -> dict[str, Any]:
+    """Entries at one or two hook points."""
+    points = pick.sample([point for point in POINTS if point != "lm_head_in"], pick.randint(1, 2))
+    found: dict[str, Any] = {}
+    for point in points:
+        entries = [_entry(pick, ask, clamp) for _ in range(pick.randint(1, 2))]
+        found[point] = {pick.randrange(-LAYERS, LAYERS): entries}
+    if pick.random() < 0.2:
+        found["lm_head_in"] = _entry(pick, ask, clamp)
+    return found
+
+
+def _steer(field: str) -> Callable[[Random, Ask], None]:
+    def draw(pick: Random, ask: Ask) -> None:
+        ask.options[field] = tier(pick, ask, clamp="clamps" in field)
+
+    return draw
+
+
+def _module(pick: Random, ask: Ask) -> None:
+    ask.options["steering_module_ref"] = pick.choice(
+        ["calm", ("calm", -0.5), ["late", ("calm", 2)], [("late", 0.0)]]
+    )
+
+
+def _where(pick: Random, ask: Ask) -> None:
+    if ask.steered:
+        ask.options["steering_positions"] = positions(pick, ask)
+
+
+# -- consumers -----------------------------------------------------------------------------------
+
+
+def _esamp(pick: Random, ask: Ask) -> None:
+    if ask.steered:  # its rows are compared as those of a prompt, which may be steered otherwise
+        return
+    ask.consumers["esamp"] = pick.choice(
+        [{}, {"beta": 1.0}, {"beta": 0.0}, {"group": "shared"}, {"train": False}]
+    )
+    ask.guided = True
+
+
+def _probe(pick: Random, ask: Ask) -> None:
+    ask.consumers["probe"] = {}
+
+
+def _unlogged(pick: Random, ask: Ask) -> None:
+    ask.consumers["logging"] = {"enabled": False}
+
+
+# -- sampling ------------------------------------------------------------------------------------
+
+
+def _option(**choices: list[Any]) -> Callable[[Random, Ask], None]:
+    """One of the values of each of these options of vLLM."""
+
+    def draw(pick: Random, ask: Ask) -> None:
+        ask.options |= {name: pick.choice(values) for name, values in choices.items()}
+
+    return draw
+
+
+def _samples(pick: Random, ask: Ask) -> None:
+    ask.options |= {"temperature": 0.9, "n": pick.choice([1, 2, 3]), "seed": pick.randrange(10**6)}
+
+
+def _stop(pick: Random, ask: Ask) -> None:
+    ask.options["ignore_eos"] = False
+    ask.options["stop_token_ids"] = pick.sample(range(1, VOCAB), VOCAB // 4)
+    ask.options["min_tokens"] = pick.randint(0, ask.options["max_tokens"])
+
+
+def _bias(pick: Random, ask: Ask) -> None:
+    tokens = pick.sample(range(1, VOCAB), 8)
+    ask.options["logit_bias"] = {token: pick.choice([-4.0, 4.0]) for token in tokens}
+
+
+def _priority(pick: Random, ask: Ask) -> None:
+    ask.priority = pick.randint(-3, 3)
+
+
+def _kind(pick: Random, ask: Ask) -> None:
+    ask.options["output_kind"] = pick.choice(list(RequestOutputKind))
+
+
+def _cancel(pick: Random, ask: Ask) -> None:
+    ask.abort_after = pick.randint(1, 5)
+    ask.cancel = pick.choice(["abort", "leave", "task"])
+
+
+def _abort(pick: Random, ask: Ask) -> None:
+    ask.abort_after = pick.randint(1, 12)
+
+
+Kind = Literal["any", "seeded", "priority", "served", "abort"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a request may ask.
+
+    Attributes:
+        chance: how likely a request has it.
+        draw: puts it into a request.
+        needs: what the engine must allow: seeds, priorities, streams, aborts, or nothing
+            in particular.
+    """
+
+    name: str
+    chance: float
+    draw: Callable[[Random, Ask], None]
+    needs: Kind = "any"
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("samples", 0.6, _samples, needs="seeded"),
+    Feature("truncated", 0.3, _option(top_k=[0, 5, 40], top_p=[1.0, 0.9], min_p=[0.0, 0.05])),
+    Feature("stop", 0.3, _stop),
+    Feature(
+        "penalties",
+        0.2,
+        _option(
+            presence_penalty=[0.0, 0.5],
+            frequency_penalty=[-0.2, 0.3],
+            repetition_penalty=[0.9, 1.2],
+        ),
+    ),
+    Feature("bias", 0.15, _bias),
+    Feature("allowed", 0.1, _option(allowed_token_ids=[list(range(5, 90)), list(range(40, 250))])),
+    Feature("logprobs", 0.15, _option(logprobs=[0, 3])),
+    Feature("prompt_logprobs", 0.05, _option(prompt_logprobs=[1])),
+    Feature("priority", 0.5, _priority, needs="priority"),
+    Feature("memory", 0.5, _memory),
+    Feature("filesystem", 0.35, _filesystem),
+    Feature("overlap", 0.2, _overlap),
+    Feature("vectors", 0.3, _steer("steering_vectors")),
+    Feature("prefill_vectors", 0.1, _steer("prefill_steering_vectors")),
+    Feature("decode_vectors", 0.15, _steer("decode_steering_vectors")),
+    Feature("clamps", 0.15, _steer("steering_clamps")),
+    Feature("prefill_clamps", 0.05, _steer("prefill_steering_clamps")),
+    Feature("decode_clamps", 0.05, _steer("decode_steering_clamps")),
+    Feature("module", 0.2, _module),
+    Feature("where", 0.2, _where),
+    Feature("esamp", 0.2, _esamp),
+    Feature("probe", 0.3, _probe),
+    Feature("unlogged", 0.3, _unlogged),
+    Feature("abort", 0.08, _abort, needs="abort"),
+    Feature("kind", 0.7, _kind, needs="served"),
+    Feature("cancel", 0.15, _cancel, needs="served"),
+)
+
+
+def draw(pick: Random, allowed: frozenset[str]) -> Ask:
+    """A random request for an engine that allows these kinds of features."""
+    length = pick.choice([1, 2, pick.randint(3, 12), pick.randint(13, 40), pick.randint(41, 90)])
+    ask = Ask([pick.randrange(1, VOCAB) for _ in range(length)])
+    ask.options = {
+        "temperature": 0.0,
+        "max_tokens": pick.choice([1, 2, 5, pick.randint(6, 20)]),
+        "ignore_eos": True,
+        "detokenize": False,
+        "consumers": {"esamp": {"enabled": False}, "probe": {"enabled": False}},
+    }
+    for feature in FEATURES:
+        if feature.needs in ("any", *allowed) and pick.random() < feature.chance:
+            feature.draw(pick, ask)
+            ask.drawn.append(feature.name)
+    return ask

@@ -1,0 +1,170 @@
+"""What a request must give, from the same request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from capture.truth import located, meant, reduced
+from engine.reference import LAYERS
+
+import tllm.stores
+from fuzz.asks import Ask
+
+RELATIVE = {"model": 5e-5, "float32": 5e-5, "float16": 2e-3}
+"""Largest error of a row relative to its norm: sums in another order, and rounding to half."""
+
+OFF = {name: {"enabled": False} for name in ("esamp", "probe", "logging")}
+PROBED = ("post_block", LAYERS - 1)
+
+
+class WrongError(AssertionError):
+    """A request gave what it would not have given alone."""
+
+
+@dataclass
+class Alone:
+    """What one sample was when nobody else was there.
+
+    Attributes:
+        tokens: all of its tokens, the prompt's first.
+        rows: by hook point and layer, `[tokens - 1, hidden]`.
+    """
+
+    tokens: list[int]
+    rows: Mapping[tuple[str, int | None], torch.Tensor]
+
+
+class Oracle:
+    """Says what to run alone, and compares with what that gave.
+
+    Args:
+        probe: `(weight [hidden], bias)` of the engine's probe.
+        root: of the engine's store.
+    """
+
+    def __init__(self, probe: tuple[torch.Tensor, float], root: Any) -> None:
+        self._probe = probe
+        self._root = root
+
+    def alone(self, ask: Ask, output: Any) -> tuple[list[list[int]], Any]:
+        """What to run, one after the other, to know what an output should be.
+
+        Returns:
+            Prompts and their parameters: the request itself, all of whose rows are kept; or, where
+            nobody else can tell the tokens, those of each sample as a prompt of their own.
+        """
+        asked: dict[str, Any] = {"capture": _everything(ask), "consumers": OFF}
+        if not ask.guided:
+            return [ask.prompt], ask.params(**asked)
+        asked |= {"n": None, "max_tokens": 1, "temperature": 0.0, "min_tokens": None, "seed": None}
+        prompts = [[*ask.prompt, *sample.token_ids][:-1] for sample in output.outputs]
+        return prompts, ask.params(**asked)
+
+    def truth(self, ask: Ask, output: Any, outputs: Sequence[Any]) -> list[Alone]:
+        """Each sample of the request, from the outputs of what `alone` said."""
+        if ask.guided:
+            return [
+                Alone([*ask.prompt, *sample.token_ids], _states(each.outputs[0]))
+                for sample, each in zip(output.outputs, outputs, strict=True)
+            ]
+        [each] = outputs
+        return [Alone([*ask.prompt, *s.token_ids], _states(s)) for s in each.outputs]
+
+    def check(self, ask: Ask, output: Any, truth: Sequence[Alone]) -> None:
+        """Raises `WrongError` unless an output is what its request gives alone."""
+        if len(output.outputs) != len(truth):
+            raise WrongError(f"{len(output.outputs)} samples, and alone {len(truth)}")
+        for completion, alone in zip(output.outputs, truth, strict=True):
+            tokens = [*ask.prompt, *completion.token_ids]
+            if not ask.guided and tokens != alone.tokens:
+                raise WrongError(
+                    f"sample {completion.index} has the tokens {tokens[len(ask.prompt) :]}, and "
+                    f"alone {alone.tokens[len(ask.prompt) :]}"
+                )
+            for name in ask.captures:
+                result = completion.capture_results[name]
+                if (result.status, result.error) != ("ok", None):
+                    raise WrongError(f"capture {name!r} is {result.status}: {result.error}")
+                self._check_capture(ask, name, completion, alone)
+            if ask.consumers["probe"].get("enabled", True):
+                self._check_probe(completion, alone)
+
+    # -- comparing -------------------------------------------------------------------------------
+
+    def _check_capture(self, ask: Ask, name: str, completion: Any, alone: Alone) -> None:
+        spec = ask.captures[name]
+        positions = meant(spec["positions"], len(ask.prompt), alone.tokens[:-1])
+        found: dict[Any, tuple[list[int], torch.Tensor]] = {}
+        if name == "memory":
+            for point, layers in completion.activations.items():
+                for layer, rows in layers.items():
+                    found[point, layer] = rows.positions.tolist(), rows.tensor
+        else:
+            if completion.index:  # prompt rows are in the record of the first sample
+                positions = [position for position in positions if position >= len(ask.prompt)]
+            payload = completion.capture_results[name].payload
+            record = tllm.stores.open(self._root).record(
+                payload.request_id, tag=payload.tag, sample_index=completion.index
+            )
+            if list(record.token_ids) != alone.tokens:
+                raise WrongError(f"record {payload.request_id} has the tokens {record.token_ids}")
+            for key in record.keys:
+                found[tuple(key)] = record.positions(*key).tolist(), record.tensor(*key)
+        places = set(located(spec["hooks"])) if positions or name == "memory" else set(found)
+        if set(found) != places:
+            raise WrongError(f"capture {name!r} has rows at {set(found)}, and asked {places}")
+        for place, (where, rows) in found.items():
+            told = f"capture {name!r} of sample {completion.index} at {place}"
+            expected, asked = alone.rows[place][positions], positions
+            if spec.get("reduction", "none") != "none":
+                expected = reduced(expected, spec["reduction"])
+                asked = positions if name == "memory" else positions[-1:]
+            if where != asked:
+                raise WrongError(f"{told} is of the positions {where}, and asked were {asked}")
+            dtype = spec.get("dtype", "model")
+            _compare(rows, expected, RELATIVE[dtype], told)
+
+    def _check_probe(self, completion: Any, alone: Alone) -> None:
+        weight, bias = self._probe
+        scores = completion.consumer_results["probe"].payload
+        if scores.positions.tolist() != list(range(len(alone.tokens) - 1)):
+            raise WrongError(f"the probe scored the positions {scores.positions.tolist()}")
+        expected = alone.rows[PROBED] @ weight + bias
+        _compare(torch.from_numpy(scores.values)[None], expected[None], 1e-4, "the probe's scores")
+
+
+def _everything(ask: Ask) -> dict[str, Any] | None:
+    """A capture of all rows at all points that the request reads; None if it reads none."""
+    places = {place for spec in ask.captures.values() for place in located(spec["hooks"])}
+    if ask.consumers["probe"].get("enabled", True):
+        places.add(PROBED)
+    hooks: dict[str, Any] = {}
+    for point, layer in sorted(places, key=str):
+        hooks.setdefault(point, []).append(layer)
+    if "lm_head_in" in hooks:
+        hooks["lm_head_in"] = "all"
+    return {"memory": {"hooks": hooks}} if hooks else None
+
+
+def _states(completion: Any) -> dict[tuple[str, int | None], torch.Tensor]:
+    found = completion.activations or {}
+    return {
+        (point, layer): rows.tensor
+        for point, layers in found.items()
+        for layer, rows in layers.items()
+    }
+
+
+def _compare(rows: torch.Tensor, expected: torch.Tensor, relative: float, told: str) -> None:
+    if rows.shape != expected.shape:
+        raise WrongError(f"{told} has the shape {list(rows.shape)}, not {list(expected.shape)}")
+    if not len(rows):
+        return
+    errors = (rows.float() - expected.float()).norm(dim=-1) / (expected.float().norm(dim=-1) + 1e-6)
+    if not bool((errors < relative).all()):
+        raise WrongError(
+            f"{told} is wrong by {[f'{float(each):.1e}' for each in errors]} of its norm"
+        )

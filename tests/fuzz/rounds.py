@@ -1,0 +1,294 @@
+"""Rounds of requests that run together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from engine.asking import generate
+from engine.reference import HIDDEN
+
+from fuzz.asks import Ask
+from fuzz.features import MODULES, VECTORS, draw, tier
+from fuzz.leaks import Footprint, footprint, grown
+from fuzz.oracle import Alone, Oracle, WrongError
+from tllm.consumers.base import Consumer
+from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
+from tllm.consumers.logging import LoggingConsumer
+from tllm.consumers.probe import ProbeConsumer
+
+PROBE = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3)), 0.25
+
+AGAIN = 3
+"""How often a round may run again and leave more than before, until that is a leak."""
+BY_HAND = "TLLM_FUZZ_SECONDS" in os.environ
+"""Only then are requests of an `LLM` aborted, and is Ctrl-C pressed."""
+STEERED, INTERRUPTED = 0.25, 0.2 if BY_HAND else 0.0
+"""How likely a round has global steering, and a Ctrl-C in between."""
+
+
+def consumers(root: Path) -> list[Consumer]:
+    """What every engine of the attack has, beside captures to memory."""
+    return [
+        FilesystemConsumer(root, publish_interval=0.05),
+        ProbeConsumer(PROBE[0], PROBE[1]),
+        LoggingConsumer(layers="0-3"),
+        ESampConsumer(ESampConsumerConfig(rank=4, slots=2)),
+    ]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens in the middle of a round, and harms no request.
+
+    Attributes:
+        chance: how likely it happens in a round.
+        begin: done to the engine.
+        end: done some steps later, or after the round.
+    """
+
+    chance: float
+    begin: Callable[[Any], object]
+    end: Callable[[Any], object] = lambda llm: None
+
+
+EVENTS: Mapping[str, Event] = {
+    "the prefix cache is reset": Event(
+        0.2, lambda llm: llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    ),
+    "global steering changes": Event(  # requests keep what was set when they were added
+        0.2,
+        lambda llm: llm.steering.set({"post_block": {2: VECTORS[5]}}),
+        lambda llm: llm.steering.clear(),
+    ),
+    "a module changes": Event(
+        0.1,
+        lambda llm: llm.steering.register_module("calm", {"post_block": {3: VECTORS[4]}}),
+        lambda llm: llm.steering.register_module("calm", MODULES["calm"]),
+    ),
+    "a consumer comes and goes": Event(
+        0.2,
+        lambda llm: llm.register_consumer(LoggingConsumer(consumer_id="guest")),
+        lambda llm: llm.unregister_consumer("guest"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine to attack.
+
+    Attributes:
+        options: arguments of `LLM` beside those of all test engines.
+        allows: kinds of features, see `features.Feature`.
+        ahead: whether it schedules a step ahead.
+    """
+
+    options: Mapping[str, Any]
+    allows: frozenset[str]
+    ahead: bool = False
+
+
+SETUPS: Mapping[str, Setup] = {
+    # vLLM cannot compute seeded requests in chunks on a CPU.
+    "chunked": Setup(
+        {"max_num_batched_tokens": 24, "scheduling_policy": "priority"}, frozenset({"priority"})
+    ),
+    "whole": Setup({"enable_chunked_prefill": False}, frozenset({"seeded"})),
+    "tight": Setup(
+        {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8},
+        frozenset(),
+        ahead=True,
+    ),
+}
+
+
+class Attack:
+    """Attacks one engine, round after round.
+
+    Args:
+        llm: an `LLM` in this process.
+        plain: vLLM's own, for the tokens of requests that are not steered.
+        root: folder for the store.
+        allows: kinds of features that the engine allows.
+    """
+
+    def __init__(self, llm: Any, plain: Any, root: Path, allows: frozenset[str]) -> None:
+        self._llm = llm
+        self._plain = plain
+        self._allows = allows | {"abort"} if BY_HAND else allows
+        self._oracle = Oracle(PROBE, root)
+        self._truth: dict[int, list[Alone]] = {}
+        for consumer in consumers(root):
+            llm.register_consumer(consumer)
+        for name, spec in MODULES.items():
+            llm.steering.register_module(name, spec)
+
+    def run(self, seed: int, requests: int) -> int:
+        """One round; how many requests were compared. `WrongError` tells seed and request."""
+        pick = Random(seed)
+        asks = [draw(pick, self._allows) for _ in range(requests)]
+        everywhere = tier(pick, Ask([1], {"max_tokens": 2})) if pick.random() < STEERED else None
+        interrupt = pick.randint(1, 15) if pick.random() < INTERRUPTED else None
+        happens = {
+            name: (begin := pick.randint(2, 12), begin + pick.randint(1, 6))
+            for name, event in EVENTS.items()
+            if pick.random() < event.chance
+        }
+        told = f"{happens}, interrupted after {interrupt} steps, global steering: {everywhere}"
+        more: list[str] = []
+        checked = 0
+        self._truth.clear()
+        for _ in range(1 + AGAIN):
+            before = self._footprint() if checked else None
+            self._steer(everywhere)
+            if before is not None and interrupt is not None:
+                self._interrupted(asks, interrupt)
+            try:
+                checked += self._together(asks, happens, everywhere)
+            except WrongError as error:
+                raise WrongError(f"seed {seed}, {error}\n  {told}") from error
+            self._steer(None)
+            if before is not None and not (more := grown(self._footprint, before)):
+                return checked
+        features = "\n  ".join(" ".join(ask.drawn) for ask in asks)
+        leaks = "\n  ".join(more)
+        raise WrongError(
+            f"seed {seed}: each time the same requests run there is more of\n  {leaks}\n{told}\n"
+            f"  {features}"
+        )
+
+    def _together(
+        self, asks: Sequence[Ask], happens: Mapping[str, tuple[int, int]], everywhere: Any
+    ) -> int:
+        """Run requests together and compare each; how many there were."""
+        outputs = self._generate(asks, happens)
+        self._steer(everywhere)
+        for number, ask in enumerate(asks):
+            output = outputs.get(number)
+            try:
+                if output is not None:
+                    self._compare(number, ask, output, plain=everywhere is None)
+                elif ask.abort_after is None:
+                    raise WrongError("there is no output")
+            except Exception as error:
+                raise WrongError(f"request {number}: {error!r}\n  {ask}") from error
+        return len(outputs)
+
+    def _compare(self, number: int, ask: Ask, output: Any, *, plain: bool) -> None:
+        if number not in self._truth or ask.guided:
+            prompts, params = self._oracle.alone(ask, output)
+            found = []
+            for prompt in prompts:
+                self._llm.reset_prefix_cache()
+                found += generate(self._llm, [prompt], params)
+            self._truth[number] = self._oracle.truth(ask, output, found)
+            if plain and not ask.steered and not ask.guided:
+                self._compare_with_vllm(ask, output)
+        self._oracle.check(ask, output, self._truth[number])
+
+    def _compare_with_vllm(self, ask: Ask, output: Any) -> None:
+        params = ask.params(capture=None, consumers=None)
+        prompt = {"prompt_token_ids": list(ask.prompt)}
+        [theirs] = self._plain.generate([prompt], params, use_tqdm=False)
+        for ours, plain in zip(output.outputs, theirs.outputs, strict=True):
+            if list(ours.token_ids) != list(plain.token_ids):
+                raise WrongError(f"vLLM's tokens are {plain.token_ids}, ours {ours.token_ids}")
+
+    def _generate(
+        self, asks: Sequence[Ask], happens: Mapping[str, tuple[int, int]]
+    ) -> dict[int, Any]:
+        """Outputs by the number of the request; aborted ones may have none."""
+        first = self._llm.request_counter.counter
+        prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+        aborts = {str(first + i): a.abort_after for i, a in enumerate(asks) if a.abort_after}
+        priorities = [ask.priority for ask in asks] if "priority" in self._allows else None
+        begun: list[str] = []
+
+        def look(steps: int) -> None:
+            if due := [name for name, after in aborts.items() if after == steps]:
+                self._llm.llm_engine.abort_request(due)
+            for name, (begin, end) in happens.items():
+                if steps == begin:
+                    EVENTS[name].begin(self._llm)
+                    begun.append(name)
+                elif steps == end:
+                    EVENTS[name].end(self._llm)
+                    begun.remove(name)
+
+        with self._stepping(look):
+            outputs = self._llm.generate(
+                prompts, [ask.same for ask in asks], use_tqdm=False, priority=priorities
+            )
+        for name in begun:
+            EVENTS[name].end(self._llm)
+        return {int(output.request_id) - first: output for output in outputs}
+
+    def _steer(self, everywhere: Any) -> None:
+        self._llm.steering.clear()
+        if everywhere is not None:
+            self._llm.steering.set(everywhere)
+
+    def _interrupted(self, asks: Sequence[Ask], after: int) -> None:
+        """The user presses Ctrl-C in the middle of it."""
+
+        def interrupt(steps: int) -> None:
+            if steps == after:
+                raise KeyboardInterrupt
+
+        prompts = [{"prompt_token_ids": list(ask.prompt)} for ask in asks]
+        try:
+            with self._stepping(interrupt):
+                self._llm.generate(prompts, [ask.same for ask in asks], use_tqdm=False)
+        except KeyboardInterrupt:
+            pass
+
+    @contextmanager
+    def _stepping(self, look: Any) -> Iterator[None]:
+        """Call `look(steps so far)` before each step of the engine."""
+        engine, steps = self._llm.llm_engine, 0
+        step = engine.step
+
+        def looked_at() -> Any:
+            nonlocal steps
+            steps += 1
+            look(steps)
+            return step()
+
+        engine.step = looked_at
+        try:
+            yield
+        finally:
+            engine.step = step
+
+    def _footprint(self) -> Footprint:
+        self._llm.synchronize()
+        return footprint(self._llm)
+
+
+def attack(attacked: Attack, seed: int, *, rounds: int | None, seconds: float | None) -> int:
+    """Rounds with seeds from `seed` on, as many as said or until the time is over; how many
+    requests were compared. `WrongError` tells of all rounds that went wrong, three at most."""
+    started, checked, number = time.monotonic(), 0, 0
+    wrong: list[str] = []
+    while len(wrong) < 3:
+        if rounds is not None and number >= rounds:
+            break
+        if seconds is not None and time.monotonic() - started > seconds:
+            break
+        try:
+            checked += attacked.run(seed + number, requests=8)
+        except WrongError as error:
+            wrong.append(str(error))
+        number += 1
+    if wrong:
+        raise WrongError("\n\n".join(wrong))
+    return checked

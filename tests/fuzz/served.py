@@ -1,0 +1,165 @@
+"""`python served.py MODEL FOLDER SEED SECONDS`: attacks an `AsyncLLM`, whose engine is a process.
+
+Requests stream their outputs in every kind, some stream their prompts, and some are cancelled: by
+`abort`, by leaving the stream, and by cancelling the task that reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+from tiny_engines import TINY_ENGINE
+from vllm.engine.protocol import StreamingInput
+from vllm.sampling_params import RequestOutputKind
+
+from fuzz.asks import Ask
+from fuzz.features import MODULES, draw
+from fuzz.leaks import Footprint, grown, of_process
+from fuzz.oracle import Oracle, WrongError
+from fuzz.rounds import AGAIN, PROBE, consumers
+from tllm import AsyncLLM
+
+KINDS = {kind.name: kind for kind in RequestOutputKind}
+
+
+class Served:
+    """Attacks one `AsyncLLM`, round after round."""
+
+    def __init__(self, engine: AsyncLLM, root: Path) -> None:
+        self._engine = engine
+        self._oracle = Oracle(PROBE, root)
+        self._number = 0
+
+    async def run(self, seed: int, requests: int) -> int:
+        """One round; how many requests were compared."""
+        pick = Random(seed)
+        asks = [draw(pick, frozenset({"served"})) for _ in range(requests)]
+        more: list[str] = []
+        before, checked = None, 0
+        for _ in range(1 + AGAIN):
+            outputs = await asyncio.gather(*map(self._generate, asks))
+            for ask, output in zip(asks, outputs, strict=True):
+                if output is not None:
+                    checked += 1
+                    await self._compare(seed, ask, output)
+            if before is not None and not (more := await self._more_than(before)):
+                return checked
+            before = await self._footprint()
+        told = "\n  ".join([*more, "and they were", *(" ".join(ask.drawn) for ask in asks)])
+        raise WrongError(f"seed {seed}: each time the same requests run there is more of\n  {told}")
+
+    async def _compare(self, seed: int, ask: Ask, output: Any) -> None:
+        try:
+            prompts, params = self._oracle.alone(ask, output)
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            found = []
+            for prompt in prompts:
+                await self._engine.reset_prefix_cache()
+                inputs = _parts(prompt, ask.parts) if ask.parts else _tokens(prompt)
+                async for each in self._engine.generate(inputs, params, self._name()):
+                    last = each
+                found.append(last)
+            self._oracle.check(ask, output, self._oracle.truth(ask, output, found))
+        except Exception as error:
+            raise WrongError(f"seed {seed}: {error!r}\n  {ask}") from error
+
+    async def _generate(self, ask: Ask) -> Any:
+        """The last output, with all tokens of each sample; None where it was cancelled."""
+        name, tokens, last, seen = self._name(), {}, None, 0
+        inputs = _parts(ask.prompt, ask.parts) if ask.parts else _tokens(ask.prompt)
+        stream = self._engine.generate(inputs, ask.same, name, priority=ask.priority)
+        if ask.cancel == "task" and ask.abort_after:
+            reading = asyncio.ensure_future(_read(stream))
+            await asyncio.sleep(0.02 * ask.abort_after)
+            reading.cancel()
+            with suppress(asyncio.CancelledError):
+                await reading
+            return None
+        async for last in stream:
+            seen += 1
+            for sample in last.outputs:
+                delta = ask.same.output_kind == RequestOutputKind.DELTA
+                before = tokens.get(sample.index, []) if delta else []
+                tokens[sample.index] = [*before, *sample.token_ids]
+            if seen == ask.abort_after:
+                if ask.cancel == "leave":
+                    await stream.aclose()
+                    return None
+                await self._engine.abort(name)
+        if ask.abort_after and seen >= ask.abort_after:
+            return None
+        for sample in last.outputs:
+            sample.token_ids = tokens[sample.index]
+        last.outputs.sort(key=lambda sample: sample.index)
+        return last
+
+    def _name(self) -> str:
+        self._number += 1
+        return f"request-{self._number}"
+
+    async def _more_than(self, before: Footprint) -> list[str]:
+        for _ in range(50):
+            after = await self._footprint()
+            if not (more := grown(lambda: after, before, patience_s=0)):  # noqa: B023
+                break
+            await asyncio.sleep(0.1)
+        return more
+
+    async def _footprint(self) -> Footprint:
+        """What this process, the engine's, and the workers hold."""
+        found = of_process()
+        found["requests that are steered"] = (await self._engine.steering.status())["requests"]
+        for worker in await self._engine.intervention_stats():
+            for name in ("running_sequences", "steering_configurations", "rows_dropped"):
+                found[name] += worker[name]
+        for process in psutil.Process().children(recursive=True):
+            found["threads of the engine"] += process.num_threads()
+            found["descriptors of the engine"] += process.num_fds()
+        return found
+
+
+async def _read(stream: AsyncGenerator[Any, None]) -> None:
+    async for _ in stream:
+        pass
+
+
+def _tokens(prompt: list[int]) -> Mapping[str, Any]:
+    return {"prompt_token_ids": list(prompt)}
+
+
+async def _parts(prompt: list[int], parts: int) -> AsyncGenerator[StreamingInput, None]:
+    """A prompt that arrives in parts, each after the answer to the one before."""
+    size = -(-len(prompt) // parts)
+    for start in range(0, len(prompt), size):
+        yield StreamingInput(prompt=_tokens(prompt[start : start + size]))
+        await asyncio.sleep(0.5)
+
+
+async def main(model: str, folder: str, seed: int, seconds: float) -> None:
+    root = Path(folder) / "store"
+    engine = await AsyncLLM.create(
+        model, consumers=consumers(root), **TINY_ENGINE, enable_chunked_prefill=False
+    )
+    for name, spec in MODULES.items():
+        await engine.steering.register_module(name, spec)
+    served, checked, number, started = Served(engine, root), 0, 0, time.monotonic()
+    try:
+        while time.monotonic() - started < seconds:
+            checked += await served.run(seed + number, requests=6)
+            print(f"seed {seed + number}: {checked}", flush=True)
+            number += 1
+    finally:
+        engine.shutdown()
+    print(f"{checked} requests of {number} rounds were compared")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))

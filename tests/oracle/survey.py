@@ -1,0 +1,387 @@
+"""What vLLM's text-generation architectures are to tLLM: tapped and right, or refused, and why.
+
+    PYTHONPATH=. python -m tests.oracle.survey --cache DIR [--families NAME ...] [--write]
+
+Each family is a tiny random model. It is served in a process of its own, in a mixed batch, and
+compared with `transformers` in float32: rows at every hook point of every layer that has it,
+tokens, and steering at one place of each point. What was found is kept in `--cache`, a JSON file a
+family; `--write` makes `doc/reference/models.md` of all that is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tllm.spec.hooks import HookPoint, ModelPoints, ranges
+
+from .families import CONFIGS, SURVEYED, tolerance
+
+DOCUMENT = Path(__file__).parents[2] / "doc" / "reference" / "models.md"
+TIMEOUT_S = 400
+ALL = CONFIGS | SURVEYED
+
+
+@dataclass
+class Finding:
+    """What was found of one family on one runner.
+
+    runner: where vLLM ran: "V1 CPU", "V2 CPU" or "GPU".
+    found_as: the family as tLLM names it.
+    layers: by hook point, the layers that have it; an empty list for one without layers.
+    num_layers: of the tiny model.
+    worst: by hook point and for `logits`, the largest error relative to the largest value.
+    refusal: why it has no hook points.
+    problems: what was wrong, in words.
+    failure: why the model could not be run at all.
+    plain: how far untouched vLLM's log-probabilities are from transformers', where something was
+        wrong or refused.
+    """
+
+    family: str
+    runner: str
+    architecture: str = ""
+    found_as: str = ""
+    num_layers: int = 0
+    layers: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    worst: dict[str, float] = field(default_factory=dict)
+    rows: int = 0
+    tokens: int = 0
+    refusal: str = ""
+    problems: list[str] = field(default_factory=list)
+    failure: str = ""
+    plain: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def is_right(self) -> bool:
+        return not (self.problems or self.failure or self.refusal)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--families", nargs="*", default=list(ALL))
+    parser.add_argument("--runner", choices=("v1", "v2"), default="v1")
+    parser.add_argument("--write", action="store_true", help=f"write {DOCUMENT.name}")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.child:
+        import tests.conftest  # noqa: F401  chooses the runner
+
+        print(json.dumps(asdict(examine(given.families[0], given.runner))))
+        return 0
+    given.cache.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for family in given.families:
+        finding = examined_apart(family, given.runner)
+        (given.cache / f"{family}-{given.runner}.json").write_text(json.dumps(asdict(finding)))
+        wrong += not (finding.is_right or finding.refusal)
+        print(_line(finding), flush=True)
+    if given.write:
+        findings = [
+            Finding(**json.loads(path.read_text())) for path in sorted(given.cache.glob("*.json"))
+        ]
+        DOCUMENT.write_text(document(findings))
+    return int(wrong > 0)
+
+
+def examined_apart(family: str, runner: str) -> Finding:
+    """`examine` in a process of its own, which may die or hang."""
+    command = [sys.executable, "-m", __spec__.name, "--child", "--families", family]
+    command += ["--runner", runner, "--cache", os.devnull]
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "TLLM_TEST_RUNNER": runner,
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(family, _RUNNERS[runner], failure=f"not done in {TIMEOUT_S} s")
+    if done.returncode:
+        raised = [
+            line
+            for line in done.stderr.splitlines()
+            if re.match(r"(\[rank0\]: )?[\w.]*Error: ", line)
+        ]
+        why = raised[0] if raised else f"exit status {done.returncode}"
+        return Finding(family, _RUNNERS[runner], failure=why.removeprefix("[rank0]: ")[:300])
+    return Finding(**json.loads(done.stdout.splitlines()[-1]))
+
+
+_RUNNERS = {"v1": "V1 CPU", "v2": "V2 CPU"}
+
+
+def examine(family: str, runner: str) -> Finding:
+    """Serve a family in this process and compare it with transformers."""
+    from vllm.model_executor.models import registry
+
+    from .reference_process import ReferenceProcess
+
+    # vLLM looks at a model class in a process of its own, to keep CUDA out of this one: 8 s.
+    registry._run_in_subprocess = lambda look: look()
+    began = time.monotonic()
+    finding = Finding(family, _RUNNERS[runner])
+    with tempfile.TemporaryDirectory() as root:
+        reference = ReferenceProcess(Path(root))
+        checkpoint = reference.checkpoint(family)
+        config = json.loads((checkpoint / "config.json").read_text())
+        finding.architecture = config["architectures"][0]
+        _compare(finding, reference, checkpoint, seeded=runner == "v2")
+        if finding.problems or finding.refusal:
+            finding.plain = _plain_error(family, reference, checkpoint)
+        reference.close()
+    finding.seconds = round(time.monotonic() - began, 1)
+    return finding
+
+
+def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool) -> None:
+    from .differential import Tolerance, mixed_batch, serving, steered_batch
+
+    family = finding.family
+    with serving(
+        family,
+        reference,
+        checkpoint,
+        seeded=seeded,
+        roomy=True,
+        dtype="float32",
+        enforce_eager=True,
+    ) as served:
+        points: ModelPoints = served.llm.intervention_stats()[0]["model_points"]
+        finding.found_as = points.family
+        finding.num_layers = points.num_layers
+        finding.reasons = points.reasons
+        if not points.points:
+            finding.refusal = points.reasons["post_block"]
+            return
+        finding.layers = {
+            point.value: [layer for layer in points.layers(point) if layer is not None]
+            for point in points.points
+        }
+        finding.problems = served.refusals()
+        found = {(point.value, layer) for point in points.points for layer in points.layers(point)}
+        lacking = [place for place in served.places if place not in found]
+        if lacking:
+            finding.problems.append(f"not found, and transformers has them: {lacking}")
+        served.places = [place for place in served.places if place in found]
+        limit = tolerance(family)
+        # Two logits are compared to find the likeliest token, and both may be off.
+        regret = 2 * limit if limit > tolerance("") else 0.0
+        accepted = Tolerance(dict.fromkeys([*served.points, "logits"], limit), regret)
+        steered = list({point: (point, layer) for point, layer in served.places}.values())
+        for batch in (
+            mixed_batch(served.vocab),
+            steered_batch(steered, served.vector, served.vocab),
+        ):
+            with served.consumers():
+                report = served.compare(batch, accepted)
+            finding.problems += report.problems[:5]
+            finding.rows += report.rows
+            finding.tokens += report.tokens
+            for point, error in report.worst.items():
+                finding.worst[point] = max(error, finding.worst.get(point, 0.0))
+
+
+def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
+    """The largest difference of log-probabilities between untouched vLLM and transformers."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from .differential import ENGINE, SMALL, mixed_batch
+    from .families import engine_arguments
+
+    given = {key: value for key, value in ENGINE.items() if key not in ("hook_points", *SMALL)}
+    llm = LLM(
+        str(checkpoint),
+        dtype="float32",
+        enforce_eager=True,
+        **given,
+        **engine_arguments(family),
+    )
+    prompts = [ask.prompt for ask in mixed_batch(llm.llm_engine.model_config.get_vocab_size())]
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, detokenize=False),
+        use_tqdm=False,
+    )
+    worst = 0.0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        logits = reference.logits(family, [*prompt, *tokens][:-1])[len(prompt) - 1 :]
+        expected = torch.log_softmax(logits, -1)
+        for step, (token, found) in enumerate(zip(tokens, output.outputs[0].logprobs, strict=True)):
+            worst = max(worst, abs(found[token].logprob - float(expected[step, token])))
+    return worst
+
+
+def _line(finding: Finding) -> str:
+    if finding.failure:
+        said = f"not run: {finding.failure}"
+    elif finding.refusal:
+        said = f"refused: {finding.refusal}"
+    elif finding.problems:
+        said = f"WRONG: {finding.problems[0]} (plain vLLM off by {finding.plain})"
+    else:
+        said = f"right to {max(finding.worst.values()):.1e}, {finding.rows} rows"
+    return f"{finding.family:22} {finding.runner}  {said}  [{finding.seconds} s]"
+
+
+# -- the document -------------------------------------------------------------------------------
+
+_HEAD = """# Models
+
+What the architectures that vLLM {version} serves are to tLLM. `tllm doctor --model MODEL` says it
+of a model of yours, and `llm.steering.layers()` of the engine that runs.
+
+A hook point that a model, or a layer, lacks is refused when it is asked for, with the reason and
+the layers that have it. What is not understood has no hook points; nothing is guessed. A mixer
+that stands where attention stands (state-space, linear attention, short convolution) has its input
+at `attn_in` and its branch at `attn_out`. Where an architecture has one mixer a layer, a layer has
+the points of attention or those of the MLP.
+
+This page is written by `python -m tests.oracle.survey`: tiny random models of three layers, served
+in one mixed batch, against `transformers` with forward hooks, one request at a time. Compared are
+the rows of every hook point of every layer, tokens, and steering at one place of each point. The
+error is the largest of any row, relative to the largest value of its tensor; on a CPU in float32,
+on a GPU in bfloat16. Numbers of layers are those of the tiny model.
+"""
+
+
+def document(findings: Sequence[Finding]) -> str:
+    """`doc/reference/models.md`."""
+    from vllm.model_executor.models import registry
+
+    served = registry._TEXT_GENERATION_MODELS | registry._TRANSFORMERS_SUPPORTED_MODELS
+    by_family: dict[str, dict[str, Finding]] = {}
+    for finding in findings:
+        by_family.setdefault(finding.family, {})[finding.runner] = finding
+    right, refused, differing, failed = [], [], [], []
+    for family, on in sorted(by_family.items()):
+        ran = [finding for finding in on.values() if not finding.failure]
+        first = next(iter(ran or on.values()))
+        name = f"`{first.architecture}` ({family})" if first.architecture else family
+        if not ran:
+            failed.append(f"| {name} | {first.failure} |")
+        elif first.refusal:
+            refused.append(f"| {name} | {first.refusal} |")
+        elif any(finding.is_right for finding in ran):
+            cells = " | ".join(
+                _error_cell(on.get(runner)) for runner in (*_RUNNERS.values(), "GPU")
+            )
+            right.append(f"| {name} | {first.found_as} | {_points_cell(first)} | {cells} |")
+        else:
+            worst = max(first.worst.values(), default=0.0)
+            differing.append(f"| {name} | {worst:.0e} | {first.plain or 0.0:.0e} |")
+    surveyed = {finding.architecture for finding in findings}
+    tested = sorted({_architecture(family) for family in CONFIGS} - surveyed)
+    surveyed |= set(tested)
+    rest = [name for name in served if name not in surveyed and name.endswith(("LM", "Model"))]
+    known = [name for name in rest if _has_row(served[name][0])]
+    unknown = [name for name in rest if name not in known]
+    parts = [
+        _HEAD.format(version=_version()),
+        f"## Right: {len(right)}",
+        "",
+        "| Architecture | Family | Hook points | V1, CPU | V2, CPU | GPU |",
+        "|---|---|---|---|---|---|",
+        *right,
+        "",
+        "As right, and held in every run of the tests (`tests/oracle/test_differential.py`), under "
+        "preemption, prefix caching and prompts computed in chunks:",
+        "",
+        ", ".join(f"`{name}`" for name in tested) + ".",
+        *_table("Refused", "", ("Architecture", "Reason"), refused),
+        *_table(
+            "Differing",
+            "These are not proved. Untouched vLLM differs from `transformers`, too: the last "
+            "column is how far its log-probabilities are off.",
+            ("Architecture", "Largest error of a row", "Untouched vLLM"),
+            differing,
+        ),
+        *_table("Not run on a CPU", "", ("Architecture", "What vLLM said"), failed),
+        "",
+        "## Not compared",
+        "",
+        "These have rows in the table, written from vLLM's source. Nobody has compared them with "
+        "`transformers` on this version, or `transformers` has no such model:",
+        "",
+        ", ".join(f"`{name}`" for name in known) + ".",
+        "",
+        "These are looked at when they are loaded: tapped where they verifiably compute as Llama "
+        "does, and refused otherwise:",
+        "",
+        ", ".join(f"`{name}`" for name in unknown) + ".",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, text: str, columns: Sequence[str], rows: Sequence[str]) -> list[str]:
+    """A section with a table; nothing where there are no rows."""
+    if not rows:
+        return []
+    head = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return ["", f"## {title}", "", *([text, ""] if text else []), *head, *rows]
+
+
+def _architecture(family: str) -> str:
+    """The class of `transformers` that a family of the oracle is of."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ALL[family][0]])
+
+
+def _version() -> str:
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def _has_row(module: str) -> bool:
+    """Whether the table has a row for a stack or a block of this module of vLLM."""
+    from tllm.models.families import FAMILIES
+
+    tapped = [row for row in FAMILIES if not isinstance(row.layout[HookPoint.POST_BLOCK], str)]
+    return any(module in (row.stack.split(".")[0], row.block.split(".")[0]) for row in tapped)
+
+
+def _error_cell(finding: Finding | None) -> str:
+    if finding is None:
+        return ""
+    if finding.failure:
+        return "not run"
+    if not finding.is_right:
+        return "differs"
+    return f"{max(finding.worst.values()):.0e}"
+
+
+def _points_cell(finding: Finding) -> str:
+    lacking = [point.value for point in HookPoint if point.value not in finding.layers]
+    every = "all" if not lacking else f"all but {', '.join(lacking)}"
+    partly: dict[str, list[str]] = {}
+    for point, layers in finding.layers.items():
+        if layers and len(layers) < finding.num_layers:
+            partly.setdefault(ranges(layers), []).append(point)
+    some = [f"{', '.join(points)} in layers {where}" for where, points in partly.items()]
+    return "; ".join([every, *some])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The survey of architectures: a few of them whole, and what it writes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .survey import Finding, document, examined_apart
+
+#: One of each kind of block that the other tests of the oracle have not.
+FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h")
+
+
+@pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] == "v2", reason="points do not depend on the runner"
+)
+@pytest.mark.parametrize("family", FAST)
+def test_architecture_is_tapped_and_right(family: str) -> None:
+    finding = examined_apart(family, "v1")
+    assert finding.is_right, finding
+    assert finding.rows
+    assert finding.tokens
+
+
+def test_document_says_what_was_found_and_where() -> None:
+    found = Finding(
+        "hybrid",
+        "V1 CPU",
+        "HybridForCausalLM",
+        "hybrid",
+        num_layers=3,
+        layers={"pre_attn": [0, 1, 2], "attn_out": [0, 2], "post_block": [0, 1, 2]},
+        worst={"pre_attn": 1e-6, "attn_out": 2e-6},
+    )
+    findings = [
+        found,
+        Finding("hybrid", "V2 CPU", failure="no kernel"),
+        Finding("loops", "V1 CPU", "LoopsForCausalLM", refusal="it runs its blocks twice"),
+        Finding(
+            "wrong", "V1 CPU", "WrongForCausalLM", worst={"logits": 0.1}, problems=["."], plain=0.2
+        ),
+        Finding("absent", "V1 CPU", failure="no kernel"),
+    ]
+    text = document(findings)
+    points = "all but attn_in, post_attn, mlp_in, mlp_out, lm_head_in; attn_out in layers 0, 2"
+    assert f"| `HybridForCausalLM` (hybrid) | hybrid | {points} | 2e-06 | not run |  |" in text
+    assert "| `LoopsForCausalLM` (loops) | it runs its blocks twice |" in text
+    assert "| `WrongForCausalLM` (wrong) | 1e-01 | 2e-01 |" in text
+    assert "| absent | no kernel |" in text
+    assert "`SolarForCausalLM`" in text

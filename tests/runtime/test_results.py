@@ -1,0 +1,132 @@
+"""What consumers say of sequences that ended reaches whoever asks for it, once and whole."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tllm.ports import PerToken, RequestInfo, RequestResult
+from tllm.runtime import results as module
+from tllm.runtime.results import PENDING, Results, sendable
+
+
+def info(prompt_id: str = "prompt", sample: int = 0) -> RequestInfo:
+    return RequestInfo(prompt_id, prompt_id, sample, 2, slot=sample, prompt_len=3)
+
+
+def results_of(kept: dict[str, Any], **options: Any) -> Results:
+    """Results of one sample, by consumer."""
+    made = Results(SimpleNamespace(call=None), {}, **{"payloads": True, **options})
+    for name, result in kept.items():
+        made._keep(info(), name, result, None)
+    return made
+
+
+def popped(results: Results, wait_s: float = 0.0) -> dict[str, Any]:
+    return results.pop(["prompt"], wait_s).get("prompt", {}).get(0, {})
+
+
+class LateFuture(Future):
+    """Is done by a writer's thread just after it was looked at."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__()
+        self._looks = looks
+
+    def done(self) -> bool:
+        before = super().done()
+        self._looks -= 1
+        if not self._looks:
+            writer = threading.Thread(target=self.set_result, args=["written"])
+            writer.start()
+            writer.join()
+        return before
+
+
+@pytest.mark.parametrize("looks", range(1, 6))
+def test_a_result_that_is_made_while_it_is_looked_at_is_not_lost(looks):
+    results = results_of({"mine": LateFuture(looks), "other": 5})
+    found = []
+    for _ in range(7):
+        found.append(popped(results).get("mine"))
+    said = [each for each in found if each not in (None, PENDING)]
+    assert said == [{"status": "ok", "error": None, "payload": "written"}]
+
+
+def test_each_is_given_once_and_what_is_pending_again():
+    promised: Future = Future()
+    results = results_of({"now": 1, "later": promised})
+    assert popped(results) == {
+        "now": {"status": "ok", "error": None, "payload": 1},
+        "later": PENDING,
+    }
+    assert popped(results) == {"later": PENDING}
+    promised.set_result(RequestResult(2, "partial_error", "half"))
+    assert popped(results) == {"later": {"status": "partial_error", "error": "half", "payload": 2}}
+    assert popped(results) == {}
+
+
+def test_a_cancelled_or_broken_promise_is_an_error_of_its_own():
+    cancelled, broken, good = Future(), Future(), Future()
+    cancelled.cancel()
+    cancelled.set_running_or_notify_cancel()
+    broken.set_exception(KeyError("gone"))
+    good.set_result("here")
+    found = popped(results_of({"a": cancelled, "b": broken, "c": good}), wait_s=0.1)
+    assert found["a"]["status"] == found["b"]["status"] == "error"
+    assert found["a"]["error"].startswith("CancelledError")
+    assert found["b"]["error"] == "KeyError: 'gone'"
+    assert found["c"] == {"status": "ok", "error": None, "payload": "here"}
+
+
+def test_a_payload_that_cannot_be_pickled_is_an_error_of_its_own():
+    class Sneaky:
+        def __reduce__(self):
+            raise RecursionError("too deep")
+
+    found = results_of({"a": threading.Lock(), "b": Sneaky(), "c": np.arange(3)}).pop(["prompt"], 0)
+    with pytest.raises(TypeError):
+        pickle.dumps(found)
+    sent = pickle.loads(pickle.dumps(sendable(found)))["prompt"][0]
+    assert "cannot be sent to the user's process: TypeError" in sent["a"]["error"]
+    assert "RecursionError: too deep" in sent["b"]["error"]
+    assert sent["c"]["payload"].tolist() == [0, 1, 2] and sent["c"]["status"] == "ok"
+
+
+def test_rows_of_tokens_ahead_of_the_end_are_cut_and_a_cut_that_fails_is_one_error():
+    class Broken(PerToken):
+        def up_to(self, num_tokens):
+            raise ZeroDivisionError("mine")
+
+    given = np.arange(6, dtype=np.int32), np.arange(6)
+    results = Results(SimpleNamespace(call=None), {}, payloads=True)
+    for name, result in (("good", PerToken(*given)), ("bad", Broken(*given))):
+        results._keep(info(), name, result, None, 4)
+    found = popped(results)
+    assert found["good"]["payload"].positions.tolist() == [0, 1, 2]
+    assert found["bad"] == {"status": "error", "error": "ZeroDivisionError: mine", "payload": None}
+
+
+def test_later_ranks_say_only_how_it_went():
+    results = Results(SimpleNamespace(call=None), {}, payloads=False)
+    results._keep(info(), "mine", [1, 2, 3], "2 rows")
+    assert popped(results)["mine"] == {
+        "status": "partial_error",
+        "error": "2 rows",
+        "payload": None,
+    }
+
+
+def test_results_nobody_comes_for_are_forgotten_and_counted(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_KEPT", 2)
+    results = Results(SimpleNamespace(call=None), {}, payloads=True)
+    for prompt_id in "abc":
+        results._keep(info(prompt_id), "mine", 1, None)
+    assert results.forgotten == 1
+    assert sorted(results.pop("abc", 0)) == ["b", "c"]

@@ -1,0 +1,98 @@
+"""One server for all tests: `tllm serve` of the demo model, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "demo" / "model"
+KEY = "the admin key"
+
+
+class Server:
+    """A running server.
+
+    Attributes:
+        url: its address.
+        key: the administrator's.
+    """
+
+    key = KEY
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / "server.log"
+        command = [sys.executable, "-c", "from tllm.cli import app; app()", "serve", str(MODEL)]
+        command += ["--admin-api-key", KEY, "--hook-points", "all", "--consumer", "logging"]
+        command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+        command += ["--api-server-count", "2"]  # they must agree in everything
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "TMPDIR": str(folder),
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        for _ in range(600):
+            if self.process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+
+    def post(self, path: str, body: object, key: str | None = KEY) -> httpx.Response:
+        """POST JSON, as the administrator unless told."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=120)
+
+    def get(self, path: str, key: str | None = KEY) -> httpx.Response:
+        """GET, as the administrator unless told."""
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        return httpx.get(f"{self.url}{path}", headers=headers, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """The server, which is stopped at the end."""
+    running = Server(tmp_path_factory.mktemp("server"))
+    try:
+        running.wait()
+        yield running
+    finally:
+        running.process.terminate()
+        running.process.wait(60)
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    """OpenAI's own client."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+
+@pytest.fixture(scope="session")
+def model():
+    """The same model in transformers, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded = AutoModelForCausalLM.from_pretrained(MODEL, dtype="float32")
+    return loaded.eval(), AutoTokenizer.from_pretrained(MODEL)

@@ -1,0 +1,222 @@
+"""Interventions over HTTP, against `transformers` and by the clients that people use."""
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load
+
+PROMPT = "One day Mia went to the garden."
+WORDS = {"model": "demo", "prompt": PROMPT, "temperature": 0}
+
+
+def decoded(tensor):
+    """A tensor of a response."""
+    flat = np.frombuffer(base64.b64decode(tensor["data"]), tensor["dtype"])
+    return torch.from_numpy(flat.copy()).reshape(tensor["shape"])
+
+
+@torch.no_grad()
+def states(model, text_ids, layer):
+    """`[tokens, hidden]`, what leaves a block."""
+    loaded, _ = model
+    return loaded(torch.tensor([text_ids]), output_hidden_states=True).hidden_states[layer + 1][0]
+
+
+@torch.no_grad()
+def steered_tokens(model, prompt_ids, layer, vector, count):
+    """Greedy tokens of transformers with a vector added to what leaves a block."""
+    loaded, _ = model
+
+    def add(module, args, output):
+        return (output[0] + vector, *output[1:]) if isinstance(output, tuple) else output + vector
+
+    tokens = list(prompt_ids)
+    with loaded.model.layers[layer].register_forward_hook(add):
+        for _ in range(count):
+            tokens.append(int(loaded(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt_ids) :]
+
+
+def test_a_capture_is_in_the_response(client, model):
+    asked = {"memory": {"hooks": {"post_block": [2]}, "positions": "all_prompt"}}
+    answer = client.completions.create(**WORDS, max_tokens=4, extra_body={"capture": asked})
+    result = answer.choices[0].capture_results["memory"]
+    assert (result["status"], result["error"]) == ("ok", None)
+    ids = model[1](PROMPT)["input_ids"]
+    captured = result["payload"]["post_block"]["2"]
+    assert decoded(captured["positions"]).tolist() == list(range(len(ids)))
+    torch.testing.assert_close(
+        decoded(captured["tensor"]), states(model, ids, 2), rtol=1e-4, atol=1e-4
+    )
+    assert answer.capture_results == answer.choices[0].capture_results
+
+
+def test_every_choice_of_every_prompt_has_its_own_rows(client, model):
+    asked = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_generated"}}
+    prompts = [PROMPT, "Ben had a red kite."]
+    answer = client.completions.create(
+        model="demo", prompt=prompts, n=2, max_tokens=5, temperature=1.0, seed=4,
+        extra_body={"capture": asked, "return_token_ids": True},
+    )  # fmt: skip
+    assert len(answer.choices) == 4
+    for number, choice in enumerate(answer.choices):
+        rows = choice.capture_results["memory"]["payload"]["post_block"]["1"]
+        prompt = model[1](prompts[number // 2])["input_ids"]
+        expected = states(model, [*prompt, *choice.token_ids], 1)
+        at = decoded(rows["positions"]).long()
+        assert at.tolist() == list(range(len(prompt), len(prompt) + len(choice.token_ids) - 1))
+        torch.testing.assert_close(decoded(rows["tensor"]), expected[at], rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_result_is_fetched_by_reference(server, client, model):
+    asked = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
+    prompt = " ".join([PROMPT] * 8)
+    answer = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=2, extra_body={"capture": asked}
+    )
+    payload = answer.capture_results["memory"]["payload"]
+    assert payload["format"] == "safetensors"
+    tensors = load(server.get(payload["url"], key=None).content)
+    expected = states(model, model[1](prompt)["input_ids"], 2)
+    torch.testing.assert_close(tensors["post_block.2.tensor"], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "..%2f..%2fetc%2fpasswd", "a" * 300])
+def test_a_capture_that_is_not_there_is_a_404(server, name):
+    assert server.get(f"/v1/captures/{name}", key=None).status_code == 404
+
+
+def test_a_streamed_answer_ends_with_the_results(client):
+    asked = {"memory": {"hooks": {"post_block": [0]}, "positions": "all"}}
+    whole = client.completions.create(**WORDS, max_tokens=6, extra_body={"capture": asked})
+    events = list(
+        client.completions.create(**WORDS, max_tokens=6, stream=True, extra_body={"capture": asked})
+    )
+    text = "".join(choice.text for event in events for choice in event.choices)
+    assert text == whole.choices[0].text
+    assert not events[-1].choices
+    assert events[-1].capture_results == whole.capture_results
+    assert events[-1].id == events[0].id
+
+
+@pytest.mark.parametrize("way", ["vectors", "module", "model", "packed"])
+def test_steering_by_request(server, client, model, way):
+    vector = 2.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+    spec = {"post_block": {"3": vector.tolist()}}
+    asked, name = {"steering_vectors": spec}, "demo"
+    if way in ("module", "model"):
+        assert server.post(
+            "/v1/steering/modules/register", {"name": "odd", "spec": spec}
+        ).is_success
+        asked, name = ({"steering_name": "odd"}, "demo") if way == "module" else ({}, "demo:odd")
+    if way == "packed":
+        data = base64.b64encode(vector.numpy().tobytes()).decode()
+        packed = {"dtype": "float32", "shape": [1, 128], "layer_indices": [3], "data": data}
+        asked = {"steering_vectors": {"post_block": packed}}
+    body = WORDS | {"model": name}
+    answer = client.completions.create(
+        **body, max_tokens=8, extra_body={**asked, "return_token_ids": True}
+    )
+    ids = model[1](PROMPT)["input_ids"]
+    assert answer.choices[0].token_ids == steered_tokens(model, ids, 3, vector, 8)
+    plain = client.completions.create(**WORDS, max_tokens=8, extra_body={"return_token_ids": True})
+    assert plain.choices[0].token_ids == steered_tokens(model, ids, 3, torch.zeros(128), 8)
+
+
+def test_chats_and_responses_are_steered_too(server, client):
+    chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
+    spec = {"post_block": {"2": [5.0] * 128}}
+    texts = [
+        client.chat.completions.create(**chat, max_tokens=6, extra_body=extra)
+        for extra in ({}, {"steering_vectors": spec}, {"capture": {"memory": {
+            "hooks": {"post_block": [1]}, "positions": "last_prompt"}}})
+    ]  # fmt: skip
+    plain, steered, captured = (answer.choices[0].message.content for answer in texts)
+    assert steered != plain == captured
+    assert texts[2].choices[0].capture_results["memory"]["status"] == "ok"
+    answer = {"model": "demo", "input": PROMPT, "temperature": 0, "max_output_tokens": 6}
+    given = [
+        server.post("/v1/responses", {**answer, **extra}).json()["output"][0]["content"][0]["text"]
+        for extra in ({}, {"steering_vectors": spec})
+    ]
+    assert given[1] != given[0]
+
+
+def test_global_steering_is_the_administrators(server, client):
+    spec = {"post_block": {"2": [5.0] * 128}}
+    plain = client.completions.create(**WORDS, max_tokens=6).choices[0].text
+    assert server.post("/v1/steering/set", {"vectors": spec}, key=None).status_code == 401
+    assert server.post("/v1/steering/set", {"vectors": spec}, key="wrong").status_code == 401
+    assert server.post("/v1/steering/set", {"vectors": spec}).json()["global"]["vectors"]
+    assert client.completions.create(**WORDS, max_tokens=6).choices[0].text != plain
+    assert server.post("/v1/steering/clear", {}).json()["global"] == {}
+    assert client.completions.create(**WORDS, max_tokens=6).choices[0].text == plain
+    assert server.get("/v1/steering/layers").json()["num_layers"] == 6
+    assert server.get("/v1/interventions").json()[0]["rows_steered"] > 0
+
+
+def test_modules_come_and_go(server):
+    spec = {"post_block": {"1": [1.0] * 128}}
+    body = {"name": "comes", "spec": spec}
+    assert server.post("/v1/steering/modules/register", body).is_success
+    assert "comes" in server.get("/v1/steering/modules").json()
+    assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).is_success
+    assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"steering_vectors": {"post_blok": {"2": [1.0]}}}, "steering_vectors: unknown hook"),
+        ({"steering_vectors": {"post_block": {"2": [1.0]}}}, "hidden size is 128"),
+        ({"steering_vectors": [1]}, "steering_vectors"),
+        ({"steering_name": "nope"}, "no module 'nope' is registered"),
+        ({"steering_name": "a", "steering_module_ref": "b"}, "both given"),
+        ({"capture": 7}, "capture=7 is int"),
+        ({"capture": {"nobody": {}}}, "no such consumer is registered"),
+        ({"capture": {"memory": {"hooks": {"post_block": [99]}}}}, "post_block has no layer 99"),
+        ({"consumers": {"logging": {"what": 1}}}, "logging"),
+        ({"patch": [{}]}, "patch was given, but patching is not supported"),
+        ({"stop_when": "x"}, "stop_when was given"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):
+    answer = server.post("/v1/completions", {**WORDS, "max_tokens": 2, **asked}, key=None)
+    assert answer.status_code == 400
+    assert sentence in answer.json()["error"]["message"]
+
+
+def test_a_route_that_reads_no_fields_says_so(server):
+    body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+    given = {**body, "steering_vectors": {"post_block": {"2": [1.0] * 128}}}
+    refused = server.post("/v1/messages", given, key=None)
+    assert refused.status_code == 400
+    assert "/v1/messages does not read it" in refused.json()["error"]["message"]
+    assert server.post("/v1/messages", body, key=None).is_success
+
+
+def test_an_unknown_module_in_the_models_name_is_a_404(server):
+    answer = server.post("/v1/completions", WORDS | {"model": "demo:none", "max_tokens": 2})
+    assert answer.status_code == 404
+    assert "'none'" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_frees_what_it_had(server, client):
+    asked = {"memory": {"hooks": {"post_block": "all"}, "positions": "all"}}
+    stream = client.completions.create(
+        **WORDS, max_tokens=200, stream=True, extra_body={"capture": asked, "ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    answer = client.completions.create(**WORDS, max_tokens=2, extra_body={"capture": asked})
+    assert answer.capture_results["memory"]["status"] == "ok"
+    assert server.get("/v1/steering").json()["requests"] == 0
+
+
+def test_the_document_has_our_routes(server):
+    paths = server.get("/openapi.json").json()["paths"]
+    assert {"/v1/steering/set", "/v1/steering/modules/register", "/v1/captures/{name}"} <= set(
+        paths
+    )

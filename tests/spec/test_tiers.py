@@ -1,0 +1,287 @@
+"""What steering may be asked, and how it is put together."""
+
+import base64
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tllm.spec.groups import (
+    TokenChoice,
+    compose,
+    configurations,
+    most_configurations,
+    steering_stretches,
+)
+from tllm.spec.operations import METHODS
+from tllm.spec.tiers import Tiers, parse_modules
+
+V = [3.0, 0.0, 4.0]
+
+
+def only(tiers):
+    (entry,) = tiers
+    return entry
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        V,
+        tuple(V),
+        np.array(V),
+        np.array(V, np.float16),
+        torch.tensor(V),
+        torch.tensor(V).bfloat16(),
+    ],
+    ids=["list", "tuple", "float64", "float16", "torch", "bfloat16"],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_vectors_of_every_kind(vector, wrapped):
+    entry = {"vector": vector, "scale": 2} if wrapped else vector
+    found = only(Tiers.parse(vectors={"block_output": {"-1": entry}}))
+    assert (found.point.value, found.layer) == ("post_block", -1)
+    assert found.vector.tolist() == V
+    assert found.coefficients.add == (2 if wrapped else 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_packed_vectors(dtype):
+    rows = torch.tensor([V, [0.5, -1.0, 2.0]], dtype=getattr(torch, dtype))
+    data = base64.b64encode(rows.view(torch.uint8).numpy().tobytes()).decode()
+    packed = {"dtype": dtype, "shape": [2, 3], "layer_indices": [4, 7], "data": data}
+    found = list(Tiers.parse(vectors={"mlp_out": {**packed, "scales": [1.0, 0.5]}}))
+    assert [(e.layer, e.coefficients.add, e.vector.tolist()) for e in found] == [
+        (4, 1.0, V),
+        (7, 0.5, [0.5, -1.0, 2.0]),
+    ]
+    assert [e.layer for e in Tiers.parse(vectors={"mlp_out": rows.float().numpy()})] == [0, 1]
+
+
+def test_a_point_without_layers_takes_the_vector_itself():
+    assert only(Tiers.parse(vectors={"lm_head_in": V})).layer is None
+
+
+def test_directions_are_normalised_and_vectors_are_not():
+    for method in METHODS:
+        given = {"vector": V, "method": method, "value": 1.0, "factor": 2.0}
+        allowed = {"vector", "method", *METHODS[method].parameters}
+        entry = {k: x for k, x in given.items() if k in allowed}
+        length = np.linalg.norm(only(Tiers.parse(vectors={"post_block": {0: entry}})).vector)
+        assert math.isclose(length, 5.0 if method == "add" else 1.0, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "steering_vectors is empty"),
+        ([1], "steering_vectors is list"),
+        ({"middle": {0: V}}, "unknown hook point 'middle'"),
+        ({"post_block": {}}, "steering_vectors['post_block'] is empty"),
+        ({"post_block": {"x": V}}, "layer 'x' is not a whole number"),
+        ({"post_block": {1.5: V}}, "layer 1.5 is not a whole number"),
+        ({"post_block": V}, "has shape [3]; give {layer: vector}"),
+        ({"post_block": {0: [[1.0]]}}, "['post_block'][0] has shape [1, 1]"),
+        ({"post_block": {0: [math.nan]}}, "NaN, infinite"),
+        ({"post_block": {0: [math.inf]}}, "NaN, infinite"),
+        ({"post_block": {0: [1e39]}}, "beyond float32"),
+        ({"post_block": {0: "abc"}}, "give a list of numbers"),
+        ({"post_block": {0: ["a"]}}, "not an array of numbers"),
+        ({"post_block": {0: {"scale": 2}}}, "has no 'vector'"),
+        ({"post_block": {0: {"vector": V, "scale": math.nan}}}, "['scale']=nan is not finite"),
+        ({"post_block": {0: {"vector": V, "scale": "x"}}}, "['scale']='x' is not a number"),
+        ({"post_block": {0: {"vector": V, "method": "push"}}}, "'push' is not known; choose one"),
+        ({"post_block": {0: {"vector": V, "factor": 2}}}, "unknown keys ['factor']; add takes"),
+        (
+            {"post_block": {0: {"vector": [0, 0], "method": "ablate"}}},
+            "all zeros, which is no direction",
+        ),
+        ({"post_block": {0: {"vector": V, "method": "project"}}}, "gives no value"),
+        ({"post_block": {0: {"vector": V, "method": "multiply"}}}, "gives no factor"),
+        ({"post_block": {0: {"vector": V, "positions": "some"}}}, "['positions']='some'"),
+        ({"post_block": {"data": "", "shape": [1, 3]}}, "packed needs it"),
+        (
+            {
+                "post_block": {
+                    "data": "AA==",
+                    "shape": [1, 3],
+                    "dtype": "float32",
+                    "layer_indices": [0],
+                }
+            },
+            "has 1 bytes, but shape [1, 3] of float32 has 12",
+        ),
+        ({"post_block": {0: [1j]}}, "['post_block'][0] is not an array of numbers: complex128 is"),
+        (
+            {"post_block": {0: np.array(V, complex)}},
+            "['post_block'][0] is not an array of numbers: complex128 is",
+        ),
+        ({"post_block": {0: torch.tensor(V, dtype=torch.complex64)}}, "complex64 is no kind"),
+        ({"post_block": {0: [True, False]}}, "bool is no kind of real number"),
+        ({"post_block": {0: ["1", "2"]}}, "not an array of numbers"),
+        (
+            {"post_block": {0: np.array(["2020-01-01"], "datetime64[D]")}},
+            "datetime64[D] is no kind of real number",
+        ),
+        (
+            {"post_block": {0: torch.ones(3, device="meta")}},
+            "['post_block'][0] is not an array of numbers: ",
+        ),
+        (
+            {"post_block": {0: torch.ones(3).to_sparse()}},
+            "['post_block'][0] is not an array of numbers: ",
+        ),
+        ({"post_block": {0: {"vector": V, "scale": True}}}, "['scale']=True is not a number"),
+        ({"post_block": {0: {"vector": V, "scale": "2"}}}, "['scale']='2' is not a number"),
+        ({"post_block": {0: {"vector": V, "scale": 1j}}}, "['scale']=1j is not a number"),
+        ({"post_block": {0: {"vector": V, "scale": 10**400}}}, "is not a number"),
+        ({"post_block": {0: {"vector": V, "scale": 1e39}}}, "is beyond float32"),
+        ({"post_block": {0: {"vector": V, "method": ["add"]}}}, "['method']=['add'] is not known"),
+        ({"post_block": {0: {"vector": V, "positions": {"phase": ["any"]}}}}, "['phase']=['any']"),
+    ],
+)
+def test_mistakes_in_vectors_are_refused_with_the_field(given, says):
+    with pytest.raises(ValueError) as refused:
+        Tiers.parse(vectors=given, names={"vectors": "steering_vectors"})
+    assert "steering_vectors" in str(refused.value)
+    assert says in str(refused.value)
+
+
+def packed(**given):
+    rows = np.array([V], np.float32)
+    data = base64.b64encode(rows.tobytes()).decode()
+    return {"dtype": "float32", "shape": [1, 3], "layer_indices": [4], "data": data, **given}
+
+
+@pytest.mark.parametrize("scales", [[0.0], (0.0,), np.array([0.0]), torch.zeros(1)])
+def test_packed_scales_are_what_was_given(scales):
+    entry = only(Tiers.parse(vectors={"post_block": packed(scales=scales)}))
+    assert entry.coefficients.add == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"scales": []}, "1 layer_indices and 0 scales"),
+        ({"scales": 2.0}, "['scales']=2.0 is float; give a list"),
+        ({"scales": ["x"]}, "[4]['scale']='x' is not a number"),
+        ({"layer_indices": [2.9]}, "layer 2.9 is not a whole number"),
+        ({"layer_indices": [True]}, "layer True is not a whole number"),
+        ({"layer_indices": 4}, "['layer_indices']=4 is int; give a list"),
+        ({"layer_indices": "4"}, "['layer_indices']='4' is str; give a list"),
+        ({"shape": 3}, "['shape']=3 is int; give a list"),
+        ({"shape": ["1", "3"]}, "['shape']: '1' is not a whole number"),
+        ({"shape": [-1, -3]}, "shape is [layers, hidden]"),
+        ({"shape": [1, 3, 1]}, "shape is [layers, hidden]"),
+        ({"dtype": ["float32"]}, "['dtype']=['float32'] is not known"),
+        ({"dtype": None}, "['dtype']=None is not known"),
+        ({"data": 12}, "['data'] is int; give base64 text, or bytes"),
+        ({"data": [0] * 12}, "['data'] is list; give base64 text, or bytes"),
+        ({"data": "?" * 16}, "['data'] is not base64"),
+        ({"positions": {}, "place": 1}, "unknown keys ['place']"),
+    ],
+)
+def test_mistakes_in_the_packed_form_are_refused_with_the_field(given, says):
+    with pytest.raises(ValueError) as refused:
+        Tiers.parse(vectors={"post_block": packed(**given)}, names={"vectors": "steering_vectors"})
+    assert "steering_vectors['post_block']" in str(refused.value)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("clamp", "says"),
+    [
+        ({"value": 1, "min": 0}, "gives both value and min or max"),
+        ({}, "gives no bound"),
+        ({"min": 2, "max": 1}, "min=2.0 above max=1.0"),
+        ({"max": math.inf}, "not finite"),
+        ({"value": 1e39}, "beyond float32"),
+    ],
+)
+def test_mistakes_in_clamps_are_refused_with_the_field(clamp, says):
+    with pytest.raises(ValueError) as refused:
+        Tiers.parse(clamps={"post_block": {3: {"vector": V, **clamp}}})
+    assert "clamps['post_block'][3]" in str(refused.value)
+    assert says in str(refused.value)
+
+
+def test_composition_puts_all_vectors_before_all_clamps_and_keeps_the_order():
+    everywhere = Tiers.parse(
+        vectors={"post_block": {1: V}},
+        decode_vectors={"post_block": {1: V}},
+        clamps={"post_block": {1: {"vector": V, "value": 0}}},
+    )
+    own = Tiers.parse(
+        vectors={"post_block": {1: [{"vector": V, "method": "ablate"}, {"vector": V, "scale": 9}]}}
+    )
+    groups = compose([everywhere, own])
+    assert [(g.phase, len(g.operations)) for g in groups] == [
+        ("any", 1),
+        ("decode", 1),
+        ("any", 3),
+    ]
+    assert [c.add for *_, c in groups[2].operations] == [0, 9, 0]
+    assert groups[0].digest == groups[1].digest, "a group is known by what it does, not to whom"
+
+
+def test_no_effect_is_no_steering():
+    assert compose([Tiers.parse(vectors={"post_block": {1: {"vector": V, "scale": 0}}})]) == ()
+    assert compose([Tiers.parse(vectors={"post_block": {1: V}}).scaled(0)]) == ()
+
+
+def test_stretches_follow_phases_and_selections():
+    tiers = Tiers.parse(
+        prefill_vectors={"post_block": {1: V}},
+        decode_vectors={"post_block": {1: {"vector": V, "positions": {"windows": [[6, 8]]}}}},
+    )
+    prefill, decode = (group.use for group in compose([tiers]))
+    assert steering_stretches([prefill, decode], 5, []) == [
+        (0, (prefill.digest,)),
+        (5, ()),
+        (6, (decode.digest,)),
+        (8, ()),
+    ]
+    assert most_configurations([prefill, decode]) == 1  # the same groups in both phases
+
+
+def test_what_is_done_to_generated_tokens_may_depend_on_which_they_are():
+    def tier(scale, **positions):
+        return {"post_block": {1: {"vector": V, "scale": scale, "positions": positions}}}
+
+    tiers = Tiers.parse(
+        vectors=tier(1, token_ids=[3, 5], exclude={"positions": [-1]}),
+        prefill_vectors=tier(2, token_ids=[1]),
+        decode_vectors=tier(3, exclude={"token_ids": [5, 9]}),
+    )
+    uses = [group.use for group in compose([tiers])]
+    named, prompt, others = (use.digest for use in uses)
+    found = steering_stretches(uses, 4, [3, 1, 8, 3])
+    by_token = ((3, (named, others)), (5, (named,)), (9, ()))
+    assert found == [
+        (0, (named,)),
+        (1, (prompt,)),
+        (2, ()),
+        (4, TokenChoice(by_token, (others,))),
+    ]
+    assert configurations(found) == {(), (named,), (prompt,), (others,), (named, others)}
+    assert most_configurations(uses) >= 4
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("calm", (("calm", 1.0),)),
+        (("calm", 2), (("calm", 2.0),)),
+        (["calm", ("kind", -1.5)], (("calm", 1.0), ("kind", -1.5))),
+        (("calm", "kind"), (("calm", 1.0), ("kind", 1.0))),
+    ],
+)
+def test_module_references(given, expected):
+    assert parse_modules(given) == expected
+
+
+@pytest.mark.parametrize("given", [3, [], ("calm", math.nan), ("calm", True), [3], {}])
+def test_mistaken_module_references(given):
+    with pytest.raises(ValueError, match="steering_module_ref"):
+        parse_modules(given)

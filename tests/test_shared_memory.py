@@ -1,0 +1,155 @@
+"""Shared memory is whole, and nothing of a killed process stays."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tllm import shared_memory
+from tllm.shared_memory import FOLDER, ResultMemory, SharedFile, SharedRows, sweep
+
+OWNER = """
+import sys, time, torch
+from tllm.client.answers import SharedFolder
+from tllm.runtime.answers import AnswerWriter
+from tllm.shared_memory import ResultMemory, SharedFile, SharedRows
+folder, memory = SharedFolder(), ResultMemory()
+kept = [SharedRows.create(4, 8), SharedFile.reserve(100), memory.empty((1 << 20,), torch.float32)]
+AnswerWriter(memory).encode({"linked": kept[2].numpy(), "copied": bytes(9) * 200_000}, folder.token)
+AnswerWriter().encode(torch.zeros(1 << 20).numpy(), folder.token)
+print(folder.token, flush=True)
+time.sleep(600)
+"""
+
+
+def names(of=""):
+    return {path.name for path in FOLDER.glob("tllm-*") if of in path.name}
+
+
+@pytest.fixture
+def owner():
+    """A process with files of every kind, and the part of their names that tells it."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    try:
+        token = process.stdout.readline().strip()
+        yield process, f"-{process.pid}-{token.split('-')[3]}-"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_killed_process_leaves_nothing(owner):
+    process, own = owner
+    assert len(names(own)) >= 6
+    before = names(own)
+    sweep()
+    assert names(own) == before  # it lives
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert names(own) == before
+    assert sweep() >= len(before)
+    assert not names(own)
+
+
+def test_an_id_that_is_used_again_is_another_process():
+    mine = SharedFile.reserve(10)
+    parts = mine.path.name.split("-")
+    parts[3] = str(int(parts[3]) - 1)
+    earlier = FOLDER / "-".join(parts)
+    earlier.touch()
+    sweep()
+    assert mine.path.exists() and not earlier.exists()
+    mine.release()
+
+
+def test_files_of_other_users_and_containers_are_left_alone(monkeypatch):
+    dead = f"-999999999-1-{32 * 'a'}"
+    namespace = SharedFile.reserve(1).path.name.split("-")[1]
+    theirs, elsewhere = FOLDER / f"tllm-{namespace}{dead}", FOLDER / f"tllm-1{dead}"
+    try:
+        theirs.touch()
+        elsewhere.touch()
+        user = os.geteuid()
+        with monkeypatch.context() as other_user:
+            other_user.setattr(os, "geteuid", lambda: user + 1)
+            sweep()
+        assert theirs.exists()
+        sweep()
+        assert not theirs.exists() and elsewhere.exists()
+    finally:
+        theirs.unlink(missing_ok=True)
+        elsewhere.unlink()
+
+
+def test_names_without_an_owner_go_when_they_are_old():
+    old, young = (FOLDER / f"tllm-{digit * 32}" for digit in "ab")
+    strange = FOLDER / "tllm-something-else"
+    try:
+        for path in (old, young, strange):
+            path.touch()
+        for path in (old, strange):
+            os.utime(path, (0, time.time() - 2 * 86_400))
+        sweep()
+        assert [path.exists() for path in (old, young, strange)] == [False, True, True]
+    finally:
+        for path in (old, young, strange):
+            path.unlink(missing_ok=True)
+
+
+def test_a_link_outlives_the_name_it_was_made_of():
+    reader = SharedFile.reserve(1)
+    file = SharedFile.reserve(1000)
+    file.map()[:] = np.arange(1000) % 251
+    linked = file.link(reader.path.name)
+    assert linked.path.name.startswith(f"{reader.path.name}-")
+    file.release()
+    found = linked.map()
+    linked.release()
+    reader.release()
+    assert np.array_equal(found, np.arange(1000) % 251)
+
+
+def test_rows_are_those_of_whoever_maps_them():
+    mine = SharedRows.create(3, 5)
+    other = SharedRows(mine.path, 5)
+    mine.values[1] = 7
+    assert len(other) == 3 and other.values[1].tolist() == [7] * 5
+    mine.unlink()
+    other.values[2] = 8
+    assert mine.values[2, 0] == 8
+    with pytest.raises(ValueError, match="across hosts"):
+        SharedRows(mine.path, 5)
+
+
+def test_memory_for_results_is_free_when_no_view_of_it_is_left():
+    memory = ResultMemory()
+    before = names()
+    view = memory.empty((2, 1 << 20), torch.uint8)[1:]
+    [made] = names() - before
+    raw = memoryview(view.numpy()).cast("B")
+    [(file, offset)] = memory.locate([raw])
+    assert (file.path.name, offset) == (made, 1 << 20)
+    del raw
+    assert names() - before == {made}
+    del view
+    assert names() == before
+    assert memory.locate([memoryview(b"abc")]) == [None]
+
+
+def test_without_room_it_is_an_error_and_nothing_stays(monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
+    before = names()
+    with pytest.raises(OSError, match="No space"):
+        SharedFile.reserve(100)
+    rows = ResultMemory().empty((1024, 1024), torch.float32)
+    assert rows.fill_(2).sum() == 2 * 1024 * 1024
+    assert ResultMemory().empty((0, 3, 4), torch.float16).shape == (0, 3, 4)
+    assert names() == before

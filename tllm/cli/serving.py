@@ -1,0 +1,70 @@
+"""`tllm serve`: an ordinary `vllm serve`, with what interventions need."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tllm.engine import launch
+from tllm.engine.options import CONFIG_KEY, engine_arguments
+from tllm.registry import consumer_from_spec
+from tllm.server.settings import VARIABLE, ServerSettings
+
+_PLUGINS = "VLLM_PLUGINS"
+
+
+def command(
+    model: str, more: Sequence[str], settings: ServerSettings, options: dict[str, Any]
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of `vllm serve`, and what its environment has beside ours.
+
+    Args:
+        more: further arguments of `vllm serve`.
+        options: fields of `EngineOptions` that were given.
+    """
+    for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
+        if any(each.partition("=")[0] == flag for each in more):
+            raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
+    specs = (*settings.consumers, *settings.capture_consumers)
+    eager = {"enforce_eager": "--enforce-eager" in more}
+    engine = engine_arguments(eager, options, list(map(consumer_from_spec, specs)))
+    arguments = [sys.executable, "-m", launch.module(), "serve", model]
+    arguments += ["--worker-cls", engine["worker_cls"], "--scheduler-cls", engine["scheduler_cls"]]
+    config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
+    arguments += ["--additional-config", json.dumps(config), *more]
+    allowed = [*filter(None, os.environ.get(_PLUGINS, "").split(",")), "tllm"]
+    return arguments, {
+        _PLUGINS: ",".join(dict.fromkeys(allowed)),
+        VARIABLE: settings.model_dump_json(exclude_defaults=True),
+    }
+
+
+def modules_of(given: Sequence[str]) -> dict[str, str]:
+    """`name=path` arguments as paths by name."""
+    found = {}
+    for each in given:
+        name, equals, path = each.partition("=")
+        if not equals or not name or not path:
+            raise ValueError(f"--steering-module {each!r}: give name=path")
+        found[name] = str(Path(path).resolve())
+    return found
+
+
+def shown(arguments: Sequence[str], environment: dict[str, str]) -> str:
+    """A command as one would type it; the admin key is not shown."""
+    settings = ServerSettings.model_validate_json(environment[VARIABLE])
+    if settings.admin_api_key is not None:
+        hidden = settings.model_copy(update={"admin_api_key": "..."})
+        environment = {**environment, VARIABLE: hidden.model_dump_json(exclude_defaults=True)}
+    variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    return " ".join([*variables, *map(shlex.quote, arguments)])
+
+
+def run(arguments: Sequence[str], environment: dict[str, str]) -> None:
+    """Become that command."""
+    os.execve(arguments[0], list(arguments), {**os.environ, **environment})

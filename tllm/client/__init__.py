@@ -1,0 +1,1 @@
+"""The user's half: requests, results and global steering, and the engines that carry them."""

@@ -1,0 +1,250 @@
+"""What an engine with interventions can do beside vLLM's own, however it is driven."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
+from tllm.client.core import Client
+from tllm.client.request import Prepared
+from tllm.client.results import attach_results
+from tllm.client.steering import SteeringControl
+from tllm.consumers.base import Consumer
+from tllm.engine.front import AsyncLLMFront, LLMEngineFront, RefusedError
+from tllm.params import asked_of
+from tllm.registry import consumer_from_spec
+
+logger = logging.getLogger(__name__)
+
+
+class Attached:
+    """Consumers and steering of an engine. On an `AsyncLLM` every method is to be awaited.
+
+    Attributes:
+        steering: global steering and named modules (`SteeringControl`).
+    """
+
+    _tllm: Client
+    _run: Callable[[Steps[Any]], Any]
+    steering: SteeringControl
+
+    def _set_up(self, client: Client, run: Callable[[Steps[Any]], Any]) -> None:
+        self._tllm = client
+        self._run = run
+        self.steering = SteeringControl(client, run)
+        client.speak_for(self)
+
+    @property
+    def consumers(self) -> dict[str, Consumer]:
+        """The registered consumers, by id."""
+        return self._tllm.consumers
+
+    def register_consumer(self, consumer: Consumer | str) -> Any:
+        """Add a consumer now; it sees rows from the next forward pass on.
+
+        Returns:
+            The consumer: its `synchronize()` and `read_stats()` reach the workers.
+        """
+        return self._run(self._tllm.register(made(consumer)))
+
+    def unregister_consumer(self, consumer: Consumer | str) -> Any:
+        """Remove a consumer, given by instance or id, after its pending rows were handed out."""
+        return self._run(self._tllm.unregister(_name(consumer)))
+
+    def clear_consumers(self) -> Any:
+        """Remove all consumers of this engine."""
+        return self._run(self._tllm.unregister(None))
+
+    def synchronize(self, consumer: Consumer | None = None) -> Any:
+        """Wait until every consumer is done with what it was given."""
+        return self._run(self._tllm.ask(WorkerCall("synchronize")))
+
+    def read_stats(self, consumer: Consumer) -> Any:
+        """A consumer's statistics, over all workers of all data-parallel replicas."""
+        return self._run(self._tllm.read_stats(consumer))
+
+    def call_consumer(self, consumer: Consumer | str, method: str, *args: Any) -> Any:
+        """Call one of a consumer's `remote_methods` in every worker; their answers by rank."""
+        call = WorkerCall("call_consumer", (_name(consumer), method, *args))
+        return self._run(self._tllm.ask(call))
+
+    def intervention_stats(self) -> Any:
+        """Counters of each worker: hook points, rows captured and dropped, consumers, how many
+        sequences were to be steered and could not be."""
+        return self._run(self._tllm.ask(WorkerCall("stats")))
+
+
+class SyncClient:
+    """Decides for the requests of an `LLMEngine` (`SyncRequests`).
+
+    Attributes:
+        result_timeout_s: how long results are waited for.
+    """
+
+    def __init__(self, engine: Any, client: Client, result_timeout_s: float) -> None:
+        self.calls = SyncCalls(engine, client.shared.token, self._pop_over)
+        self.result_timeout_s = result_timeout_s
+        self._client = client
+        #: Prompts that were given up, whose results the workers must not keep.
+        self._given_up: list[str] = []
+        self.front = LLMEngineFront(engine, self, client.check_positions)
+
+    def _pop_over(self) -> list[str]:
+        over, self._client.over = self._client.over, []
+        return over
+
+    def admit(self, params: Any, request_id: str) -> Prepared:
+        """Make a request ready."""
+        return self.calls.run(self._client.admit(params, request_id))
+
+    def note(self, request: Prepared, output: Any) -> None:
+        """An output of a request, before the caller has it."""
+        if not output.finished:
+            attach_results(output, None)
+        request.samples.add(output)
+
+    def finish(self, outputs: list[Any]) -> None:
+        """Put results on the last outputs of requests."""
+        for output in outputs:
+            self._client.release(output.tllm_request)
+        self.calls.run(self._client.gather(outputs, self.result_timeout_s, alone=True))
+
+    def drop(self, requests: list[Prepared]) -> None:
+        """Requests did not begin, or were aborted."""
+        for request in requests:
+            self._client.release(request)
+            given_up = self._client.has_results(request)
+            (self._given_up if given_up else self._client.over).append(request.prompt_id)
+
+    def step(self) -> None:
+        """The engine begins a step, with which the workers hear of what is over."""
+        self._client.over.clear()
+        if self._given_up:
+            call = WorkerCall("take_results", (self._given_up,))
+            self._given_up = _still_pending(self.calls.ask(call))
+
+
+class AsyncClient:
+    """Decides for the requests of an `AsyncLLM` (`AsyncRequests`).
+
+    Attributes:
+        result_timeout_s: how long results are waited for.
+        unwanted: ids of requests about to be added whose results nobody will look at.
+    """
+
+    def __init__(self, engine: Any, client: Client, result_timeout_s: float) -> None:
+        self.calls = AsyncCalls(engine, client.shared.token)
+        self.result_timeout_s = result_timeout_s
+        self.unwanted: set[str] = set()
+        self._client = client
+        self._finished: set[str] = set()
+        self._discarding: set[asyncio.Task[None]] = set()
+        self.front = AsyncLLMFront(engine, self, client.check_positions)
+
+    async def admit(self, params: Any, request_id: str, *, streamed: bool) -> Prepared:
+        """Make a request ready."""
+        results = request_id not in self.unwanted
+        self.unwanted.discard(request_id)
+        steps = self._client.admit(params, request_id, results=results, streamed=streamed)
+        return await self.calls.run(steps)
+
+    async def inputs(
+        self, stream: AsyncGenerator[Any, None], params: Any, request_id: str, request: Prepared
+    ) -> AsyncGenerator[Any, None]:
+        """The inputs of a streamed prompt, with what each of them asks of consumers."""
+        steering = asked_of(params).steering
+        async for part in stream:
+            theirs = part.sampling_params
+            if theirs is None:
+                yield part
+                continue
+            if theirs.output_kind != params.output_kind:
+                raise RefusedError(
+                    f"output_kind: an input of a streamed prompt asks for "
+                    f"{theirs.output_kind.name}, and the request for "
+                    f"{params.output_kind.name}; ask the same of every input"
+                )
+            asked = asked_of(theirs).steering
+            if asked is not None and asked is not steering:
+                raise ValueError(
+                    "an input of a streamed prompt asks for steering of its own; steer the "
+                    "whole request, or begin another"
+                )
+            steps = self._client.admit(
+                theirs, request_id, results=request.keeps_results, streamed=True, first=request
+            )
+            own = await self.calls.run(steps)
+            if own.capture_options != request.capture_options:
+                raise RefusedError(
+                    "capture: an input of a streamed prompt asks otherwise than the request "
+                    f"({own.capture_options} and {request.capture_options}); ask the same of "
+                    "every input, or begin another request"
+                )
+            yield replace(part, sampling_params=own.params)
+
+    def note(self, request: Prepared, output: Any) -> bool:
+        """An output of a request, before the caller has it; whether `finish` has to wait."""
+        attach_results(output, None)
+        if not request.keeps_results:
+            return False
+        request.samples.add(output)
+        if not output.finished:
+            return False
+        output.tllm_request = request
+        return self._client.has_results(request)
+
+    async def finish(self, request: Prepared, output: Any) -> None:
+        """Put results on the last output of a request; plain requests cost the engine nothing."""
+        output.tllm_request = request
+        if request.keeps_results:
+            await self.calls.run(self._client.gather([output], self.result_timeout_s, alone=False))
+        self._finished.add(request.prompt_id)
+
+    def drop(self, request: Prepared) -> None:
+        """A request has ended, or did not begin, or the caller gave it up."""
+        self._client.release(request)
+        if request.prompt_id in self._finished:
+            self._finished.remove(request.prompt_id)
+        elif self._client.has_results(request):  # nobody will come for the results
+            task = asyncio.ensure_future(self._discard(request.prompt_id))
+            self._discarding.add(task)
+            task.add_done_callback(self._discarding.discard)
+
+    async def _discard(self, prompt_id: str) -> None:
+        try:
+            await self.calls.ask(WorkerCall("take_results", ([prompt_id],)))
+        except Exception as error:  # the engine is going down
+            logger.debug("results of an aborted request were not discarded: %s", error)
+
+
+def made(consumer: Consumer | str) -> Consumer:
+    """A consumer, given by itself or by a spec string."""
+    return consumer_from_spec(consumer) if isinstance(consumer, str) else consumer
+
+
+def pending(outputs: Iterable[Any]) -> list[Any]:
+    """Outputs of which a consumer was still working on a result."""
+    return [
+        output
+        for output in outputs
+        if "tllm_request" in vars(output) and output.tllm_request.results.pending
+    ]
+
+
+def _still_pending(answers: Iterable[Any]) -> list[str]:
+    """Prompts of which a worker has promised a result that it has not made."""
+    return [
+        prompt_id
+        for prompt_id, samples in (item for answer in answers for item in answer.items())
+        if any(
+            said["status"] == "pending" for results in samples.values() for said in results.values()
+        )
+    ]
+
+
+def _name(consumer: Consumer | str) -> str:
+    return consumer if isinstance(consumer, str) else consumer.consumer_id

@@ -1,0 +1,142 @@
+"""How the client's steps, which do no input or output themselves, reach the workers.
+
+A step of the client is a generator (`Steps`): it yields what it wants done and is sent what came of
+it. `SyncCalls` does that for `LLM`, `AsyncCalls` for `AsyncLLM` and for the engine of a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import cloudpickle
+from vllm import AsyncLLMEngine, LLMEngine
+
+from tllm.client.answers import decode
+from tllm.engine.calls import ask_all_workers, ask_workers
+
+_T = TypeVar("_T")
+
+
+class WorkerCall(NamedTuple):
+    """Call a method of `WorkerCalls` in every worker; sent their answers, by rank."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+
+
+class Pause(NamedTuple):
+    """Wait, and let others go on meanwhile."""
+
+    seconds: float
+
+
+class Alone:
+    """From here to the end of the steps, no other steps go on that have yielded this."""
+
+
+ALONE = Alone()
+
+Steps: TypeAlias = Generator[WorkerCall | Pause | Alone, Any, _T]
+
+
+class SyncCalls:
+    """Does what steps want, for an engine whose caller waits.
+
+    Args:
+        token: of the client's `SharedFolder`.
+        over: the prompts that are over and that no worker has heard of; they hear of them before
+            they are asked anything else.
+    """
+
+    def __init__(self, engine: LLMEngine, token: str, over: Callable[[], list[str]]) -> None:
+        self._engine = engine
+        self._token = token
+        self._over = over
+
+    def run(self, steps: Steps[_T]) -> _T:
+        """Take steps to their end."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = self._do(step)
+                except BaseException as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as done:
+            result: _T = done.value
+            return result
+
+    def ask(self, call: WorkerCall) -> list[Any]:
+        """Call the workers."""
+        over = self._over()
+        if over:
+            self.ask(WorkerCall("take_results", (over,)))
+        payload = cloudpickle.dumps(call.args)
+        answers = ask_workers(self._engine, "tllm", (call.method, payload, self._token))
+        return decode_answers(answers())
+
+    def _do(self, step: WorkerCall | Pause | Alone) -> Any:
+        if isinstance(step, WorkerCall):
+            return self.ask(step)
+        if isinstance(step, Pause):
+            time.sleep(step.seconds)
+        return None
+
+
+class AsyncCalls:
+    """Does what steps want, on an engine's event loop.
+
+    Args:
+        token: of the client's `SharedFolder`.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, token: str) -> None:
+        self._engine = engine
+        self._token = token
+        self._alone = asyncio.Lock()
+
+    async def run(self, steps: Steps[_T]) -> _T:
+        """Take steps to their end."""
+        alone = False
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    answer = None
+                    if isinstance(step, WorkerCall):
+                        answer = await self.ask(step)
+                    elif isinstance(step, Pause):
+                        await asyncio.sleep(step.seconds)
+                    elif not alone:
+                        alone = await self._alone.acquire()
+                except BaseException as error:
+                    step = steps.throw(error)
+                else:
+                    step = steps.send(answer)
+        except StopIteration as done:
+            result: _T = done.value
+            return result
+        finally:
+            if alone:
+                self._alone.release()
+
+    async def ask(self, call: WorkerCall) -> list[Any]:
+        """Call the workers of all replicas."""
+        payload = cloudpickle.dumps(call.args)
+        arguments = (call.method, payload, self._token)
+        return decode_answers(await ask_all_workers(self._engine, "tllm", arguments))
+
+
+def decode_answers(answers: Sequence[bytes]) -> list[Any]:
+    """The workers' answers; raises what the first one to fail raised."""
+    decoded = [decode(answer) for answer in answers]
+    for status, *rest in decoded:
+        if status == "error":
+            refused, message = rest
+            raise (ValueError if refused else RuntimeError)(message)
+    return [rest[0] for _, *rest in decoded]

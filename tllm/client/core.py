@@ -1,0 +1,511 @@
+"""The user's half: what every front end does with consumers and requests.
+
+`Client` does no input or output itself. What takes answers of the workers is written as steps
+(`tllm.client.calls`), which `LLM`, `AsyncLLM` and what is attached to an engine of vLLM's drive.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import vllm
+from vllm.sampling_params import RequestOutputKind
+
+from tllm.client.answers import SharedFolder
+from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
+from tllm.client.checked_params import CheckedParams
+from tllm.client.request import Prepared, Uses, collect
+from tllm.client.results import Samples, attach_results, samples_of, set_result
+from tllm.client.steering import GLOBAL, MODULE, Composer, Facts, HeldByWorkers
+from tllm.consumers.base import Consumer
+from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.engine.front import RefusedError
+from tllm.params import PoolingParams, asked_of, plain
+from tllm.ports import ConsumerFlow
+from tllm.registry import available_consumers, check
+from tllm.shared_memory import FOLDER, SharedFile
+from tllm.spec.groups import SteeringGroup
+from tllm.spec.hooks import HookPoint
+from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
+
+logger = logging.getLogger(__name__)
+
+#: Consumers of every engine, made when a request names them for the first time.
+BUILT_IN: Mapping[str, Callable[[], Consumer]] = {"memory": MemoryConsumer}
+
+_CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
+_MAX_PLACED = 4096
+_LONGEST_PAUSE_S = 0.1
+
+
+class Client:
+    """One front end of an engine: its consumers and requests.
+
+    Args:
+        consumers: to be registered as soon as the workers are asked anything.
+        capturing: ids of those whose results are capture results.
+        front_ends: how many share the engine's workers.
+        workers: of each data-parallel replica.
+
+    Attributes:
+        consumers: those that are registered, by id, whichever front end did it.
+        handle: what the user calls; registered consumers reach the workers through it.
+        over: prompts that are over and that the workers have not heard of.
+    """
+
+    handle: Any = None
+
+    def __init__(
+        self,
+        consumers: Iterable[Consumer] = (),
+        capturing: Iterable[str] = (),
+        *,
+        front_ends: int = 1,
+        workers: int | None = None,
+    ) -> None:
+        self.consumers: dict[str, Consumer] = {}
+        self.composer = Composer()
+        self.held = HeldByWorkers()
+        self.shared = SharedFolder()
+        self.over: list[str] = []
+        self._holder = self.shared.token or uuid.uuid4().hex
+        self._front_ends = front_ends
+        self._workers = workers
+        self._waiting = list(consumers)
+        self._capturing = set(capturing)
+        self._flows: dict[str, tuple[ConsumerFlow, ...]] = {}
+        self._own: set[str] = set()  # consumers that were registered here, and not heard of yet
+        self._params = CheckedParams()
+        #: Kinds of flows whose hook points were found to be in the engine.
+        self._placed: set[ConsumerFlow] = set()
+        self._attached = False
+        self._version = 0
+        self._versions: dict[str, int] = {}
+        self._shown: memoryview | None = None
+        for i, consumer in enumerate(self._waiting):
+            check(consumer)
+            if consumer.consumer_id in [other.consumer_id for other in self._waiting[:i]]:
+                raise ValueError(_taken(consumer.consumer_id))
+
+    # -- what is registered ----------------------------------------------------------------------
+
+    @property
+    def facts(self) -> Facts:
+        """What the workers told of the engine."""
+        assert self.composer.facts is not None
+        return self.composer.facts
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all that is registered, here or by other front ends, is known here."""
+        if not self._attached or self._waiting:
+            return False
+        if self._shown is not None:
+            return self._shown[0] == self._version
+        return self._front_ends == 1  # else there may be news, and nothing tells
+
+    @property
+    def steering_version(self) -> int:
+        """Another number after each change of what steers."""
+        if self._shown is not None:
+            return self._shown[1]
+        return max(
+            (v for k, v in self._versions.items() if k.startswith((GLOBAL, MODULE))), default=0
+        )
+
+    def current(self) -> Steps[None]:
+        """Know all that is registered."""
+        if self.is_current:
+            return
+        yield ALONE
+        if not self._attached:
+            answers = yield WorkerCall("attach", (self._holder,))
+            self._learn_engine(answers)
+        yield from self._fetch()
+        self._attached = True
+        while self._waiting:
+            consumer = self._waiting[0]
+            if consumer.consumer_id in self.consumers:  # another front end was first
+                self._adopt(consumer, consumer.consumer_id in self._capturing)
+            else:
+                yield from self._add(consumer, consumer.consumer_id in self._capturing)
+            self._waiting.pop(0)
+
+    def change(self, key: str, value: bytes | None) -> Steps[bool]:
+        """Register a value, if it was not changed since it was seen here; whether that went."""
+        seen = self._versions.get(key, 0)
+        answers = yield WorkerCall("change_registered", (key, seen, value))
+        yield from self._fetch()
+        return bool(answers[0])
+
+    def _learn_engine(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        self.composer.facts = Facts.of_workers(answers)
+        self._placed.clear()
+        if answers[0]["shared_file"] and self.shared.token:
+            try:
+                memory = SharedFile(FOLDER / answers[0]["shared_file"]).map()
+            except OSError:  # the workers are on another host
+                return
+            self._shown = memory.data.cast("q")
+
+    def _fetch(self) -> Steps[None]:
+        answers = yield WorkerCall("registered_since", (self._version,))
+        version, entries = answers[0]
+        for key, (changed, value) in entries.items():
+            self._versions[key] = changed
+            if key.startswith(_CONSUMER):
+                self._learn_consumer(key[len(_CONSUMER) :], value)
+            elif key == _FRONT_ENDS:
+                self._front_ends = max(self._front_ends, int(value or 1))
+            else:
+                self.composer.learn(key, value)
+        self._version = version
+
+    def _learn_consumer(self, name: str, payload: bytes | None) -> None:
+        if name in self._own:
+            self._own.remove(name)
+            return
+        gone = self.consumers.pop(name, None)
+        self._capturing.discard(name)
+        if gone is not None and gone._engine is self.handle:
+            gone.attach(None)
+        if payload is not None:
+            self._adopt(*cloudpickle.loads(payload))
+
+    def _adopt(self, consumer: Consumer, capturing: bool) -> None:
+        """A consumer is registered: this object stands for its copies in the workers."""
+        self.consumers[consumer.consumer_id] = consumer
+        self._flows[consumer.consumer_id] = tuple(consumer.flows())
+        if capturing:
+            self._capturing.add(consumer.consumer_id)
+        consumer.attach(self.handle)
+
+    def _add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
+        """Register a consumer, unless one of its id is there; whether it was."""
+        name = consumer.consumer_id
+        payload = cloudpickle.dumps((consumer, capturing))
+        added = any((yield WorkerCall("register", (name, payload))))
+        if added:
+            self._own.add(name)
+            self._adopt(consumer, capturing)
+        yield from self._fetch()
+        return added
+
+    # -- consumers -------------------------------------------------------------------------------
+
+    def speak_for(self, handle: Any) -> None:
+        """Let consumers reach the workers through what the user calls."""
+        self.handle = handle
+        for consumer in self._waiting:
+            consumer.attach(handle)
+
+    def ask(self, call: WorkerCall) -> Steps[list[Any]]:
+        """Call the workers, and give their answers."""
+        yield from self.current()
+        answers: list[Any] = yield call
+        return answers
+
+    def register(self, consumer: Consumer) -> Steps[Consumer]:
+        """Add a consumer now."""
+        check(consumer)
+        yield ALONE
+        yield from self.current()
+        if consumer.consumer_id in self.consumers or not (yield from self._add(consumer, False)):
+            raise ValueError(_taken(consumer.consumer_id))
+        return consumer
+
+    def unregister(self, consumer_id: str | None) -> Steps[None]:
+        """Remove a consumer, or all of them."""
+        yield ALONE
+        yield from self.current()
+        yield WorkerCall("unregister", (consumer_id,))
+        yield from self._fetch()
+
+    def read_stats(self, consumer: Consumer) -> Steps[Mapping[str, Any]]:
+        """A consumer's statistics, over all workers of all data-parallel replicas."""
+        found = yield from self.ask(WorkerCall("consumer_stats", (consumer.consumer_id,)))
+        size = self._workers or len(found)
+        replicas = [
+            consumer.merge_stats(found[first : first + size])
+            for first in range(0, len(found), size)
+        ]
+        return replicas[0] if len(replicas) == 1 else consumer.merge_replicas(replicas)
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        params: Any,
+        request_id: str,
+        *,
+        results: bool = True,
+        streamed: bool = False,
+        first: Prepared | None = None,
+    ) -> Steps[Prepared]:
+        """Make a request ready. What it is steered with is held for it until `release`.
+
+        Args:
+            params: of vLLM's or of ours, for sampling or pooling.
+            results: whether somebody will come for what the consumers have to say.
+            streamed: its prompt arrives in parts. Only the engine knows then where it ends.
+            first: what the request asks of which this is a later input.
+
+        Raises `ValueError` naming what is wrong in it.
+        """
+        if not self.is_current:
+            yield from self.current()
+        asked = asked_of(params)
+        for name, make in BUILT_IN.items():
+            if name in asked.consumers and name not in self.consumers:
+                yield ALONE
+                if name not in self.consumers:  # it may have come meanwhile
+                    yield from self._add(make(), False)
+        groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
+        if first is None and self.composer.concerns(asked.steering):
+            groups = self.composer.groups(asked.steering)
+            yield from self.bring(groups)
+        prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
+        prepared = self._prepare(params, asked, request_id, prompt_id, groups, results, streamed)
+        if first is None:
+            self.held.hold(prompt_id, groups)
+        return prepared
+
+    def admit_now(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
+        """Parameters as the engine takes them, of requests that nobody steers and whose results
+        nobody will look at, when all that is registered is known (`is_current`)."""
+        try:
+            next(self.admit(params, "", results=False))
+        except StopIteration as done:
+            prepared: Prepared = done.value
+            return prepared.params  # type: ignore[no-any-return]
+        raise RuntimeError("the workers have to be asked something before this request")
+
+    def bring(self, groups: Sequence[SteeringGroup]) -> Steps[None]:
+        """Let the workers hold groups. The caller goes on without waiting for anything else."""
+        while not self.held.has(groups):
+            yield ALONE  # what is on its way is not there yet, and must not be given up again
+            if self.held.has(groups):
+                return
+            upload = self.held.upload(groups, self.facts, self._front_ends)
+            operations = {digest: group.operations for digest, group in upload.groups.items()}
+            call = (self._holder, upload.vectors, operations, upload.released)
+            arrived = False
+            try:
+                yield WorkerCall("update_steering", call)
+                arrived = True
+            finally:
+                self.held.sent(upload, arrived)
+
+    def release(self, prepared: Prepared) -> None:
+        """A request has ended, or did not begin."""
+        self.held.release(prepared.prompt_id)
+
+    def _prepare(
+        self,
+        params: Any,
+        asked: Asked,
+        request_id: str,
+        prompt_id: str,
+        groups: tuple[SteeringGroup, ...],
+        results: bool,
+        streamed: bool,
+    ) -> Prepared:
+        uses = self._uses(asked)
+        if streamed and results and len(uses.unused) < len(self.consumers):
+            uses.wants_tokens = True
+        generates = isinstance(params, vllm.SamplingParams)
+        spec = RequestSpec(
+            request_id=request_id,
+            prompt_id=prompt_id if results else "",
+            num_samples=params.n if generates else 1,
+            consumers=asked.consumers,
+            reads=tuple(dict.fromkeys(uses.reads)),
+            wants_tokens=uses.wants_tokens,
+            isolated=uses.writes,
+            steering=tuple(group.use for group in groups),
+        )
+        return Prepared(
+            self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),
+            prompt_id,
+            {name: asked.consumers.get(name, {}) for name in uses.captures},
+            wants_tokens=uses.wants_tokens,
+            streamed=streamed,
+            unused=frozenset(uses.unused),
+            groups=groups,
+            keeps_results=results,
+            samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
+        )
+
+    def _uses(self, asked: Asked) -> Uses:
+        """What the consumers have to do with a request. Raises `ValueError` for what it asks of
+        them and cannot have."""
+        for name, chosen in asked.consumers.items():
+            field = f"{'capture' if name in asked.captures else 'consumers'}[{name!r}]"
+            if name not in self.consumers:
+                raise ValueError(
+                    f"{field}: no such consumer is registered; registered are "
+                    f"{', '.join(self.consumers) or 'none'}{_hint(name)}"
+                )
+            enabled = chosen.get("enabled", True)
+            if not isinstance(enabled, bool):
+                raise ValueError(f"{field}['enabled'] is {enabled!r}; give True or False")
+            self.consumers[name].validate_options(chosen)
+        uses = Uses()
+        for name, consumer in self.consumers.items():
+            chosen = asked.consumers.get(name, {})
+            absent = consumer.on_request_only and name not in asked.consumers
+            if absent or not chosen.get("enabled", True):
+                uses.unused.add(name)
+                continue
+            if name in asked.captures or name in self._capturing:
+                uses.captures.append(name)
+            field = f"{'capture' if name in uses.captures else 'consumers'}[{name!r}]"
+            uses.wants_tokens = uses.wants_tokens or consumer.needs_tokens_of(chosen)
+            for flow in self._flows[name]:
+                uses.add(flow, field)
+            for flow in consumer.request_flows(chosen, self.facts.points.num_layers):
+                self._check_places(flow, field)
+                uses.add(flow, field)
+        return uses
+
+    def _check_places(self, flow: ConsumerFlow, field: str) -> None:
+        """Refuse hook points that this engine does not have."""
+        if not flow.places or flow.kind in self._placed:
+            return
+        for site, layer in flow.places:
+            try:
+                self.facts.points.check(HookPoint(site), layer)
+            except ValueError as error:
+                raise ValueError(f"{field}['hooks']: {error}") from None
+        if len(self._placed) >= _MAX_PLACED:
+            self._placed.clear()
+        self._placed.add(flow.kind)
+
+    @staticmethod
+    def check_positions(request: Any) -> None:
+        """Refuse positions that a request cannot have, once its prompt is tokenized.
+
+        Args:
+            request: vLLM's `EngineCoreRequest`.
+        """
+        params = request.sampling_params or request.pooling_params
+        reads = wire_of(params).get("reads")
+        if not reads or request.prompt_token_ids is None:
+            return
+        max_tokens = 1 if request.sampling_params is None else params.max_tokens
+        for read in map(RowsRead.from_wire, reads):
+            try:
+                read.positions.check(len(request.prompt_token_ids), max_tokens, read.name)
+            except ValueError as error:
+                raise RefusedError(str(error)) from None
+
+    # -- results ---------------------------------------------------------------------------------
+
+    def has_results(self, prepared: Prepared) -> bool:
+        """Whether the workers may have anything to say about a request when it ends."""
+        if not prepared.keeps_results:
+            return False
+        used = self.consumers.keys() - prepared.unused
+        return bool(used) or (bool(prepared.groups) and bool(self.consumers))
+
+    def gather(
+        self, outputs: Sequence[Any], timeout_s: float | None, *, alone: bool
+    ) -> Steps[None]:
+        """Put results on outputs that are the last of their requests.
+
+        Args:
+            outputs: each with its request as `tllm_request`.
+            timeout_s: how long to wait for consumers; what they have not made then is pending.
+            alone: nobody else uses the engine meanwhile, so that workers may wait for consumers,
+                and say of requests without results whether they could be steered.
+        """
+        late: list[Any] = []
+        over: list[Any] = []
+        for output in outputs:
+            request = output.tllm_request
+            # Of what is pending, a consumer that has left may still owe something.
+            has = request.results.pending or self.has_results(request)
+            (late if has else over).append(output)
+        steered = [o.tllm_request.prompt_id for o in over if o.tllm_request.groups]
+        if alone and steered:
+            # Steering has no result, but a worker that could not steer says so. Hardly ever.
+            failed = set().union(*(yield WorkerCall("not_steered", (steered,))))
+            late += [o for o in over if o.tllm_request.prompt_id in failed]
+            over = [o for o in over if o.tllm_request.prompt_id not in failed]
+        for output in over:
+            self._put_on(output)
+            if alone:
+                self.over.append(output.tllm_request.prompt_id)
+        if late:
+            yield from self._fetch_results(late, timeout_s, alone)
+        for output in late:
+            self._put_on(output)
+
+    def _fetch_results(
+        self, outputs: Sequence[Any], timeout_s: float | None, alone: bool
+    ) -> Steps[None]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for output in outputs:
+            output.tllm_request.samples.gather(output)
+        requests = {o.tllm_request.prompt_id: o.tllm_request for o in outputs}
+        tokens = {o.tllm_request.prompt_id: o.tllm_request.tokens(o) for o in outputs}
+        pending, pause = list(requests), 0.001
+        left = 1.0 if timeout_s is None else timeout_s
+        while True:
+            wait_s = min(1.0, left) if alone else 0.0
+            answers = yield WorkerCall("take_results", (pending, tokens, wait_s))
+            pending = collect(requests, answers)
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if not pending or left <= 0:
+                return
+            if not alone:
+                yield Pause(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _put_on(self, output: Any) -> None:
+        """Put what is known of a request's results on its output, and give them, each once, to the
+        consumers of this process."""
+        request: Prepared = output.tllm_request
+        joined, lengths = request.results.joined(), request.samples.lengths
+        attach_results(output, joined, request.captures, lengths)
+        for index, sample in samples_of(output):
+            for name, result in list(sample.consumer_results.items()):
+                consumer, key = self.consumers.get(name), (index, name)
+                if consumer is None or result.status == "pending" or key in request.handed_over:
+                    continue
+                request.handed_over.add(key)
+                try:
+                    consumer.on_result(output, index, result)
+                except Exception as error:
+                    logger.exception("consumer %r raised in on_result", name)
+                    text = f"{type(error).__name__}: {error}"
+                    set_result(output, sample, name, replace(result, status="error", error=text))
+
+
+def _pooled(params: Any, spec: RequestSpec) -> vllm.PoolingParams:
+    """A copy of pooling parameters that carries a spec."""
+    own = (plain(params) if isinstance(params, PoolingParams) else params).clone()
+    own.extra_kwargs = {**(own.extra_kwargs or {}), EXTRA_ARG: spec.to_wire()}
+    return own
+
+
+def _taken(consumer_id: str) -> str:
+    return (
+        f"a consumer with consumer_id={consumer_id!r} is registered; unregister it first, or give "
+        "this one another consumer_id"
+    )
+
+
+def _hint(name: str) -> str:
+    """How to come by a consumer that is not registered."""
+    if name in available_consumers():
+        example = f"{name}:root=DIRECTORY" if name == "filesystem" else name
+        return f"; start the engine with capture_consumers=[{example!r}]"
+    return f" (beside the built-in {', '.join(BUILT_IN)})"

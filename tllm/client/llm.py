@@ -1,0 +1,332 @@
+"""`LLM`, `AsyncLLM` and `make_llm`: vLLM's classes, with interventions; `attach` to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
+
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.executor import Executor
+
+from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
+from tllm.client.core import Client
+from tllm.consumers.base import Consumer
+from tllm.engine import limits
+from tllm.engine.executor import executor_in_place_of
+from tllm.engine.front import OfflineFront, RefusedError, front_ends_of, handle_of
+from tllm.engine.options import attach_to_config, check_attached, engine_arguments
+from tllm.params import asked_of
+from tllm.registry import Registry
+
+_registry = Registry()
+
+_RESULT_TIMEOUT_S = 600.0
+
+
+def register_consumer(consumer: Consumer | str) -> Consumer:
+    """Let the engines made from now on start with this consumer.
+
+    Args:
+        consumer: an instance, or a spec such as `"esamp:beta=0.2"`.
+
+    Returns:
+        The consumer: its `synchronize()` and `read_stats()` reach the engine once one is made.
+    """
+    return _registry.add(consumer)
+
+
+def clear_consumers() -> None:
+    """Engines made from now on start without consumers. Running engines keep theirs."""
+    _registry.clear()
+
+
+def make_llm(model_name: str, **kwargs: Any) -> LLM:
+    """An `LLM` for a model, with the consumers registered so far.
+
+    Args:
+        model_name: a path or a name on the Hugging Face hub.
+        **kwargs: as `LLM` takes them.
+    """
+    return LLM(model=model_name, **kwargs)
+
+
+class LLM(Attached, OfflineFront, vllm.LLM):
+    """`vllm.LLM`, with interventions.
+
+    Args:
+        model: as in vLLM.
+        consumers: instances or spec strings, beside those of `register_consumer`.
+        capture_consumers: the same; their results are also in `output.capture_results`.
+        result_timeout_s: how long `generate` waits for results that consumers are still working on
+            (writing to disk, for example); after that they are `pending`.
+        hook_points: the hook points to install in every layer, or `"all"`. By default all, but
+            where the model is compiled for a GPU `pre_attn`, `post_attn`, `post_block` and
+            `lm_head_in`, which cost nothing there, and what the consumers need.
+        capture_mib, max_capture_mib, overflow: size of the capture ring, and what happens when
+            consumers are slower than the model (`"block"` or `"drop"`).
+        enable_steering: False turns steering off, as `max_steering_configs=0` does.
+        max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
+            rest waits), and the device memory for their vectors.
+        fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
+            compiles the model for a GPU and it is not quantized). With False a tap costs a launch
+            of its own, and what is not intervened in is computed by vLLM's own kernels alone.
+        **kwargs: any other argument of `vllm.LLM`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        consumers: Iterable[Consumer | str] = (),
+        capture_consumers: Iterable[Consumer | str] = (),
+        result_timeout_s: float = _RESULT_TIMEOUT_S,
+        hook_points: Iterable[str] | str | None = None,
+        capture_mib: int | None = None,
+        max_capture_mib: int | None = None,
+        overflow: str | None = None,
+        enable_steering: bool = True,
+        max_steering_configs: int | None = None,
+        max_steering_mib: int | None = None,
+        fuse_norms: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        chosen, capturing = _chosen(consumers, capture_consumers)
+        options = _options(
+            hook_points=hook_points,
+            capture_mib=capture_mib,
+            max_capture_mib=max_capture_mib,
+            overflow=overflow,
+            max_steering_configs=max_steering_configs if enable_steering else 0,
+            max_steering_mib=max_steering_mib,
+            fuse_norms=fuse_norms,
+        )
+        client = Client(chosen, capturing)
+        arguments = engine_arguments(kwargs, options, chosen)
+        with limits.told(arguments["additional_config"]):
+            super().__init__(model, **arguments)
+        self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
+        self._front = self._sync.front
+        self._front.handle = self
+        self._set_up(client, self._sync.calls.run)
+        self._run(client.current())
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's. Its outputs have no place for captures: `encode` gives them."""
+        _refuse_captures("embed", kwargs.get("pooling_params"))
+        return super().embed(*args, **kwargs)
+
+    def classify(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's. Its outputs have no place for captures: `encode` gives them."""
+        _refuse_captures("classify", kwargs.get("pooling_params"))
+        return super().classify(*args, **kwargs)
+
+    def score(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's. Its outputs have no place for captures: `encode` gives them."""
+        _refuse_captures("score", kwargs.get("pooling_params"))
+        return super().score(*args, **kwargs)
+
+    def wait_for_results(self, outputs: Iterable[Any], timeout_s: float | None = None) -> None:
+        """Ask again for results that were `pending`, and put them on the outputs.
+
+        Args:
+            timeout_s: how long to wait for them; without limit by default.
+        """
+        self._run(self._tllm.gather(pending(outputs), timeout_s, alone=True))
+
+
+class AsyncLLM(Attached, vllm.AsyncLLMEngine):
+    """vLLM's async engine, with interventions; made by `create`, `from_engine_args` or
+    `from_vllm_config`.
+
+    Args:
+        vllm_config: tLLM is attached in it; its `additional_config["tllm"]` may hold the fields of
+            `EngineOptions`.
+        consumers, capture_consumers, result_timeout_s: as `LLM` takes them.
+        *args, **kwargs: as vLLM's class takes them.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        executor_class: Any,
+        *args: Any,
+        consumers: Iterable[Consumer | str] = (),
+        capture_consumers: Iterable[Consumer | str] = (),
+        result_timeout_s: float = _RESULT_TIMEOUT_S,
+        **kwargs: Any,
+    ) -> None:
+        chosen, capturing = _chosen(consumers, capture_consumers)
+        attach_to_config(vllm_config, chosen)
+        with limits.told(vllm_config.additional_config):
+            super().__init__(vllm_config, executor_in_place_of(executor_class), *args, **kwargs)
+        self._client = _attached(self, self, chosen, capturing, result_timeout_s)
+
+    @classmethod
+    async def create(
+        cls,
+        model: str,
+        *,
+        consumers: Iterable[Consumer | str] = (),
+        capture_consumers: Iterable[Consumer | str] = (),
+        result_timeout_s: float = _RESULT_TIMEOUT_S,
+        hook_points: Iterable[str] | str | None = None,
+        capture_mib: int | None = None,
+        max_capture_mib: int | None = None,
+        overflow: str | None = None,
+        enable_steering: bool = True,
+        max_steering_configs: int | None = None,
+        max_steering_mib: int | None = None,
+        fuse_norms: bool | None = None,
+        **kwargs: Any,
+    ) -> AsyncLLM:
+        """An engine for a model; arguments as `LLM` takes them."""
+        options = _options(
+            hook_points=hook_points,
+            capture_mib=capture_mib,
+            max_capture_mib=max_capture_mib,
+            overflow=overflow,
+            max_steering_configs=max_steering_configs if enable_steering else 0,
+            max_steering_mib=max_steering_mib,
+            fuse_norms=fuse_norms,
+        )
+        arguments = AsyncEngineArgs(model=model, **engine_arguments(kwargs, options, ()))
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        engine = cls(
+            config,
+            Executor.get_class(config),
+            log_requests=arguments.enable_log_requests,
+            log_stats=not arguments.disable_log_stats,
+            usage_context=UsageContext.ENGINE_CONTEXT,
+            consumers=consumers,
+            capture_consumers=capture_consumers,
+            result_timeout_s=result_timeout_s,
+        )
+        await engine._run(engine._tllm.current())
+        return engine
+
+    def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        results: bool = True,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As vLLM's: streams outputs. The last one carries the consumers' results. If a
+        consumer serves the request it has every sample, also one that ended in an output before
+        (with `RequestOutputKind.DELTA`, without the text and tokens that were given out then).
+
+        With a prompt that is itself a stream, which output is the last is known only when the
+        stream has ended: it gets the results then, after it was given out. Each part of the stream
+        may bring options for consumers of its own; it is steered and captured, and its outputs are
+        of the kind, as the request says.
+
+        Args:
+            results: False spares the round trip for results that nobody will look at.
+        """
+        outputs = super().generate(prompt, sampling_params, request_id, **kwargs)
+        return outputs if results else self._without_results(outputs, request_id)
+
+    async def _without_results(
+        self, outputs: AsyncGenerator[RequestOutput, None], request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self._client.unwanted.add(request_id)
+        async for output in outputs:
+            yield output
+
+    def takes_plain(self) -> bool:
+        """Whether `prepared_plain` has an answer: all is known, and nothing is steered."""
+        return self._tllm.is_current and not self._tllm.composer.concerns(None)
+
+    def prepared_plain(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
+        """Parameters as the engine takes them, of requests that nobody steers and whose results
+        nobody will look at."""
+        return self._tllm.admit_now(params)
+
+    async def wait_for_results(self, output: Any, timeout_s: float = _RESULT_TIMEOUT_S) -> None:
+        """Ask again for results that were `pending`, and put them on the output."""
+        await self._run(self._tllm.gather(pending([output]), timeout_s, alone=False))
+
+
+AsyncLLMEngine = AsyncLLM
+
+
+def attach(
+    engine: Any,
+    *,
+    consumers: Iterable[Consumer | str] = (),
+    capture_consumers: Iterable[Consumer | str] = (),
+    result_timeout_s: float = _RESULT_TIMEOUT_S,
+) -> Attached:
+    """Attach to an engine of vLLM's that exists: its requests carry interventions from now on.
+
+    Args:
+        engine: an `AsyncLLM` (of the API server, for example), `LLMEngine` or `LLM` whose workers
+            were started with our `worker_cls` and `scheduler_cls`. One that is attached already
+            gives what it is attached to.
+        consumers, capture_consumers, result_timeout_s: as `LLM` takes them. They are registered
+            with the first request, unless another front end was first.
+
+    Raises `ValueError` for an engine whose workers are not ours.
+    """
+    engine = engine.llm_engine if isinstance(engine, vllm.LLM) else engine
+    found = handle_of(engine)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    check_attached(engine.vllm_config)
+    handle = Attached()
+    chosen, capturing = _chosen(consumers, capture_consumers)
+    if isinstance(engine, vllm.LLMEngine):
+        client = Client(chosen, capturing)
+        sync = SyncClient(engine, client, result_timeout_s)
+        handle._set_up(client, sync.calls.run)
+        sync.front.handle = handle
+    else:
+        _attached(handle, engine, chosen, capturing, result_timeout_s)
+    return handle
+
+
+def _attached(
+    handle: Attached,
+    engine: vllm.AsyncLLMEngine,
+    consumers: list[Consumer],
+    capturing: list[str],
+    result_timeout_s: float,
+) -> AsyncClient:
+    workers = engine.vllm_config.parallel_config.world_size
+    client = Client(consumers, capturing, front_ends=front_ends_of(engine), workers=workers)
+    driver = AsyncClient(engine, client, result_timeout_s)
+    handle._set_up(client, driver.calls.run)
+    driver.front.handle = handle
+    return driver
+
+
+def _refuse_captures(method: str, params: Any) -> None:
+    """Refuse captures where vLLM's outputs would leave them out."""
+    for each in params if isinstance(params, Sequence) else (params,):
+        if each is not None and (captures := asked_of(each).captures):
+            raise RefusedError(
+                f"capture[{captures[0]!r}] was asked, but the outputs of {method} have no place "
+                "for it; use encode(..., pooling_task=...)"
+            )
+
+
+def _chosen(
+    consumers: Iterable[Consumer | str], capture_consumers: Iterable[Consumer | str]
+) -> tuple[list[Consumer], list[str]]:
+    """All consumers of a new engine, and the ids of those whose results are capture results."""
+    capturing = list(map(made, capture_consumers))
+    chosen = [*_registry.all(), *map(made, consumers), *capturing]
+    return chosen, [consumer.consumer_id for consumer in capturing]
+
+
+def _options(hook_points: Iterable[str] | str | None = None, **options: Any) -> dict[str, Any]:
+    """The engine options that were given."""
+    if hook_points is not None and hook_points != "all":
+        hook_points = (hook_points,) if isinstance(hook_points, str) else tuple(hook_points)
+    given = {"hook_points": hook_points, **options}
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,111 @@
+"""A request on its way: what it asks, as the engine takes it, and what has come back of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+
+from tllm.client.results import Collected, Samples
+from tllm.ports import ConsumerFlow
+from tllm.spec.groups import SteeringGroup
+from tllm.spec.request import RowsRead
+from tllm.spec.selection import Selection
+
+
+@dataclass
+class Uses:
+    """What consumers have to do with a request.
+
+    Attributes:
+        reads: rows that they read.
+        writes: they may change rows.
+        captures: those whose results are capture results.
+        wants_tokens: one waits for the tokens of the output.
+        unused: those that have nothing to do with it.
+    """
+
+    reads: list[RowsRead] = field(default_factory=list)
+    writes: bool = False
+    captures: list[str] = field(default_factory=list)
+    wants_tokens: bool = False
+    unused: set[str] = field(default_factory=set)
+
+    def add(self, flow: ConsumerFlow, field_name: str) -> None:
+        """A flow takes part."""
+        self.reads += rows_read(flow, field_name)
+        self.writes = self.writes or any(each.port == "residual_stream" for each in flow.writes)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request that is ready for the engine.
+
+    Attributes:
+        params: its own copy of the parameters, vLLM's.
+        prompt_id: the key its results are kept under.
+        capture_options: of the consumers whose results are capture results.
+        wants_tokens: a consumer waits for the tokens of the output.
+        streamed: its prompt arrives in parts; only the engine knows which tokens it keeps of the
+            answers between them.
+        unused: the consumers that were registered and have nothing to do with it.
+        groups: what is done to its rows.
+        keeps_results: somebody will come for what consumers have to say.
+        samples: what was given out so far.
+        results: what the workers said so far.
+        handed_over: which of them the user's consumers were given, by sample and consumer.
+    """
+
+    params: Any
+    prompt_id: str
+    capture_options: Mapping[str, Mapping[str, Any]]
+    wants_tokens: bool = False
+    streamed: bool = False
+    unused: frozenset[str] = frozenset()
+    groups: tuple[SteeringGroup, ...] = ()
+    keeps_results: bool = True
+    samples: Samples = field(default_factory=Samples)
+    results: Collected = field(default_factory=Collected)
+    handed_over: set[tuple[int, str]] = field(default_factory=set)
+
+    @property
+    def captures(self) -> tuple[str, ...]:
+        """The consumers whose results are capture results."""
+        return tuple(self.capture_options)
+
+    def tokens(self, output: RequestOutput | PoolingRequestOutput) -> dict[int, list[int]] | None:
+        """All tokens of each sample, if a consumer waits for them; None: the engine will say."""
+        if not self.wants_tokens:
+            return {}
+        if self.streamed:
+            return None
+        prompt = list(output.prompt_token_ids or ())
+        return {sample: [*prompt, *tokens] for sample, tokens in self.samples.tokens.items()}
+
+
+def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Give requests, by `prompt_id`, what each worker answered; returns who must ask again."""
+    for worker, answer in enumerate(answers):
+        for prompt_id, request in prepared.items():
+            request.results.add(worker, answer.get(prompt_id, {}))
+    return [prompt_id for prompt_id, request in prepared.items() if request.results.pending]
+
+
+def rows_read(flow: ConsumerFlow, field: str) -> list[RowsRead]:
+    """The rows that a flow reads."""
+    # Rows of a flow that reads the logits are sampled from: the cache never holds those.
+    if not flow.reads or flow.reads_port("logits"):
+        return []
+    positions = flow.selection
+    if flow.phase != "any":
+        phase = "prompt" if flow.phase == "prefill" else "generation"
+        if positions.everything:
+            positions = Selection.parse({"phase": phase})
+        elif positions.phase == "any":
+            if phase == "generation":
+                positions = Selection.parse({"phase": phase})
+        elif positions.phase != phase:
+            return []
+    return [RowsRead(f"{field}['positions']", positions, flow.prompt_rows == "once")]

@@ -1,0 +1,497 @@
+"""Steering as the user's process knows it: what is registered, what requests make of it, and which
+groups the workers hold for it."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from tllm.client.calls import ALONE, Steps, WorkerCall
+from tllm.spec.groups import RequestSteering, SteeringGroup, compose, most_configurations
+from tllm.spec.hooks import ModelPoints
+from tllm.spec.operations import LARGEST_FLOAT32, MAX_CLAMPS, MAX_OPERATIONS
+from tllm.spec.selection import Selection
+from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
+
+if TYPE_CHECKING:
+    from tllm.client.core import Client
+
+GLOBAL, MODULE = "steering", "module:"
+"""Keys under which the workers keep global steering, and the beginning of those of modules."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What may be steered in an engine.
+
+    Attributes:
+        points: the hook points of the model by layer.
+        row_bytes: device memory of one vector.
+        max_value: the largest number that the model's dtype holds.
+        max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
+    """
+
+    points: ModelPoints
+    hidden_size: int
+    row_bytes: int
+    max_value: float
+    max_configs: int
+    max_mib: int
+
+    @classmethod
+    def of_workers(cls, answers: Sequence[Mapping[str, Any]]) -> Facts:
+        """From the answers of all workers to `attach`."""
+        points = ModelPoints.of_stages([answer["points"] for answer in answers])
+        told = {each.name: answers[0][each.name] for each in fields(cls)}
+        return cls(**{**told, "points": points})
+
+    @property
+    def max_reach(self) -> float:
+        """The most that may be added to a number of a row.
+
+        Norms sum a row's squares in float32: above this they are infinite, and what the model
+        computes from such a row means nothing, in whatever dtype it is kept.
+        """
+        return min(self.max_value, math.sqrt(LARGEST_FLOAT32 / self.hidden_size))
+
+
+class Composer:
+    """What is registered, and what requests that are added make of it.
+
+    A request is composed of what is global, then the modules it names, then its own. It keeps what
+    was composed for it; later changes meet later requests.
+
+    Attributes:
+        facts: None until the workers have told.
+        everywhere: what is global.
+        modules: by name.
+    """
+
+    def __init__(self) -> None:
+        self.facts: Facts | None = None
+        self.everywhere = Tiers()
+        self.modules: dict[str, Tiers] = {}
+        self._composed: WeakKeyDictionary[RequestSteering, tuple[SteeringGroup, ...]] = (
+            WeakKeyDictionary()
+        )
+        self._plain: tuple[SteeringGroup, ...] | None = ()
+
+    def learn(self, key: str, value: bytes | None) -> None:
+        """Know what somebody has registered, or removed."""
+        tiers = Tiers() if value is None else pickle.loads(value)
+        if key == GLOBAL:
+            self.everywhere = tiers
+            self._plain = None if tiers else ()
+        elif value is None:
+            self.modules.pop(key[len(MODULE) :], None)
+        else:
+            self.modules[key[len(MODULE) :]] = tiers
+        self._composed.clear()
+
+    def with_more(self, given: Mapping[str, Any], positions: Any, replace_all: bool) -> Tiers:
+        """What is global, with entries in the place of those at the same hook and layer."""
+        added = self._checked(_tiers(given, positions))
+        before = Tiers() if replace_all else self.everywhere
+        merged = _without_places_of(before, added).joined(added)
+        self._limited(compose([merged]), "global steering")
+        return merged
+
+    def module_of(self, name: str, given: Any) -> Tiers:
+        """A module that somebody defines."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"module name {name!r}: give a text that is not empty")
+        spec = given.to_spec() if hasattr(given, "to_spec") else given
+        if isinstance(spec, Mapping) and set(spec) & {*TIER_FIELDS, "positions"}:
+            if unknown := sorted(set(spec) - {*TIER_FIELDS, "positions"}):
+                raise ValueError(
+                    f"module {name!r} has unknown fields {unknown}; it takes "
+                    f"{', '.join(TIER_FIELDS)} and positions"
+                )
+            given = {key: spec[key] for key in TIER_FIELDS if spec.get(key) is not None}
+            tiers = _tiers(given, spec.get("positions"))
+        else:
+            tiers = _tiers({"vectors": spec}, None)
+        tiers = self._checked(tiers)
+        self._limited(compose([tiers]), f"module {name!r}")
+        return tiers
+
+    def module(self, name: str) -> Tiers:
+        """A module that a request names."""
+        if name not in self.modules:
+            raise ValueError(
+                f"steering_module_ref: no module {name!r} is registered; registered are "
+                f"{', '.join(sorted(self.modules)) or 'none'}. Use llm.steering.register_module"
+            )
+        return self.modules[name]
+
+    # -- one request ----------------------------------------------------------------------------
+
+    def concerns(self, asked: RequestSteering | None) -> bool:
+        """Whether a request is steered at all."""
+        return asked is not None or self._plain is None or bool(self._plain)
+
+    def groups(self, asked: RequestSteering | None) -> tuple[SteeringGroup, ...]:
+        """What is done to a request. Raises `ValueError` naming the field that is wrong."""
+        if asked is None:
+            if self._plain is None:
+                self._plain = compose([self.everywhere])
+            return self._plain
+        composed = self._composed.get(asked)
+        if composed is None:
+            modules = [self.module(name).scaled(factor) for name, factor in asked.modules]
+            own = self._checked(asked.own)
+            if own is asked.own and not modules and not self.everywhere:
+                composed = asked.groups
+            else:
+                at = [tiers.at(asked.positions) for tiers in modules]
+                composed = compose([self.everywhere, *at, own])
+            composed = self._limited(composed, "the request with global steering")
+            self._composed[asked] = composed
+        return composed
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _checked(self, tiers: Tiers) -> Tiers:
+        """The tiers with layers counted from 0; raises for what this engine does not have."""
+        from_end = False
+        for entry in tiers:
+            self._check(entry)
+            from_end = from_end or (entry.layer is not None and entry.layer < 0)
+        if not from_end:
+            return tiers
+        assert self.facts is not None
+        layers = self.facts.points.num_layers
+        return tiers.map(
+            lambda e: e if e.layer is None else replace(e, layer=e.layer % layers),
+        )
+
+    def _check(self, entry: SteeringEntry) -> None:
+        facts, name = self.facts, entry.name
+        assert facts is not None
+        if not facts.max_configs:
+            raise ValueError(
+                f"{name}: steering is not enabled in this engine; start it with "
+                "max_steering_configs=512 (the number of distinct ways of steering at once)"
+            )
+        try:
+            facts.points.check(entry.point, entry.layer)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if entry.vector.shape != (facts.hidden_size,):
+            raise ValueError(
+                f"{name} has {entry.vector.size} numbers; the model's hidden size is "
+                f"{facts.hidden_size}"
+            )
+        if (largest := entry.largest) > facts.max_value:
+            raise ValueError(
+                f"{name} has values up to {largest:.3g}, and the model's dtype holds at most "
+                f"{facts.max_value:.3g}; give a smaller vector and a larger scale"
+            )
+        if (reach := entry.coefficients.reach(largest)) > facts.max_reach:
+            raise ValueError(
+                f"{name} adds up to {reach:.3g} to the numbers of a row, and this model can use "
+                f"rows up to {facts.max_reach:.3g}; give a smaller vector, scale or strength"
+            )
+
+    def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:
+        operations: Counter[tuple[str, int | None]] = Counter()
+        clamps: Counter[tuple[str, int | None]] = Counter()
+        reach: dict[tuple[str, int | None], float] = defaultdict(float)
+        for group in groups:
+            for place, added in group.reach.items():
+                reach[place] += added
+            for hook, layer, _, coefficients in group.operations:
+                operations[hook, layer] += 1
+                clamps[hook, layer] += coefficients.reads_component
+        for counts, limit, kind in (
+            (operations, MAX_OPERATIONS, "operations"),
+            (clamps, MAX_CLAMPS, "clamps (operations on a component)"),
+        ):
+            if counts and (most := max(counts.values())) > limit:
+                hook, layer = max(counts, key=counts.__getitem__)
+                raise ValueError(
+                    f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} are "
+                    "allowed at one place: join vectors that are added, or drop some"
+                )
+        assert self.facts is not None
+        if reach and (added := max(reach.values())) > self.facts.max_reach:
+            hook, layer = max(reach, key=reach.__getitem__)
+            raise ValueError(
+                f"{what} adds up to {added:.3g} to the numbers of a row at {hook!r} of layer "
+                f"{layer}, and this model can use rows up to {self.facts.max_reach:.3g}; give "
+                "smaller scales, or smaller factors of modules"
+            )
+        needed = most_configurations([group.use for group in groups])
+        if needed > self.facts.max_configs:
+            raise ValueError(
+                f"{what} selects tokens in so many ways that it may need {needed} steering "
+                f"configurations, and max_steering_configs={self.facts.max_configs}; give entries "
+                "the same positions, or start the engine with more"
+            )
+        return groups
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What the workers do not hold yet, and what they may give up first."""
+
+    vectors: Mapping[str, npt.NDArray[np.float32]]
+    groups: Mapping[str, SteeringGroup]
+    released: Sequence[str]
+
+
+class HeldByWorkers:
+    """The groups that the workers hold for this front end, and the requests that use them."""
+
+    def __init__(self) -> None:
+        self._groups: OrderedDict[str, frozenset[str]] = OrderedDict()  # group: its vectors
+        self._vectors: Counter[str] = Counter()  # groups that have it
+        self._users: Counter[str] = Counter()
+        self._requests: dict[str, tuple[SteeringGroup, ...]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Steered requests that run."""
+        return len(self._requests)
+
+    def hold(self, prompt_id: str, groups: tuple[SteeringGroup, ...]) -> None:
+        """A request runs with these groups: the workers must keep them."""
+        if groups:
+            self._requests[prompt_id] = groups
+            self._users.update(group.digest for group in groups)
+
+    def release(self, prompt_id: str) -> None:
+        """A request has ended."""
+        for group in self._requests.pop(prompt_id, ()):
+            self._users[group.digest] -= 1
+            if not self._users[group.digest]:
+                del self._users[group.digest]
+
+    def has(self, groups: Sequence[SteeringGroup]) -> bool:
+        """Whether the workers hold these groups, which are used now."""
+        for group in groups:
+            if group.digest not in self._groups:
+                return False
+            self._groups.move_to_end(group.digest)
+        return True
+
+    def upload(self, groups: Sequence[SteeringGroup], facts: Facts, front_ends: int) -> Upload:
+        """What must be sent to the workers before these groups are used.
+
+        Args:
+            front_ends: how many share the memory for vectors.
+        """
+        missing = {g.digest: g for g in groups if g.digest not in self._groups}
+        needed = frozenset().union(*(group.vectors for group in missing.values()))
+        room = facts.max_mib * 2**20 // facts.row_bytes // front_ends
+        current = {group.digest for group in groups}
+        count = Counter(self._vectors)
+        released: list[str] = []
+        for digest, vectors in self._groups.items():  # least recently used first
+            if len(count) + len(needed - count.keys()) <= room:
+                break
+            if not self._users[digest] and digest not in current:
+                released.append(digest)
+                count.subtract(vectors)
+                for vector in [v for v in vectors if not count[v]]:
+                    del count[vector]
+        if (total := len(count) + len(needed - count.keys())) > room:
+            share = f" between {front_ends} front ends" if front_ends > 1 else ""
+            raise ValueError(
+                f"steering needs {total * facts.row_bytes / 2**20:.1f} MiB of vectors for the "
+                f"requests that run, and max_steering_mib={facts.max_mib}{share}; start the engine "
+                "with a larger max_steering_mib, or run fewer distinct vectors at once"
+            )
+        new = {
+            digest: vector
+            for group in missing.values()
+            for digest, vector in group.vectors.items()
+            if digest not in count  # one that is given up is sent again
+        }
+        return Upload(new, missing, released)
+
+    def sent(self, upload: Upload, arrived: bool) -> None:
+        """An upload was sent; what it gives up is gone, also where the rest was refused."""
+        for digest in upload.released:
+            self._vectors.subtract(self._groups.pop(digest))
+        for digest, group in upload.groups.items() if arrived else ():
+            self._groups[digest] = frozenset(group.vectors)
+            self._vectors.update(self._groups[digest])
+        self._vectors = +self._vectors
+
+
+class SteeringControl:
+    """Global steering of an engine: it applies to every request that is added from then on.
+
+    A request keeps what was set when it was added. Vector specs are as `SamplingParams` takes them:
+    `{hook: {layer: vector | {"vector": ..., "scale": ..., "method": ..., "positions": ...}}}`.
+    What is set belongs to the engine: every front end that shares its workers has it.
+
+    On an `AsyncLLM` every method is to be awaited.
+    """
+
+    def __init__(self, client: Client, run: Callable[[Steps[Any]], Any]) -> None:
+        self._client = client
+        self._run = run
+
+    @property
+    def version(self) -> int:
+        """Another number after each change of what is global, or of a module."""
+        return self._client.steering_version
+
+    def set(
+        self,
+        vectors: Mapping[Any, Any] | None = None,
+        prefill_vectors: Mapping[Any, Any] | None = None,
+        decode_vectors: Mapping[Any, Any] | None = None,
+        clamps: Mapping[Any, Any] | None = None,
+        prefill_clamps: Mapping[Any, Any] | None = None,
+        decode_clamps: Mapping[Any, Any] | None = None,
+        *,
+        positions: Any = None,
+        replace: bool = False,
+    ) -> Any:
+        """Steer all requests from now on.
+
+        Args:
+            vectors, clamps: in both phases; the `prefill_` and `decode_` forms in one.
+            positions: tokens, for entries that say none (default: all).
+            replace: forget what was set before. Otherwise only entries at the same hook point and
+                layer, in the same tier, are replaced.
+
+        Raises `ValueError` naming the field that is wrong; nothing has changed then.
+        """
+        tiers = (vectors, prefill_vectors, decode_vectors, clamps, prefill_clamps, decode_clamps)
+        named = zip(TIER_FIELDS, tiers, strict=True)
+        given = {name: tier for name, tier in named if tier is not None}
+        composer = self._client.composer
+
+        def steps() -> Steps[None]:
+            yield from self._change(GLOBAL, lambda: composer.with_more(given, positions, replace))
+            yield from self._client.bring(composer.groups(None))
+
+        return self._run(steps())
+
+    def clear(self) -> Any:
+        """Stop steering globally. Registered modules stay."""
+        return self._run(self._change(GLOBAL, lambda: None))
+
+    def status(self) -> Any:
+        """What is set, which modules there are, and what is in use."""
+
+        def steps() -> Steps[dict[str, Any]]:
+            yield from self._client.current()
+            vectors = yield WorkerCall("vectors_on_device")
+            composer, facts = self._client.composer, self._client.facts
+            return {
+                "enabled": facts.max_configs > 0,
+                "global": _described(composer.everywhere),
+                "modules": sorted(composer.modules),
+                "vectors_on_device": vectors[0],
+                "requests": self._client.held.num_requests,
+                "max_steering_configs": facts.max_configs,
+                "max_steering_mib": facts.max_mib,
+            }
+
+        return self._run(steps())
+
+    def layers(self) -> Any:
+        """Where the model can be steered: its hook points, layers and hidden size."""
+
+        def steps() -> Steps[dict[str, Any]]:
+            yield from self._client.current()
+            facts = self._client.facts
+            return {"hidden_size": facts.hidden_size, **facts.points.described()}
+
+        return self._run(steps())
+
+    def register_module(self, name: str, spec: Any) -> Any:
+        """Give steering a name, for `SamplingParams(steering_module_ref=(name, scale))`.
+
+        Args:
+            spec: a vector spec, a mapping with any of the fields of `set`, or anything with a
+                `to_spec()` that returns one. A name that exists is defined anew: requests that
+                are added later get the new one.
+        """
+        composer = self._client.composer
+        return self._run(self._change(f"{MODULE}{name}", lambda: composer.module_of(name, spec)))
+
+    def unregister_module(self, name: str) -> Any:
+        """Forget a module; requests that run keep it."""
+        composer = self._client.composer
+
+        def removed() -> None:
+            composer.module(name)
+
+        return self._run(self._change(f"{MODULE}{name}", removed))
+
+    def modules(self) -> Any:
+        """What each registered module does."""
+
+        def steps() -> Steps[dict[str, dict[str, Any]]]:
+            yield from self._client.current()
+            modules = self._client.composer.modules
+            return {name: _described(tiers) for name, tiers in modules.items()}
+
+        return self._run(steps())
+
+    def _change(self, key: str, made: Callable[[], Tiers | None]) -> Steps[None]:
+        """Register what `made` gives when everything that others have registered is known."""
+        yield ALONE
+        changed = False
+        while not changed:
+            yield from self._client.current()
+            tiers = made()
+            value = None if tiers is None else cloudpickle.dumps(tiers)
+            changed = yield from self._client.change(key, value)
+
+
+def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:
+    if not given:
+        raise ValueError(f"nothing to steer with: give any of {', '.join(TIER_FIELDS)}")
+    tiers = Tiers.parse(**given)
+    return tiers if positions is None else tiers.at(Selection.parse(positions))
+
+
+def _without_places_of(tiers: Tiers, other: Tiers) -> Tiers:
+    """The entries of `tiers` at places for which `other` has none, in the same tier."""
+
+    def keep(
+        ours: Mapping[Any, tuple[SteeringEntry, ...]],
+        theirs: Mapping[Any, tuple[SteeringEntry, ...]],
+    ) -> Any:
+        taken = {phase: {(e.point, e.layer) for e in tier} for phase, tier in theirs.items()}
+        return {
+            phase: tuple(e for e in tier if (e.point, e.layer) not in taken.get(phase, ()))
+            for phase, tier in ours.items()
+        }
+
+    return Tiers(keep(tiers.vectors, other.vectors), keep(tiers.clamps, other.clamps))
+
+
+def _described(tiers: Tiers) -> dict[str, Any]:
+    """Tiers for people: which hooks and layers, and how long the vectors are."""
+    described: dict[str, Any] = {}
+    for kind, phases in (("vectors", tiers.vectors), ("clamps", tiers.clamps)):
+        for phase, entries in phases.items():
+            name = kind if phase == "any" else f"{phase}_{kind}"
+            places = described.setdefault(name, {})
+            for entry in entries:
+                hook = places.setdefault(entry.point.value, {})
+                hook.setdefault(entry.layer, []).append(
+                    {
+                        "norm": float(np.linalg.norm(entry.vector)),
+                        "coefficients": entry.coefficients._asdict(),
+                        "positions": entry.positions.to_wire(),
+                    }
+                )
+    return described

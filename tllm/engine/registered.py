@@ -1,0 +1,147 @@
+"""What front ends have registered in a worker: it is the worker's, and they ask for what is new.
+
+Several front ends (processes of the API server) may share the workers of an engine. Each of them
+must steer by what any of them has set, and none may take away what another's requests use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tllm.runtime.steering import Steering
+from tllm.shared_memory import FOLDER, IN_MEMORY, SharedFile
+
+STEERING_KEYS = ("steering", "module:")
+"""How the keys of what steers begin: global steering, and named modules."""
+
+
+class Registered:
+    """Values by key, with a version, which whoever is on the same host can read without asking.
+
+    Values are bytes that only the front ends understand. The workers of the first replica have the
+    say; those of others only keep theirs.
+
+    Attributes:
+        version: another number after each change.
+        shared_file: name of one that holds two numbers of 8 bytes: the version, and that of the
+            last change of what steers; empty without.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.shared_file = ""
+        self._entries: dict[str, tuple[int, bytes | None]] = {}
+        self._held: SharedFile | None = None
+        self._shown: Any = None
+
+    def show(self) -> None:
+        """Let others on this host see the version."""
+        if self.shared_file or not IN_MEMORY:
+            return
+        self._held = SharedFile.reserve(16)
+        self._shown = self._held.map().view("int64")
+        self._shown[:] = self.version
+        self.shared_file = self._held.path.name
+
+    def close(self) -> None:
+        """Nobody will look any more."""
+        if self._held is not None:
+            self._held.release()
+
+    def change(self, key: str, seen: int, value: bytes | None) -> bool:
+        """Set a value, or remove it, unless somebody else has changed it meanwhile.
+
+        Args:
+            seen: the version at which the caller saw the value last; 0 for one that is not there.
+
+        Returns:
+            Whether it was set.
+        """
+        if self._entries.get(key, (0, None))[0] != seen:
+            return False
+        self.put(key, value)
+        return True
+
+    def put(self, key: str, value: bytes | None) -> None:
+        """Set a value, or remove it, whatever was there."""
+        self.version += 1
+        self._entries[key] = self.version, value
+        if self._shown is not None:
+            if key.startswith(STEERING_KEYS):
+                self._shown[1] = self.version
+            self._shown[0] = self.version
+
+    def since(self, version: int) -> dict[str, tuple[int, bytes | None]]:
+        """What has changed after a version: by key, the version and the value; None: removed."""
+        return {key: entry for key, entry in self._entries.items() if entry[0] > version}
+
+
+class HeldGroups:
+    """Which front end has need of which steering groups; a group goes when nobody has.
+
+    Vectors go with the last group that has them.
+    """
+
+    def __init__(self, steering: Steering) -> None:
+        self._steering = steering
+        self._held: dict[str, set[str]] = {}
+        self._holders: Counter[str] = Counter()
+        self._vectors: dict[str, frozenset[str]] = {}
+        self._groups_of: Counter[str] = Counter()
+
+    @property
+    def num_vectors(self) -> int:
+        """Distinct vectors of all groups."""
+        return len(self._groups_of)
+
+    def attach(self, holder: str) -> int:
+        """A front end begins; the number of those that are there.
+
+        Args:
+            holder: name of a shared file that the front end's process answers for, or any other
+                name of its own. What processes held that are gone is given up.
+        """
+        for name in [n for n in self._held if n.startswith("tllm-") and not (FOLDER / n).exists()]:
+            self.put(name, {}, {}, list(self._held[name]))
+            del self._held[name]
+        self._held.setdefault(holder, set())
+        return len(self._held)
+
+    def put(
+        self,
+        holder: str,
+        vectors: Mapping[str, Any],
+        groups: Mapping[str, Any],
+        released: Iterable[str],
+    ) -> None:
+        """Give up groups that a front end has no need of, then keep new ones for it.
+
+        Args:
+            vectors: float32 `[hidden]` by digest.
+            groups: operations by digest.
+        """
+        held = self._held.setdefault(holder, set())
+        gone = []
+        for digest in held.intersection(released):
+            held.remove(digest)
+            self._holders[digest] -= 1
+            if not self._holders[digest]:
+                del self._holders[digest]
+                gone.append(digest)
+        for digest in gone:
+            self._groups_of.subtract(self._vectors.pop(digest))
+        unused = [digest for digest, users in self._groups_of.items() if not users]
+        self._steering.drop(gone, unused)
+        self._steering.put(vectors, groups)
+        for digest, operations in groups.items():
+            if digest not in self._vectors:
+                self._vectors[digest] = frozenset(vector for _, _, vector, _ in operations)
+                self._groups_of.update(self._vectors[digest])
+            if digest not in held:
+                held.add(digest)
+                self._holders[digest] += 1
+        for digest in unused:
+            if not self._groups_of[digest]:
+                del self._groups_of[digest]

@@ -1,0 +1,142 @@
+"""What the user's process may ask of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+
+from tllm.engine.options import EngineOptions
+from tllm.engine.registered import HeldGroups, Registered
+from tllm.models.sites import ModelSites
+from tllm.runtime.session import Session
+
+
+class WorkerCalls:
+    """The calls, and what front ends have registered.
+
+    Args:
+        rank: of the worker in its replica; the first one shows the version of what is registered.
+    """
+
+    def __init__(
+        self, session: Session, sites: ModelSites, options: EngineOptions, rank: int
+    ) -> None:
+        self._session = session
+        self._sites = sites
+        self._options = options
+        self._rank = rank
+        self._registered = Registered()
+        self._groups = HeldGroups(session.steering)
+        self._consumers: set[str] = set()
+        self._front_ends = 1
+
+    def close(self) -> None:
+        """The worker ends."""
+        self._registered.close()
+
+    def attach(self, holder: str) -> dict[str, Any]:
+        """A front end begins: what it must know of this engine.
+
+        Args:
+            holder: see `HeldGroups.attach`.
+        """
+        if self._rank == 0:
+            self._registered.show()
+        front_ends = self._groups.attach(holder)
+        if front_ends != self._front_ends:
+            self._front_ends = front_ends
+            self._registered.put("front_ends", str(front_ends).encode())
+        dtype = self._session.dtype
+        return {
+            "shared_file": self._registered.shared_file,
+            "points": self._sites.points,
+            "hidden_size": self._sites.hidden_size,
+            "row_bytes": self._sites.hidden_size * dtype.itemsize,
+            "max_value": torch.finfo(dtype).max,
+            "max_configs": self._options.max_steering_configs,
+            "max_mib": self._options.max_steering_mib,
+        }
+
+    # -- what is registered ----------------------------------------------------------------------
+
+    def registered_since(self, version: int) -> tuple[int, dict[str, tuple[int, bytes | None]]]:
+        """The version of what is registered, and what has changed after another one."""
+        return self._registered.version, self._registered.since(version)
+
+    def change_registered(self, key: str, seen: int, value: bytes | None) -> bool:
+        """See `Registered.change`."""
+        return self._registered.change(key, seen, value)
+
+    def register(self, consumer_id: str, payload: bytes) -> bool:
+        """Add a consumer, unless one of this id is there; whether it was added.
+
+        Args:
+            payload: the consumer, pickled, first in a tuple; this worker makes a copy of its own.
+        """
+        if consumer_id in self._consumers:
+            return False
+        self._session.register(cloudpickle.loads(payload)[0])
+        self._consumers.add(consumer_id)
+        self._registered.put(f"consumer:{consumer_id}", payload)
+        return True
+
+    def unregister(self, consumer_id: str | None) -> None:
+        """Remove a consumer, or all."""
+        self._session.unregister(consumer_id)
+        for name in sorted(self._consumers if consumer_id is None else {consumer_id}):
+            self._consumers.remove(name)
+            self._registered.put(f"consumer:{name}", None)
+
+    def update_steering(
+        self,
+        holder: str,
+        vectors: Mapping[str, Any],
+        groups: Mapping[str, Any],
+        released: Iterable[str],
+    ) -> None:
+        """See `HeldGroups.put`."""
+        self._groups.put(holder, vectors, groups, released)
+
+    def vectors_on_device(self) -> int:
+        """How many steering vectors are kept here, for all front ends."""
+        return self._groups.num_vectors
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
+        """Results of finished prompts; those not made within `wait_s` seconds are pending."""
+        return self._session.pop_results(prompt_ids, tokens or {}, wait_s)
+
+    def not_steered(self, prompt_ids: list[str]) -> list[str]:
+        """Which prompts were to be steered and could not be; each is told once."""
+        return self._session.not_steered(prompt_ids)
+
+    # -- consumers -------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait for all consumers."""
+        self._session.synchronize()
+
+    def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
+        """Call a remote method of a consumer."""
+        return self._session.call_consumer(consumer_id, method, *args)
+
+    def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
+        """Statistics of one consumer."""
+        return self._session.consumer_stats(consumer_id)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the worker, and what its model has."""
+        points = self._sites.points
+        return {
+            **self._session.stats(),
+            "model_points": points,
+            "family": points.family,
+            "num_layers": points.num_layers,
+            "hidden_size": self._sites.hidden_size,
+            "points": [point.value for point in points.points],
+            "missing": points.reasons,
+        }

@@ -1,0 +1,305 @@
+"""From callers' threads and event loops to the engine's loop, and back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, Generic, TypeVar
+
+from tllm.logprobs.kept import Holder
+from tllm.logprobs.query import Answer, Query
+
+T = TypeVar("T")
+
+_AFTER_CLEANUP = "cleanup() was called: this model has no engine any more; make another"
+
+
+class EngineLoop:
+    """The event loop that an engine belongs to: vLLM's async engine stays on the one it was
+    started in, while callers come and go with theirs.
+
+    Args:
+        loop: one that runs already; by default one on a thread of its own is started.
+
+    Attributes:
+        closed: set by whoever cleans up; from then on the methods for callers raise
+            `RuntimeError`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self.loop = loop or asyncio.new_event_loop()
+        self.closed = False
+        self._background: set[asyncio.Task[Any]] = set()
+        self._thread: threading.Thread | None = None
+        if loop is None:
+            self._thread = threading.Thread(target=self._run, name="tllm-logprobs", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    @property
+    def inside(self) -> bool:
+        """Whether the caller is on that loop."""
+        try:
+            return asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            return False
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for its result, anywhere else."""
+        if self.closed or self.inside:
+            work.close()
+            self.check_open()
+            raise RuntimeError(
+                "called from the engine's own event loop, which would wait for itself; await the "
+                "form without _sync"
+            )
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a coroutine that runs there, on any loop."""
+        if self.closed:
+            work.close()
+            self.check_open()
+        if self.inside:
+            return await work
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    def post(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call a function there soon, in the order posted."""
+        self.check_open()
+        if self.inside:
+            self.loop.call_soon(function, *args)
+        else:
+            self.loop.call_soon_threadsafe(function, *args)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine that nobody waits for; called there."""
+        task = self.loop.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` after the end."""
+        if self.closed:
+            raise RuntimeError(_AFTER_CLEANUP)
+
+    def end(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run what remains to be done there, and end the thread if it is our own. Returns when
+        that is done; on the loop itself, at once."""
+        self.closed = True
+        if not self.loop.is_running():
+            return
+        if self.inside:  # where the last reference was dropped
+            threading.Thread(target=self.end, args=(last,)).start()
+            return
+        asyncio.run_coroutine_threadsafe(last(), self.loop).result()
+        if self._thread is not None:
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+    @staticmethod
+    async def _cancel_all() -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Collector(Generic[T]):
+    """Collects what is asked on one event loop, and hands it over in batches.
+
+    A batch is closed when nothing else can arrive: when the loop has run everything that was
+    ready, and none of it has asked anything more. A loop that stays busy with other things closes
+    it too. `timeout` and `batch_size` are upper bounds for one whose asking never ends.
+
+    Args:
+        hand_over: takes a batch.
+        batch_size: a batch of so many waits for nobody who is not ready yet.
+        timeout: seconds after which a batch is handed over in any case.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        hand_over: Callable[[list[T]], None],
+        batch_size: int,
+        timeout: float,
+    ) -> None:
+        self._loop = loop
+        self._hand_over = hand_over
+        self._batch_size = batch_size
+        self._timeout = timeout
+        self._batch: list[T] = []
+        self._armed = False
+        self._deadline = 0.0
+
+    def add(self, item: T) -> None:
+        """Ask."""
+        self._batch.append(item)
+        if not self._armed:
+            self._armed = True
+            self._deadline = self._loop.time() + self._timeout
+            self._loop.call_soon(self._look, 0)
+
+    def drop(self) -> None:
+        """Forget what was not handed over."""
+        self._batch = []
+
+    def _look(self, seen: int) -> None:
+        waits = len(self._batch) < self._batch_size and self._loop.time() < self._deadline
+        if len(self._batch) > seen and waits:
+            self._loop.call_soon(self._look, len(self._batch))
+            return
+        self._armed = False
+        batch, self._batch = self._batch, []
+        if batch:
+            self._hand_over(batch)
+
+
+class Waiter:
+    """Who waits for the answer to a query.
+
+    Attributes:
+        query: what was asked.
+        holder: the lane whose next step it is, or None.
+        future: of the answer, on the loop where it is awaited.
+    """
+
+    def __init__(
+        self,
+        query: Query,
+        holder: Holder | None,
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[Waiter, Answer | Exception], None],
+    ) -> None:
+        self.query = query
+        self.holder = holder
+        self.loop = loop
+        self.future: asyncio.Future[Answer] = loop.create_future()
+        self._deliver = deliver
+
+    def resolve(self, outcome: Answer | Exception) -> None:
+        """Called once, on the engine's loop."""
+        self._deliver(self, outcome)
+
+    def set(self, outcome: Answer | Exception) -> None:
+        """Called on the waiter's loop."""
+        if self.future.done():
+            return
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+
+class Mailbox:
+    """Brings queries from any thread and event loop to the engine's, where they are served, and
+    the answers back; all that is ready together goes together.
+
+    Args:
+        serve, cancel: called on the engine's loop with those who wait, and those who do not any
+            more.
+        batch_size, timeout: see `Collector`.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        serve: Callable[[Sequence[Waiter]], None],
+        cancel: Callable[[Sequence[Waiter]], None],
+        batch_size: int,
+        timeout: float,
+    ) -> None:
+        self._loop = loop
+        self._serve = serve
+        self._cancel = cancel
+        self._limits = batch_size, timeout
+        self._collectors: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, Collector[Waiter]
+        ] = weakref.WeakKeyDictionary()
+        self._waiting: set[Waiter] = set()
+        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Answer | Exception]]] = {}
+
+    async def ask(self, query: Query, holder: Holder | None = None) -> Answer:
+        """The answer to a query, on any loop."""
+        self._loop.check_open()
+        loop = asyncio.get_running_loop()
+        waiter = Waiter(query, holder, loop, self._deliver)
+        self._waiting.add(waiter)
+        self._collector(loop).add(waiter)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            if not self._loop.closed:
+                self._loop.post(self._cancel, [waiter])
+            raise
+        finally:
+            self._waiting.discard(waiter)
+
+    def ask_sync(self, queries: Sequence[Query], holder: Holder | None = None) -> list[Answer]:
+        """The answers to queries, on any thread."""
+        return self._loop.run(self._asked_there(queries, holder))
+
+    async def _asked_there(self, queries: Sequence[Query], holder: Holder | None) -> list[Answer]:
+        loop = asyncio.get_running_loop()
+        waiters = [Waiter(query, holder, loop, self._deliver) for query in queries]
+        self._waiting.update(waiters)
+        self._serve(waiters)
+        try:
+            return await asyncio.gather(*(waiter.future for waiter in waiters))
+        finally:
+            self._waiting.difference_update(waiters)
+
+    def _collector(self, loop: asyncio.AbstractEventLoop) -> Collector[Waiter]:
+        collector = self._collectors.get(loop)
+        if collector is None:
+            collector = Collector(loop, self._hand_over, *self._limits)
+            self._collectors[loop] = collector
+        return collector
+
+    def _hand_over(self, batch: list[Waiter]) -> None:
+        if self._loop.inside:
+            self._serve(batch)
+        else:
+            self._loop.post(self._serve, batch)
+
+    def _deliver(self, waiter: Waiter, outcome: Answer | Exception) -> None:
+        ready = self._ready.setdefault(waiter.loop, [])
+        ready.append((waiter, outcome))
+        if len(ready) == 1:
+            self._loop.loop.call_soon(self._send, waiter.loop)
+
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
+        ready = self._ready.pop(loop)
+        if loop is self._loop.loop:
+            _set_all(ready)
+        elif not loop.is_closed():
+            loop.call_soon_threadsafe(_set_all, ready)
+
+    def reset(self) -> None:
+        """Cancel all who wait, but lanes, and what they asked of the engine."""
+        for collector in list(self._collectors.values()):
+            collector.drop()
+        waiting = [waiter for waiter in self._waiting if waiter.holder is None]
+        for waiter in waiting:
+            if not waiter.loop.is_closed():
+                waiter.loop.call_soon_threadsafe(waiter.future.cancel)
+        self._loop.post(self._cancel, waiting)
+
+    def fail_all(self) -> None:
+        """Tell all who wait that the engine is gone."""
+        for waiter in list(self._waiting):
+            if not waiter.loop.is_closed():
+                waiter.loop.call_soon_threadsafe(waiter.set, RuntimeError(_AFTER_CLEANUP))
+
+
+def _set_all(ready: Iterable[tuple[Waiter, Answer | Exception]]) -> None:
+    for waiter, outcome in ready:
+        waiter.set(outcome)

@@ -1,0 +1,255 @@
+"""What is asked of a next token, and what comes back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypedDict, cast
+
+import numpy as np
+import torch
+from vllm.lora.request import LoRARequest
+
+from tllm.consumers.next_token import NextTokenConsumer
+from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
+from tllm.spec.request import Asked
+
+
+class LaneOptions(TypedDict, total=False):
+    """What a lane, a completion or a query may be asked with.
+
+    `lora_name` is an adapter for it, instead of the one that is set. The rest is what
+    `tllm.SamplingParams` takes beside vLLM's own parameters.
+    """
+
+    lora_name: str | None
+    consumers: Mapping[str, Mapping[str, Any]] | None
+    capture: Mapping[str, Mapping[str, Any]] | None
+    steering_vectors: Any
+    prefill_steering_vectors: Any
+    decode_steering_vectors: Any
+    steering_clamps: Any
+    prefill_steering_clamps: Any
+    decode_steering_clamps: Any
+    steering_module_ref: Any
+    steering_positions: Any
+
+
+class QueryOptions(LaneOptions, total=False):
+    """What a query may be asked with, and how much of the vocabulary it wants.
+
+    `top_k`: only the best k, as `TopLogprobs`; `only`: only these tokens, `[len(only)]`. The rest
+    of the vocabulary stays on the device.
+    """
+
+    top_k: int | None
+    only: Sequence[int] | None
+
+
+class TopLogprobs(NamedTuple):
+    """The best k next tokens.
+
+    Attributes:
+        values: float32 `[k]` log-probabilities, the largest first.
+        token_ids: int32 `[k]`.
+    """
+
+    values: torch.Tensor
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """How much of the vocabulary is wanted: all of it, the best k, or only some tokens."""
+
+    top_k: int | None = None
+    only: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, top_k: int | None, only: Sequence[int] | None, vocab_size: int) -> Form:
+        """Check what was asked; `ValueError` says what is allowed."""
+        if top_k is None and only is None:
+            return WHOLE
+        if top_k is not None and only is not None:
+            raise ValueError("top_k= and only= were both given; give one of them")
+        if top_k is not None:
+            if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+                raise ValueError(f"top_k={top_k!r}; give an integer of 1 or more")
+            return cls(top_k=min(top_k, vocab_size))
+        assert only is not None
+        if not len(only):
+            raise ValueError("only= is empty; give at least one token, or leave it out")
+        return cls(only=checked_tokens(only, vocab_size, "only="))
+
+    def numbers(self, vocab_size: int) -> int:
+        """Values and ids of one result."""
+        if self.top_k is not None:
+            return 2 * self.top_k
+        return vocab_size if self.only is None else len(self.only)
+
+    def options(self) -> dict[str, Any]:
+        """As `NextTokenConsumer` takes it."""
+        if self.top_k is not None:
+            return {"top_k": self.top_k}
+        return {} if self.only is None else {"token_ids": list(self.only)}
+
+
+WHOLE = Form()
+"""The whole vocabulary."""
+
+_FEW = 8
+"""So many tokens are looked at one by one: an array of them would take longer to make."""
+
+
+def checked_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> tuple[int, ...]:
+    """Token ids as plain integers; `ValueError` for what is not one of the vocabulary's."""
+    few = type(tokens) is tuple and len(tokens) <= _FEW
+    if few and all(type(token) is int and 0 <= token < vocab_size for token in tokens):
+        return cast(tuple[int, ...], tokens)
+    listed = isinstance(tokens, Sequence | np.ndarray | torch.Tensor)
+    if not listed or isinstance(tokens, str | bytes):
+        raise ValueError(f"{name} is {type(tokens).__name__}; give a list of token ids")
+    given = tokens.tolist() if isinstance(tokens, np.ndarray | torch.Tensor) else tokens
+    try:
+        array = np.asarray(given)
+        if len(array) and (array.ndim != 1 or array.dtype.kind not in "iu"):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{name} must be a flat list of integers, and is {given!r}") from None
+    if len(array) and (array.min() < 0 or array.max() >= vocab_size):
+        raise ValueError(
+            f"{name} has token {array.min() if array.min() < 0 else array.max()}; the model's "
+            f"are 0 to {vocab_size - 1}"
+        )
+    return tuple(array.tolist())
+
+
+@dataclass(frozen=True, eq=False)
+class Interventions:
+    """What a request asks of tLLM besides its log-probabilities: steering, capture, consumers.
+
+    Attributes:
+        asked: all of it, checked.
+        key: equal for equal asks; a key of its own where equality cannot be told.
+        results: whether something comes back with the request's output.
+    """
+
+    asked: Asked = field(default_factory=Asked)
+    key: str = ""
+    results: bool = False
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any], *, generates: bool = False) -> Interventions:
+        """Check keyword arguments; `ValueError` names those that cannot be given.
+
+        Args:
+            generates: whether the engine draws tokens itself. Else all tokens are the caller's.
+        """
+        given = {name: value for name, value in params.items() if value is not None}
+        if unknown := sorted(set(given) - set(ASKED_FIELDS)):
+            raise ValueError(
+                f"unknown arguments {unknown}: log-probabilities are the model's own, before "
+                f"sampling parameters; beside them one may give {', '.join(ASKED_FIELDS)}"
+            )
+        if not given:
+            return cls()
+        idle = sorted(name for name in given if name.startswith("decode_"))
+        if idle and not generates:
+            raise ValueError(
+                f"{idle} would do nothing: the tokens of queries and lanes are given, so they are "
+                "all of the prompt's phase. Use the form without decode_"
+            )
+        asked = parse_asked(given)
+        if NextTokenConsumer.consumer_id in asked.consumers:
+            raise ValueError("consumers['next_token'] is set by the backend; use top_k= or only=")
+        results = any(options.get("enabled", True) for options in asked.consumers.values())
+        digest = hashlib.sha256()
+        _digest(given, digest)
+        return cls(asked, digest.hexdigest(), results)
+
+    def applied_to(self, params: SamplingParams, next_token: Mapping[str, Any]) -> SamplingParams:
+        """A copy of sampling parameters that asks for this, and for log-probabilities."""
+        consumers = {**self.asked.consumers, NextTokenConsumer.consumer_id: dict(next_token)}
+        own = copy(params)
+        own.asked = replace(self.asked, consumers=consumers)
+        return own
+
+
+def _digest(value: Any, digest: Any) -> None:
+    """Feed a value; what cannot be told apart from its equals gets an identity of its own."""
+    if isinstance(value, Mapping):
+        digest.update(b"{")
+        for key in sorted(value, key=repr):
+            digest.update(repr(key).encode())
+            _digest(value[key], digest)
+        digest.update(b"}")
+    elif isinstance(value, list | tuple):
+        digest.update(b"[")
+        for each in value:
+            _digest(each, digest)
+        digest.update(b"]")
+    elif isinstance(value, torch.Tensor):
+        stored = value.detach().cpu().contiguous()
+        digest.update(f"tensor {stored.dtype} {tuple(stored.shape)}".encode())
+        digest.update(stored.view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, np.ndarray):
+        digest.update(f"array {value.dtype} {value.shape}".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    elif value is None or isinstance(value, bool | int | float | str | bytes):
+        digest.update(f"{type(value).__name__} {value!r}".encode())
+    else:
+        digest.update(f"object {object().__hash__()} {id(value)}".encode())
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """A wish for the next token's log-probabilities, after these tokens.
+
+    Attributes:
+        lora: the adapter, or None.
+    """
+
+    tokens: tuple[int, ...]
+    form: Form
+    lora: LoRARequest | None
+    interventions: Interventions
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Equal for queries that have the same answer."""
+        adapter = 0 if self.lora is None else self.lora.lora_int_id
+        return adapter, self.interventions.key, self.form, self.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What came back.
+
+    Attributes:
+        values: float32 `[vocab]`, `[k]` or `[len(only)]`.
+        token_ids: int32 `[k]` for `top_k`.
+        output: vLLM's output of the request, with consumers' results and captured rows.
+    """
+
+    values: torch.Tensor
+    token_ids: torch.Tensor | None = None
+    output: Any = None
+
+    def copy(self) -> Answer:
+        """One that shares no memory with this one."""
+        ids = None if self.token_ids is None else self.token_ids.clone()
+        return Answer(self.values.clone(), ids, self.output)
+
+    @property
+    def result(self) -> torch.Tensor | TopLogprobs:
+        """As the caller gets it."""
+        return self.values if self.token_ids is None else TopLogprobs(self.values, self.token_ids)
+
+
+def stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
+    """One result of answers of one form: values `[batch, ...]`."""
+    values = torch.stack([answer.values for answer in answers])
+    ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
+    return TopLogprobs(values, torch.stack(ids)) if ids else values

@@ -1,0 +1,298 @@
+"""What is registered in a worker: consumers, their flows, and what they may use when called."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from inspect import signature
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tllm.ports import (
+    Candidates,
+    ConsumerContext,
+    ConsumerFlow,
+    HostTensor,
+    ModelView,
+    PortBundle,
+    PortRead,
+    RequestInfo,
+    ResidualWriter,
+    RowMeta,
+)
+from tllm.runtime.columns import DECODE, PREFILL
+from tllm.runtime.slots import RunningSequence, Slots
+from tllm.runtime.taps import TapKey
+from tllm.runtime.transfer import DeliveryThread, PinnedCopy, upload
+from tllm.shared_memory import ResultMemory
+from tllm.spec.selection import Selection
+
+PHASES: Mapping[str, tuple[int, ...]] = {
+    "prefill": (PREFILL,),
+    "decode": (DECODE,),
+    "any": (PREFILL, DECODE),
+}
+#: Flows of requests that are remembered, to be shared by later ones that ask the same.
+_MAX_REQUEST_FLOWS = 4096
+
+
+class ConsumerProtocol(Protocol):
+    """What the runtime calls of a consumer (`tllm.consumers.base.Consumer` is its public base)."""
+
+    consumer_id: str
+    on_request_only: bool
+    remote_methods: Sequence[str]
+    #: `(channel, tensors, meta, attached)`; the last may be left out.
+    on_export: Callable[..., None]
+
+    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool: ...
+    def flows(self) -> Sequence[ConsumerFlow]: ...
+    def request_flows(
+        self, options: Mapping[str, Any], num_layers: int
+    ) -> Sequence[ConsumerFlow]: ...
+    def start(self, ctx: ConsumerContext) -> None: ...
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None: ...
+    def on_step_end(self, ctx: ConsumerContext) -> None: ...
+    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any: ...
+    def expedite(self) -> None: ...
+    def on_error(self, error: BaseException) -> None: ...
+    def stop(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def read_stats(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(eq=False)
+class BoundFlow:
+    """A flow of a registered consumer, with its reads resolved to taps.
+
+    number: its index in the consumer's `flows()`; -1 for one of `request_flows`.
+    reads: the flow's, as this worker has them.
+    tap_by_role: the taps that each residual read is served by.
+    """
+
+    owner: BoundConsumer
+    number: int
+    flow: ConsumerFlow
+    reads: tuple[PortRead, ...]
+    tap_by_role: Mapping[str, tuple[TapKey, ...]]
+    held: list[tuple[dict[str, Any], RowMeta]] = field(default_factory=list)
+    """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
+    steps_seen: int = 0
+
+    @cached_property
+    def taps(self) -> tuple[TapKey, ...]:
+        """Every tap that it reads."""
+        return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
+
+    @cached_property
+    def phases(self) -> tuple[int, ...]:
+        """The phases whose rows it reads."""
+        return PHASES[self.flow.phase] if self.flow.reads else ()
+
+    @cached_property
+    def after_sampling(self) -> bool:
+        """Whether its rows are complete only once the step's tokens are sampled."""
+        return self.flow.reads_port("token_target")
+
+    @cached_property
+    def before_sampling(self) -> bool:
+        """Whether it is called before the step's tokens are sampled."""
+        return self.flow.window == "same_step" and not self.after_sampling
+
+    @cached_property
+    def keeps_logits(self) -> bool:
+        """Whether it reads the logits after the sampler has worked on them in place."""
+        return self.flow.reads_port("logits") and not self.before_sampling
+
+
+class BoundConsumer:
+    """A registered consumer in this worker: its flows, its streams and how it fares.
+
+    Args:
+        writers: by role.
+        call: calls into a consumer, and keeps what it raises to it.
+    """
+
+    def __init__(
+        self,
+        consumer: ConsumerProtocol,
+        model: ModelView,
+        writers: Mapping[str, ResidualWriter],
+        result_memory: ResultMemory,
+        call: Callable[..., Any],
+    ) -> None:
+        self.consumer = consumer
+        self.id = consumer.consumer_id
+        self.context = Context(self, model, writers, result_memory)
+        self.flows: list[BoundFlow] = []
+        self.channels = {
+            write.options["channel"]
+            for flow in consumer.flows()
+            for write in flow.writes
+            if write.port == "cpu_export"
+        }
+        self.thread = DeliveryThread(f"tllm-{self.id}")
+        self.export_thread = DeliveryThread(f"tllm-{self.id}-export")
+        self.error: str | None = None
+        self.calls = 0
+        self.rows = 0
+        self.rows_dropped = 0
+        #: By slot: the flows that only this sequence asked for, and at which positions.
+        self.asked: dict[int, list[tuple[BoundFlow, Selection]]] = {}
+        self._call = call
+        self._request_flows: OrderedDict[ConsumerFlow, BoundFlow | None] = OrderedDict()
+        self._infos: dict[int, RequestInfo] = {}
+        self._requests: dict[bytes, tuple[tuple[RequestInfo, ...], np.ndarray]] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not raised."""
+        return self.error is None
+
+    def serves(self, sequence: RunningSequence) -> bool:
+        """Whether the sequence uses it."""
+        return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
+
+    def info(self, sequence: RunningSequence) -> RequestInfo:
+        """The sequence as this consumer sees it, with the options meant for it."""
+        slot = sequence.info.slot
+        info = self._infos.get(slot)
+        if info is None:
+            options = sequence.consumers.get(self.id, {})
+            info = replace(sequence.info, options=options) if options else sequence.info
+            self._infos[slot] = info
+        return info
+
+    def interned(
+        self, flow: ConsumerFlow, bind: Callable[[ConsumerFlow], BoundFlow | None]
+    ) -> BoundFlow | None:
+        """The flow of a kind that sequences share; `bind` makes it (None: not on this rank)."""
+        kind = flow.kind
+        if kind in self._request_flows:
+            self._request_flows.move_to_end(kind)
+        else:
+            self._request_flows[kind] = bind(kind)
+            if len(self._request_flows) > _MAX_REQUEST_FLOWS:
+                self._request_flows.popitem(last=False)
+        return self._request_flows[kind]
+
+    def requests(self, at: np.ndarray, slots: Slots) -> tuple[tuple[RequestInfo, ...], np.ndarray]:
+        """The distinct sequences in these slots, and which of them is in each.
+
+        Those of a steady decode batch are looked up once.
+        """
+        key = at.tobytes()
+        found = self._requests.get(key)
+        if found is None:
+            if len(self._requests) >= 64:
+                self._requests.clear()
+            distinct = dict.fromkeys(at.tolist())
+            owners = (slots.by_slot[slot] for slot in distinct)
+            requests = tuple(self.info(owner) for owner in owners if owner is not None)
+            for number, slot in enumerate(distinct):
+                distinct[slot] = number
+            index = np.fromiter((distinct[slot] for slot in at.tolist()), np.int32, len(at))
+            found = self._requests[key] = requests, index
+        return found
+
+    def forget(self, slot: int) -> None:
+        """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
+        self._infos.pop(slot, None)
+        self._requests.clear()
+
+    @cached_property
+    def takes_attached(self) -> bool:
+        """Whether its `on_export` has room for what came with the tensors."""
+        try:
+            signature(self.consumer.on_export).bind("", {}, None, None)
+        except TypeError:
+            return False
+        return True
+
+    def export(
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any,
+    ) -> None:
+        """Bring tensors to the host, and hand them to `on_export` on the export thread."""
+        if channel not in self.channels:
+            raise ValueError(
+                f"channel={channel!r} was not declared with CpuExport.write; declared are "
+                f"{sorted(map(str, self.channels)) or 'none'}"
+            )
+        if attached is not None and not self.takes_attached:
+            raise ValueError(
+                f"export(..., attach=...) was called, and on_export of consumer {self.id!r} does "
+                "not take it; define on_export(self, channel, tensors, meta, attached)"
+            )
+        copies = {name: PinnedCopy(tensor) for name, tensor in tensors.items()}
+        rest = (attached,) if self.takes_attached else ()
+
+        def deliver() -> None:
+            arrived = {name: copy.wait() for name, copy in copies.items()}
+            self.consumer.on_export(channel, arrived, meta, *rest)
+
+        self.export_thread.submit(partial(self._call, self, deliver))
+
+
+class Context(ConsumerContext):
+    """The context of one consumer; `at` gives the one of a call."""
+
+    def __init__(
+        self,
+        owner: BoundConsumer,
+        model: ModelView,
+        writers: Mapping[str, ResidualWriter],
+        result_memory: ResultMemory,
+    ) -> None:
+        self.step = 0
+        self.model = model
+        self.result_memory = result_memory
+        self.device = model.device
+        self.stream: torch.cuda.Stream | None = None
+        self._owner = owner
+        self._writers = writers
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def at(self, step: int) -> Context:
+        """The context of one call, on the current stream: threads do not share one."""
+        own = Context.__new__(Context)
+        vars(own).update(vars(self), step=step)
+        if self.device.type == "cuda":
+            own.stream = torch.cuda.current_stream(self.device)
+        return own
+
+    def writer(self, role: str) -> ResidualWriter:
+        try:
+            return self._writers[role]
+        except KeyError:
+            raise ValueError(
+                f"no ResidualStream.write with role={role!r} was declared; declared are "
+                f"{sorted(self._writers) or 'none'}"
+            ) from None
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        return upload(array, self.device)
+
+    def to_host(self, tensor: torch.Tensor) -> HostTensor:
+        return PinnedCopy(tensor)
+
+    def export(
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None = None,
+        attach: Any = None,
+    ) -> None:
+        self._owner.export(channel, tensors, meta, attach)
+
+    def side_stream(self) -> torch.cuda.Stream | None:
+        return self._side

@@ -1,0 +1,428 @@
+"""From a step's batch to the row plan: what is done to each of its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.runtime.batch import Frame, ProgramRows, StepBatch
+from tllm.runtime.columns import (
+    CONSECUTIVE,
+    DECODE,
+    NEUTRAL,
+    PREFILL,
+    SEGMENT_WIDTH,
+    Column,
+    IntArray,
+    SegmentWord,
+    used_columns,
+)
+from tllm.runtime.kernels import row_plan
+from tllm.runtime.kernels.backend import uses_triton
+from tllm.runtime.programs import Program, Programs
+from tllm.runtime.ring import Ring
+from tllm.runtime.slots import Slots
+from tllm.runtime.taps import Taps
+from tllm.runtime.transfer import upload
+from tllm.spec.selection import END
+
+_COLUMN_WORDS = slice(Column(0).word, Column(0).word + len(Column))
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramSegments:
+    """The segments of a layout that one capture program has.
+
+    Attributes:
+        program: the program.
+        segments: which.
+        destination: of the first, relative to the step's first ring row.
+        slots, counts, batch_rows, total: as in `ProgramRows`.
+    """
+
+    program: Program
+    segments: slice
+    destination: int
+    slots: IntArray
+    counts: IntArray
+    batch_rows: IntArray
+    total: int
+
+
+@dataclass(eq=False)
+class BatchLayout:
+    """What the segments of a batch are, apart from where in the ring their rows go.
+
+    A decode batch keeps its layout from step to step while nothing about its sequences changes,
+    so it is made, and brought to the device, once.
+
+    Attributes:
+        batch: the batch it was made for, or planned for last.
+        version: of the slots, when it was made.
+        segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
+            are relative to the step's first ring row.
+        owners: `[segments]`, which sequence of the batch.
+        positions: `[segments]`, position of the first token; None when it is the sequence's start.
+        groups: the segments of each capture program.
+        rows: ring rows of the whole step.
+        tokens: tokens of the batch.
+        steps_left: for how many more decode steps the segments say the same.
+        on_device: the segments with absolute destinations, by first ring row.
+    """
+
+    batch: StepBatch
+    version: int
+    segments: IntArray
+    owners: IntArray
+    positions: IntArray | None
+    groups: tuple[ProgramSegments, ...]
+    rows: int
+    tokens: int
+    steps_left: int
+    on_device: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
+        self._counts = self.batch.counts.tobytes()
+        self._next_starts = self.batch.ends.tobytes()
+
+    @cached_property
+    def used(self) -> int:
+        """The columns that say anything of any row, as a set of `Column.flag`s."""
+        return used_columns(self.segments[:, _COLUMN_WORDS].T)
+
+    @cached_property
+    def steered(self) -> int:
+        """Tokens that are steered. All count where which token it is decides."""
+        chosen = self.segments[:, Column.STEER.word] != Column.STEER.neutral
+        return int(self.segments[chosen, SegmentWord.COUNT].sum())
+
+    @cached_property
+    def chooses(self) -> bool:
+        """Whether the steering of any row depends on its token."""
+        return bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
+
+    def continues(self, slots: IntArray, starts: IntArray, counts: IntArray, version: int) -> bool:
+        """Whether a batch is the next step of the same decoding sequences."""
+        before = self.batch.slots
+        return (
+            self.positions is None
+            and version == self.version
+            and self.steps_left > 0
+            and starts.tobytes() == self._next_starts
+            and counts.tobytes() == self._counts
+            and (slots is before or np.array_equal(slots, before))
+        )
+
+    def advance(self, ends: IntArray) -> None:
+        """The next step is computed, up to these positions."""
+        self._next_starts = ends.tobytes()
+        self.steps_left -= 1
+
+    def without_capture(self) -> BatchLayout:
+        """The same batch when its rows found no place in the ring: all else is done to them."""
+        segments = self.segments.copy()
+        segments[:, [SegmentWord.WIDTH, SegmentWord.DESTINATION]] = 0
+        segments[:, Column.PROGRAM.word] = Column.PROGRAM.neutral
+        return replace(self, version=-1, segments=segments, groups=(), rows=0, on_device={})
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretches:
+    """Positions of a batch's sequences that are treated alike, `[stretches]` each.
+
+    Attributes:
+        owners: which sequence of the batch.
+        low, high: first position, and the one after the last; none is empty.
+        values: `[columns, stretches]`, what each column says of the first position.
+        steps_left: for how many more steps of one token nothing changes.
+    """
+
+    owners: npt.NDArray[np.int64]
+    low: IntArray
+    high: IntArray
+    values: IntArray
+    steps_left: int = END
+
+    @staticmethod
+    def of(
+        owners: npt.NDArray[np.int64], low: IntArray, high: IntArray, values: IntArray
+    ) -> _Stretches:
+        """Those among the given that are not empty, and of which any column says anything."""
+        kept = np.flatnonzero((high > low) & (values != NEUTRAL[:, None]).any(0))
+        return _Stretches(owners[kept], low[kept], high[kept], values[:, kept])
+
+
+class RowPlanner:
+    """Turns a `StepBatch` into the row plan on the device, and a `Frame` on the host.
+
+    The host knows every position before the forward pass, so a step costs at most one small
+    upload and one kernel; work here is per sequence, never per token. With nothing to do it
+    costs nothing.
+    """
+
+    def __init__(self, slots: Slots, taps: Taps, programs: Programs, ring: Ring) -> None:
+        self._slots = slots
+        self._taps = taps
+        self._programs = programs
+        self._ring = ring
+        self._run = row_plan.launch if uses_triton(taps.device) else row_plan.reference
+        self._dirty = 0  # tokens of the plan that may say something else than "nothing"
+        self._dirty_columns = 0  # the columns that say it
+        self._layout: BatchLayout | None = None
+        self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
+
+    def plan(self, step: int, batch: StepBatch) -> Frame:
+        """Write the row plan for a batch."""
+        layout = self._layout
+        if layout is not None and layout.continues(
+            batch.slots, batch.starts, batch.counts, self._slots.version
+        ):
+            layout.batch = batch
+            layout.advance(batch.ends)
+        else:
+            layout = self._layout = self._lay_out(batch)
+        frame = Frame(step, batch, chooses=layout.chooses)
+        if layout.rows:
+            frame.span = self._ring.reserve(layout.rows)
+            if frame.span is None:
+                frame.lost = self._rows(layout, None)
+                layout = self._layout = layout.without_capture()
+        start = frame.span.start if frame.span else 0
+        if layout.groups:
+            frame.rows = self._rows(layout, start)
+        if self._held != (layout, start):
+            self._write(layout, start)
+        self._slots.deliver(batch.slots, batch.ends)
+        return frame
+
+    def keep(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
+        """Keep the plan for a batch, if it is the next step of the same decoding sequences and
+        nothing of them is captured or chosen by token; else the batch is to be planned.
+
+        Arrays as in `StepBatch`.
+        """
+        layout = self._layout
+        if layout is None or self._held is None or layout.groups:
+            return False
+        if not layout.continues(slots, starts, counts, self._slots.version):
+            return False
+        ends = starts + counts
+        layout.advance(ends)
+        self._slots.deliver(slots, ends)
+        return True
+
+    @property
+    def steered(self) -> int:
+        """Rows of the step planned last that have a steering row, or a choice of one."""
+        return self._layout.steered if self._layout else 0
+
+    def clear(self) -> None:
+        """Make every row of the plan do nothing (before a forward pass that is not a step)."""
+        if self._dirty:
+            blank = _blank_segments([(0, self._dirty)])
+            self._expand(upload(blank, self._taps.device), self._dirty_columns)
+            self._taps.separate()
+            self._dirty = self._dirty_columns = 0
+            self._held = None
+
+    # -- what is done to a batch -------------------------------------------------------------------
+
+    def _lay_out(self, batch: StepBatch) -> BatchLayout:
+        """The segments of a batch that do something."""
+        table, at = self._slots, batch.slots
+        # `delivered` is read in every case: that enters what earlier steps have delivered.
+        prompt_len, delivered = table.prompt_len[at], table.delivered[at]
+        decoding = bool((batch.counts == 1).all() and (batch.starts >= prompt_len).all())
+        parts = self._stretches(batch, prompt_len)
+        owners, low, high = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("owners", "low", "high")
+        )
+        values = np.concatenate([part.values for part in parts], 1)
+        steps_left = min(part.steps_left for part in parts)
+        segments = np.zeros((len(owners), SEGMENT_WIDTH), np.int32)
+        first_rows = np.cumsum(batch.counts) - batch.counts
+        segments[:, SegmentWord.ROW] = first_rows[owners] + low - batch.starts[owners]
+        segments[:, SegmentWord.COUNT] = high - low
+        segments[:, _COLUMN_WORDS] = values.T
+        groups: tuple[ProgramSegments, ...] = ()
+        rows, skips = 0, False
+        if values[Column.PROGRAM].any():
+            segments[:, SegmentWord.SKIP] = np.maximum(delivered[owners] - low, 0)
+            skips = bool(segments[:, SegmentWord.SKIP].any())
+            gone = segments[:, SegmentWord.SKIP] >= segments[:, SegmentWord.COUNT]
+            segments[gone, Column.PROGRAM.word] = Column.PROGRAM.neutral
+            order = np.argsort(segments[:, Column.PROGRAM.word], kind="stable")
+            segments, owners, low = segments[order], owners[order], low[order]
+            rows = self._place(segments)
+            groups = self._groups(batch, segments, owners)
+        return BatchLayout(
+            batch=batch,
+            version=table.version,
+            segments=segments,
+            owners=owners.astype(np.int32),
+            positions=None if decoding and not skips else low + segments[:, SegmentWord.SKIP],
+            groups=groups,
+            rows=rows,
+            tokens=int(batch.counts.sum()),
+            steps_left=0 if used_columns(values) & CONSECUTIVE else steps_left,
+        )
+
+    def _stretches(self, batch: StepBatch, prompt_len: IntArray) -> list[_Stretches]:
+        """What is done to the positions that a batch computes."""
+        table, at = self._slots, batch.slots
+        outside, steps_left = np.zeros(len(at), bool), END
+        if table.timelines:
+            low, high = table.windows[:, at]
+            outside = (batch.starts < low) | (batch.ends > high)
+            for i in np.flatnonzero(outside & (batch.starts >= prompt_len)).tolist():
+                start, end = int(batch.starts[i]), int(batch.ends[i])
+                outside[i] = not table.move_window(int(at[i]), start, end)
+            lasting = (table.windows[1, at] - batch.ends)[~outside]
+            steps_left = int(lasting.min(initial=END))
+        values = table.values[:, :, at]
+        everyone = np.arange(len(at))
+        if not outside.any() and (values[:, PREFILL] == values[:, DECODE]).all():
+            alike = _Stretches.of(everyone, batch.starts, batch.ends, values[:, PREFILL])
+            return [replace(alike, steps_left=steps_left)]
+        border = np.clip(prompt_len, batch.starts, batch.ends)
+        values[:, :, outside] = NEUTRAL[:, None, None]
+        decoded = _Stretches.of(everyone, border, batch.ends, values[:, DECODE])
+        return [
+            *(self._by_timeline(batch, i) for i in np.flatnonzero(outside).tolist()),
+            _Stretches.of(everyone, batch.starts, border, values[:, PREFILL]),
+            replace(decoded, steps_left=steps_left),
+        ]
+
+    def _by_timeline(self, batch: StepBatch, i: int) -> _Stretches:
+        """The stretches of a sequence with a timeline that this batch computes."""
+        table, slot = self._slots, int(batch.slots[i])
+        timeline = table.timelines[slot]
+        start, end = int(batch.starts[i]), int(batch.ends[i])
+        of = timeline.between(start, end)
+        starts = np.array(timeline.starts[of.start : of.stop], np.int32)
+        low = np.maximum(starts, np.int32(start))
+        high = np.append(low[1:], np.int32(end))
+        phase = (low >= table.prompt_len[slot]).astype(np.int32)
+        values = timeline.values(of)
+        for column in Column:
+            if not column.by_position:
+                values[column] = table.values[column, phase, slot]
+            elif column.consecutive:
+                counting = values[column] >= 0
+                values[column, counting] += (low - starts)[counting]
+        stretches = _Stretches.of(np.full(len(low), i), low, high, values)
+        return replace(stretches, steps_left=timeline.lasts_until(end - 1) - end)
+
+    def _place(self, segments: IntArray) -> int:
+        """Give segments their places in the ring, relative to the first; returns the rows taken."""
+        program = segments[:, Column.PROGRAM.word]
+        width = np.where(program > 0, self._programs.widths[program], 0)
+        taken = (segments[:, SegmentWord.COUNT] - segments[:, SegmentWord.SKIP]) * width
+        segments[:, SegmentWord.WIDTH] = width
+        segments[:, SegmentWord.DESTINATION] = np.cumsum(taken) - taken
+        return int(taken.sum())
+
+    def _groups(
+        self, batch: StepBatch, segments: IntArray, owners: npt.NDArray[np.int64]
+    ) -> tuple[ProgramSegments, ...]:
+        """The segments of each capture program; those of one lie together."""
+        program = segments[:, Column.PROGRAM.word]
+        bounds = [*np.flatnonzero(np.diff(program, prepend=-1)).tolist(), len(program)]
+        groups = []
+        for low, high in pairwise(bounds):
+            if number := int(program[low]):
+                own, skip = segments[low:high], segments[low:high, SegmentWord.SKIP]
+                counts = own[:, SegmentWord.COUNT] - skip
+                groups.append(
+                    ProgramSegments(
+                        self._programs[number],
+                        slice(low, high),
+                        int(own[0, SegmentWord.DESTINATION]),
+                        batch.slots[owners[low:high]],
+                        counts,
+                        own[:, SegmentWord.ROW] + skip,
+                        int(counts.sum()),
+                    )
+                )
+        return tuple(groups)
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def _rows(self, layout: BatchLayout, start: int | None) -> list[ProgramRows]:
+        """Which rows of the ring, from `start` on, are whose; None: they have no place in it."""
+        positions = layout.positions
+        if positions is None:
+            positions = layout.batch.starts[layout.owners]
+        return [
+            ProgramRows(
+                group.program,
+                None if start is None else self._captured(group, start),
+                group.slots,
+                positions[group.segments],
+                group.counts,
+                group.batch_rows,
+                group.total,
+            )
+            for group in layout.groups
+        ]
+
+    def _captured(self, group: ProgramSegments, start: int) -> torch.Tensor | None:
+        """`[rows, taps, hidden]`, where the rows of a group will lie in the ring."""
+        width = len(group.program.taps)
+        if not width:
+            return None
+        begin = start + group.destination
+        return self._ring.arena[begin : begin + group.total * width].view(group.total, width, -1)
+
+    # -- the device --------------------------------------------------------------------------------
+
+    def _write(self, layout: BatchLayout, start: int) -> None:
+        """Expand the layout into the plan; rows that no segment covers do nothing."""
+        # What depends on tokens is chosen anew in each step.
+        self._held = None if layout.chooses else (layout, start)
+        if not len(layout.segments) and not self._dirty:
+            return
+        end = max(layout.tokens, self._dirty)
+        segments = layout.on_device.get(start) if end == layout.tokens else None
+        if segments is None:
+            placed = layout.segments.copy()
+            placed[:, SegmentWord.DESTINATION] += start
+            blank = _blank_segments(_gaps(layout.segments, end))
+            segments = upload(np.concatenate([placed, blank]), self._taps.device)
+            if end == layout.tokens and len(layout.on_device) < 16:
+                layout.on_device[start] = segments
+        self._expand(segments, layout.used | self._dirty_columns)
+        self._dirty = layout.tokens if len(layout.segments) else 0
+        self._dirty_columns = layout.used
+
+    def _expand(self, segments: torch.Tensor, used: int) -> None:
+        self._taps.note_write()
+        self._run(segments, self._taps.plan, used)
+
+
+def _blank_segments(gaps: Sequence[tuple[int, int]]) -> IntArray:
+    """Segments that make the rows of each `(row, count)` do nothing."""
+    blank = np.zeros((len(gaps), SEGMENT_WIDTH), np.int32)
+    if gaps:
+        blank[:, [SegmentWord.ROW, SegmentWord.COUNT]] = gaps
+        blank[:, _COLUMN_WORDS] = NEUTRAL
+    return blank
+
+
+def _gaps(segments: IntArray, end: int) -> list[tuple[int, int]]:
+    """`(row, count)` of the stretches of rows below `end` that no segment covers."""
+    order = np.argsort(segments[:, SegmentWord.ROW])
+    begins = segments[order, SegmentWord.ROW]
+    ends = begins + segments[order, SegmentWord.COUNT]
+    gap_begin = np.concatenate([[0], ends])
+    gap_end = np.concatenate([begins, [end]])
+    chosen = gap_end > gap_begin
+    return list(zip(gap_begin[chosen], (gap_end - gap_begin)[chosen], strict=True))

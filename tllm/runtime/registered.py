@@ -1,0 +1,198 @@
+"""The consumers that are registered in a worker: how they come, take part and leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from tllm.ports import ModelView
+from tllm.runtime.assignments import Assignments
+from tllm.runtime.binder import Binder
+from tllm.runtime.dispatch import Dispatcher, ends_process
+from tllm.runtime.flows import PHASES, BoundConsumer, ConsumerProtocol
+from tllm.runtime.results import Results
+from tllm.runtime.sampling import Guidance
+from tllm.runtime.slots import RunningSequence, Slots
+from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
+from tllm.shared_memory import ResultMemory
+
+
+@dataclass(eq=False)
+class RegisteredConsumers:
+    """Binds consumers to what this rank has, and asks them what they want of each sequence.
+
+    Args:
+        by_id: those that are registered; kept true here, and read by others.
+
+    Attributes:
+        step: number of the step that runs.
+    """
+
+    by_id: dict[str, BoundConsumer]
+    slots: Slots
+    model: ModelView
+    binder: Binder
+    additions: Additions
+    dispatcher: Dispatcher
+    guidance: Guidance
+    assignments: Assignments
+    results: Results
+    result_memory: ResultMemory
+    step: int = 0
+    _writers: dict[str, list[TapWriter]] = field(default_factory=dict)
+    _failed: list[BoundConsumer] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[BoundConsumer]:
+        return iter(self.by_id.values())
+
+    @property
+    def observe(self) -> bool:
+        """Whether any takes part in the steps of the sequences that run."""
+        if not self.by_id:
+            return False
+        return bool(self.assignments.served) or any(
+            owner.alive and not owner.consumer.on_request_only for owner in self
+        )
+
+    def register(self, consumer: ConsumerProtocol) -> None:
+        """Add a consumer; it sees rows from the next forward pass on.
+
+        Raises `ValueError` when a flow asks for what this engine does not have.
+        """
+        if consumer.consumer_id in self.by_id:
+            raise ValueError(
+                f"a consumer with consumer_id={consumer.consumer_id!r} is registered; unregister "
+                "it first, or give this one another consumer_id"
+            )
+        flows = list(consumer.flows())
+        reads = [self.binder.reads_here(flow) for flow in flows]
+        writes = [w for flow in flows for w in flow.writes if w.port == "residual_stream"]
+        places = [(write, self.binder.tap(write.site, write.layer)) for write in writes]
+        own = {
+            write.role: self.additions.add_writer(tap, PHASES[write.phase])
+            for write, tap in places
+            if tap is not None
+        }
+        elsewhere = {write.role: AbsentWriter() for write, tap in places if tap is None}
+        owner = BoundConsumer(
+            consumer,
+            self.model,
+            {**own, **elsewhere},
+            self.result_memory,
+            self.dispatcher.call,
+        )
+        owner.flows = [
+            self.binder.bound(owner, number, flow, here)
+            for number, (flow, here) in enumerate(zip(flows, reads, strict=True))
+            if here is not None
+        ]
+        self.by_id[owner.id] = owner
+        self._writers[owner.id] = list(own.values())
+        try:
+            consumer.start(owner.context)
+        except BaseException as error:
+            self.remove(owner.id)
+            if isinstance(error, Exception) or ends_process(error):
+                raise
+            raise RuntimeError(f"consumer {owner.id!r} raised {error!r} in start") from error
+        for sequence in self.slots:
+            self.ask(sequence, owner)
+        self.reassign()
+        for sequence in self.slots:
+            self.introduce(sequence, [owner])
+
+    def get(self, consumer_id: str) -> BoundConsumer:
+        """The consumer of that id; raises `ValueError` with those that there are."""
+        owner = self.by_id.get(consumer_id)
+        if owner is None:
+            raise ValueError(
+                f"no consumer {consumer_id!r} is registered; registered are "
+                f"{sorted(self.by_id) or 'none'}"
+            )
+        return owner
+
+    def remove(self, consumer_id: str) -> None:
+        """Remove a consumer whose rows were handed out; `reassign` then captures no more for it."""
+        owner = self.get(consumer_id)
+        self.results.give_up_waiting(owner.id, self.step)
+        owner.thread.drain()
+        owner.export_thread.drain()
+        self.dispatcher.stop(owner)
+        owner.thread.close()
+        owner.export_thread.close()
+        self._remove_writers(owner)
+        del self.by_id[consumer_id]
+
+    def _remove_writers(self, owner: BoundConsumer) -> None:
+        """Add nothing more in a consumer's name."""
+        for writer in self._writers.pop(owner.id, ()):
+            self.additions.remove_writer(writer)
+
+    def reassign(self) -> None:
+        """Capture for the consumers that are there and did not raise, and for no other."""
+        alive = [owner for owner in self if owner.alive]
+        flows = [flow for owner in alive for flow in owner.flows]
+        self.guidance.set_flows(flows)
+        self.assignments.change(flows)
+
+    def note_failure(self, owner: BoundConsumer) -> None:
+        """A consumer raised, on any thread: note it where its users will look."""
+        for sequence in self.slots.snapshot():
+            if owner.serves(sequence):
+                sequence.errors[owner.id] = owner.error or ""
+        self._failed.append(owner)
+
+    def detach_failed(self) -> None:
+        """Stop capturing and adding for consumers that raised."""
+        if not self._failed:
+            return
+        self.dispatcher.before_forward()
+        failed, self._failed = self._failed, []
+        for owner in failed:
+            self._remove_writers(owner)
+        self.reassign()
+
+    # -- what they want of a sequence
+
+    def ask(self, sequence: RunningSequence, owner: BoundConsumer) -> None:
+        """Find the flows that only this sequence asks for."""
+        if not (owner.alive and owner.serves(sequence)):
+            return
+        options = sequence.consumers.get(owner.id, {})
+        try:
+            flows = owner.consumer.request_flows(options, self.model.num_layers)
+            asked = []
+            for flow in flows:
+                bound = owner.interned(flow, partial(self.binder.for_request, owner))
+                if bound is not None:
+                    asked.append((bound, flow.selection))
+        except ValueError as error:  # as in the user's process: this request is at fault
+            sequence.errors[owner.id] = str(error)
+            sequence.refused.add(owner.id)
+            return
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            self.dispatcher.fail(owner, error)
+            return
+        if asked:
+            owner.asked[sequence.info.slot] = asked
+
+    def introduce(self, sequence: RunningSequence, owners: Iterable[BoundConsumer]) -> None:
+        """Tell consumers of a sequence that they serve."""
+        for owner in owners:
+            if not owner.serves(sequence):
+                continue
+            self.dispatcher.call(
+                owner,
+                owner.consumer.on_request_started,
+                owner.info(sequence),
+                owner.context.at(self.step),
+            )
+            if owner.error:
+                sequence.errors[owner.id] = owner.error
+
+    def forget_writes(self, slot: int, owner: BoundConsumer) -> None:
+        """Add nothing more to a sequence in a consumer's name."""
+        self.additions.forget(slot, self._writers.get(owner.id, ()))

@@ -1,0 +1,154 @@
+"""How sequences come, grow and end, and what their ends give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tllm.ports import RequestInfo
+from tllm.runtime.assignments import Assignments
+from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.registered import RegisteredConsumers
+from tllm.runtime.results import PENDING, PromptResults, Results
+from tllm.runtime.slots import RunningSequence, Slots
+from tllm.runtime.writer import Additions
+from tllm.spec.request import RequestSpec
+
+
+@dataclass(eq=False)
+class RunningSequences:
+    """The sequences that the engine computes, for the worker that hears of them."""
+
+    slots: Slots
+    consumers: RegisteredConsumers
+    assignments: Assignments
+    additions: Additions
+    dispatcher: Dispatcher
+    results: Results
+
+    def start(
+        self,
+        engine_id: str,
+        prompt_token_ids: list[int] | None,
+        prompt_len: int,
+        spec: RequestSpec,
+        sample_index: int,
+        num_computed: int = 0,
+    ) -> None:
+        """The engine scheduled a sequence, for the first time or again after a preemption.
+
+        Args:
+            num_computed: tokens that it will not compute now. When a prompt has grown, that can be
+                less than was computed: tokens that had been scheduled ahead of a stop are dropped,
+                and others take their positions.
+        """
+        known = self.slots.get(engine_id)
+        if known is not None:
+            if known.info.prompt_len != prompt_len:
+                self._go_on(known, prompt_token_ids, prompt_len, spec, num_computed)
+            return
+        self.consumers.detach_failed()
+        info = RequestInfo(
+            request_id=spec.request_id or engine_id,
+            prompt_id=spec.prompt_id or engine_id,
+            sample_index=sample_index,
+            num_samples=spec.num_samples,
+            slot=self.slots.pop_slot(),
+            prompt_len=prompt_len,
+        )
+        sequence = RunningSequence(
+            engine_id,
+            info,
+            spec.consumers,
+            bool(spec.prompt_id),
+            prompt_token_ids,
+            spec.steering,
+        )
+        self.slots.add_sequence(sequence)
+        for owner in self.consumers:
+            self.consumers.ask(sequence, owner)
+        self.assignments.assign(sequence)
+        self.consumers.introduce(sequence, self.consumers)
+
+    def _go_on(
+        self,
+        sequence: RunningSequence,
+        prompt_token_ids: list[int] | None,
+        prompt_len: int,
+        spec: RequestSpec,
+        num_computed: int,
+    ) -> None:
+        """The prompt of a sequence has grown (streaming input), and brings options of its own."""
+        # Consumers that the last input asked for still wait for its rows.
+        self.dispatcher.before_forward()
+        slot, owners = sequence.info.slot, list(self.consumers)
+        served = [owner for owner in owners if owner.serves(sequence)]
+        sequence.info = replace(sequence.info, prompt_len=prompt_len)
+        sequence.prompt_token_ids = prompt_token_ids
+        sequence.consumers = spec.consumers
+        self.slots.set_prompt_len(slot, prompt_len)
+        self.slots.withdraw(slot, num_computed)
+        for owner in owners:
+            owner.forget(slot)
+            owner.asked.pop(slot, None)
+            self.consumers.ask(sequence, owner)
+            if owner in served and not owner.serves(sequence):
+                self.consumers.forget_writes(slot, owner)
+        self.assignments.assign(sequence)
+        self.consumers.introduce(sequence, [owner for owner in owners if owner not in served])
+
+    def finish(self, engine_id: str, token_ids: tuple[int, ...] | None = None) -> None:
+        """The engine let go of a sequence, whatever ended it.
+
+        Args:
+            token_ids: all its tokens, where the engine knows them to be those of the output.
+        """
+        sequence = self.slots.get(engine_id)
+        if sequence is not None:
+            sequence.token_ids = sequence.token_ids or token_ids
+            self._conclude(sequence)
+            self.assignments.release(sequence)
+            self.slots.remove(engine_id)
+
+    def _conclude(self, sequence: RunningSequence) -> None:
+        """Make the results of a sequence. The engine may still compute it: nobody is told."""
+        if sequence.ended:
+            return
+        self.dispatcher.before_forward()
+        self.results.conclude(sequence, self.consumers.step)
+        self.additions.forget(sequence.info.slot)
+        sequence.ended = True
+        self.assignments.end(sequence)
+
+    def pop_results(
+        self,
+        prompt_ids: list[str],
+        tokens: Mapping[str, Mapping[int, list[int]] | None],
+        wait_s: float = 0.0,
+    ) -> PromptResults:
+        """The results of finished prompts, by prompt, sample and consumer; each is given once.
+
+        What consumers have not made after `wait_s` seconds is `pending`, and can be taken again.
+
+        Args:
+            tokens: all tokens of each sample, by prompt, where the caller knows them; None where
+                only the engine does, whose word is waited for.
+        """
+        wanted = set(prompt_ids)
+        waiting: PromptResults = {}
+        for sequence in list(self.slots):
+            info = sequence.info
+            if info.prompt_id not in wanted or sequence.ended:
+                continue
+            by_sample = tokens.get(info.prompt_id, {})
+            if by_sample is None:
+                users = [o.id for o in self.consumers if o.serves(sequence)]
+                waiting[info.prompt_id] = {info.sample_index: dict.fromkeys(users, PENDING)}
+                continue
+            known = by_sample.get(info.sample_index)
+            sequence.token_ids = tuple(known) if known is not None else sequence.token_ids
+            self._conclude(sequence)
+        asked = [prompt_id for prompt_id in prompt_ids if prompt_id not in waiting]
+        for prompt_id in asked:
+            self.results.conclude_late(prompt_id, tokens.get(prompt_id) or {}, self.consumers.step)
+        return self.results.pop(asked, wait_s) | waiting

@@ -1,0 +1,95 @@
+"""Tables on the device that the host writes a few entries at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.runtime.transfer import upload
+
+Index = int | tuple[int, ...]
+
+
+class StagedTable:
+    """A tensor on the device whose entries are written in `commit`, before a forward pass.
+
+    What is staged until then goes over in one upload and is put in its place by one kernel, on the
+    current stream: a pass that is enqueued already sees none of it, the next one all. An entry
+    that is staged twice has the later value.
+
+    Args:
+        shape: of the table.
+        indexed: how many of its leading dimensions an index has; what lies behind them is an entry.
+        dtype: of integers, or of floats.
+        fill: what entries hold that were never written.
+
+    Attributes:
+        tensor: the table. It is another one after `grow`; what reads the old one is enqueued, and
+            keeps it alive.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        indexed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        fill: int = 0,
+    ) -> None:
+        self._indexed = indexed
+        self._fill = fill
+        self._staged: dict[Index, npt.NDArray[np.generic] | torch.Tensor] = {}
+        self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
+
+    def __bool__(self) -> bool:
+        """Whether anything is staged."""
+        return bool(self._staged)
+
+    def stage(self, index: Index, entry: npt.NDArray[np.generic] | torch.Tensor) -> None:
+        """Write an entry with the next `commit`; it is not to be changed until then.
+
+        Args:
+            index: one number, or a tuple where there are several dimensions to index.
+            entry: in the table's dtype, on the host.
+        """
+        self._staged[index] = entry
+
+    def grow(self, shape: tuple[int, ...]) -> bool:
+        """Make the table at least this large; what it held stays where it was.
+
+        Returns:
+            Whether it is another tensor now.
+        """
+        old = self.tensor
+        larger = tuple(map(max, old.shape, shape))
+        if larger == tuple(old.shape):
+            return False
+        self.tensor = torch.full(larger, self._fill, dtype=old.dtype, device=old.device)
+        if old.numel():
+            self.tensor[tuple(slice(0, size) for size in old.shape)].copy_(old)
+        return True
+
+    def commit(self) -> bool:
+        """Write what is staged; returns whether there was anything."""
+        if not self._staged:
+            return False
+        table, shape = self.tensor, self.tensor.shape
+        index = np.array(list(self._staged), np.int64).reshape(len(self._staged), -1)
+        rows = np.ravel_multi_index(tuple(index.T), shape[: self._indexed]).astype(np.int64)
+        entries = torch.from_numpy(rows).view(torch.uint8), _bytes(list(self._staged.values()))
+        sent = upload(torch.cat(entries).numpy(), table.device)
+        at, content = sent[: rows.nbytes].view(torch.int64), sent[rows.nbytes :].view(table.dtype)
+        flat = table.view(-1, *shape[self._indexed :])
+        flat.index_copy_(0, at, content.view(len(self._staged), *flat.shape[1:]))
+        self._staged.clear()
+        return True
+
+
+def _bytes(entries: list[npt.NDArray[np.generic] | torch.Tensor]) -> torch.Tensor:
+    """Entries one after the other, as uint8."""
+    if isinstance(entries[0], torch.Tensor):
+        whole = torch.stack(entries)  # type: ignore[arg-type]
+    else:
+        whole = torch.from_numpy(np.stack(entries))  # type: ignore[arg-type]
+    return whole.reshape(-1).view(torch.uint8)

@@ -1,0 +1,227 @@
+"""Each step of the running sequences: the row plan before its forward pass, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tllm.runtime.assignments import Assignments
+from tllm.runtime.batch import Frame, StepBatch
+from tllm.runtime.columns import Column
+from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.flows import BoundFlow
+from tllm.runtime.kernels.candidates import CandidateRows
+from tllm.runtime.planner import RowPlanner
+from tllm.runtime.registered import RegisteredConsumers
+from tllm.runtime.sampling import Guidance, SamplerStep
+from tllm.runtime.slots import Slots
+from tllm.runtime.steering import Steering
+from tllm.runtime.taps import Taps
+from tllm.runtime.transfer import upload
+from tllm.runtime.writer import Additions
+
+
+@dataclass(eq=False)
+class Steps:
+    """What an engine's model runner calls, in this order: `begin_idle`, and where that began none,
+    `begin`; `before_sampling`; `guide`; `after_sampling`; `end`.
+
+    Attributes:
+        rows_captured, rows_dropped, rows_steered: in all steps so far.
+    """
+
+    slots: Slots
+    taps: Taps
+    planner: RowPlanner
+    steering: Steering
+    additions: Additions
+    assignments: Assignments
+    consumers: RegisteredConsumers
+    dispatcher: Dispatcher
+    guidance: Guidance
+    rows_captured: int = 0
+    rows_dropped: int = 0
+    rows_steered: int = 0
+    _was_idle: bool = False
+    _frame: Frame | None = None
+    _flows: list[BoundFlow] = field(default_factory=list)
+    _bundled: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is done to any row of the sequences that run."""
+        return not self.steering.users and not self.consumers.observe
+
+    @property
+    def observed(self) -> bool:
+        """Whether the step that runs must be told of its logits and tokens."""
+        return self._frame is not None
+
+    # -- before the forward pass -------------------------------------------------------------------
+
+    def begin_idle(self) -> bool:
+        """Begin a step, if nothing is done to any row of it; else nothing is begun."""
+        self.end()
+        self.consumers.detach_failed()
+        if not self.idle:
+            return False
+        self.consumers.step += 1
+        if not self._was_idle:
+            self.planner.clear()
+            self.steering.commit()  # taps at which nobody's rows are steered return at once again
+            self.taps.commit()
+            self.taps.separate()
+            self._was_idle = True
+        return True
+
+    def begin(
+        self,
+        engine_ids: list[str],
+        starts: Any,
+        counts: Any,
+        sampled_from: Any,
+        token_ids: torch.Tensor,
+    ) -> None:
+        """What waited for the forward pass, and the row plan.
+
+        Args:
+            engine_ids: in batch order; arrays as in `StepBatch`.
+            token_ids: `[tokens or more]`, of the batch, on the device.
+        """
+        self._was_idle = False
+        self.consumers.step += 1
+        observed = self.consumers.observe
+        if observed:
+            self.dispatcher.before_forward()
+            self.consumers.detach_failed()
+            self.additions.commit()
+        self.steering.commit()
+        slots, frame = self.slots.of(engine_ids), None
+        if observed or not self.planner.keep(slots, starts, counts):
+            batch = StepBatch(slots, starts, counts, sampled_from)
+            frame = self.planner.plan(self.consumers.step, batch)
+            if frame.chooses:
+                tokens = int(counts.sum())
+                steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
+                self.steering.choices.apply(steering_rows, token_ids[:tokens])
+        self.taps.commit()
+        self.taps.separate()
+        self.rows_steered += self.planner.steered
+        if frame is None or not observed:
+            return
+        self._frame = frame
+        self._flows = self.dispatcher.flows_of(frame, self.assignments.flows)
+        self._bundled = False
+        self.rows_captured += sum(rows.total for rows in frame.rows)
+        self._note_dropped(frame)
+
+    def _note_dropped(self, frame: Frame) -> None:
+        """Rows of this step found no place: the results of their sequences will say so."""
+        for rows in frame.lost:
+            owners = {flow.owner for flow in rows.program.flows}
+            self.rows_dropped += rows.total
+            for owner in owners:
+                owner.rows_dropped += rows.total
+            for slot, lost in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
+                sequence = self.slots.by_slot[slot]
+                if sequence is not None:
+                    for owner in owners:
+                        sequence.dropped[owner.id] = sequence.dropped.get(owner.id, 0) + lost
+
+    def skip(self) -> None:
+        """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
+        self.planner.clear()
+
+    # -- sampling ----------------------------------------------------------------------------------
+
+    def before_sampling(self, logits: torch.Tensor | None) -> None:
+        """After the forward pass, before its tokens are drawn.
+
+        Args:
+            logits: `[sequences, vocab]` as the LM head gave them, or None when there are none.
+        """
+        frame = self._frame
+        if frame is None or self._bundled:
+            return
+        self._bundled = True
+        if logits is not None and any(flow.keeps_logits for flow in self._flows):
+            logits = logits.clone()
+        frame.logits = logits
+        self.dispatcher.before_sampling(self._flows, frame)
+
+    @property
+    def guidance_width(self) -> int:
+        """The widest candidate rows that this step's guides ask for; 0 when nothing is guided."""
+        return self.guidance.width(self._frame)
+
+    def filter(
+        self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, CandidateRows]:
+        """The engine's temperature and min-p, gathering the candidates in the same pass."""
+        return self.guidance.filter(logits, temperature, min_p, width)
+
+    def guide(self, step: SamplerStep, greedy: np.ndarray) -> None:
+        """Let consumers edit the candidates of this step.
+
+        Args:
+            step: the engine's processed logits.
+            greedy: `[sequences]` bool; these are not touched.
+        """
+        if self._frame is not None:
+            self.guidance.run(step, self._frame, greedy)
+
+    def after_sampling(self, sampled: torch.Tensor | None, input_ids: torch.Tensor | None) -> None:
+        """The step's tokens are drawn.
+
+        Args:
+            sampled: int64 `[sequences]` on the device, None when nothing was sampled here.
+            input_ids: `[tokens]` of the forward pass, on the device.
+        """
+        frame = self._frame
+        if frame is None:
+            return
+        self.before_sampling(None)
+        frame.sampled = sampled
+        wanted = any(flow.after_sampling for flow in self._flows)
+        if wanted and sampled is not None and input_ids is not None:
+            frame.targets = self._targets(frame, sampled, input_ids)
+
+    def _targets(
+        self, frame: Frame, sampled: torch.Tensor, input_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """The token after each token of the batch."""
+        batch = frame.batch
+        tokens = int(batch.counts.sum())
+        targets = torch.empty(tokens, dtype=torch.int64, device=sampled.device)
+        targets[:-1] = input_ids[1:tokens]
+        following = np.full(len(batch.slots), -1, np.int64)
+        for i in np.flatnonzero(~batch.samples):
+            owner = self.slots.by_slot[batch.slots[i]]
+            if owner is not None and owner.prompt_token_ids is not None:
+                end = int(batch.ends[i])
+                if end < len(owner.prompt_token_ids):
+                    following[i] = owner.prompt_token_ids[end]
+        known = upload(following, sampled.device)
+        last = upload(batch.last_rows.astype(np.int64), sampled.device)
+        targets[last] = torch.where(known >= 0, known, sampled.view(-1).long())
+        return targets
+
+    # -- its end -----------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Everything of the step is enqueued: hand out the rest. Safe to call again."""
+        if self._frame is not None:
+            self._complete(self._frame)
+
+    @torch.inference_mode()
+    def _complete(self, frame: Frame) -> None:
+        self.before_sampling(None)
+        self._frame = None
+        flows = [f for f in self._flows if frame.targets is not None or not f.after_sampling]
+        self.dispatcher.after_sampling(flows, frame)
+        for owner in self.consumers:
+            context = owner.context.at(frame.step)
+            self.dispatcher.call(owner, owner.consumer.on_step_end, context)

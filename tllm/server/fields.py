@@ -1,0 +1,85 @@
+"""The fields that a request's body may have beside vLLM's, and what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tllm.params import parse_asked
+from tllm.server.settings import ServerSettings
+
+FIELDS = (
+    "consumers",
+    "capture",
+    "steering_vectors",
+    "prefill_steering_vectors",
+    "decode_steering_vectors",
+    "steering_clamps",
+    "prefill_steering_clamps",
+    "decode_steering_clamps",
+    "steering_module_ref",
+    "steering_name",
+    "steering_positions",
+)
+"""As arguments of `tllm.SamplingParams`; `steering_name` is another name of
+`steering_module_ref`."""
+
+UNSUPPORTED = {
+    "patch": "patching",
+    "patch_vectors": "patching",
+    "stop_when": "stopping on a signal",
+    "abort_when": "stopping on a signal",
+}
+"""Fields that peers have and this server does not: nobody who asks shall get nothing in silence."""
+
+
+class FieldError(ValueError):
+    """A field of a request is wrong.
+
+    Attributes:
+        field: its name.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any]:
+    """What a request asks, checked, as plain data for `extra_args["tllm"]`; empty for nothing.
+
+    Args:
+        body: the fields of the request that vLLM does not know.
+
+    Raises `FieldError` naming the field that is wrong.
+    """
+    for name, what in UNSUPPORTED.items():
+        if body.get(name) is not None:
+            raise FieldError(
+                name, f"{name} was given, but {what} is not supported; leave the field out"
+            )
+    asked = {name: body[name] for name in FIELDS if body.get(name) is not None}
+    if "steering_name" in asked:
+        if "steering_module_ref" in asked:
+            raise FieldError(
+                "steering_name",
+                "steering_name and steering_module_ref were both given; give one of them",
+            )
+        asked["steering_module_ref"] = asked.pop("steering_name")
+    for name, allowed in (
+        ("capture", settings.allow_capture),
+        ("consumers", settings.allow_consumers),
+    ):
+        if name in asked and not allowed:
+            raise FieldError(name, f"{name} was given, but this server does not allow it")
+    if asked:
+        try:
+            parse_asked(asked)
+        except ValueError as error:
+            raise FieldError(_field_of(str(error), asked), str(error)) from None
+    return asked
+
+
+def _field_of(message: str, asked: Mapping[str, Any]) -> str:
+    """The field that a message is about: it begins with its name."""
+    return next((name for name in asked if message.startswith(name)), next(iter(asked)))

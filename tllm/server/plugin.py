@@ -1,0 +1,58 @@
+"""The plugin that brings interventions into vLLM's API server (`vllm.endpoint_plugins`)."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from tllm.client.llm import attach
+from tllm.server.doors import Door
+from tllm.server.elsewhere import RefuseElsewhere
+from tllm.server.routes import router
+from tllm.server.settings import ServerSettings
+from tllm.server.state import ServerState, capture_files
+from tllm.steering import load
+
+_DOORS = ("openai_serving_completion", "openai_serving_chat", "openai_serving_responses")
+
+
+class InterventionPlugin:
+    """Adds our routes to the server's app, and puts our doors before its handlers."""
+
+    name = "tllm"
+    required_tasks = None
+
+    def attach_router(self, app: Any) -> None:
+        """Called by vLLM when the app is built."""
+        app.include_router(router)
+        app.add_middleware(RefuseElsewhere)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
+        """Called by vLLM when the handlers are there."""
+        if engine_client is None:  # a server that only renders prompts
+            return
+        if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
+            raise RuntimeError(
+                "VLLM_USE_RUST_FRONTEND is set, but the Rust front end knows no interventions; "
+                "unset it, or serve without tllm"
+            )
+        settings = ServerSettings.from_environment()
+        interventions = attach(
+            engine_client,
+            consumers=settings.consumers,
+            capture_consumers=settings.capture_consumers,
+            result_timeout_s=settings.result_timeout_s,
+        )
+        for name, path in settings.steering_modules.items():
+            await interventions.steering.register_module(name, load(path))
+        files = capture_files(settings, args.port)
+        state.tllm = ServerState(interventions, settings, files)
+        for door in _DOORS:
+            handler = getattr(state, door, None)
+            if handler is not None:
+                setattr(state, door, Door(handler, interventions, settings, files))
+
+
+def plugin() -> InterventionPlugin:
+    """The entry point."""
+    return InterventionPlugin()

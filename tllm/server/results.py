@@ -1,0 +1,139 @@
+"""Results of consumers as JSON, and large ones as files that are fetched by reference."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+_NAME_BYTES = 16
+
+
+class CaptureFiles:
+    """Results that wait to be fetched: a file each, with expiry. Processes may share a folder.
+
+    Args:
+        seconds: how long a file is kept.
+        mib: the most that all of them take; the oldest go first.
+    """
+
+    def __init__(self, folder: Path, seconds: float, mib: int) -> None:
+        self.folder = folder
+        self._seconds = seconds
+        self._bytes = mib * 2**20
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+        """Keep tensors; their id, and when they expire (seconds since the epoch)."""
+        name = secrets.token_hex(_NAME_BYTES)
+        partial = self.folder / f"{name}.partial"
+        # Copies: arrays of one result may be one, such as the positions of several layers.
+        save_file({key: tensor.clone().contiguous() for key, tensor in tensors.items()}, partial)
+        partial.rename(self._path(name))
+        self.sweep()
+        return name, time.time() + self._seconds
+
+    def find(self, name: str) -> Path | None:
+        """The file of an id; None for one that is not known, or has expired."""
+        if len(name) != 2 * _NAME_BYTES or not set(name) <= set("0123456789abcdef"):
+            return None
+        path = self._path(name)
+        try:
+            return path if path.stat().st_mtime + self._seconds > time.time() else None
+        except FileNotFoundError:
+            return None
+
+    def sweep(self) -> None:
+        """Remove what has expired, and the oldest of what is too much."""
+        found = []
+        for path in self.folder.iterdir():
+            try:
+                found.append((path.stat().st_mtime, path.stat().st_size, path))
+            except FileNotFoundError:  # another process was faster
+                continue
+        total = sum(size for _, size, _ in found)
+        for modified, size, path in sorted(found):
+            if modified + self._seconds > time.time() and total <= self._bytes:
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+
+def as_json(results: Mapping[str, Any], files: CaptureFiles, inline_bytes: int) -> dict[str, Any]:
+    """Results of consumers by id, as they stand in a response."""
+    return {
+        name: {
+            "status": result.status,
+            "error": result.error,
+            "payload": _payload(result.payload, files, inline_bytes),
+        }
+        for name, result in results.items()
+    }
+
+
+def _payload(payload: Any, files: CaptureFiles, inline_bytes: int) -> Any:
+    plain = _plain(payload)
+    tensors = dict(_tensors(plain, ""))
+    if sum(tensor.nbytes for tensor in tensors.values()) <= inline_bytes:
+        return _encoded(plain)
+    name, expires = files.put(tensors)
+    return {"url": f"/v1/captures/{name}", "expires": expires, "format": "safetensors"}
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, lists, scalars and CPU tensors."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if hasattr(value, "tensor") and hasattr(value, "positions"):  # an `Activation`
+        return {"tensor": _plain(value.tensor), "positions": _plain(value.positions)}
+    if hasattr(value, "values") and hasattr(value, "positions"):  # `PerToken`
+        return {"values": _plain(value.values), "positions": _plain(value.positions)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Sequence):
+        return [_plain(each) for each in value]
+    return str(value)
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, with its path as a name."""
+    if isinstance(value, torch.Tensor):
+        yield path or "tensor", value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _tensors(each, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _tensors(each, f"{path}.{index}" if path else str(index))
+
+
+def _encoded(value: Any) -> Any:
+    """Tensors as base64 of their bytes, little-endian, with dtype and shape."""
+    if isinstance(value, torch.Tensor):
+        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "data": base64.b64encode(data).decode(),
+        }
+    if isinstance(value, dict):
+        return {key: _encoded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_encoded(each) for each in value]
+    return value

@@ -1,0 +1,161 @@
+"""Routes of our own: global steering, modules, and results that are fetched by reference."""
+
+from __future__ import annotations
+
+import hmac
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.responses import FileResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from tllm.server.state import ServerState, state_of
+
+Vectors = Annotated[
+    dict[str, Any] | None,
+    Field(
+        description="{hook point: {layer: vector}}; a vector is a list of numbers or an object "
+        "with `vector`, `scale`, `method`, `positions`; or the packed form."
+    ),
+]
+
+
+class SteeringBody(BaseModel):
+    """Global steering; the fields are those of `llm.steering.set`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    vectors: Vectors = None
+    prefill_vectors: Vectors = None
+    decode_vectors: Vectors = None
+    clamps: Vectors = None
+    prefill_clamps: Vectors = None
+    decode_clamps: Vectors = None
+    positions: Any = None
+    replace: bool = False
+
+
+class ModuleBody(BaseModel):
+    """A steering module: its name, and what it does."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=256)
+    spec: Any = Field(description="Vectors, or an object with any of the fields of /set.")
+
+
+class ModuleName(BaseModel):
+    """A steering module by its name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+def admin(request: Request) -> ServerState:
+    """Let only the administrator pass; 401 without the key, 403 from another host without one."""
+    state = state_of(request)
+    key = state.settings.admin_api_key
+    if key is not None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        given = request.headers.get("x-admin-api-key") or (
+            given if scheme.lower() == "bearer" else ""
+        )
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            raise HTTPException(
+                401, "this route needs the admin key: Authorization: Bearer KEY or X-Admin-Api-Key"
+            )
+    elif not _is_loopback(request):
+        raise HTTPException(
+            403,
+            "no admin key is set (--admin-api-key), so this route answers on loopback only",
+        )
+    return state
+
+
+def _is_loopback(request: Request) -> bool:
+    try:
+        return request.client is not None and ip_address(request.client.host).is_loopback
+    except ValueError:  # a Unix socket, for example
+        return False
+
+
+Admin = Annotated[ServerState, Depends(admin)]
+router = APIRouter(tags=["interventions"])
+
+
+@router.get("/v1/steering")
+async def steering_status(state: Admin) -> dict[str, Any]:
+    """What steers every request, which modules there are, and what is in use."""
+    status: dict[str, Any] = await state.interventions.steering.status()
+    return status
+
+
+@router.get("/v1/steering/layers")
+async def steering_layers(state: Admin) -> dict[str, Any]:
+    """Where the model can be steered."""
+    layers: dict[str, Any] = await state.interventions.steering.layers()
+    return layers
+
+
+@router.post("/v1/steering/set")
+async def set_steering(body: SteeringBody, state: Admin) -> dict[str, Any]:
+    """Steer every request from now on."""
+    given = body.model_dump(exclude_none=True)
+    await _checked(state.interventions.steering.set(**given))
+    return await steering_status(state)
+
+
+@router.post("/v1/steering/clear")
+async def clear_steering(state: Admin) -> dict[str, Any]:
+    """Stop steering every request. Registered modules stay."""
+    await state.interventions.steering.clear()
+    return await steering_status(state)
+
+
+@router.get("/v1/steering/modules")
+async def steering_modules(state: Admin) -> dict[str, Any]:
+    """What each registered module does."""
+    modules: dict[str, Any] = await state.interventions.steering.modules()
+    return modules
+
+
+@router.post("/v1/steering/modules/register")
+async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
+    """Give steering a name, for `steering_name` in requests and `model="MODEL:NAME"`."""
+    await _checked(state.interventions.steering.register_module(body.name, body.spec))
+    return {"registered": body.name}
+
+
+@router.post("/v1/steering/modules/unregister")
+async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
+    """Forget a module."""
+    if body.name not in await state.interventions.steering.modules():
+        raise HTTPException(404, f"name: no module {body.name!r} is registered")
+    await state.interventions.steering.unregister_module(body.name)
+    return {"unregistered": body.name}
+
+
+@router.get("/v1/interventions")
+async def interventions(state: Admin) -> list[dict[str, Any]]:
+    """Counters of each worker: hook points, rows captured and dropped, consumers."""
+    stats: list[dict[str, Any]] = await state.interventions.intervention_stats()
+    return stats
+
+
+@router.get("/v1/captures/{name}", response_class=FileResponse)
+async def capture(name: str, request: Request) -> FileResponse:
+    """A result that was too large for its response, as a safetensors file."""
+    path = state_of(request).files.find(name)
+    if path is None:
+        raise HTTPException(404, f"no capture {name!r}: it never was, or it has expired")
+    return FileResponse(path, media_type="application/octet-stream")
+
+
+async def _checked(call: Any) -> None:
+    """What is wrong with a body is the caller's fault."""
+    try:
+        await call
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None

@@ -1,0 +1,305 @@
+"""Memory that processes of one host share: shared files with an owner, and what travels in them.
+
+A shared file lies in `/dev/shm`. Its name tells the process that answers for it, so that whoever
+comes later can remove what a killed process left behind:
+
+    tllm-<pid namespace>-<pid>-<start time>-<random>
+
+`SharedFile` reserves, maps, links and releases; `sweep` removes those of processes that are gone.
+`SharedRows` are rows that two processes map, `ResultMemory` is memory for results, which reach
+the user's process without being copied (`runtime/answers.py`, `client/answers.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import re
+import tempfile
+import time
+import uuid
+import weakref
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_MEMORY = Path("/dev/shm")
+
+FOLDER = _MEMORY if _MEMORY.is_dir() else Path(tempfile.gettempdir())
+"""Where shared files are. Without `/dev/shm` they work as well, through a disk."""
+
+IN_MEMORY = _MEMORY == FOLDER and os.access(FOLDER, os.W_OK)
+"""Whether shared files cost no more than memory."""
+
+WORTHWHILE = 1 << 20
+"""Bytes from which on sharing costs less than copying."""
+
+NAME = re.compile(r"tllm-(\d+)-(\d+)-(\d+)-[0-9a-f]{32}(-[0-9a-f]{32})?")
+
+_NAME_BEFORE_OWNERS = re.compile(r"tllm-[0-9a-f]{32}(-[0-9a-f]{32})?")
+"""Names that tell no owner; earlier versions gave them."""
+
+_OLD_S = 86_400.0
+"""Age from which on a file that tells no owner is taken for left behind."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+# -- shared files --------------------------------------------------------------------------------
+
+
+class SharedFile:
+    """Memory under a name.
+
+    Attributes:
+        path: the file; a reader on this host opens it by this.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """A file that somebody has reserved."""
+        self.path = path
+        self._named = True
+
+    @classmethod
+    def reserve(cls, nbytes: int, owner: str = "", backed: bool = True) -> SharedFile:
+        """Make a file.
+
+        Args:
+            nbytes: 1 or more.
+            owner: name of a file of the process that will answer for this one; by default it
+                is this process.
+            backed: have all of its pages now; else `back` must come before they are written.
+
+        Raises `OSError` when there is no room.
+        """
+        made = cls(FOLDER / _new_name(owner))
+        with open(made.path, "xb", opener=_private) as file:
+            file.truncate(nbytes)
+        if backed:
+            made.back(0, nbytes)
+        return made
+
+    def back(self, start: int, nbytes: int) -> None:
+        """Have the pages of some bytes: one that cannot be had while it is written is a signal,
+        and this is an error.
+
+        Raises `OSError` when there is no room; the file is then released.
+        """
+        try:
+            with self.path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), start, nbytes)
+        except OSError:
+            self.release()
+            raise
+
+    def map(self) -> Bytes:
+        """Its bytes, to be read and written. They stay when the name is gone.
+
+        Raises `OSError` when it is not there.
+        """
+        with self.path.open("r+b") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+
+    def link(self, owner: str) -> SharedFile:
+        """The same memory under another name, for which the process that has the file `owner`
+        answers. Raises `OSError`."""
+        path = FOLDER / _new_name(owner)
+        os.link(self.path, path)
+        return SharedFile(path)
+
+    def release(self) -> None:
+        """Remove the name; the memory is free when nobody has it mapped and no other name is
+        left."""
+        if self._named:
+            self._named = False
+            self.path.unlink(missing_ok=True)
+
+
+def sweep() -> int:
+    """Remove shared files of processes that are gone, and return how many.
+
+    Those of other users and of other containers are left alone: which processes they have is not
+    known here.
+    """
+    removed = 0
+    own_namespace = _namespace()
+    for path in FOLDER.glob("tllm-*"):
+        try:
+            found = path.stat()
+            if found.st_uid != os.geteuid() or not _is_left(path.name, found, own_namespace):
+                continue
+            path.unlink()
+        except OSError:  # it has gone, or is not ours to remove
+            continue
+        removed += 1
+    return removed
+
+
+def _is_left(name: str, found: os.stat_result, own_namespace: int) -> bool:
+    told = NAME.fullmatch(name)
+    if told is None:
+        no_owner = _NAME_BEFORE_OWNERS.fullmatch(name) is not None
+        return no_owner and time.time() - found.st_mtime > _OLD_S
+    namespace, pid, start = map(int, told.group(1, 2, 3))
+    return bool(own_namespace) and namespace == own_namespace and _start_time(pid) != start
+
+
+def _new_name(owner: str = "") -> str:
+    """A name that nobody has, for which this process answers, or the one of a file `owner`."""
+    if owner:
+        return f"{owner}-{uuid.uuid4().hex}"
+    pid = os.getpid()
+    return f"tllm-{_namespace()}-{pid}-{_start_time(pid)}-{uuid.uuid4().hex}"
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _namespace() -> int:
+    """Containers may share the folder and not the process ids; 0 if there is no way to know."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start_time(pid: int) -> int:
+    """When a process began, in ticks since the host did: ids are used again. 0 if it is gone."""
+    try:
+        stat = Path("/proc", str(pid), "stat").read_text()
+    except OSError:
+        return 0
+    # The name of the program, in parentheses, may hold anything.
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+# -- rows that two processes map -----------------------------------------------------------------
+
+
+class SharedRows:
+    """`[rows, width]` float32, mapped by the process that reserved them and by those that open
+    them.
+
+    Attributes:
+        path: of the file.
+        values: `[rows, width]`.
+    """
+
+    def __init__(self, path: Path, width: int) -> None:
+        """Map a file.
+
+        Raises `ValueError` when it is not there: another host made it, or it was removed.
+        """
+        self._segment = SharedFile(path)
+        self.path = path
+        self.width = width
+        try:
+            raw = self._segment.map()
+        except OSError as error:
+            raise ValueError(
+                f"shared rows {path} cannot be opened: {error}. They are shared by processes of "
+                "one host; across hosts, use transport='rpc'"
+            ) from error
+        self.values: npt.NDArray[np.float32] = raw.view(np.float32).reshape(-1, width)
+
+    @classmethod
+    def create(cls, rows: int, width: int) -> SharedRows:
+        """Reserve them. Raises `OSError` when there is no room."""
+        return cls(SharedFile.reserve(4 * rows * width).path, width)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def pin(self) -> bool:
+        """Let a GPU write into the rows without waiting for the host; False when it cannot."""
+        address = self.values.ctypes.data
+        status: Any = torch.cuda.cudart().cudaHostRegister(address, self.values.nbytes, 0)
+        return int(status) == 0
+
+    def unpin(self) -> None:
+        """Undo `pin`."""
+        torch.cuda.cudart().cudaHostUnregister(self.values.ctypes.data)
+
+    def unlink(self) -> None:
+        """Remove the name. The rows stay until nobody refers to them."""
+        self._segment.release()
+
+
+# -- memory for results --------------------------------------------------------------------------
+
+
+class ResultMemory:
+    """Hands out memory for rows that will be results. Large pieces are shared files.
+
+    Any thread may ask. What is not shared, for want of room (a quarter is left to others) or
+    because it is small, is copied on its way to the user as anything else is.
+
+    Args:
+        most: shared files at a time; each has a file of its own.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._pieces: dict[int, tuple[int, SharedFile]] = {}
+        if most:
+            sweep()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A CPU tensor whose values are undefined."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        raw = self._shared(nbytes) if nbytes >= WORTHWHILE else None
+        if raw is None:
+            # numpy asks the system for huge pages, which torch does not: filling new memory is
+            # three times as fast.
+            raw = np.empty(nbytes, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+
+    def locate(self, views: Sequence[memoryview]) -> list[tuple[SharedFile, int] | None]:
+        """The file that some bytes are in, and where in it; None for those that are not
+        shared."""
+        pieces = dict(self._pieces)
+        if not pieces:
+            return [None] * len(views)
+        starts = sorted(pieces)
+        found: list[tuple[SharedFile, int] | None] = []
+        for view in views:
+            address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
+            number = bisect_right(starts, address) - 1
+            if number >= 0:
+                nbytes, file = pieces[starts[number]]
+                offset = address - starts[number]
+                found.append((file, offset) if offset + len(view) <= nbytes else None)
+            else:
+                found.append(None)
+        return found
+
+    def _shared(self, nbytes: int) -> Bytes | None:
+        if len(self._pieces) >= self._most or not IN_MEMORY:
+            return None
+        room = os.statvfs(FOLDER)
+        # The engine's own processes need shared memory too.
+        if nbytes > (room.f_bavail - room.f_blocks // 4) * room.f_frsize:
+            return None
+        try:
+            file = SharedFile.reserve(nbytes)
+        except OSError:
+            return None
+        raw = file.map()
+        address = raw.ctypes.data
+        self._pieces[address] = nbytes, file
+        # Views of the bytes keep the mapping, not this array.
+        weakref.finalize(raw.base, self._forget, address)
+        return raw
+
+    def _forget(self, address: int) -> None:
+        """Nobody in this process refers to a piece. Who was given it has a link of his own."""
+        self._pieces.pop(address)[1].release()

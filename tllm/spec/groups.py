@@ -1,0 +1,257 @@
+"""Steering as requests carry it: groups of operations, and which of them meet which positions."""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, TypeAlias
+
+from tllm.spec.operations import Coefficients
+from tllm.spec.selection import Selection, stretch_starts
+from tllm.spec.tiers import FloatArray, SteeringEntry, SteeringPhase, Tiers, digest_of
+
+_COEFFICIENTS = struct.Struct("<6d")
+
+
+@dataclass(frozen=True, eq=False)
+class RequestSteering:
+    """What one request asks; `SamplingParams` carries it to the engine's front door.
+
+    Attributes:
+        modules: names of registered modules, each with the factor of its effect.
+        positions: tokens, for entries that say none.
+    """
+
+    tiers: Tiers
+    modules: tuple[tuple[str, float], ...] = ()
+    positions: Selection = field(default_factory=Selection)
+
+    @cached_property
+    def own(self) -> Tiers:
+        """What it asks beside modules, at the tokens it means."""
+        return self.tiers.at(self.positions)
+
+    @cached_property
+    def groups(self) -> tuple[SteeringGroup, ...]:
+        """What is done to it where nothing but its own steering applies."""
+        return compose([self.own])
+
+    def hash(self) -> None:
+        """Do now, once, what every request that asks this needs."""
+        for entry in self.own:
+            entry.largest  # noqa: B018 - computed once, when first looked at
+        for group in self.groups:
+            group.digest  # noqa: B018
+
+    def __deepcopy__(self, memo: Any) -> RequestSteering:
+        # Copies of the parameters share it: it never changes, and vectors are large.
+        return self
+
+
+@dataclass(frozen=True)
+class SteeringGroup:
+    """Operations that apply to the same tokens, in this order.
+
+    Attributes:
+        operations: `(hook point, layer, digest of the vector, coefficients)`.
+        vectors: float32 `[hidden]`, by digest.
+        reach: the most that it adds to a number of a row, by hook point and layer.
+    """
+
+    phase: SteeringPhase
+    positions: Selection
+    operations: tuple[tuple[str, int | None, str, Coefficients], ...]
+    vectors: Mapping[str, FloatArray] = field(compare=False, repr=False)
+    reach: Mapping[tuple[str, int | None], float] = field(compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, phase: SteeringPhase, positions: Selection, entries: Sequence[SteeringEntry]
+    ) -> SteeringGroup:
+        """What these entries do, whatever tokens they name themselves."""
+        reach: dict[tuple[str, int | None], float] = defaultdict(float)
+        for entry in entries:
+            reach[entry.point.value, entry.layer] += entry.coefficients.reach(entry.largest)
+        operations = tuple((e.point.value, e.layer, e.digest, e.coefficients) for e in entries)
+        return cls(phase, positions, operations, {e.digest: e.vector for e in entries}, reach)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what is done, whatever tokens it is done to."""
+        parts = [
+            f"{hook}:{layer}:{digest}:".encode() + _COEFFICIENTS.pack(*coefficients)
+            for hook, layer, digest, coefficients in self.operations
+        ]
+        return digest_of(b"".join(parts))
+
+    @cached_property
+    def use(self) -> GroupUse:
+        """What a request carries of it."""
+        return GroupUse(self.phase, self.positions, self.digest)
+
+
+@dataclass(frozen=True)
+class GroupUse:
+    """A group in a request: which tokens, and the digest of what is done to them."""
+
+    phase: SteeringPhase
+    positions: Selection
+    digest: str
+
+    @property
+    def names_prompt_tokens(self) -> bool:
+        """Whether which token of the prompt it is decides."""
+        where = self.positions
+        named = bool(where.include.token_ids or where.exclude.token_ids)
+        return named and self.phase != "decode" and where.phase != "generation"
+
+    def to_wire(self) -> list[Any]:
+        """As plain data."""
+        positions = None if self.positions.everything else self.positions.to_wire()
+        return [self.phase, positions, self.digest]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Any]) -> GroupUse:
+        """What `to_wire` gave."""
+        phase, positions, digest = wire
+        return cls(phase, _EVERYWHERE if positions is None else Selection.parse(positions), digest)
+
+
+_EVERYWHERE = Selection()
+
+
+def compose(parties: Sequence[Tiers]) -> tuple[SteeringGroup, ...]:
+    """One list of groups from what several parties ask.
+
+    All vectors come first, in the parties' order (each one's base tier, then its phases), then all
+    clamps likewise. What changes nothing is left out.
+    """
+    runs: list[tuple[tuple[SteeringPhase, Selection], list[SteeringEntry]]] = []
+    tiers = [party.vectors for party in parties] + [party.clamps for party in parties]
+    for tier in tiers:
+        for phase, entries in tier.items():
+            for entry in entries:
+                if entry.coefficients.idle:
+                    continue
+                if not runs or runs[-1][0] != (phase, entry.positions):
+                    runs.append(((phase, entry.positions), []))
+                runs[-1][1].append(entry)
+    return tuple(SteeringGroup.of(*tokens, entries) for tokens, entries in runs)
+
+
+Configuration: TypeAlias = tuple[str, ...]
+"""Digests of the groups that apply to a token, in order: one row of the workers' tables."""
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """What is done to generated tokens where it depends on which they are.
+
+    Attributes:
+        by_token: configurations of the tokens that are treated otherwise than all others, in the
+            order of their ids.
+        others: of all others.
+    """
+
+    by_token: tuple[tuple[int, Configuration], ...]
+    others: Configuration
+
+    @property
+    def configurations(self) -> frozenset[Configuration]:
+        """All that may be needed."""
+        return frozenset((self.others, *(configuration for _, configuration in self.by_token)))
+
+
+Stretches: TypeAlias = list[tuple[int, Configuration | TokenChoice]]
+"""`(first position, what is done)` of each stretch of positions; the first begins at 0, the last
+has no end."""
+
+
+def steering_stretches(
+    uses: Sequence[GroupUse], prompt_len: int, tokens: Sequence[int]
+) -> Stretches:
+    """What is done to each position of a sequence.
+
+    Args:
+        uses: the groups of a request.
+        prompt_len: number of prompt tokens.
+        tokens: the prompt's tokens (for selections by token).
+    """
+    if len(uses) == 1 and uses[0].phase == "any" and uses[0].positions.everything:
+        return [(0, (uses[0].digest,))]  # as most requests are, and a burst of them is waited for
+    if all(use.positions.everything for use in uses):
+        prefill = tuple(use.digest for use in uses if use.phase != "decode")
+        decode = tuple(use.digest for use in uses if use.phase != "prefill")
+        return [(0, prefill)] if prefill == decode else [(0, prefill), (prompt_len, decode)]
+    kinds = _kinds_of_tokens(uses)
+    where = [
+        [use.positions.intervals(prompt_len, tokens, kind[0] if kind else None) for use in uses]
+        for kind in kinds
+    ]
+    edges = [[[e for pair in intervals for e in pair] for intervals in each] for each in where]
+
+    def configuration(kind: int, position: int) -> Configuration:
+        phase = "prefill" if position < prompt_len else "decode"
+        return tuple(
+            use.digest
+            for use, of_use in zip(uses, edges[kind], strict=True)
+            if use.phase in ("any", phase) and bisect_right(of_use, position) % 2
+        )
+
+    stretches: Stretches = []
+    for start in stretch_starts(prompt_len, [each for of_kind in where for each in of_kind]):
+        applied: Configuration | TokenChoice = configuration(0, start)
+        if start >= prompt_len and len(kinds) > 1:
+            found = [configuration(number, start) for number in range(len(kinds))]
+            by_token = [
+                (token, of_kind)
+                for kind, of_kind in zip(kinds, found, strict=True)
+                if of_kind != found[0]
+                for token in kind
+            ]
+            if by_token:
+                applied = TokenChoice(tuple(sorted(by_token)), found[0])
+        if not stretches or stretches[-1][1] != applied:
+            stretches.append((start, applied))
+    return stretches
+
+
+def configurations(stretches: Stretches) -> frozenset[Configuration]:
+    """All configurations that a sequence may need; `()` where nothing is done."""
+    found: set[Configuration] = set()
+    for _, applied in stretches:
+        found |= applied.configurations if isinstance(applied, TokenChoice) else {applied}
+    return frozenset(found)
+
+
+def _kinds_of_tokens(uses: Sequence[GroupUse]) -> list[list[int]]:
+    """Tokens that every selection treats alike, together; first those that none names: `[]`."""
+    criteria = [
+        frozenset(each.token_ids)
+        for use in uses
+        if use.phase != "prefill" and use.positions.depends_on_generated_tokens
+        for each in (use.positions.include, use.positions.exclude)
+    ]
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for token in frozenset().union(*criteria):
+        kinds.setdefault(tuple(token in each for each in criteria), []).append(token)
+    return [[], *kinds.values()]
+
+
+def most_configurations(uses: Sequence[GroupUse]) -> int:
+    """How many distinct combinations of groups a request may need, whatever its tokens are."""
+    found: set[tuple[str, ...]] = set()
+    for phase in ("prefill", "decode"):
+        there = [use for use in uses if use.phase in ("any", phase)]
+        choices = [(True,) if use.positions.everything else (True, False) for use in there]
+        if sum(len(choice) > 1 for choice in choices) > 12:
+            return 2**13
+        for chosen in product(*choices):
+            applied = zip(there, chosen, strict=True)
+            found.add(tuple(use.digest for use, applies in applied if applies))
+    return len(found - {()})

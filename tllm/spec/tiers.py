@@ -1,0 +1,378 @@
+"""Steering as a user asks it: entries by hook point, layer, phase and token."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from numbers import Integral
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from tllm.spec.hooks import HookPoint
+from tllm.spec.operations import LARGEST_FLOAT32, METHODS, Coefficients, SteeringMethod
+from tllm.spec.selection import Selection
+
+SteeringPhase = Literal["any", "prefill", "decode"]
+FloatArray = npt.NDArray[np.float32]
+
+TIER_FIELDS: Mapping[str, tuple[str, SteeringPhase, str]] = {
+    "vectors": ("vectors", "any", "add"),
+    "prefill_vectors": ("vectors", "prefill", "add"),
+    "decode_vectors": ("vectors", "decode", "add"),
+    "clamps": ("clamps", "any", "clamp"),
+    "prefill_clamps": ("clamps", "prefill", "clamp"),
+    "decode_clamps": ("clamps", "decode", "clamp"),
+}
+"""The fields in which steering is given: attribute of `Tiers`, phase, and method of entries that
+name none."""
+
+_PACKED_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+"""numpy has no bfloat16: its bits are the upper half of a float32's."""
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringEntry:
+    """One operation at one hook point, as a user asked it.
+
+    Attributes:
+        name: the field it was given in, for messages.
+        layer: negative counts from the end; None for `lm_head_in`.
+        vector: float32 `[hidden]`, of length 1 when the method takes a direction.
+        positions: which tokens.
+    """
+
+    name: str
+    point: HookPoint
+    layer: int | None
+    vector: FloatArray
+    coefficients: Coefficients
+    positions: Selection
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the vector's content."""
+        return digest_of(self.vector.data)
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest absolute value of the vector."""
+        return float(max(self.vector.max(), -self.vector.min()))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiers:
+    """What one party asks in each phase: vectors first, clamps after them.
+
+    Attributes:
+        vectors, clamps: entries in the order given, by phase (`any` is the base tier).
+    """
+
+    vectors: Mapping[SteeringPhase, tuple[SteeringEntry, ...]] = field(default_factory=dict)
+    clamps: Mapping[SteeringPhase, tuple[SteeringEntry, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return any(self.vectors.values()) or any(self.clamps.values())
+
+    def __iter__(self) -> Iterator[SteeringEntry]:
+        for tier in (*self.vectors.values(), *self.clamps.values()):
+            yield from tier
+
+    @classmethod
+    def parse(cls, *, names: Mapping[str, str] | None = None, **given: Any) -> Tiers:
+        """Tiers from what users write.
+
+        Args:
+            names: what the fields are called in messages.
+            **given: any of `TIER_FIELDS`, as `{hook: {layer: entry}}`. An entry without a `method`
+                adds its vector, or clamps, as the field says.
+        """
+        parsed: dict[str, dict[SteeringPhase, tuple[SteeringEntry, ...]]]
+        parsed = {"vectors": {}, "clamps": {}}
+        for name, (kind, phase, method) in TIER_FIELDS.items():
+            if (spec := given.pop(name, None)) is not None:
+                parsed[kind][phase] = tuple(_entries(spec, (names or {}).get(name, name), method))
+        if given:
+            raise TypeError(f"there are no tiers {sorted(given)}, only {list(TIER_FIELDS)}")
+        return cls(**parsed)
+
+    def map(self, change: Callable[[SteeringEntry], SteeringEntry]) -> Tiers:
+        """The same tiers with every entry changed."""
+        return Tiers(
+            {phase: tuple(map(change, tier)) for phase, tier in self.vectors.items()},
+            {phase: tuple(map(change, tier)) for phase, tier in self.clamps.items()},
+        )
+
+    def at(self, positions: Selection) -> Tiers:
+        """The same tiers, with these tokens for the entries that mean every token."""
+        if positions.everything:
+            return self
+        return self.map(lambda e: replace(e, positions=positions) if e.positions.everything else e)
+
+    def scaled(self, factor: float) -> Tiers:
+        """The same tiers with the effect of every entry multiplied."""
+        return self.map(lambda e: replace(e, coefficients=e.coefficients.scaled(factor)))
+
+    def joined(self, other: Tiers) -> Tiers:
+        """These entries, then the other's, tier by tier."""
+
+        def join(
+            ours: Mapping[SteeringPhase, tuple[SteeringEntry, ...]],
+            theirs: Mapping[SteeringPhase, tuple[SteeringEntry, ...]],
+        ) -> dict[SteeringPhase, tuple[SteeringEntry, ...]]:
+            phases = dict.fromkeys((*ours, *theirs))
+            return {phase: (*ours.get(phase, ()), *theirs.get(phase, ())) for phase in phases}
+
+        return Tiers(join(self.vectors, other.vectors), join(self.clamps, other.clamps))
+
+
+def parse_modules(given: Any, name: str = "steering_module_ref") -> tuple[tuple[str, float], ...]:
+    """`(module, factor)` pairs from a name, a pair, or a list of either."""
+    if isinstance(given, str):
+        return ((given, 1.0),)
+    if isinstance(given, Sequence):
+        if (
+            len(given) == 2
+            and isinstance(given[0], str)
+            and not isinstance(given[1], (str, Sequence))
+        ):
+            return ((given[0], _scalar(given[1], f"{name}[1]")),)
+        if given and all(isinstance(each, (str, Sequence)) for each in given):
+            return tuple(pair for each in given for pair in parse_modules(each, name))
+    raise ValueError(
+        f"{name}={given!r} is not understood; give the name of a registered module, "
+        "(name, factor), or a list of these"
+    )
+
+
+# -- reading what users write ----------------------------------------------------------------------
+
+
+def digest_of(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
+    if hasattr(given, "to_spec"):
+        given = given.to_spec()
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{name} is {type(given).__name__}; give a mapping {{hook point: {{layer: vector}}}}"
+        )
+    if not given:
+        raise ValueError(
+            f"{name} is empty; name at least one hook point and layer, or leave it out"
+        )
+    for hook, layers in given.items():
+        point = _hook(hook, name)
+        of_hook = f"{name}[{point.value!r}]"
+        if not point.has_layer:
+            for entry in _listed(layers):
+                yield _entry(entry, f"{of_hook}", point, None, method)
+            continue
+        for layer, at_layer in _by_layer(layers, of_hook):
+            for entry in _listed(at_layer):
+                yield _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
+
+
+def _hook(hook: Any, name: str) -> HookPoint:
+    try:
+        return HookPoint.parse(hook)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
+    """`(layer, entry)` pairs of one hook point."""
+    if isinstance(given, Mapping) and "data" in given:
+        yield from _unpacked(given, name)
+        return
+    if not isinstance(given, Mapping):
+        array = _array(given, name)
+        if array.ndim != 2:
+            raise ValueError(
+                f"{name} has shape {list(array.shape)}; give {{layer: vector}}, a packed mapping, "
+                "or an array [layers, hidden]"
+            )
+        yield from enumerate(array)
+        return
+    if not given:
+        raise ValueError(f"{name} is empty; name at least one layer, or leave the hook point out")
+    for layer, entry in given.items():
+        yield _layer(layer, name), entry
+
+
+def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
+    """Entries of the packed form: `dtype`, `shape`, `layer_indices`, base64 `data`, `scales`."""
+    allowed = {"dtype", "shape", "layer_indices", "data", "scales", "positions"}
+    if unknown := sorted(set(map(str, given)) - allowed):
+        raise ValueError(f"{name} has unknown keys {unknown}; packed takes {sorted(allowed)}")
+    for key in ("dtype", "shape", "layer_indices"):
+        if key not in given:
+            raise ValueError(f"{name} has data but no {key!r}; packed needs it")
+    dtype = given["dtype"]
+    if not isinstance(dtype, str) or dtype not in _PACKED_DTYPES:
+        raise ValueError(
+            f"{name}['dtype']={dtype!r} is not known; choose one of {', '.join(_PACKED_DTYPES)}"
+        )
+    shape = [_whole(size, f"{name}['shape']: ") for size in _list(given, "shape", name)]
+    raw = _bytes(given["data"], f"{name}['data']")
+    needed = math.prod(shape) * np.dtype(_PACKED_DTYPES[dtype]).itemsize
+    if len(shape) != 2 or min(shape) < 0 or len(raw) != needed:
+        raise ValueError(
+            f"{name}['data'] has {len(raw)} bytes, but shape {shape} of {dtype} has {needed}; "
+            "shape is [layers, hidden]"
+        )
+    values = np.frombuffer(raw, _PACKED_DTYPES[dtype])
+    if dtype == "bfloat16":
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    rows = values.reshape(shape)
+    layers = [_layer(layer, name) for layer in _list(given, "layer_indices", name)]
+    scales = [1.0] * len(layers)
+    if given.get("scales") is not None:
+        scales = _list(given, "scales", name)
+    if len(layers) != len(rows) or len(scales) != len(rows):
+        raise ValueError(
+            f"{name}: shape {shape} with {len(layers)} layer_indices and {len(scales)} scales; "
+            "give one of each for every row"
+        )
+    extra = {"positions": given["positions"]} if "positions" in given else {}
+    for layer, row, scale in zip(layers, rows, scales, strict=True):
+        yield layer, {"vector": row, "scale": scale, **extra}
+
+
+def _bytes(given: Any, name: str) -> bytes:
+    if not isinstance(given, str):
+        if not isinstance(given, (bytes, bytearray, memoryview)):
+            raise ValueError(f"{name} is {type(given).__name__}; give base64 text, or bytes")
+        return bytes(given)
+    try:
+        return base64.b64decode(given, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{name} is not base64: {error}") from None
+
+
+def _list(given: Mapping[str, Any], key: str, name: str) -> list[Any]:
+    value = given[key]
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}[{key!r}]={value!r} is {type(value).__name__}; give a list")
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+
+
+def _layer(given: Any, name: str) -> int:
+    """The number of a layer, which a key of JSON gives as text."""
+    if isinstance(given, str) and re.fullmatch(r"\s*[+-]?\d+\s*", given):
+        return int(given)
+    return _whole(given, f"{name}: layer ")
+
+
+def _whole(given: Any, before: str) -> int:
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise ValueError(f"{before}{given!r} is not a whole number")
+    return int(given)
+
+
+def _listed(given: Any) -> list[Any]:
+    """The entries at one place: one, or a list of mappings."""
+    if isinstance(given, Sequence) and given and all(isinstance(e, Mapping) for e in given):
+        return list(given)
+    return [given]
+
+
+def _entry(
+    given: Any,
+    name: str,
+    point: HookPoint,
+    layer: int | None,
+    default_method: str,
+) -> SteeringEntry:
+    if not isinstance(given, Mapping):
+        given = {"vector": given}
+    if "vector" not in given:
+        raise ValueError(f"{name} has no 'vector'; give a list of numbers, an array or a tensor")
+    named = given.get("method", default_method)
+    if not isinstance(named, str) or named not in METHODS:
+        raise ValueError(
+            f"{name}['method']={named!r} is not known; choose one of {', '.join(METHODS)}"
+        )
+    method = METHODS[named]
+    allowed = {"vector", "method", "positions", *method.parameters}
+    if unknown := sorted(set(map(str, given)) - allowed):
+        raise ValueError(f"{name} has unknown keys {unknown}; {named} takes {sorted(allowed)}")
+    parameters = {
+        key: default if given.get(key) is None else _scalar(given[key], f"{name}[{key!r}]")
+        for key, default in method.parameters.items()
+    }
+    try:
+        coefficients = method.coefficients(parameters)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
+    positions = Selection()
+    if given.get("positions") is not None:
+        positions = Selection.parse(given["positions"], f"{name}['positions']")
+    return SteeringEntry(
+        name, point, layer, _vector(given["vector"], name, method), coefficients, positions
+    )
+
+
+def _scalar(given: Any, name: str) -> float:
+    try:
+        if isinstance(given, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        value = float(given)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}={given!r:.60} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite")
+    if abs(value) > LARGEST_FLOAT32:
+        raise ValueError(f"{name}={value} is beyond float32, in which steering is computed")
+    return value
+
+
+def _vector(given: Any, name: str, method: SteeringMethod) -> FloatArray:
+    array = _array(given, name)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"{name} has shape {list(array.shape)}; give one vector [hidden]")
+    if method.unit:
+        wide = array.astype(np.float64)
+        length = float(np.sqrt(wide @ wide))
+        if length == 0:
+            raise ValueError(f"{name} is all zeros, which is no direction")
+        array = (wide / length).astype(np.float32)
+    array.setflags(write=False)
+    return array
+
+
+def _array(given: Any, name: str) -> FloatArray:
+    """A float32 copy of a list, an array, or a tensor on any device."""
+    with np.errstate(over="ignore"):
+        array = numeric_array(given, name).astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
+    return array
+
+
+def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:
+    """A list, an array, or a tensor on any device, as an array of integers or floating-point
+    numbers; `ValueError` naming the field for anything else. It may share the memory of `given`."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, (Iterable, np.ndarray)):
+        raise ValueError(f"{name} is {given!r}; give a list of numbers, an array or a tensor")
+    try:
+        if hasattr(given, "detach"):
+            given = given.detach().cpu()
+            given = (given.float() if given.is_floating_point() else given).numpy()
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is not an array of numbers: {error}") from None
+    if array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{name} is not an array of numbers: {array.dtype} is no kind of real number"
+        )
+    return array

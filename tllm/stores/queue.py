@@ -1,0 +1,320 @@
+"""The bounded queue between those who submit records and the threads that write them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from tllm.stores.error import StoreError, describe
+from tllm.stores.format import as_bytes
+from tllm.stores.payload import write_all
+from tllm.stores.publish import QueuedRows
+from tllm.stores.record import CheckedStack
+
+Overflow = Literal["block", "drop", "spill"]
+
+_SEGMENT_BYTES = 256 << 20
+
+
+@dataclass(eq=False)
+class _Segment:
+    """A file without a name: it is gone when the process is, however that ends."""
+
+    fd: int
+    size: int = 0
+    unread: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class SpilledRows:
+    """Rows on disk.
+
+    Attributes:
+        shape: `[rows, ...]`.
+        nbytes: on disk.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    _segment: _Segment
+    _offset: int
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+class SpillFile:
+    """Takes rows out of memory and gives them back; for several threads.
+
+    Args:
+        folder: where; the system's temporary folder by default.
+        limit: bytes that may lie there at a time.
+
+    Attributes:
+        used: bytes that lie there.
+    """
+
+    def __init__(self, folder: Path | None, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+        self._folder = folder
+        self._segments: list[_Segment] = []
+        self._lock = threading.Lock()
+
+    def put(self, tensor: torch.Tensor) -> SpilledRows | None:
+        """Write rows, on the CPU; None when they do not fit below the limit. Raises `OSError`."""
+        data = as_bytes(tensor.contiguous())
+        with self._lock:
+            if self.used + len(data) > self.limit:
+                return None
+            if not self._segments or self._segments[-1].size >= _SEGMENT_BYTES:
+                with tempfile.TemporaryFile(dir=self._folder) as file:
+                    self._segments.append(_Segment(os.dup(file.fileno())))
+            segment = self._segments[-1]
+            offset = segment.size
+            os.lseek(segment.fd, offset, os.SEEK_SET)
+            write_all(segment.fd, [data])
+            segment.size += len(data)
+            segment.unread += 1
+            self.used += len(data)
+        return SpilledRows(tuple(tensor.shape), tensor.dtype, len(data), segment, offset)
+
+    def pop(self, spilled: SpilledRows) -> torch.Tensor:
+        """Read rows back, once. Raises `OSError`."""
+        data = bytearray(spilled.nbytes)
+        view = memoryview(data)
+        try:
+            while len(view):
+                at = spilled._offset + spilled.nbytes - len(view)
+                count = os.preadv(spilled._segment.fd, [view], at)
+                if not count:
+                    raise OSError(f"the spill file ended {len(view)} bytes early")
+                view = view[count:]
+        finally:
+            self.discard(spilled)
+        if not data:
+            return torch.empty(spilled.shape, dtype=spilled.dtype)
+        return torch.frombuffer(data, dtype=torch.uint8).view(spilled.dtype).view(spilled.shape)
+
+    def discard(self, spilled: SpilledRows) -> None:
+        """Nobody will read these rows. Files without any give their space back."""
+        segment = spilled._segment
+        with self._lock:
+            self.used -= spilled.nbytes
+            segment.unread -= 1
+            if segment.unread or segment not in self._segments:
+                return
+            if segment is self._segments[-1]:
+                # It is filled again.
+                segment.size = 0
+                os.ftruncate(segment.fd, 0)
+            else:
+                self._segments.remove(segment)
+                os.close(segment.fd)
+
+    def close(self) -> None:
+        """Let go of all files; what is in them is lost."""
+        with self._lock:
+            while self._segments:
+                os.close(self._segments.pop().fd)
+
+
+@dataclass(eq=False)
+class Barrier:
+    """Asks a thread to publish all that came before; `stop` also to end."""
+
+    stop: bool = False
+    passed: threading.Event = field(default_factory=threading.Event)
+
+
+_Spilled = Sequence[SpilledRows] | None
+
+
+class Intake:
+    """One queue a thread, first in, first out, with one limit in bytes for all.
+
+    Bytes count from `put` until `release`: also while a thread holds rows back to write them in
+    larger blocks. Rows larger than the limit are let in when nothing else is there.
+
+    Args:
+        threads: number of queues.
+        limit: bytes.
+        overflow: what `put` does when there is no room: `block` waits, `drop` refuses, `spill`
+            leaves the rows on disk until their turn comes, and refuses when the spill file is full.
+        spill: for `spill`.
+    """
+
+    def __init__(self, threads: int, limit: int, overflow: Overflow, spill: SpillFile) -> None:
+        self._limit = limit
+        self._overflow = overflow
+        self._spill = spill
+        self._queues: list[deque[tuple[QueuedRows, _Spilled] | Barrier]] = [
+            deque() for _ in range(threads)
+        ]
+        self._loads = [0] * threads
+        self._changed = threading.Condition()
+        self._waiting = 0
+        self._turn = -1
+        self.used = 0
+        self.peak = 0
+        self.blocked_seconds = 0.0
+        self.spilled_items = 0
+        self.spilled_bytes = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that are let in at once."""
+        return self._limit - self.used
+
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits for room."""
+        return self._waiting > 0
+
+    def lightest(self) -> int:
+        """The thread with the least to do; of several, each in turn."""
+        with self._changed:
+            count = len(self._loads)
+            self._turn = (self._turn + 1) % count
+            turns = [(self._turn + i) % count for i in range(count)]
+            return min(turns, key=self._loads.__getitem__)
+
+    def put(self, thread: int, item: QueuedRows) -> StoreError | None:
+        """Queue rows; the error, and nothing queued, when there is no room for them."""
+        nbytes = item.nbytes
+        with self._changed:
+            if nbytes and not self._fits(nbytes):
+                if self._overflow == "block":
+                    self._wait(nbytes)
+                elif self._overflow == "drop":
+                    return StoreError(
+                        f"{item.recording.what}: {nbytes} bytes were dropped, the queue of "
+                        f"{self._limit} bytes was full",
+                        "dropped",
+                    )
+            if not nbytes or self._fits(nbytes):
+                self._push(thread, item, None)
+                return None
+        return self._put_on_disk(thread, item)
+
+    def put_barrier(self, thread: int, barrier: Barrier) -> None:
+        """Queue a barrier."""
+        with self._changed:
+            self._queues[thread].append(barrier)
+            self._changed.notify_all()
+
+    def pop(
+        self, thread: int, deadline: float | None, holding: bool
+    ) -> QueuedRows | Barrier | None:
+        """The next entry of a thread; None at the deadline, or when others wait for its memory.
+
+        Args:
+            deadline: by `time.monotonic`; None waits for ever.
+            holding: the thread has rows that it could write to make room.
+        """
+        queue = self._queues[thread]
+        with self._changed:
+            while not queue:
+                if holding and self._waiting:
+                    return None
+                timeout = None if deadline is None else deadline - time.monotonic()
+                if timeout is not None and timeout <= 0:
+                    return None
+                self._changed.wait(timeout)
+            entry = queue.popleft()
+            if isinstance(entry, Barrier):
+                return entry
+            item, spilled = entry
+            self._loads[thread] -= item.nbytes
+            if spilled is not None:
+                # Rows that come back from disk may exceed the limit, by one entry a thread.
+                self._use(item.nbytes)
+        if spilled is not None:
+            self._pop_from_disk(item, spilled)
+        return item
+
+    def release(self, nbytes: int) -> None:
+        """Bytes of rows need no memory any more."""
+        if nbytes:
+            with self._changed:
+                self.used -= nbytes
+                self._changed.notify_all()
+
+    def _fits(self, nbytes: int) -> bool:
+        return self.used == 0 or self.used + nbytes <= self._limit
+
+    def _use(self, nbytes: int) -> None:
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+
+    def _wait(self, nbytes: int) -> None:
+        start = time.monotonic()
+        self._waiting += 1
+        self._changed.notify_all()
+        try:
+            while not self._fits(nbytes):
+                self._changed.wait()
+        finally:
+            self._waiting -= 1
+            self.blocked_seconds += time.monotonic() - start
+
+    def _push(self, thread: int, item: QueuedRows, spilled: _Spilled) -> None:
+        self._queues[thread].append((item, spilled))
+        self._loads[thread] += item.nbytes
+        if spilled is None:
+            self._use(item.nbytes)
+        self._changed.notify_all()
+
+    def _put_on_disk(self, thread: int, item: QueuedRows) -> StoreError | None:
+        """The rows go to the spill file, their entry to its place in the queue."""
+        what = f"{item.recording.what}: {item.nbytes} bytes were dropped"
+        spilled: list[SpilledRows] = []
+        error: StoreError | None = None
+        for stack in item.stacks:
+            try:
+                kept = self._spill.put(stack.tensor)
+            except OSError as failure:
+                error = StoreError.from_os_error(f"{what}, spilling failed", failure)
+                break
+            if kept is None:
+                full = f"the queue was full and the spill file had its {self._spill.limit} bytes"
+                error = StoreError(f"{what}, {full}", "dropped")
+                break
+            spilled.append(kept)
+        if error is not None:
+            for kept in spilled:
+                self._spill.discard(kept)
+            return error
+        # Not a view of the rows: that would keep their memory.
+        item.stacks = [replace(stack, tensor=torch.empty(0)) for stack in item.stacks]
+        with self._changed:
+            self.spilled_items += 1
+            self.spilled_bytes += sum(kept.nbytes for kept in spilled)
+            self._push(thread, item, spilled)
+        return None
+
+    def _pop_from_disk(self, item: QueuedRows, spilled: Sequence[SpilledRows]) -> None:
+        stacks: list[CheckedStack] = []
+        failure: OSError | None = None
+        for stack, kept in zip(item.stacks, spilled, strict=True):
+            try:
+                stacks.append(replace(stack, tensor=self._spill.pop(kept)))
+            except OSError as error:
+                failure = error
+        item.stacks = stacks
+        if failure is not None:
+            what = f"{item.recording.what}: spilled rows could not be read"
+            lost = StoreError.from_os_error(what, failure)
+            item.lost = {**item.lost, f"spilled rows were lost: {describe(failure)}": lost}
+            item.stacks = ()
+            self.release(item.nbytes)

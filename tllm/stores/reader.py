@@ -1,0 +1,570 @@
+"""Reading a store: its records, and their rows when they are asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from tllm.spec.hooks import HookPoint
+from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype
+from tllm.stores.catalog import (
+    PIECE_SCHEMA,
+    STATUSES,
+    Catalog,
+    Damage,
+    IntArray,
+    RecordTable,
+    piece_bytes,
+    read_line,
+)
+from tllm.stores.error import StoreError
+from tllm.stores.format import (
+    TORCH_DTYPES,
+    PieceEntry,
+    SidecarLine,
+    require_marker,
+    root_path,
+    to_numpy,
+)
+from tllm.stores.payload import PayloadCache
+from tllm.stores.record import ArrayKey
+from tllm.stores.verify import Verification, verify
+
+logger = logging.getLogger(__name__)
+
+Status = Literal["ok", "partial_error", "pending"]
+
+_FINISHED: tuple[Status, ...] = ("ok", "partial_error")
+_PAGE = 256
+
+
+class StoredRecord:
+    """What one sample of one request captured, on disk. Rows are read when they are asked for.
+
+    Attributes:
+        request_id, tag, sample_index, prompt_len, model, reduction, created, record_id: see
+            `RecordMeta`.
+        num_tokens: of prompt and output, as far as they were known.
+        generation: which record of its tag, request id and sample it is, from 1.
+        layout, writer: how it was written, and by whom; a writer of its first stage.
+        status: `ok`; `partial_error`: rows are missing, `error` says why; `pending`: its end is not
+            published: it is being written, or its writer was killed.
+        error: empty when the status is `ok`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        head: Mapping[str, Any],
+        status: str,
+        error: str,
+        pieces: Iterable[PieceEntry],
+        payloads: PayloadCache,
+    ) -> None:
+        self.request_id: str = head["request_id"]
+        self.tag: str = head["tag"]
+        self.sample_index: int = head["sample_index"]
+        self.prompt_len: int = head["prompt_len"]
+        self.num_tokens: int = head["num_tokens"]
+        self.model: str = head["model"]
+        self.reduction: str = head["reduction"]
+        self.created: str = head["created"]
+        self.record_id: str = head["record_id"]
+        self.generation: int = head["generation"]
+        self.layout: str = head["layout"]
+        self.writer: str = head["writer"]
+        self.status = status
+        self.error = error
+        self._root = root
+        self._sidecar: tuple[str, int] = head["sidecar"], head["offset"]
+        self._payloads = payloads
+        self._pieces: dict[ArrayKey, list[PieceEntry]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(ArrayKey(piece.hook, piece.layer), []).append(piece)
+
+    def __repr__(self) -> str:
+        return f"<StoredRecord {self.name} {self.status}, {len(self._pieces)} arrays>"
+
+    @property
+    def name(self) -> str:
+        """`tag/request_id#sample`, with `~2` for the second of its kind."""
+        tag = f"{self.tag}/" if self.tag else ""
+        again = f"~{self.generation}" if self.generation > 1 else ""
+        return f"{tag}{self.request_id}#{self.sample_index}{again}"
+
+    @property
+    def keys(self) -> list[ArrayKey]:
+        """Its arrays, in the order in which they were written."""
+        return list(self._pieces)
+
+    @property
+    def hooks(self) -> dict[str, list[int | None]]:
+        """The layers of each hook point, ascending."""
+        found: dict[str, list[int | None]] = {}
+        for key in sorted(self._pieces, key=lambda key: (key.hook, key.layer or 0)):
+            found.setdefault(key.hook, []).append(key.layer)
+        return found
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Of prompt and output, as far as they were known. Raises `StoreError`."""
+        return tuple(self._line.token_ids)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of the libraries that captured it. Raises `StoreError`."""
+        return dict(self._line.versions)
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The caller's data. Raises `StoreError`."""
+        return dict(self._line.metadata)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of rows and positions."""
+        return sum(piece.nbytes for pieces in self._pieces.values() for piece in pieces)
+
+    @property
+    def files(self) -> list[Path]:
+        """Its payload files."""
+        names = dict.fromkeys(p.file for pieces in self._pieces.values() for p in pieces)
+        return [self._root / name for name in names]
+
+    def shape(self, hook: str | HookPoint, layer: int | None = None) -> tuple[int, int]:
+        """`(rows, hidden)` of an array. Raises `StoreError` (`missing`) when it is not there."""
+        pieces = self._find(hook, layer)
+        return sum(piece.rows for piece in pieces), pieces[0].hidden
+
+    def dtype(self, hook: str | HookPoint, layer: int | None = None) -> torch.dtype:
+        """The dtype of an array. Raises `StoreError` (`missing`) when it is not there."""
+        return TORCH_DTYPES[self._find(hook, layer)[0].dtype]
+
+    def tensor(self, hook: str | HookPoint, layer: int | None = None) -> torch.Tensor:
+        """Rows `[rows, hidden]` in the dtype in which they were stored.
+
+        They share memory with the file (changes stay private), unless they lie in several places:
+        then they are copied together.
+
+        Raises:
+            ValueError: the hook point is none, or the layer does not go with it.
+            StoreError: the array is not there, or a file is gone or damaged: the checksum of rows
+                and positions is compared when they are read first.
+        """
+        parts = [self._payloads.get(p.file).read(p)[0] for p in self._find(hook, layer)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def positions(self, hook: str | HookPoint, layer: int | None = None) -> torch.Tensor:
+        """`[rows]` int32, the position of each row's token. Raises as `tensor` does."""
+        parts = [self._payloads.get(p.file).read(p)[1] for p in self._find(hook, layer)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def numpy(self, hook: str | HookPoint, layer: int | None = None) -> npt.NDArray[Any]:
+        """Rows `[rows, hidden]` as numpy; bfloat16 and float8, which numpy lacks, as float32.
+
+        Raises as `tensor` does.
+        """
+        return to_numpy(self.tensor(hook, layer))
+
+    def _find(self, hook: str | HookPoint, layer: int | None) -> Sequence[PieceEntry]:
+        key = ArrayKey.of(hook, layer)
+        if key not in self._pieces:
+            there = ", ".join(key.name for key in self._pieces) or "none"
+            raise StoreError(
+                f"record {self.name} has no {key.name}; its arrays are: {there}", "missing"
+            )
+        return self._pieces[key]
+
+    @cached_property
+    def _line(self) -> SidecarLine:
+        sidecar, offset = self._sidecar
+        try:
+            return read_line(self._root, sidecar, offset)
+        except FileNotFoundError:
+            raise StoreError(
+                f"{sidecar} is gone: its record was replaced or removed; Store.refresh() sees what "
+                "is there now",
+                "missing",
+            ) from None
+        except OSError as error:
+            raise StoreError.from_os_error(f"{sidecar} cannot be read", error) from None
+        except ValueError as error:
+            raise StoreError(f"{sidecar} is damaged: {error}", "damaged") from None
+
+
+class Store:
+    """The records under a root, or some of them, as of the moment when they were listed.
+
+    A sequence of `StoredRecord`, in the order of files. It may be read while it is written.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        table: RecordTable,
+        payloads: PayloadCache,
+        records: IntArray,
+        keys: frozenset[int] | None,
+        statuses: frozenset[str],
+    ) -> None:
+        self.root = root
+        self._table = table
+        self._payloads = payloads
+        self._candidates = records
+        self._keys = keys
+        self._statuses = statuses
+        codes = [STATUSES.index(status) for status in sorted(statuses)]
+        self._records: IntArray = records[np.isin(table.status[records], codes)]
+
+    @property
+    def damages(self) -> Sequence[Damage]:
+        """Sidecars that cannot be read: their records are not in this store."""
+        return self._table.catalog.damages
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[StoredRecord]:
+        for start in range(0, len(self._records), _PAGE):
+            yield from self._load(self._records[start : start + _PAGE])
+
+    @overload
+    def __getitem__(self, index: int) -> StoredRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StoredRecord]: ...
+    def __getitem__(self, index: int | slice) -> StoredRecord | list[StoredRecord]:
+        if isinstance(index, slice):
+            return list(self._load(self._records[index]))
+        return next(self._load(self._records[[index]]))
+
+    def __repr__(self) -> str:
+        return f"<Store {str(self.root)!r}, {len(self)} records>"
+
+    def filter(
+        self,
+        *,
+        tag: str | Iterable[str] | None = None,
+        request_id: str | Iterable[str] | None = None,
+        sample_index: int | None = None,
+        hook: str | HookPoint | Iterable[str | HookPoint] | None = None,
+        layers: int | Iterable[int] | None = None,
+        model: str | None = None,
+        status: Status | Iterable[Status] | None = None,
+    ) -> Store:
+        """Those records that fit all that is given; one value or several of each.
+
+        With `hook` or `layers`, records without such an array are left out, and the others show
+        only these arrays; `lm_head_in` has no layer, and no `layers` choose it.
+
+        Raises:
+            ValueError: an unknown hook point or status.
+        """
+        table, kept = self._table, self._candidates
+        for name, wanted in (("tag", tag), ("request_id", request_id), ("model", model)):
+            if wanted is not None:
+                values = [wanted] if isinstance(wanted, str) else list(wanted)
+                kept = kept[self._is_in(name, values)[kept]]
+        if sample_index is not None:
+            kept = kept[(table.heads["sample_index"].to_numpy() == sample_index)[kept]]
+        keys = self._keys
+        if hook is not None or layers is not None:
+            keys = self._chosen_keys(hook, layers)
+            if self._keys is not None:
+                keys &= self._keys
+            _, codes = table.piece_keys
+            has = np.zeros(table.size, bool)
+            has[table.piece_records[np.isin(codes, list(keys))]] = True
+            kept = kept[has[kept]]
+        statuses = self._statuses
+        if status is not None:
+            given = [status] if isinstance(status, str) else list(status)
+            if unknown := sorted(set(given) - set(STATUSES)):
+                raise ValueError(
+                    f"status={unknown} is not known; give one or more of {', '.join(STATUSES)}"
+                )
+            statuses = frozenset(given)
+        return Store(self.root, table, self._payloads, kept, keys, statuses)
+
+    def record(
+        self, request_id: str, *, tag: str | None = None, sample_index: int | None = None
+    ) -> StoredRecord:
+        """The one record with this request id.
+
+        Raises:
+            StoreError: there is none (`missing`), or there are several (`collision`).
+        """
+        found = self.filter(request_id=request_id, tag=tag, sample_index=sample_index)
+        if not len(found):
+            lost = ", ".join(damage.path for damage in self.damages[:3])
+            hint = f"; it may be in what cannot be read: {lost}" if lost else ""
+            raise StoreError(f"no record has the request id {request_id!r}{hint}", "missing")
+        if len(found) > 1:
+            names = ", ".join(record.name for record in found[:5])
+            raise StoreError(
+                f"{len(found)} records have the request id {request_id!r}: {names}; give tag and "
+                "sample_index, or use filter()",
+                "collision",
+            )
+        return found[0]
+
+    def has(
+        self,
+        request_id: str,
+        *,
+        tag: str | None = None,
+        sample_index: int | None = None,
+        status: Status = "ok",
+    ) -> bool:
+        """Whether there is such a record, whole: what a run that goes on can leave out.
+
+        Ask for each sample on its own when requests have several. Fast: a look-up in a table that
+        is made at the first call.
+        """
+        return any(
+            (tag is None or tag == t) and (sample_index is None or sample_index == s)
+            for t, s in self._by_request(status).get(request_id, ())
+        )
+
+    def request_ids(self, *, tag: str | None = None, status: Status = "ok") -> set[str]:
+        """The request ids of all records of a status (and a tag)."""
+        return {
+            request_id
+            for request_id, found in self._by_request(status).items()
+            if tag is None or any(tag == t for t, _ in found)
+        }
+
+    def names(self) -> dict[str, list[Any]]:
+        """`request_id`, `tag` and `sample_index` of all of these records, in their order."""
+        columns = self._table.heads.select(["request_id", "tag", "sample_index"])
+        found: dict[str, list[Any]] = columns.take(pa.array(self._records)).to_pydict()
+        return found
+
+    def keys(self) -> list[ArrayKey]:
+        """The arrays that occur in these records, by hook point and layer."""
+        names, codes = self._table.piece_keys
+        found = np.unique(codes[self._piece_mask()])
+        return [ArrayKey(*names[code]) for code in found.tolist()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and positions of these records."""
+        return int(piece_bytes(self._table.pieces)[self._piece_mask()].sum())
+
+    @property
+    def rows(self) -> int:
+        """Rows of all arrays of these records."""
+        return int(self._table.pieces["rows"].to_numpy()[self._piece_mask()].sum())
+
+    def batches(
+        self,
+        hook: str | HookPoint,
+        layer: int | None = None,
+        *,
+        rows: int = 8192,
+        format: BatchFormat = "torch",
+        shuffle: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[Batch] | Iterator[pa.RecordBatch]:
+        """All rows of one array, over all of these records, in batches: each row once.
+
+        Args:
+            hook, layer: which array.
+            rows: of a batch; the last one may have less.
+            format: `torch` (CPU tensors) and `numpy` give `Batch`; `arrow` gives record batches.
+                In numpy and Arrow, bfloat16 and float8 become float32.
+            shuffle, seed: mix the rows, see `Batches`; give each epoch a seed of its own.
+            dtype: convert rows to it.
+
+        Raises:
+            ValueError: hook point, layer, rows or format are not allowed.
+            StoreError: no record has such an array, or records differ in its dtype or width; while
+                iterating, a file is gone or damaged.
+        """
+        if format not in get_args(BatchFormat):
+            raise ValueError(
+                f"format={format!r} is not allowed; give one of {', '.join(get_args(BatchFormat))}"
+            )
+        stream = self.stream(hook, layer, rows=rows, shuffle=shuffle, seed=seed, dtype=dtype)
+        if format == "arrow":
+            return stream.as_arrow()
+        return stream.as_torch() if format == "torch" else stream.as_numpy()
+
+    def stream(
+        self,
+        hook: str | HookPoint,
+        layer: int | None = None,
+        *,
+        rows: int = 8192,
+        shuffle: bool = False,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> Batches:
+        """What `batches` iterates over: it knows its length, and can be iterated again."""
+        key = ArrayKey.of(hook, layer)
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise ValueError(f"rows={rows!r} is not allowed; give an integer from 1 on")
+        names, codes = self._table.piece_keys
+        mask = self._piece_mask()
+        wanted = (key.hook, key.layer)
+        mask &= codes == (names.index(wanted) if wanted in names else -1)
+        chosen = np.flatnonzero(mask)
+        if not len(chosen):
+            there = ", ".join(key.name for key in self.keys()) or "none"
+            raise StoreError(
+                f"none of these {len(self)} records has {key.name}; there are: {there}", "missing"
+            )
+        pieces = self._table.pieces.take(pa.array(chosen))
+        name, hidden = one_dtype(key, pieces)
+        place = np.full(self._table.size, -1, np.int64)
+        place[self._records] = np.arange(len(self._records))
+        return Batches(
+            key,
+            RowRuns.of(pieces, place[self._table.piece_records[chosen]]),
+            name,
+            hidden,
+            self._payloads,
+            self._table.heads["request_id"].take(pa.array(self._records)).combine_chunks(),
+            rows,
+            shuffle,
+            seed,
+            dtype,
+        )
+
+    def index(self, *, save: bool = True) -> pa.Table:
+        """Everything under the root as a table: one row a piece, with the columns of its record.
+
+        Of the whole root, whatever this store was filtered by; columns are described in
+        doc/reference/store-format.md. Saved as `index.parquet`, from which the next `open` takes
+        what it needs not read again: worth it from thousands of records on.
+
+        Raises:
+            OSError: it cannot be saved.
+        """
+        catalog = Catalog.read(self.root, self._table.catalog)
+        if save:
+            catalog.save(self.root)
+        return catalog.flat()
+
+    def verify(self, *, checksums: bool = True) -> Verification:
+        """Check all files under the root, whatever this store was filtered by.
+
+        Args:
+            checksums: read all rows too.
+        """
+        return verify(self.root, checksums=checksums)
+
+    def refresh(self) -> Store:
+        """All records that are there now, with the statuses that this store shows.
+
+        Other filters are not kept; only new sidecars are read.
+        """
+        table = RecordTable(Catalog.read(self.root, self._table.catalog))
+        return _whole(self.root, table, self._payloads, self._statuses)
+
+    def _load(self, records: IntArray) -> Iterator[StoredRecord]:
+        table = self._table
+        heads = table.heads.take(pa.array(records)).to_pylist()
+        _, codes = table.piece_keys
+        pieces = table.pieces.select(PIECE_SCHEMA.names)
+        for record, head in zip(records.tolist(), heads, strict=True):
+            span = np.arange(table.piece_starts[record], table.piece_starts[record + 1])
+            if self._keys is not None:
+                span = span[np.isin(codes[span], list(self._keys))]
+            yield StoredRecord(
+                self.root,
+                head,
+                STATUSES[table.status[record]],
+                table.errors.get(record, head["error"]),
+                [PieceEntry(**row) for row in pieces.take(pa.array(span, pa.int64())).to_pylist()],
+                self._payloads,
+            )
+
+    def _piece_mask(self) -> npt.NDArray[np.bool_]:
+        """`[pieces]`, those of these records and arrays."""
+        mine = np.zeros(self._table.size, bool)
+        mine[self._records] = True
+        mask = mine[self._table.piece_records]
+        if self._keys is not None:
+            mask &= np.isin(self._table.piece_keys[1], list(self._keys))
+        return mask
+
+    def _is_in(self, name: str, values: Sequence[str]) -> npt.NDArray[np.bool_]:
+        column = self._table.heads[name]
+        found = pc.is_in(column, value_set=pa.array(values, pa.string()))
+        result: npt.NDArray[np.bool_] = found.to_numpy()
+        return result
+
+    def _chosen_keys(
+        self,
+        hook: str | HookPoint | Iterable[str | HookPoint] | None,
+        layers: int | Iterable[int] | None,
+    ) -> frozenset[int]:
+        hooks: set[str] | None = None
+        if hook is not None:
+            given = [hook] if isinstance(hook, (str, HookPoint)) else list(hook)
+            hooks = {HookPoint.parse(point).value for point in given}
+        numbers = None
+        if layers is not None:
+            numbers = {layers} if isinstance(layers, int) else set(layers)
+        return frozenset(
+            code
+            for code, (name, layer) in enumerate(self._table.piece_keys[0])
+            if (hooks is None or name in hooks) and (numbers is None or layer in numbers)
+        )
+
+    def _by_request(self, status: Status) -> dict[str, list[tuple[str, int]]]:
+        if status not in STATUSES:
+            raise ValueError(f"status={status!r} is not known; give one of {', '.join(STATUSES)}")
+        return self._requests[status]
+
+    @cached_property
+    def _requests(self) -> dict[str, dict[str, list[tuple[str, int]]]]:
+        table = self._table
+        found: dict[str, dict[str, list[tuple[str, int]]]] = {status: {} for status in STATUSES}
+        names = ["request_id", "tag", "sample_index"]
+        columns: list[list[Any]] = [table.column(name) for name in names]
+        for record in self._candidates.tolist():
+            request_id, tag, sample = (column[record] for column in columns)
+            by_request = found[STATUSES[table.status[record]]]
+            by_request.setdefault(request_id, []).append((tag, sample))
+        return found
+
+
+def open_store(root: str | os.PathLike[str]) -> Store:
+    """Open the store under a root: all records whose end is published.
+
+    `filter(status="pending")` gives the others. Sidecars that cannot be read are logged, and listed
+    in `Store.damages`.
+
+    Raises:
+        ValueError: the root names no folder.
+        StoreError: the folder is no store, has a format that is not known, or cannot be read.
+    """
+    folder = root_path(root)
+    require_marker(folder)
+    catalog = Catalog.read(folder)
+    for damage in catalog.damages:
+        logger.warning(
+            "%s %s: its records are left out; run `tllm store verify %s`",
+            damage.path,
+            damage.what,
+            folder,
+        )
+    return _whole(folder, RecordTable(catalog), PayloadCache(folder), frozenset(_FINISHED))
+
+
+def _whole(
+    root: Path, table: RecordTable, payloads: PayloadCache, statuses: frozenset[str]
+) -> Store:
+    return Store(root, table, payloads, np.flatnonzero(table.status >= 0), None, statuses)
