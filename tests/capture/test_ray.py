@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from child_process import run_script
 from engine.asking import RELATIVE, error_of
 from engine.reference import Addition, Reference
 from vllm.v1.executor.ray_executor import RayDistributedExecutor
@@ -48,20 +47,18 @@ def serve(model, root, folder, options):
     ray_platform.install(folder)
     path = [str(folder), str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     output = folder / "saved.pt"
-    done = subprocess.run(
-        [sys.executable, on_ray.__file__, model, str(root), str(output), json.dumps(options)],
-        env=os.environ
-        | {
+    run_script(
+        on_ray,
+        *(model, root, output, json.dumps(options)),
+        log=folder / "log",
+        environment={
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "RAY_AUTH_MODE": "disabled",  # it would write a token into the user's home
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         },
-        capture_output=True,
-        text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(output, weights_only=False)
 
 

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from child_process import run_script
 
 from engine import modes
 from engine.asking import RELATIVE, error_of
@@ -50,15 +49,14 @@ def asked_additions(prompt):
 def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
     options, environment = MODES[mode]
     output = tmp_path / "saved.pt"
-    done = subprocess.run(
-        [sys.executable, modes.__file__, tiny_model, str(output), json.dumps(options)],
-        env=os.environ | environment,
+    run_script(
+        modes,
+        *(tiny_model, output, json.dumps(options)),
+        log=tmp_path / "log",
+        environment=environment,
         cwd=Path(modes.__file__).parents[2],
-        capture_output=True,
-        text=True,
         timeout=480,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     saved = torch.load(output, weights_only=False)
     assert saved["errors"] == []
     steering = Addition(("post_block", 2), torch.linspace(-3, 3, HIDDEN))

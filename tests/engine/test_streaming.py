@@ -1,13 +1,12 @@
 """`AsyncLLM`: streaming outputs, streaming input, abort, and what the last output carries."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import vllm
+from child_process import run_script
 
 import tllm.stores
 from engine import modes, streaming
@@ -30,17 +29,17 @@ stops_exactly = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def saved(tiny_model, tmp_path_factory):
     """What a process with an `AsyncLLM` saw."""
-    output = tmp_path_factory.mktemp("streaming") / "saved.pt"
-    done = subprocess.run(
-        [sys.executable, streaming.__file__, tiny_model, str(output)],
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join(map(str, Path(streaming.__file__).parents[1:3]))},
-        cwd=Path(streaming.__file__).parents[2],
-        capture_output=True,
-        text=True,
+    folder = tmp_path_factory.mktemp("streaming")
+    output = folder / "saved.pt"
+    tests, root = Path(streaming.__file__).parents[1:3]
+    run_script(
+        streaming,
+        *(tiny_model, output),
+        log=folder / "log",
+        environment={"PYTHONPATH": f"{tests}{os.pathsep}{root}"},
+        cwd=root,
         timeout=480,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(output, weights_only=False)
 
 
