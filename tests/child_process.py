@@ -5,44 +5,66 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 LEAVES_S = 30.0
 """How long the processes that a script started may take to end after it."""
 
 
-def run_script(script, *arguments, log, environment, timeout, cwd=None):
+class HungError(Exception):
+    """A script was not done in its time."""
+
+
+def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1):
     """`python SCRIPT ARGUMENTS`, with the script and every process that it starts in one group.
 
     What they print goes to the file `log`, not through a pipe, which a process left behind would
     hold open. Fails with the end of that file when the script fails, is not done in `timeout`
     seconds, or leaves a process behind; in the last two cases each Python process first writes
     its threads' stacks there.
+
+    With two `attempts` a script that hung is run once more, and the stacks are a warning at the
+    end of the run. For engines of several processes, which once in some hundred starts on a busy
+    machine do not come up. A script that fails is never run again.
     """
     script = getattr(script, "__file__", script)
-    with Path(log).open("wb") as output:
+    command = [sys.executable, script, *map(str, arguments)]
+    for left in reversed(range(attempts)):
+        try:
+            _run(command, Path(log), os.environ | environment, timeout, cwd)
+            break
+        except HungError as hung:
+            if not left:
+                raise
+            warnings.warn(f"run again: {hung}", stacklevel=2)
+
+
+def _run(command, log, environment, timeout, cwd):
+    with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, script, *map(str, arguments)],
-            env=os.environ | environment | {"PYTHONFAULTHANDLER": "1"},
+            command,
+            env=environment | {"PYTHONFAULTHANDLER": "1"},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
+    name = command[1]
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:
         _abort(process.pid)
         process.wait()
-        raise AssertionError(f"{script} was not done in {timeout} s:\n{_end_of(log)}") from None
-    assert status == 0, f"{script} ended with status {status}:\n{_end_of(log)}"
+        raise HungError(f"{name} was not done in {timeout} s:\n{_end_of(log)}") from None
+    assert status == 0, f"{name} ended with status {status}:\n{_end_of(log)}"
     deadline = time.monotonic() + LEAVES_S
     while _is_there(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)
     if _is_there(process.pid):
         _abort(process.pid)
-        raise AssertionError(f"{script} left a process behind:\n{_end_of(log)}")
+        raise AssertionError(f"{name} left a process behind:\n{_end_of(log)}")
 
 
 def _is_there(group):
@@ -62,4 +84,4 @@ def _abort(group):
 
 
 def _end_of(log, characters=12_000):
-    return Path(log).read_text(errors="replace")[-characters:]
+    return log.read_text(errors="replace")[-characters:]

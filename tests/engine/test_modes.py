@@ -55,7 +55,8 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
         log=tmp_path / "log",
         environment=environment,
         cwd=Path(modes.__file__).parents[2],
-        timeout=480,
+        timeout=270,
+        attempts=2,
     )
     saved = torch.load(output, weights_only=False)
     assert saved["errors"] == []
