@@ -20,9 +20,7 @@ from tllm.ports import (
     RequestInfo,
     ResidualStream,
 )
-
-Place = tuple[str, int | None]
-"""A hook point and its layer; that of `lm_head_in` is None."""
+from tllm.verify.steered import Place
 
 
 def read(place: Place, phase: Phase = "any") -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,16 +22,18 @@ from torch import Tensor
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.ports import Phase
+from tllm.verify.batches import Ask, Prompts
+from tllm.verify.places import POINTS
+from tllm.verify.steered import PHASES, Place, changes, steering_fields
+from tllm.verify.tolerance import Tolerance
 
-from .consumers import Gatherer, Place, Writer
+from .consumers import Gatherer, Writer
 from .families import engine_arguments
-from .reference import POINTS, Change, Writes
+from .reference import Writes
 from .reference_process import ReferenceProcess
 
 BLOCK = 32
 MAX_LEN = 4 * BLOCK
-MAX_TOKENS = 5
-PHASES: tuple[Phase, ...] = ("any", "prefill", "decode")
 CHUNK = 48
 """`max_num_batched_tokens`: longer prompts are computed in chunks, beside other sequences."""
 
@@ -52,152 +54,39 @@ SMALL = ("block_size", "enable_prefix_caching")
 """What not every family takes: a state-space layer's block holds more tokens."""
 
 
-@dataclass(frozen=True, eq=False)
-class Steered:
-    """One operation of a request.
-
-    kind: whether it is asked among the vectors or the clamps; these come last.
-    """
-
-    place: Place
-    method: str
-    vector: Tensor
-    given: Mapping[str, float] = field(default_factory=dict)
-    phase: Phase = "any"
-    positions: str = "all"
-    kind: str = "vectors"
-
-    def mask(self, tokens: list[int], n: int) -> Tensor:
-        """Which of the positions of `tokens`, of which n are the prompt's, it is done to."""
-        meant = POSITIONS[self.positions][1]
-        chosen = [meant(p, n, token) for p, token in enumerate(tokens)]
-        phases = ["prefill" if p < n else "decode" for p in range(len(tokens))]
-        in_phase = [self.phase in ("any", phase) for phase in phases]
-        return torch.tensor(chosen) & torch.tensor(in_phase)
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.method} {self.place} {self.phase} {self.positions}"
-
-
-TOKENS = tuple(range(2, 90))
-"""Chosen by token: about half of the vocabulary."""
-
-POSITIONS: dict[str, tuple[Any, Callable[[int, int, int], bool]]] = {
-    "all": ("all", lambda p, n, token: True),
-    "last prompt": ("last_prompt", lambda p, n, token: p == n - 1),
-    "listed": ([0, -2], lambda p, n, token: p in (0, n - 2)),
-    "generated": ("all_generated", lambda p, n, token: p >= n),
-    "window": (
-        {"phase": "generation", "windows": [[1, 3]]},
-        lambda p, n, token: n + 1 <= p < n + 3,
-    ),
-    "range without": (
-        {"ranges": [[-4, None]], "exclude": {"positions": [-2]}},
-        lambda p, n, token: p >= n - 4 and p != n - 2,
-    ),
-    "prompt tokens": (
-        {"phase": "prompt", "token_ids": TOKENS, "exclude": {"windows": [[0, 2]]}},
-        lambda p, n, token: p < n and token in TOKENS and p >= 2,
-    ),
-    "tokens": (
-        {"token_ids": TOKENS, "exclude": {"positions": [-2]}},
-        lambda p, n, token: token in TOKENS and p != n - 2,
-    ),
-    "generated without": (
-        {"phase": "generation", "exclude": {"token_ids": TOKENS, "windows": [[4, 5]]}},
-        lambda p, n, token: p >= n and token not in TOKENS and p != n + 4,
-    ),
-}
-"""As users write it, and whether a position is meant: (position, prompt length, token)."""
-
-
-def _steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
-    """The keywords of `SamplingParams`, with several operations at a place in their order."""
-    fields: dict[str, Any] = {}
-    for each in steering:
-        prefix = "" if each.phase == "any" else f"{each.phase}_"
-        tier = fields.setdefault(f"{prefix}steering_{each.kind}", {})
-        point, layer = each.place
-        entry = {
-            "vector": each.vector,
-            "method": each.method,
-            "positions": POSITIONS[each.positions][0],
-            **each.given,
-        }
-        if layer is None:
-            tier.setdefault(point, []).append(entry)
-        else:
-            tier.setdefault(point, {}).setdefault(layer, []).append(entry)
-    return fields
-
-
 @dataclass(frozen=True)
-class Ask:
-    """One request.
+class WrittenAsk(Ask):
+    """A request with a vector added at a place, in a phase."""
 
-    reads: the rows that are captured; None for none.
-    seed: sample with it at temperature 1; None is greedy.
-    write: where, and in which phase, the vector is added; None for nowhere.
-    """
-
-    prompt: list[int]
-    reads: Phase | None = "any"
-    n: int = 1
-    seed: int | None = None
-    max_tokens: int = MAX_TOKENS
     write: tuple[Place, Phase] | None = None
-    steering: tuple[Steered, ...] = ()
-
-    def params(self, registered: Sequence[str], *, seeded: bool) -> Any:
-        consumers: dict[str, Mapping[str, Any]] = {
-            name: {"enabled": self.reads == name.removeprefix("rows ")}
-            for name in registered
-            if name.startswith("rows ")
-        }
-        if "writer" in registered:
-            consumers["writer"] = Writer.options(*self.write) if self.write else {"enabled": False}
-        return SamplingParams(
-            n=self.n,
-            seed=self.seed if seeded else None,
-            temperature=0.0 if self.seed is None else 1.0,
-            max_tokens=self.max_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            consumers=consumers,
-            **_steering_fields(self.steering),
-        )
 
     def __str__(self) -> str:
-        written = f", written at {self.write}" if self.write else ""
-        steered = f", steered {[str(each) for each in self.steering]}" if self.steering else ""
-        return f"prompt of {len(self.prompt)}, reads {self.reads}{written}{steered}"
+        return f"{super().__str__()}, written at {self.write}"
 
 
-def mixed_batch(vocab: int) -> list[Ask]:
-    """Prompts of many lengths, two of whose prefixes are shared, greedy and sampled.
+def params_of(ask: Ask, registered: Sequence[str], *, seeded: bool) -> Any:
+    consumers: dict[str, Mapping[str, Any]] = {
+        name: {"enabled": ask.reads == name.removeprefix("rows ")}
+        for name in registered
+        if name.startswith("rows ")
+    }
+    if "writer" in registered:
+        write = ask.write if isinstance(ask, WrittenAsk) else None
+        consumers["writer"] = Writer.options(*write) if write else {"enabled": False}
+    return SamplingParams(
+        n=ask.n,
+        seed=ask.seed if seeded else None,
+        temperature=0.0 if ask.seed is None else 1.0,
+        max_tokens=ask.max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        consumers=consumers,
+        **steering_fields(ask.steering),
+    )
 
-    Those that read no prompt row may be served by the prefix cache. Many stop just before the end
-    of a block: they grow into blocks that are not there.
-    """
-    pick = random.Random(0)
 
-    def prompt(length: int) -> list[int]:
-        return [pick.randrange(2, vocab) for _ in range(length)]
-
-    shared = prompt(BLOCK)
-    return [
-        Ask([*shared, *prompt(5)]),
-        Ask([*shared, *prompt(7)], "decode"),
-        Ask(prompt(BLOCK - 2), n=3, seed=11),
-        Ask(prompt(1)),
-        Ask(prompt(CHUNK + 13)),
-        Ask([*shared, *prompt(BLOCK - 2)], "decode", n=3, seed=12),
-        Ask(prompt(7), None),
-        Ask(prompt(BLOCK - 1), max_tokens=3),
-        Ask(prompt(BLOCK - 3), "prefill"),
-        Ask([*shared, *prompt(1)], None, seed=13),
-        Ask([*shared, *prompt(2)], n=3, seed=14, max_tokens=3),
-    ]
+def prompts_of(vocab: int) -> Prompts:
+    return Prompts(vocab, BLOCK)
 
 
 def written_batch(writes: Sequence[tuple[Place, Phase]], vocab: int) -> list[Ask]:
@@ -208,70 +97,14 @@ def written_batch(writes: Sequence[tuple[Place, Phase]], vocab: int) -> list[Ask
     pick = random.Random(1)
     common = [pick.randrange(2, vocab) for _ in range(BLOCK + 3)]
     middle = writes[len(writes) // 2]
-    asks = [Ask(common, "decode", write=write) for write in (writes[0], None, middle, None)]
+    asks: list[Ask] = [
+        WrittenAsk(common, "decode", write=write) for write in (writes[0], None, middle, None)
+    ]
     for number, write in enumerate(writes):
         prompt = [pick.randrange(2, vocab) for _ in range(pick.randrange(4, 12))]
-        asks.append(Ask(prompt, write=write, max_tokens=4))
+        asks.append(WrittenAsk(prompt, write=write, max_tokens=4))
         if number % 4 == 0:
             asks.append(Ask(prompt, max_tokens=4))
-    return asks
-
-
-METHODS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("add", {"scale": 1.5}),
-    ("norm_match", {"scale": 0.4}),
-    ("clamp", {"min": -0.3, "max": 0.2, "strength": 0.8}),
-    ("ablate", {}),
-    ("project", {"value": 1.2}),
-    ("multiply", {"factor": -1.5}),
-    ("clamp", {"value": 0.7}),
-)
-
-
-def steered_batch(places: Sequence[Place], vector: Tensor, vocab: int) -> list[Ask]:
-    """Every place once, with method, phase and positions changing in turn; and compositions.
-
-    Half of them share a prompt longer than a block with requests that are not steered, and read
-    no prompt rows: they would share cached blocks that they must not.
-    """
-    pick = random.Random(2)
-    generator = torch.Generator().manual_seed(6)
-    common = [pick.randrange(2, vocab) for _ in range(BLOCK + 6)]
-
-    def direction() -> Tensor:
-        return vector * torch.randn(len(vector), generator=generator)
-
-    def steered(number: int, place: Place, phase: Phase) -> Steered:
-        method, given = METHODS[number % len(METHODS)]
-        kind = "clamps" if method == "clamp" else "vectors"
-        positions = list(POSITIONS)[number % len(POSITIONS)]
-        return Steered(place, method, direction(), given, phase, positions, kind)
-
-    asks = []
-    for number, place in enumerate(places):
-        prompt = [pick.randrange(2, vocab) for _ in range(pick.randrange(5, 14))]
-        phase = PHASES[(number // 2) % 3] if number % len(POSITIONS) in (0, 5) else "any"
-        shares = number % 2 == 1
-        asks.append(
-            Ask(
-                common if shares else prompt,
-                "decode" if shares else "any",
-                steering=(steered(number, place, phase),),
-                max_tokens=4,
-            )
-        )
-        if number % 4 == 1:
-            asks.append(Ask(common, "decode", max_tokens=4))
-    for number in range(4):
-        chosen = [pick.choice(list(places)) for _ in range(3)]
-        chosen += [("post_block", 0), ("pre_attn", 1), ("post_block", 0)]
-        several = sorted(
-            (steered(number + i, place, PHASES[i % 3]) for i, place in enumerate(chosen)),
-            # As they are composed: vectors before clamps, the base tier before its phases.
-            key=lambda each: (each.kind != "vectors", PHASES.index(each.phase)),
-        )
-        asks.append(Ask(common, "any", steering=tuple(several), max_tokens=3))
-        asks.append(Ask(common, None, steering=tuple(several), n=2, seed=3, max_tokens=3))
     return asks
 
 
@@ -302,18 +135,6 @@ class Report:
         if not holds:
             self.problems.append(problem)
         return holds
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The largest relative error to accept, by hook point and for `logits`.
-
-    regret: how far below the likeliest token's the logit of a greedy token may lie in the
-        reference, relative to the largest logit.
-    """
-
-    points: Mapping[str, float]
-    regret: float = 0.0
 
 
 class Engine:
@@ -393,7 +214,7 @@ class Engine:
         """Serve the requests in one call and compare all that comes back."""
         report = Report()
         prompts = [{"prompt_token_ids": ask.prompt} for ask in asks]
-        params = [ask.params(self.registered, seeded=self.seeded) for ask in asks]
+        params = [params_of(ask, self.registered, seeded=self.seeded) for ask in asks]
         with _count_preemptions(self.llm, report):
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         for ask, output in zip(asks, outputs, strict=True):
@@ -412,10 +233,7 @@ class Engine:
         report.check(len(new) == ask.max_tokens, f"{name}: {len(new)} tokens")
         passed = [*ask.prompt, *new][:-1]  # the last token never passes the model
         first = len(ask.prompt)
-        steers: dict[Place, list[Change]] = {}
-        for each in ask.steering:
-            change = each.method, each.vector, each.given, each.mask(passed, first)
-            steers.setdefault(each.place, []).append(change)
+        steers = changes(ask.steering, passed, first)
         states, logits = self.reference.run(self.family, passed, self._writes(ask), steers)
         if ask.seed is None:
             chosen = logits[first - 1 :]
@@ -452,7 +270,7 @@ class Engine:
                 )
 
     def _writes(self, ask: Ask) -> Writes:
-        if ask.write is None:
+        if not isinstance(ask, WrittenAsk) or ask.write is None:
             return {}
         place, phase = ask.write
         in_prompt = torch.arange(MAX_LEN) < len(ask.prompt)

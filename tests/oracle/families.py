@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig
+
+from tllm.verify.reference import kind_of
 
 VOCAB = 160
 LAYERS = 3
@@ -741,21 +742,6 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _kind(values: dict[str, Any]) -> Any:
-    """transformers' class of models of this kind."""
-    return AutoModelForImageTextToText if "text_config" in values else AutoModelForCausalLM
-
-
-def load(folder: Path) -> Any:
-    """A checkpoint as transformers runs it."""
-    values = json.loads((folder / "config.json").read_text())
-    return (
-        _kind(values)
-        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        .eval()
-    )
-
-
 _TOLERANCES = {
     # vLLM's Bloom has the exact GELU, transformers' has the approximation by tanh.
     "bloom": 1e-3,
@@ -838,9 +824,8 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
         return folder
     model_type, values = variant.config(name)
     torch.manual_seed(sum(name.encode()))
-    model = _kind(values).from_config(
-        AutoConfig.for_model(model_type, **values), dtype=torch.float32
-    )
+    config = AutoConfig.for_model(model_type, **values)
+    model = kind_of(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter is model.get_input_embeddings().weight:

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from tllm.verify.tolerance import UNITS, Tolerance
+
 HAS_CUDA = torch.cuda.is_available()
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -41,27 +43,6 @@ FAMILIES = (
 
 # FlashAttention takes heads of 64, and not of 32 everywhere.
 WIDTH = 2
-
-# The largest error to accept, as a multiple of the dtype's unit roundoff u (bfloat16: 2^-8), which
-# is the error of rounding one value once. Errors are relative to the largest value of the tensor.
-UNITS = {
-    # A stream is a sum of rounded branches, rounded after each addition: an error grows with the
-    # square root of the number of additions, at most six here, and by what the branches bring.
-    "pre_attn": 16.0,
-    "post_attn": 16.0,
-    "post_block": 16.0,
-    # A norm rounds once more. What follows it sees the stream's error, relative to the stream's
-    # typical value rather than to its largest.
-    "attn_in": 20.0,
-    "mlp_in": 20.0,
-    "lm_head_in": 20.0,
-    # A branch passes three matrix products whose inputs and outputs are rounded, a softmax or a
-    # gate that magnifies what its input is off by, and here no stream hides it.
-    "attn_out": 32.0,
-    "mlp_out": 32.0,
-    # One more product, of a state that is off already.
-    "logits": 20.0,
-}
 
 
 @dataclass(frozen=True)
@@ -114,21 +95,22 @@ def serve(
     family: str, dtype: torch.dtype, reference: Any, engine: dict[str, Any]
 ) -> Iterator[Line]:
     """Serve one family; yields a line for each batch."""
-    from .differential import PHASES, Tolerance, mixed_batch, serving, steered_batch, written_batch
+    from tllm.verify.batches import mixed_batch, steered_batch
+    from tllm.verify.steered import PHASES
+
+    from .differential import CHUNK, prompts_of, serving, written_batch
     from .families import SURVEYED
 
     if _has_experts(family) and (why := _why_no_experts()):
         yield Line(family, "", note=f"skipped: {why}")
         return
-    units = {point: unit * _roundoff(dtype) for point, unit in UNITS.items()}
-    # Two logits are compared to find the likeliest token, and both may be off.
-    accepted = Tolerance(units, regret=2 * units["logits"])
+    accepted = Tolerance.of(dtype)
     checkpoint = reference.checkpoint(family)
     roomy = family in SURVEYED
     with serving(family, reference, checkpoint, seeded=HAS_CUDA, roomy=roomy, **engine) as served:
         for batch in ("mixed", "mixed, again"):
             with served.consumers():
-                report = served.compare(mixed_batch(served.vocab), accepted)
+                report = served.compare(mixed_batch(prompts_of(served.vocab), CHUNK), accepted)
             report.check(roomy or report.preemptions > 0, "nothing was preempted")
             if batch == "mixed, again" and not roomy:
                 report.check(report.cached_tokens > 0, "the prefix cache served nothing")
@@ -141,7 +123,7 @@ def serve(
         yield _line(family, "written", report)
         with served.consumers():
             report = served.compare(
-                steered_batch(served.places, served.vector, served.vocab), accepted
+                steered_batch(served.places, prompts_of(served.vocab), served.vector), accepted
             )
         yield _line(family, "steered", report)
 
@@ -150,10 +132,6 @@ def _line(family: str, batch: str, report: Any) -> Line:
     for problem in report.problems[:10]:
         print(f"{family}, {batch}: {problem}", file=sys.stderr)
     return Line(family, batch, report, failed=bool(report.problems))
-
-
-def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
 
 
 def _has_experts(family: str) -> bool:
@@ -180,7 +158,7 @@ class Table:
         self._mixed_up: dict[str, list[float]] = defaultdict(list)
         counts = ("rows", "tokens", "other", "preempt", "cached", "")
         self._print("family", "batch", *UNITS, *counts)
-        self._print("", "limit", *(f"{units * _roundoff(dtype):.3f}" for units in UNITS.values()))
+        self._print("", "limit", *(f"{Tolerance.of(dtype).points[point]:.3f}" for point in UNITS))
 
     def add(self, line: Line) -> None:
         self.failed |= line.failed

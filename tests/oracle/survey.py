@@ -152,7 +152,10 @@ def examine(family: str, runner: str) -> Finding:
 
 
 def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool) -> None:
-    from .differential import Tolerance, mixed_batch, serving, steered_batch
+    from tllm.verify.batches import mixed_batch, steered_batch
+    from tllm.verify.tolerance import Tolerance
+
+    from .differential import CHUNK, prompts_of, serving
 
     family = finding.family
     with serving(
@@ -187,8 +190,8 @@ def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool
         accepted = Tolerance(dict.fromkeys([*served.points, "logits"], limit), regret)
         steered = list({point: (point, layer) for point, layer in served.places}.values())
         for batch in (
-            mixed_batch(served.vocab),
-            steered_batch(steered, served.vector, served.vocab),
+            mixed_batch(prompts_of(served.vocab), CHUNK),
+            steered_batch(steered, prompts_of(served.vocab), served.vector),
         ):
             with served.consumers():
                 report = served.compare(batch, accepted)
@@ -204,7 +207,9 @@ def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
     import torch
     from vllm import LLM, SamplingParams
 
-    from .differential import ENGINE, SMALL, mixed_batch
+    from tllm.verify.batches import mixed_batch
+
+    from .differential import CHUNK, ENGINE, SMALL, prompts_of
     from .families import engine_arguments
 
     given = {key: value for key, value in ENGINE.items() if key not in ("hook_points", *SMALL)}
@@ -215,7 +220,8 @@ def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
         **given,
         **engine_arguments(family),
     )
-    prompts = [ask.prompt for ask in mixed_batch(llm.llm_engine.model_config.get_vocab_size())]
+    vocab = llm.llm_engine.model_config.get_vocab_size()
+    prompts = [ask.prompt for ask in mixed_batch(prompts_of(vocab), CHUNK)]
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
         SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1, detokenize=False),

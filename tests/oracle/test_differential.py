@@ -8,16 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from .differential import (
-    PHASES,
-    Engine,
-    Report,
-    Tolerance,
-    mixed_batch,
-    serving,
-    steered_batch,
-    written_batch,
-)
+from tllm.verify.batches import mixed_batch, steered_batch
+from tllm.verify.steered import PHASES
+from tllm.verify.tolerance import Tolerance
+
+from .differential import CHUNK, Engine, Report, prompts_of, serving, written_batch
 from .families import CONFIGS, tolerance
 from .reference_process import ReferenceProcess
 
@@ -88,7 +83,7 @@ def test_rows_and_tokens_of_a_mixed_batch_are_those_of_transformers(
 ) -> None:
     with engine.consumers():
         for _ in range(1 if RUNNER == "v2" else 2):
-            report = engine.compare(mixed_batch(engine.vocab), accepted)
+            report = engine.compare(mixed_batch(prompts_of(engine.vocab), CHUNK), accepted)
             assert_agrees(report)
             assert report.preemptions
             assert report.cached_tokens
@@ -109,7 +104,7 @@ def test_steered_rows_and_tokens_are_those_of_transformers_with_hooks(
     engine: Engine, accepted: Tolerance
 ) -> None:
     with engine.consumers():
-        asks = steered_batch(engine.places, engine.vector, engine.vocab)
+        asks = steered_batch(engine.places, prompts_of(engine.vocab), engine.vector)
         report = engine.compare(asks, accepted)
     assert_agrees(report)
     assert report.cached_tokens

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tllm.verify.places import AS_LLAMA, PLACES
+
 from .families import CONFIGS, HIDDEN, LAYERS, REQUIRED, SURVEYED
-from .reference import PLACES
 from .reference_process import ReferenceProcess
 
 PROMPT = [11, 45, 7, 98, 23, 64, 5, 130, 77]
@@ -19,7 +20,13 @@ def _vector(seed: int = 0) -> torch.Tensor:
 
 def test_families_of_the_contract_come_first() -> None:
     assert len(REQUIRED) == 21
-    assert set(PLACES) <= set(CONFIGS) | set(SURVEYED)
+
+
+def test_every_kind_of_model_in_the_table_of_places_is_surveyed() -> None:
+    kinds = {kind for kind, _ in (CONFIGS | SURVEYED).values()}
+    inner = {"qwen2_5_vl_text", "qwen3_vl_text"}  # the language models of two of these
+    assert {*PLACES, *AS_LLAMA} <= kinds | inner
+    assert not PLACES.keys() & AS_LLAMA
 
 
 @pytest.mark.parametrize("family", CONFIGS)

@@ -1,0 +1,168 @@
+"""Requests that make an engine do all that it does at once, and what they ask of tLLM.
+
+Another kind of intervention gets a batch of its own here, and its formula in `reference.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tllm.ports import Phase
+from tllm.verify.steered import METHODS, PHASES, POSITIONS, Place, Steered, given_for
+
+MAX_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request.
+
+    reads: the rows that are captured; None for none.
+    seed: sample with it at temperature 1; None is greedy.
+    """
+
+    prompt: list[int]
+    reads: Phase | None = "any"
+    n: int = 1
+    seed: int | None = None
+    max_tokens: int = MAX_TOKENS
+    steering: tuple[Steered, ...] = ()
+
+    def __str__(self) -> str:
+        steered = f", steered {[str(each) for each in self.steering]}" if self.steering else ""
+        return f"prompt of {len(self.prompt)}, reads {self.reads}{steered}"
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Random prompts.
+
+    vocab: the tokens are below it.
+    block: tokens of a block of the KV cache; shared prefixes are as long.
+    longest: no prompt is longer.
+    without: tokens that mean something else than text, such as an image.
+    """
+
+    vocab: int
+    block: int
+    longest: int = 2**31
+    without: Collection[int] = ()
+
+    def pick(self, chance: random.Random, length: int) -> list[int]:
+        """A prompt of this length, or the longest."""
+        found: list[int] = []
+        while len(found) < min(length, self.longest):
+            token = chance.randrange(2, self.vocab)
+            if token not in self.without:
+                found.append(token)
+        return found
+
+    def after(self, prefix: Sequence[int], chance: random.Random, length: int) -> list[int]:
+        """A prompt that begins with `prefix`."""
+        return [*prefix, *self.pick(chance, length)][: self.longest]
+
+
+def mixed_batch(prompts: Prompts, chunk: int) -> list[Ask]:
+    """Prompts of many lengths, two of whose prefixes are shared, greedy and sampled.
+
+    Those that read no prompt row may be served by the prefix cache. Many stop just before the end
+    of a block: they grow into blocks that are not there.
+
+    Args:
+        chunk: longer prompts are computed in pieces.
+    """
+    chance = random.Random(0)
+    block = prompts.block
+
+    def prompt(length: int) -> list[int]:
+        return prompts.pick(chance, length)
+
+    shared = prompt(block)
+
+    def longer(length: int) -> list[int]:
+        return prompts.after(shared, chance, length)
+
+    return [
+        Ask(longer(5)),
+        Ask(longer(7), "decode"),
+        Ask(prompt(block - 2), n=3, seed=11),
+        Ask(prompt(1)),
+        Ask(prompt(chunk + 13)),
+        Ask(longer(block - 2), "decode", n=3, seed=12),
+        Ask(prompt(7), None),
+        Ask(prompt(block - 1), max_tokens=3),
+        Ask(prompt(block - 3), "prefill"),
+        Ask(longer(1), None, seed=13),
+        Ask(longer(2), n=3, seed=14, max_tokens=3),
+    ]
+
+
+def given_batch(prompts: Sequence[list[int]]) -> list[Ask]:
+    """The user's own prompts: each greedy, and sampled twice."""
+    return [
+        ask
+        for number, prompt in enumerate(prompts)
+        for ask in (Ask(prompt), Ask(prompt, "decode", n=2, seed=number))
+    ]
+
+
+def steered_batch(
+    places: Sequence[Place],
+    prompts: Prompts,
+    vector: Tensor,
+    sizes: Mapping[Place, float] | None = None,
+) -> list[Ask]:
+    """Every place once, with method, phase and positions changing in turn; and compositions.
+
+    Half of them share a prompt longer than a block with requests that are not steered, and read
+    no prompt rows: they would share cached blocks that they must not.
+
+    Args:
+        vector: `[hidden]`; directions are this with random factors.
+        sizes: of the numbers of rows at each place, about 1 where nothing is said.
+    """
+    chance = random.Random(2)
+    generator = torch.Generator().manual_seed(6)
+    common = prompts.pick(chance, prompts.block + 6)
+
+    def steered(number: int, place: Place, phase: Phase) -> Steered:
+        method, given = METHODS[number % len(METHODS)]
+        kind = "clamps" if method == "clamp" else "vectors"
+        positions = list(POSITIONS)[number % len(POSITIONS)]
+        size = (sizes or {}).get(place, 1.0)
+        direction = size * vector * torch.randn(len(vector), generator=generator)
+        given = given_for(given, size)
+        return Steered(place, method, direction, given, phase, positions, kind)
+
+    asks = []
+    for number, place in enumerate(places):
+        prompt = prompts.pick(chance, chance.randrange(5, 14))
+        phase = PHASES[(number // 2) % 3] if number % len(POSITIONS) in (0, 5) else "any"
+        shares = number % 2 == 1
+        asks.append(
+            Ask(
+                common if shares else prompt,
+                "decode" if shares else "any",
+                steering=(steered(number, place, phase),),
+                max_tokens=4,
+            )
+        )
+        if number % 4 == 1:
+            asks.append(Ask(common, "decode", max_tokens=4))
+    for number in range(4):
+        chosen = [chance.choice(list(places)) for _ in range(3)]
+        linked: list[Place] = [("post_block", 0), ("pre_attn", 1), ("post_block", 0)]
+        chosen += [place for place in linked if place in places]
+        several = sorted(
+            (steered(number + i, place, PHASES[i % 3]) for i, place in enumerate(chosen)),
+            # As they are composed: vectors before clamps, the base tier before its phases.
+            key=lambda each: (each.kind != "vectors", PHASES.index(each.phase)),
+        )
+        asks.append(Ask(common, "any", steering=tuple(several), max_tokens=3))
+        asks.append(Ask(common, None, steering=tuple(several), n=2, seed=3, max_tokens=3))
+    return asks

@@ -1,0 +1,237 @@
+"""Where hook points are in the models of `transformers`: a table by `model_type`.
+
+It is written independently of `tllm/models`, which says where they are in vLLM's: the one is
+checked against the other. Import rules keep them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+POINTS = (
+    "pre_attn",
+    "attn_in",
+    "attn_out",
+    "post_attn",
+    "mlp_in",
+    "mlp_out",
+    "post_block",
+    "lm_head_in",
+)
+
+
+@dataclass(frozen=True)
+class BlockPlace:
+    """A tensor at the boundary of one of the block's modules.
+
+    path: "" is the block; "a|b" is whichever of the two a block has.
+    """
+
+    path: str
+    side: Literal["input", "output"]
+    in_place: bool = False
+    """A write changes the tensor for whoever holds it, as the stream at `post_attn` must be."""
+
+    def module(self, block: nn.Module) -> nn.Module | None:
+        """The module of this block; None where it has none of them."""
+        found = dict(block.named_modules())
+        return next((found[path] for path in self.path.split("|") if path in found), None)
+
+
+def _into(path: str) -> BlockPlace:
+    return BlockPlace(path, "input")
+
+
+def _out_of(path: str) -> BlockPlace:
+    return BlockPlace(path, "output")
+
+
+def _stream_at(path: str) -> BlockPlace:
+    return BlockPlace(path, "input", in_place=True)
+
+
+_LLAMA = {
+    "attn_in": _into("self_attn"),
+    "attn_out": _out_of("self_attn"),
+    "post_attn": _stream_at("post_attention_layernorm"),
+    "mlp_in": _into("mlp"),
+    "mlp_out": _out_of("mlp"),
+}
+_SANDWICH = _LLAMA | {
+    "attn_out": _out_of("post_attention_layernorm"),
+    "post_attn": _stream_at("pre_feedforward_layernorm"),
+    "mlp_out": _out_of("post_feedforward_layernorm"),
+}
+_POST_NORM = _LLAMA | {
+    "attn_out": _out_of("post_attention_layernorm"),
+    "post_attn": _stream_at("mlp"),
+    "mlp_out": _out_of("post_feedforward_layernorm"),
+}
+_NO_POST_ATTN = {point: place for point, place in _LLAMA.items() if point != "post_attn"}
+_ONLY_INPUTS = {point: place for point, place in _LLAMA.items() if not point.endswith("_out")}
+_FALCON = _NO_POST_ATTN | {
+    "attn_in": _into("self_attention"),
+    "attn_out": _out_of("self_attention"),
+}
+
+
+Places = Mapping[str, BlockPlace]
+
+_STREAM_ONLY: Places = {}
+_MIXER = {"attn_in": _into("mixer"), "attn_out": _out_of("mixer")}
+_EXPERTS_AND_MORE = _ONLY_INPUTS | {
+    "attn_in": _into("self_attn|mamba"),
+    "mlp_in": _out_of("post_attention_layernorm"),
+}
+_LFM2 = {
+    "attn_in": _into("self_attn|conv"),
+    "attn_out": _out_of("self_attn|conv"),
+    "post_attn": _stream_at("ffn_norm"),
+    "mlp_in": _into("feed_forward"),
+    "mlp_out": _out_of("feed_forward"),
+}
+_JAMBA = _LFM2 | {
+    "attn_in": _into("self_attn|mamba"),
+    "attn_out": _out_of("self_attn|mamba"),
+    "post_attn": _stream_at("pre_ff_layernorm"),
+}
+_LINEAR = _LLAMA | {
+    "attn_in": _into("self_attn|linear_attn"),
+    "attn_out": _out_of("self_attn|linear_attn"),
+}
+_ZAMBA2 = {
+    "attn_in": _into("mamba|mamba_decoder.mamba"),
+    "attn_out": _out_of("mamba|mamba_decoder.mamba"),
+}
+
+
+def _nemotron_h(block: nn.Module) -> Places:
+    if block.block_type in ("linear_attention", "full_attention"):
+        return _MIXER
+    return {"mlp_in": _into("mixer"), "mlp_out": _out_of("mixer")}
+
+
+def _olmo_hybrid(block: nn.Module) -> Places:
+    return _LINEAR if hasattr(block, "linear_attn") else _POST_NORM
+
+
+def _falcon(block: nn.Module) -> Places:
+    if block.config.new_decoder_architecture or block.config.parallel_attn:
+        return _FALCON
+    return _ONLY_INPUTS | {"attn_in": _into("self_attention")}
+
+
+def _gpt_neox(block: nn.Module) -> Places:
+    layout = _NO_POST_ATTN if block.use_parallel_residual else _LLAMA
+    return layout | {"attn_in": _into("attention"), "attn_out": _out_of("attention")}
+
+
+PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
+    "gemma2": _SANDWICH,
+    "gemma3_text": _SANDWICH,
+    "gemma4_text": _SANDWICH,
+    "olmo2": _POST_NORM,
+    "olmo3": _POST_NORM,
+    "flex_olmo": _POST_NORM,
+    "exaone4": _POST_NORM,
+    "glm4": _LLAMA
+    | {"attn_out": _out_of("post_self_attn_layernorm"), "mlp_out": _out_of("post_mlp_layernorm")},
+    "gpt2": _LLAMA
+    | {"attn_in": _into("attn"), "attn_out": _out_of("attn"), "post_attn": _stream_at("ln_2")},
+    "gpt_bigcode": _LLAMA
+    | {"attn_in": _into("attn"), "attn_out": _out_of("attn"), "post_attn": _stream_at("ln_2")},
+    "opt": _LLAMA
+    | {
+        "post_attn": _stream_at("final_layer_norm"),
+        "mlp_in": _into("fc1"),
+        "mlp_out": _out_of("fc2"),
+    },
+    "falcon": _falcon,
+    "cohere": _NO_POST_ATTN,
+    "cohere2": _NO_POST_ATTN,
+    "cohere2_moe": _NO_POST_ATTN,
+    "phi": _NO_POST_ATTN,
+    "gptj": _NO_POST_ATTN | {"attn_in": _into("attn"), "attn_out": _out_of("attn")},
+    "gpt_neox": _gpt_neox,
+    "granite": _ONLY_INPUTS,
+    "granite_swa": _ONLY_INPUTS,
+    "granitemoe": _EXPERTS_AND_MORE,
+    "granitemoe_swa": _EXPERTS_AND_MORE,
+    "granitemoeshared": _EXPERTS_AND_MORE,
+    "granitemoehybrid": _EXPERTS_AND_MORE,
+    "minicpm3": _ONLY_INPUTS,
+    "hyperclovax": _ONLY_INPUTS,
+    "bloom": _LLAMA
+    | {
+        # Hugging Face adds the stream inside these two modules; their last layer is the branch.
+        "attn_in": _into("self_attention"),
+        "attn_out": _out_of("self_attention.dense"),
+        "mlp_out": _out_of("mlp.dense_4h_to_h"),
+    },
+    "afmoe": _LLAMA
+    | {
+        "attn_out": _out_of("post_attention_layernorm"),
+        "post_attn": _stream_at("pre_mlp_layernorm"),
+        "mlp_out": _out_of("post_mlp_layernorm"),
+    },
+    "apertus": _LLAMA | {"post_attn": _stream_at("feedforward_layernorm")},
+    "vaultgemma": _LLAMA | {"post_attn": _stream_at("pre_feedforward_layernorm")},
+    "llama4_text": _LLAMA | {"mlp_in": _into("feed_forward"), "mlp_out": _out_of("feed_forward")},
+    "longcat_flash": _STREAM_ONLY,
+    "dbrx": {
+        "attn_in": _into("norm_attn_norm.attn"),
+        "attn_out": _out_of("norm_attn_norm.attn"),
+        "post_attn": _stream_at("norm_attn_norm.norm_2"),
+        "mlp_in": _into("ffn"),
+        "mlp_out": _out_of("ffn"),
+    },
+    "falcon_h1": {
+        "post_attn": _stream_at("pre_ff_layernorm"),
+        "mlp_in": _into("feed_forward"),
+        "mlp_out": _out_of("feed_forward"),
+    },
+    "jamba": _JAMBA,
+    "bamba": _JAMBA,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
+    "mamba": _MIXER,
+    "mamba2": _MIXER,
+    "falcon_mamba": _MIXER,
+    "nemotron_h": _nemotron_h,
+    "zamba2": _ZAMBA2,
+    "olmo_hybrid": _olmo_hybrid,
+    "qwen3_next": _LINEAR,
+    "qwen3_5_text": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+}
+"""Those that differ from Llama; `pre_attn`, `post_block` and `lm_head_in` are alike in all."""
+
+AS_LLAMA = frozenset(
+    {
+        *("arcee", "axk1", "bitnet", "cwm", "deepseek_v2", "deepseek_v3", "diffllama", "dots1"),
+        *("ernie4_5", "ernie4_5_moe", "exaone_moe", "gemma", "glm", "glm4_moe", "glm4_moe_lite"),
+        *("gpt_oss", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "jais2", "laguna"),
+        *("llama", "mellum", "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mistral"),
+        *("mixtral", "nemotron", "olmo", "olmoe", "persimmon", "phi3", "phimoe", "qwen2"),
+        *("qwen2_5_vl_text", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl_text", "seed_oss"),
+        *("smollm3", "solar_open", "stablelm", "starcoder2", "youtu"),
+    }
+)
+"""Those that were seen to be as Llama."""
+
+
+def is_known(model_type: str) -> bool:
+    """Whether this kind of model was looked at. Any other is taken to be as Llama."""
+    return model_type in PLACES or model_type in AS_LLAMA
+
+
+def places_of(model_type: str, block: nn.Module) -> Places:
+    """Where this block's hook points are, in the order it computes them."""
+    listed = PLACES.get(model_type, _LLAMA)
+    named = listed(block) if callable(listed) else listed
+    everywhere = {"pre_attn": _into(""), **named, "post_block": _out_of("")}
+    return {point: place for point, place in everywhere.items() if place.module(block) is not None}

@@ -1,0 +1,50 @@
+"""A process in which nothing of ours has touched vLLM or `transformers`.
+
+vLLM's Transformers backend changes classes of `transformers` in place when an engine starts, so a
+process that has had an engine can no longer say what plain `transformers` does.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+
+class PlainProcess:
+    """Calls functions in a new process, one at a time.
+
+    Args:
+        threads: that torch computes with there; its own choice by default.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=get_context("spawn"), initializer=partial(_set_up, threads)
+        )
+
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        """What `question(*args)` gives there; both it and its arguments are pickled."""
+        # Bytes, because tensors would be handed over through shared memory, one file each.
+        answer = self._pool.submit(_answered, pickle.dumps((question, args)))
+        return pickle.loads(answer.result())
+
+    def close(self) -> None:
+        """End the process, and free what it held."""
+        self._pool.shutdown()
+
+
+def _set_up(threads: int | None) -> None:
+    # By a name of ours: vLLM's CPU worker puts a local function in place of torch's.
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _answered(asked: bytes) -> bytes:
+    question, args = pickle.loads(asked)
+    return pickle.dumps(question(*args))

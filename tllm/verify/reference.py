@@ -1,0 +1,208 @@
+"""What plain `transformers` computes in float32 with forward hooks, one sequence at a time.
+
+It shares no code with what it checks. Each run computes everything from the first token, without a
+KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tllm.verify.places import POINTS, BlockPlace, is_known, places_of
+
+Layer: TypeAlias = int | None
+Change: TypeAlias = tuple[str, Tensor, Mapping[str, float], Tensor]
+"""A way to steer, its vector [hidden], its parameters, and a mask [positions], False beyond
+its end."""
+Steers: TypeAlias = Mapping[tuple[str, Layer], Sequence[Change]]
+"""(hook point, layer) -> what is done there, in order."""
+States: TypeAlias = dict[str, dict[Layer, Tensor]]
+"""Hook point -> layer -> [tokens, hidden]; the layer of `lm_head_in` is None."""
+
+
+def _component(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """How far rows lie along a direction, [rows, 1], and the direction."""
+    v = w / w.norm()
+    return (h @ v)[:, None], v
+
+
+def _clamped(h: Tensor, w: Tensor, lowest: float, highest: float, strength: float) -> Tensor:
+    p, v = _component(h, w)
+    return h + strength * (p.clamp(lowest, highest) - p) * v
+
+
+def _projected(h: Tensor, w: Tensor, value: float) -> Tensor:
+    p, v = _component(h, w)
+    return h - p * v + value * v
+
+
+def _multiplied(h: Tensor, w: Tensor, factor: float) -> Tensor:
+    p, v = _component(h, w)
+    return h - p * v + factor * p * v
+
+
+STEERED: dict[str, Callable[..., Tensor]] = {
+    "add": lambda h, w, scale: h + scale * w,
+    "norm_match": lambda h, w, scale: h + scale * h.norm(dim=1, keepdim=True) * w / w.norm(),
+    "clamp": lambda h, w, **given: _clamped(
+        h,
+        w,
+        given.get("min", given.get("value", -torch.inf)),
+        given.get("max", given.get("value", torch.inf)),
+        given.get("strength", 1.0),
+    ),
+    "ablate": lambda h, w: _projected(h, w, 0.0),
+    "project": _projected,
+    "multiply": _multiplied,
+}
+"""The rows after each way of steering, from the rows before it and the vector as it was given."""
+
+
+class Reference:
+    """A checkpoint, run by `transformers`.
+
+    Args:
+        checkpoint: a folder, or a name on the Hugging Face hub.
+        rounded: every matrix is rounded to this dtype first, as an engine that serves it has them.
+        device: where it runs.
+        **options: of `from_pretrained`, such as `revision`.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str,
+        rounded: torch.dtype = torch.float32,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        config = AutoConfig.from_pretrained(checkpoint, **options)
+        kind = kind_of(config)
+        model = kind.from_pretrained(
+            checkpoint, dtype=torch.float32, attn_implementation="eager", **options
+        )
+        if rounded != torch.float32:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.dim() > 1:
+                        parameter.copy_(parameter.to(rounded))
+        self.model: Any = model.to(device).eval()
+        self.model_type: str = config.get_text_config().model_type
+        self.blocks = _blocks(self.model)
+        self.by_layer = [places_of(self.model_type, block) for block in self.blocks]
+
+    def places(self) -> list[tuple[str, Layer]]:
+        """The hook points there are, each with every layer that has it."""
+        return [
+            (point, layer)
+            for point in POINTS
+            for layer in ([None] if point == "lm_head_in" else range(len(self.blocks)))
+            if layer is None or point in self.by_layer[layer]
+        ]
+
+    def doubts(self) -> str:
+        """Why the places of a kind of model that nobody looked at may be wrong; "" if not so."""
+        if is_known(self.model_type):
+            return ""
+        states, _ = self.run(list(range(8)))
+        streams = states["pre_attn"], states["post_block"]
+        for before, after in pairwise(range(len(self.blocks))):
+            if not _agree(streams[1][before], streams[0][after]):
+                return f"what leaves block {before} is not what enters block {after}"
+        for layer in range(len(self.blocks)):
+            parts = [states.get(point, {}).get(layer) for point in ("attn_out", "mlp_out")]
+            if any(part is None for part in parts):
+                return f"block {layer} is not built like Llama's"
+            total = streams[0][layer] + sum(part for part in parts if part is not None)
+            if not _agree(total, streams[1][layer]):
+                return f"the branches of block {layer} do not sum to its stream"
+        return ""
+
+    @torch.no_grad()
+    def run(self, token_ids: list[int], steers: Steers | None = None) -> tuple[States, Tensor]:
+        """What arrives at every hook point, before what is done there, and the logits
+        `[tokens, vocab]`."""
+        states: States = {}
+
+        def visit(point: str, layer: Layer, tensor: Tensor) -> Tensor:
+            """Keeps a copy of the tensor `[1, tokens, hidden]`; returns what to add to it."""
+            arrived = tensor.reshape(-1, tensor.shape[-1]).clone()
+            states.setdefault(point, {})[layer] = arrived.cpu()
+            leaving = arrived
+            for method, vector, given, mask in (steers or {}).get((point, layer), ()):
+                rows = torch.zeros(len(token_ids), dtype=torch.bool, device=arrived.device)
+                rows[: len(mask)] = mask[: len(token_ids)]
+                steered = STEERED[method](leaving, vector.to(arrived.device), **given)
+                leaving = torch.where(rows[:, None], steered, leaving)
+            return (leaving - arrived).view_as(tensor)
+
+        with self._hooked(visit):
+            tokens = torch.tensor([token_ids], device=self.model.device)
+            logits = self.model(tokens, use_cache=False).logits[0]
+        return states, logits.float().cpu()
+
+    @contextmanager
+    def _hooked(self, visit: Callable[[str, Layer, Tensor], Tensor]) -> Iterator[None]:
+        head = self.model.get_output_embeddings()
+        handles = [_hook(head, BlockPlace("", "input"), partial(visit, "lm_head_in", None))]
+        for layer, (block, places) in enumerate(zip(self.blocks, self.by_layer, strict=True)):
+            handles += [
+                _hook(block, place, partial(visit, point, layer)) for point, place in places.items()
+            ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _hook(root: nn.Module, place: BlockPlace, delta: Callable[[Tensor], Tensor]) -> Any:
+    """A hook that adds `delta(tensor)` to the tensor at `place`."""
+
+    def changed(tensor: Tensor) -> Tensor:
+        difference = delta(tensor)
+        return tensor.add_(difference) if place.in_place else tensor + difference
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (changed(args[0]), *args[1:]), kwargs
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, kwargs | {name: changed(kwargs[name])}
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (changed(output[0]), *output[1:])
+        return changed(output)
+
+    module = place.module(root)
+    assert module is not None
+    if place.side == "input":
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_hook(after)
+
+
+def kind_of(config: Any) -> Any:
+    """`transformers`' class of models with this configuration."""
+    return AutoModelForImageTextToText if hasattr(config, "text_config") else AutoModelForCausalLM
+
+
+def _blocks(model: Any) -> nn.ModuleList:
+    """The decoder's blocks; `ValueError` where they are not found."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    config = model.config.get_text_config()
+    counts = {config.num_hidden_layers, getattr(config, "num_layers", None)}
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) in counts:
+            return module
+    raise ValueError(f"no list of {config.num_hidden_layers} blocks in {type(model).__name__}")
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-4 * float(one.abs().max()))

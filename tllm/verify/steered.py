@@ -1,0 +1,123 @@
+"""Steering as a request asks for it, and what is to come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tllm.ports import Phase
+from tllm.verify.reference import Change, Layer, Steers
+
+Place: TypeAlias = tuple[str, Layer]
+"""A hook point and its layer; that of `lm_head_in` is None."""
+
+PHASES: tuple[Phase, ...] = ("any", "prefill", "decode")
+
+TOKENS = tuple(range(2, 90))
+"""Tokens that some steering is given for."""
+
+POSITIONS: dict[str, tuple[Any, Callable[[int, int, int], bool]]] = {
+    "all": ("all", lambda p, n, token: True),
+    "last prompt": ("last_prompt", lambda p, n, token: p == n - 1),
+    "listed": ([0, -2], lambda p, n, token: p in (0, n - 2)),
+    "generated": ("all_generated", lambda p, n, token: p >= n),
+    "window": (
+        {"phase": "generation", "windows": [[1, 3]]},
+        lambda p, n, token: n + 1 <= p < n + 3,
+    ),
+    "range without": (
+        {"ranges": [[-4, None]], "exclude": {"positions": [-2]}},
+        lambda p, n, token: p >= n - 4 and p != n - 2,
+    ),
+    "prompt tokens": (
+        {"phase": "prompt", "token_ids": TOKENS, "exclude": {"windows": [[0, 2]]}},
+        lambda p, n, token: p < n and token in TOKENS and p >= 2,
+    ),
+    "tokens": (
+        {"token_ids": TOKENS, "exclude": {"positions": [-2]}},
+        lambda p, n, token: token in TOKENS and p != n - 2,
+    ),
+    "generated without": (
+        {"phase": "generation", "exclude": {"token_ids": TOKENS, "windows": [[4, 5]]}},
+        lambda p, n, token: p >= n and token not in TOKENS and p != n + 4,
+    ),
+}
+"""As users write it, and whether a position is meant: (position, prompt length, token)."""
+
+METHODS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("add", {"scale": 1.5}),
+    ("norm_match", {"scale": 0.4}),
+    ("clamp", {"min": -0.3, "max": 0.2, "strength": 0.8}),
+    ("ablate", {}),
+    ("project", {"value": 1.2}),
+    ("multiply", {"factor": -1.5}),
+    ("clamp", {"value": 0.7}),
+)
+"""Every method, with what an entry of rows whose numbers are about 1 gives."""
+
+_LENGTHS = ("min", "max", "value")
+
+
+def given_for(given: Mapping[str, float], size: float) -> dict[str, float]:
+    """What an entry of rows whose numbers are about `size` gives."""
+    return {key: value * size if key in _LENGTHS else value for key, value in given.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Steered:
+    """One operation of a request.
+
+    kind: whether it is asked among the vectors or the clamps; these come last.
+    """
+
+    place: Place
+    method: str
+    vector: Tensor
+    given: Mapping[str, float] = field(default_factory=dict)
+    phase: Phase = "any"
+    positions: str = "all"
+    kind: str = "vectors"
+
+    def mask(self, tokens: Sequence[int], n: int) -> Tensor:
+        """Which of the positions of `tokens`, of which n are the prompt's, it is done to."""
+        meant = POSITIONS[self.positions][1]
+        chosen = [meant(p, n, token) for p, token in enumerate(tokens)]
+        phases = ["prefill" if p < n else "decode" for p in range(len(tokens))]
+        in_phase = [self.phase in ("any", phase) for phase in phases]
+        return torch.tensor(chosen) & torch.tensor(in_phase)
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.method} {self.place} {self.phase} {self.positions}"
+
+
+def steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
+    """The keywords of `SamplingParams`, with several operations at a place in their order."""
+    fields: dict[str, Any] = {}
+    for each in steering:
+        prefix = "" if each.phase == "any" else f"{each.phase}_"
+        tier = fields.setdefault(f"{prefix}steering_{each.kind}", {})
+        point, layer = each.place
+        entry = {
+            "vector": each.vector,
+            "method": each.method,
+            "positions": POSITIONS[each.positions][0],
+            **each.given,
+        }
+        if layer is None:
+            tier.setdefault(point, []).append(entry)
+        else:
+            tier.setdefault(point, {}).setdefault(layer, []).append(entry)
+    return fields
+
+
+def changes(steering: Sequence[Steered], tokens: Sequence[int], n: int) -> Steers:
+    """What the reference does to a sequence of which n tokens are the prompt's."""
+    steers: dict[Place, list[Change]] = {}
+    for each in steering:
+        change = each.method, each.vector, each.given, each.mask(tokens, n)
+        steers.setdefault(each.place, []).append(change)
+    return steers
