@@ -14,7 +14,7 @@ import torch
 
 from tllm.runtime import ops
 from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
-from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation, Replacement
 from tllm.runtime.kernels import candidates, contrast, row_plan, tap, tap_norm, token_choice
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
@@ -181,9 +181,38 @@ def steering_tables(taps, keys, generator, dtype):
     return tables, operations, vectors, sums  # to be kept alive
 
 
+def patch_tables(taps, keys, generator, dtype):
+    """Patch rows 0 to 3: nothing, a whole row, noise on some dimensions, a mix and then zeros on
+    some."""
+    hidden, device = taps.hidden_size, taps.device
+    sources = torch.randn(3, hidden, generator=generator).to(device, dtype)
+    mask = (torch.rand(hidden, generator=generator) < 0.5).to(device, dtype)
+    row_bytes = hidden * dtype.itemsize
+    replacements = torch.zeros(4, int(Replacement.SIZE), dtype=torch.int32)
+    for words, source, masked, keep, scale, count in (
+        (replacements[0], 0, False, 0.0, 1.0, 1),
+        (replacements[1], 1, True, 1.0, 0.5, 1),
+        (replacements[2], 2, False, 0.25, 0.75, 2),
+        (replacements[3], None, True, 0.0, 1.0, 0),
+    ):
+        at = 0 if source is None else sources.data_ptr() + source * row_bytes
+        addresses = torch.tensor([at, mask.data_ptr() if masked else 0])
+        words[: Replacement.KEEP] = addresses.view(torch.int32)
+        factors = torch.tensor([keep, scale])
+        words[Replacement.KEEP : Replacement.COUNT] = factors.view(torch.int32)
+        words[Replacement.COUNT] = count
+    patches = torch.full((taps.num_points, 4), -1, dtype=torch.int32)
+    for key in keys:
+        patches[taps.index[key]] = torch.tensor([-1, 0, 1, 2])
+    patches, replacements = patches.to(device), replacements.to(device)
+    taps.place_patches(patches, replacements)
+    taps.set_patching(np.array([taps.index[key] for key in keys], np.int64))
+    return sources, mask, patches, replacements  # to be kept alive
+
+
 class BusyTap:
-    """A tap whose two stages capture, add and steer, other rows each in another way; with the last
-    seed only the second does."""
+    """A tap whose two stages capture, patch, add and steer, other rows each in another way; with
+    the last seed only the second does."""
 
     rows = 9
 
@@ -202,10 +231,11 @@ class BusyTap:
             vectors = torch.randn(2, hidden, generator=generator)
             taps.set_additions(key, [1, 3], vectors.to(device))
         self._kept = steering_tables(taps, both[seed % 3 :], generator, dtype)
+        self._kept += patch_tables(taps, both[last : 2 - seed % 2], generator, dtype)
         taps.plan[DESTINATION] = (2 * torch.randperm(20, generator=generator)[:16]).int()
         taps.plan[DESTINATION, ::3] = -1
         taps.plan[Column.PROGRAM.plan_row] = torch.randint(0, 3, (16,), generator=generator)
-        for column in (Column.ADD, Column.STEER):
+        for column in (Column.ADD, Column.STEER, Column.PATCH):
             taps.plan[column.plan_row] = torch.randint(-1, 4, (16,), generator=generator)
         taps.commit()
         self.taps, self.descriptor = taps, taps.descriptors[0]

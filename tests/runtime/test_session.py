@@ -15,6 +15,7 @@ from tllm.runtime.taps import Taps
 from tllm.spec.groups import GroupUse
 from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import Coefficients
+from tllm.spec.patching import PatchUse
 from tllm.spec.request import RequestSpec
 from tllm.spec.selection import Selection
 
@@ -73,6 +74,7 @@ class Engine:
             max_programs=16,
             steering_rows=4,
             steering_vectors=4,
+            max_patch_bytes=2**20,
             ring_rows=64,
             max_ring_rows=64,
             overflow="block",
@@ -81,9 +83,9 @@ class Engine:
         self.session.steering.put({"v": np.ones(HIDDEN, np.float32)}, {"strong": [operation]})
         self.computed = {}
 
-    def start(self, name, *steering, consumers=()):
+    def start(self, name, *steering, consumers=(), patch=()):
         options = {consumer: {"enabled": True} for consumer in consumers}
-        spec = RequestSpec(name, name, steering=steering, consumers=options)
+        spec = RequestSpec(name, name, steering=steering, consumers=options, patch=patch)
         self.session.sequences.start(name, [1] * PROMPT, PROMPT, spec, 0)
         self.computed[name] = 0
 
@@ -589,3 +591,56 @@ def test_a_sequence_whose_results_were_taken_is_steered_and_no_longer_captured(e
     engine.session.pop_results(["a"], {})
     assert engine.step() == [True, False]
     assert consumer.seen == {"a": [*range(PROMPT + 1)], "b": [*range(PROMPT + 2)]}
+
+
+def test_patched_positions_are_patched_wherever_a_step_computes_them(engine):
+    """Prompt in chunks, decode, after a preemption, in batches whose other rows are plain or
+    steered; each position has the row that was given for it, then what steers it."""
+    patched = (0, PROMPT - 1, PROMPT + 1, PROMPT + 2)
+    given = np.arange(1, 1 + len(patched), dtype=np.float32)[:, None].repeat(HIDDEN, 1)
+    use = PatchUse("post_block", 0, patched, 0.0, 1.0, None, given.tobytes())
+    row = dict(zip(patched, given[:, 0].tolist(), strict=True))
+    late = GroupUse("any", Selection.parse({"ranges": [[2, PROMPT + 2]]}), "strong")
+    engine.start("plain")
+    engine.start("a", late, patch=(use,))
+    engine.start("b", EVERYWHERE)
+
+    def expected(start, count):
+        at = range(start, start + count)
+        return [row.get(p, 0.0) + (2 <= p < PROMPT + 2) for p in at]
+
+    for computed in ([PROMPT - 1, 1, 1, 1, 1], [PROMPT, 1, 1, 1]):
+        for count in computed:
+            start = engine.computed["a"]
+            _, rows = engine.begin({"plain": 1, "a": count, "b": 1})
+            engine.session.steps.end()
+            values = rows[: count + 2, 0].tolist()
+            assert values == [0.0, *expected(start, count), 1.0]
+        engine.preempt("a")
+    assert engine.session.steps.rows_patched == 2 * len(patched)
+    for name in list(engine.computed):
+        engine.finish(name)
+    assert engine.session.steps.begin_idle()
+    assert not engine.taps.descriptors[0, Descriptor.FLAGS]
+
+
+def test_a_decode_goes_on_unplanned_once_its_patches_are_behind(engine, monkeypatch):
+    planner = engine.session._planner
+    plan, planned = planner.plan, []
+    monkeypatch.setattr(planner, "plan", lambda *a: (planned.append(a), plan(*a))[1])
+    engine.start("a", patch=(PatchUse("post_block", 0, (PROMPT + 1,), 0.0, 1.0),))
+    engine.begin({"a": PROMPT})
+    for _ in range(8):
+        engine.begin({"a": 1})
+    assert len(planned) == 4, "the prompt, the tokens before, at and after the patched one"
+
+
+def test_a_patch_of_rows_that_are_gone_is_told_and_the_sequence_goes_on(engine):
+    gone = PatchUse("post_block", 0, (1,), 0.0, 1.0, None, None, ("run", (0,)))
+    engine.start("a", patch=(gone,))
+    assert engine.step(a=PROMPT) == [False] * PROMPT
+    engine.finish("a")
+    assert engine.session.not_steered(["a"]) == ["a"]
+    said = engine.session.pop_results(["a"], {})["a"][0]["patching"]
+    assert said["status"] == "error" and "dropped before the request began" in said["error"]
+    assert engine.session.stats()["sequences_not_patched"] == 1

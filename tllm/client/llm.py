@@ -70,6 +70,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         enable_steering: False turns steering off, as `max_steering_configs=0` does.
         max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
             rest waits), and the device memory for their vectors.
+        max_patch_mib: the memory for rows that are kept to be patched in (`llm.patching`).
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
             compiles the model for a GPU and it is not quantized). With False a tap costs a launch
             of its own, and what is not intervened in is computed by vLLM's own kernels alone.
@@ -90,6 +91,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         enable_steering: bool = True,
         max_steering_configs: int | None = None,
         max_steering_mib: int | None = None,
+        max_patch_mib: int | None = None,
         fuse_norms: bool | None = None,
         **kwargs: Any,
     ) -> None:
@@ -101,6 +103,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             overflow=overflow,
             max_steering_configs=max_steering_configs if enable_steering else 0,
             max_steering_mib=max_steering_mib,
+            max_patch_mib=max_patch_mib,
             fuse_norms=fuse_norms,
         )
         client = Client(chosen, capturing)
@@ -179,6 +182,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         enable_steering: bool = True,
         max_steering_configs: int | None = None,
         max_steering_mib: int | None = None,
+        max_patch_mib: int | None = None,
         fuse_norms: bool | None = None,
         **kwargs: Any,
     ) -> AsyncLLM:
@@ -190,6 +194,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
             overflow=overflow,
             max_steering_configs=max_steering_configs if enable_steering else 0,
             max_steering_mib=max_steering_mib,
+            max_patch_mib=max_patch_mib,
             fuse_norms=fuse_norms,
         )
         arguments = AsyncEngineArgs(model=model, **engine_arguments(kwargs, options, ()))

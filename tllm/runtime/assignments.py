@@ -1,8 +1,9 @@
-"""Decides what the rows of each sequence do: which are captured for whom, and how steered."""
+"""Decides what the rows of each sequence do: which are captured for whom, patched and steered."""
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from tllm.runtime.columns import DECODE, PREFILL, Column
 from tllm.runtime.flows import BoundConsumer, BoundFlow
+from tllm.runtime.patching import Patching
 from tllm.runtime.programs import Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
 from tllm.runtime.steering import Steering
@@ -22,7 +24,7 @@ _MAX_FAILED = 4096
 
 
 class Assignments:
-    """A capture program and a steering row for every stretch of every sequence.
+    """A capture program, a patch row and a steering row for every stretch of every sequence.
 
     Args:
         consumers: those that are registered, by id.
@@ -30,9 +32,9 @@ class Assignments:
     Attributes:
         flows: what every sequence has.
         served: slots of the sequences that use any consumer.
-        failed: prompts that were to be steered and could not be, until somebody asks; the latest
-            of them.
-        not_steered: sequences that were to be steered and could not be, ever.
+        failed: prompts that were to be steered or patched and could not be, until somebody asks;
+            the latest of them.
+        not_steered, not_patched: sequences that were to be, and could not be, ever.
     """
 
     def __init__(
@@ -40,16 +42,19 @@ class Assignments:
         slots: Slots,
         programs: Programs,
         steering: Steering,
+        patching: Patching,
         consumers: Mapping[str, BoundConsumer],
     ) -> None:
         self._slots = slots
         self._programs = programs
         self._steering = steering
+        self._patching = patching
         self._consumers = consumers
         self.flows: list[BoundFlow] = []
         self.served: set[int] = set()
         self.failed: dict[str, None] = {}
         self.not_steered = 0
+        self.not_patched = 0
 
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
@@ -61,26 +66,30 @@ class Assignments:
             self.assign(sequence)
 
     def assign(self, sequence: RunningSequence) -> None:
-        """Say what the rows of a sequence do: which are captured for whom, and how steered."""
+        """Say what the rows of a sequence do: which are captured for whom, patched and steered."""
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
         steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
-        if not self._consumers and len(steered) <= 1:
+        patched = self._acquire_patches(sequence)
+        if not self._consumers and not patched and len(steered) <= 1:
             said = {Column.STEER: [row for _, row in steered]} if steered else {}
             self._slots.assign_timeline(slot, Timeline((0,), said), prompt_len)
             self.served.discard(slot)
             return
         wanted = list(self._wanted(sequence))
         users = [owner.id for owner in self._consumers.values() if owner.serves(sequence)]
-        if not steered and sequence.laid_out == (wanted, users):
+        if not steered and not patched and sequence.laid_out == (wanted, users):
             return
         starts = stretch_starts(prompt_len, [intervals for _, intervals in wanted])
-        starts = sorted({*starts, *(start for start, _ in steered)})
+        starts = sorted({*starts, *(start for start, _ in (*steered, *patched))})
         rows, steer, row = dict(steered), [], Column.STEER.neutral
         for start in starts:
             row = rows.get(start, row)
             steer.append(row)
         programs = self._programs_of(sequence, wanted, starts)
-        timeline = Timeline(starts, {Column.PROGRAM: programs, Column.STEER: steer})
+        said = {Column.PROGRAM: programs, Column.STEER: steer}
+        if patched:
+            said[Column.PATCH] = _patch_rows(patched, starts)
+        timeline = Timeline(starts, said)
         self._slots.assign_timeline(slot, timeline, prompt_len)
         self.served.discard(slot)
         for owner in self._consumers.values():
@@ -93,7 +102,7 @@ class Assignments:
             flow.phases == (PREFILL, DECODE) and tuple(intervals) == ((0, END),)
             for flow, intervals in wanted
         )
-        known = alike and not steered and not sequence.errors
+        known = alike and not steered and not patched and not sequence.errors
         sequence.laid_out = (wanted, users) if known else None
 
     def _wanted(self, sequence: RunningSequence) -> Iterator[tuple[BoundFlow, Intervals]]:
@@ -167,14 +176,8 @@ class Assignments:
                 rows[groups] = self._steering.acquire(groups)
         except ValueError as error:  # the engine is told so late only what nobody could see before
             logger.error("request %s is not steered: %s", info.request_id, error)
-            if "steering" not in sequence.errors:
-                self.not_steered += 1
-                self.failed[info.prompt_id] = None
-                if len(self.failed) > _MAX_FAILED:
-                    del self.failed[next(iter(self.failed))]
-            concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
-            sequence.refused.update(concerned)
-            sequence.errors.update(dict.fromkeys(["steering", *concerned], str(error)))
+            self.not_steered += "steering" not in sequence.errors
+            self._note_failed(sequence, "steering", error)
             return []
         return [
             (start, self._choice(sequence, applied))
@@ -182,6 +185,29 @@ class Assignments:
             else (start, rows[applied])
             for start, applied in stretches
         ]
+
+    def _acquire_patches(self, sequence: RunningSequence) -> list[tuple[int, int]]:
+        """`(first position, patch row)` of each stretch of a sequence; patch rows are kept until it
+        is removed. When they cannot be had, no consumer is given rows, as with steering."""
+        if sequence.patch and sequence.patched is None:
+            info = sequence.info
+            try:
+                sequence.patched = self._patching.acquire(sequence.patch, info.prompt_len)
+            except ValueError as error:  # rows were dropped meanwhile
+                logger.error("request %s is not patched: %s", info.request_id, error)
+                self.not_patched += "patching" not in sequence.errors
+                self._note_failed(sequence, "patching", error)
+        return sequence.patched.starts if sequence.patched is not None else []
+
+    def _note_failed(self, sequence: RunningSequence, what: str, error: ValueError) -> None:
+        """A sequence is not changed as it asked: its results, and whoever asks, will say so."""
+        if what not in sequence.errors:
+            self.failed[sequence.info.prompt_id] = None
+            if len(self.failed) > _MAX_FAILED:
+                del self.failed[next(iter(self.failed))]
+        concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
+        sequence.refused.update(concerned)
+        sequence.errors.update(dict.fromkeys([what, *concerned], str(error)))
 
     def _choice(self, sequence: RunningSequence, chosen: TokenChoice) -> int:
         """What stands in the row plan for a choice by token; kept until the sequence is removed."""
@@ -209,6 +235,18 @@ class Assignments:
             self._steering.release(groups)
         for choice in sequence.token_choices:
             self._steering.choices.release(choice)
+        if sequence.patched is not None:
+            self._patching.release(sequence.patched)
+
+
+def _patch_rows(patched: list[tuple[int, int]], starts: list[int]) -> list[int]:
+    """The patch row of the first position of each stretch; `patched` are where they begin."""
+    begins = [start for start, _ in patched]
+    rows = []
+    for start in starts:
+        begin, row = patched[bisect_right(begins, start) - 1]
+        rows.append(row if row < 0 else row + start - begin)
+    return rows
 
 
 def _covers_each(intervals: Intervals, positions: list[int]) -> npt.NDArray[np.bool_]:

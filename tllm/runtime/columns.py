@@ -70,9 +70,10 @@ class Column(IntEnum):
     int32 `[steering rows, Operation.SIZE]`, the entry of each. `SUMS`: `[steering rows, hidden]`
     in the model's dtype, what is added before anything else is done; found without another
     look-up, because adding is what steering mostly is."""
-    PATCH = -1, ("PATCHES", "PATCH_SOURCES"), True, True
-    """The patch row, one for each token. Kept free for `h' = (1 - alpha) h + alpha source`:
-    `PATCHES` for what is put where, `PATCH_SOURCES` for the rows that are put there."""
+    PATCH = -1, ("PATCHES", "REPLACEMENTS"), True, True
+    """The patch row, one for each patched token. `PATCHES`: int32 `[patch rows]`, the first
+    replacement of each, or -1. `REPLACEMENTS`: int32 `[replacements, Replacement.SIZE]`, which are
+    the same for every point."""
     GATE = -1, ("GATES", "GATE_STATE"), True, False
     """The gate row. Kept free for conditions that are judged in the forward pass: `GATES` for
     probes and thresholds, `GATE_STATE` for what later points read."""

@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 
 
 class Descriptor(IntEnum):
@@ -60,6 +60,24 @@ class Operation(IntEnum):
     COEFFICIENTS_END = 8
     """Words from here on are free: an operation of 16 words begins where 64 bytes do."""
     SIZE = 16
+
+
+class Replacement(IntEnum):
+    """Words of one replacement, 32 bits each; addresses take two, coefficients are float32.
+
+    With `s` the source it computes, where the mask says so, `h' = KEEP h + SCALE s`.
+    """
+
+    SOURCE = 0
+    """Address of a row `[hidden]` in the model's dtype; 0 for a row of zeros."""
+    MASK = 2
+    """Address of a row `[hidden]` in the model's dtype, 0 at dimensions that stay as they are; the
+    address is 0 where all change."""
+    KEEP = 4
+    SCALE = 5
+    COUNT = 6
+    """In the first of a patch row at a point: how many there are; they lie one after the other."""
+    SIZE = 8
 
 
 HAS_SUM = 128

@@ -104,6 +104,12 @@ class BatchLayout:
         return int(self.segments[chosen, SegmentWord.COUNT].sum())
 
     @cached_property
+    def patched(self) -> int:
+        """Tokens that have a patch row."""
+        chosen = self.segments[:, Column.PATCH.word] != Column.PATCH.neutral
+        return int(self.segments[chosen, SegmentWord.COUNT].sum())
+
+    @cached_property
     def chooses(self) -> bool:
         """Whether the steering of any row depends on its token."""
         return bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
@@ -222,6 +228,11 @@ class RowPlanner:
     def steered(self) -> int:
         """Rows of the step planned last that have a steering row, or a choice of one."""
         return self._layout.steered if self._layout else 0
+
+    @property
+    def patched(self) -> int:
+        """Rows of the step planned last that have a patch row."""
+        return self._layout.patched if self._layout else 0
 
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""

@@ -63,6 +63,7 @@ class RunningSequences:
             bool(spec.prompt_id),
             prompt_token_ids,
             spec.steering,
+            spec.patch,
         )
         self.slots.add_sequence(sequence)
         for owner in self.consumers:

@@ -12,6 +12,7 @@ from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.flows import BoundConsumer, ConsumerProtocol
+from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
 from tllm.runtime.programs import Programs
 from tllm.runtime.registered import RegisteredConsumers
@@ -41,12 +42,13 @@ class Session:
         max_sequences: the most that run at once.
         steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
             for; more can be had.
+        max_patch_bytes: the most memory for rows that are kept to be put elsewhere.
         ring_rows, max_ring_rows, overflow: see `Ring`.
 
     Attributes:
         consumers, sequences: what is there.
         steps: what is done with them.
-        steering: what tokens can be steered with.
+        steering, patching: what tokens can be steered and patched with.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Session:
         max_programs: int,
         steering_rows: int,
         steering_vectors: int,
+        max_patch_bytes: int,
         ring_rows: int,
         max_ring_rows: int,
         overflow: Overflow,
@@ -73,8 +76,9 @@ class Session:
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
         self.steering = steering = Steering(taps, resolve, steering_rows, steering_vectors)
+        self.patching = patching = Patching(taps, resolve, max_patch_bytes)
         additions = Additions(taps, slots)
-        self._assignments = Assignments(slots, self._programs, steering, self._consumers)
+        self._assignments = Assignments(slots, self._programs, steering, patching, self._consumers)
         self._dispatcher = dispatcher = Dispatcher(
             slots, model.device, lambda owner: self.consumers.note_failure(owner)
         )
@@ -111,6 +115,7 @@ class Session:
             taps,
             self._planner,
             steering,
+            patching,
             additions,
             self._assignments,
             self.consumers,
@@ -149,7 +154,7 @@ class Session:
         return self.sequences.pop_results(prompt_ids, tokens, wait_s)
 
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
-        """Which of these prompts were to be steered and could not be; each is told once."""
+        """Which of these prompts were to be steered or patched and could not be, told once."""
         failed = self._assignments.failed
         told = [prompt_id for prompt_id in prompt_ids if prompt_id in failed] if failed else []
         for prompt_id in told:
@@ -216,11 +221,14 @@ class Session:
             "rows_captured": self.steps.rows_captured,
             "rows_dropped": self.steps.rows_dropped,
             "rows_steered": self.steps.rows_steered,
+            "rows_patched": self.steps.rows_patched,
             "sequences_not_steered": self._assignments.not_steered,
+            "sequences_not_patched": self._assignments.not_patched,
             "ring_rows": self._ring.capacity,
             "results_forgotten": self._results.forgotten,
             "steering_configurations": self.steering.rows_in_use,
             "steering_mib": self.steering.vector_bytes / 2**20,
+            "patch_mib": self.patching.kept_bytes / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
         }
 

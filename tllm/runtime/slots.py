@@ -11,8 +11,10 @@ import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
 from tllm.runtime.columns import DECODE, NEUTRAL, PREFILL, Column, IntArray
+from tllm.runtime.patching import PatchedRows
 from tllm.runtime.steering import Choice
 from tllm.spec.groups import Configuration, GroupUse
+from tllm.spec.patching import PatchUse
 from tllm.spec.selection import END
 
 _BY_POSITION = tuple((column, int(column)) for column in Column if column.by_position)
@@ -68,6 +70,7 @@ class RunningSequence:
     """Whether somebody will come for its results."""
     prompt_token_ids: list[int] | None = None
     steering: tuple[GroupUse, ...] = ()
+    patch: tuple[PatchUse, ...] = ()
     errors: dict[str, str] = field(default_factory=dict)
     """By consumer id."""
     refused: set[str] = field(default_factory=set)
@@ -82,6 +85,8 @@ class RunningSequence:
     """Steering row by groups, for each combination that applies somewhere in it."""
     token_choices: dict[Choice, int] = field(default_factory=dict)
     """What stands in the row plan for each choice by token."""
+    patched: PatchedRows | None = None
+    """Its patch rows."""
     laid_out: Any = None
     """Which flows want its rows and which consumers it uses, where every row is treated alike."""
 

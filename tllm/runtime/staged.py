@@ -93,3 +93,8 @@ def _bytes(entries: list[npt.NDArray[np.generic] | torch.Tensor]) -> torch.Tenso
     else:
         whole = torch.from_numpy(np.stack(entries))  # type: ignore[arg-type]
     return whole.reshape(-1).view(torch.uint8)
+
+
+def room(rows: int, least: int) -> int:
+    """Rows to allocate so that growing is rare."""
+    return max(least, 1 << (max(rows, 1) - 1).bit_length())

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
 from tllm.runtime.kernels import token_choice
 from tllm.runtime.kernels.backend import uses_triton
-from tllm.runtime.staged import StagedTable
+from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.operations import Coefficients
@@ -55,29 +56,6 @@ class _Configuration:
     users: int = 0
 
 
-class _Runs:
-    """Consecutive places of a table. Those that are released serve runs of the same length.
-
-    Attributes:
-        end: the place after the last that was ever taken.
-    """
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._free: dict[int, list[int]] = {}
-
-    def acquire(self, length: int) -> int:
-        """The first of as many places."""
-        if free := self._free.get(length):
-            return free.pop()
-        self.end += length
-        return self.end - length
-
-    def release(self, start: int, length: int) -> None:
-        """These places are not used any more."""
-        self._free.setdefault(length, []).append(start)
-
-
 class TokenChoices:
     """Steering rows by token, for tokens that the host does not know when it plans a step.
 
@@ -89,7 +67,7 @@ class TokenChoices:
         self._numbers: dict[Choice, int] = {}
         self._users: Counter[int] = Counter()
         self._free: list[int] = []
-        self._runs = _Runs()
+        self._runs = ConsecutivePlaces()
         self._starts: dict[int, int] = {}
         self._heads = StagedTable((0, 3), 1, torch.int32, device)
         self._entries = StagedTable((0, 2), 1, torch.int32, device)
@@ -125,8 +103,8 @@ class TokenChoices:
             token_ids: `[tokens]`, of the batch.
         """
         if self._heads:
-            self._heads.grow((_room(len(self._numbers) + len(self._free), 16), 3))
-            self._entries.grow((_room(self._runs.end, 64), 2))
+            self._heads.grow((room(len(self._numbers) + len(self._free), 16), 3))
+            self._entries.grow((room(self._runs.end, 64), 2))
             self._heads.commit()
             self._entries.commit()
         run = token_choice.launch if self._use_kernel else token_choice.reference
@@ -170,7 +148,7 @@ class Steering:
         self._configurations: dict[tuple[str, ...], _Configuration] = {}
         self._unused: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._free_rows: list[int] = []
-        self._chains = _Runs()
+        self._chains = ConsecutivePlaces()
         self._places: WeakValueDictionary[tuple[int, ...], _Places] = WeakValueDictionary()
         self._new_sums: dict[tuple[int, int], list[tuple[int, float]]] = {}
         self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
@@ -394,12 +372,12 @@ class Steering:
     def _grow(self) -> None:
         """Make room. What is outgrown lives on until the passes that read it are enqueued."""
         held = len(self._vectors) + len(self._free_vectors)
-        vectors = max(held, min(_room(held, 16), self._max_vectors))
+        vectors = max(held, min(room(held, 16), self._max_vectors))
         rows = len(self._configurations) + len(self._free_rows)
-        sums = len(self._sum_points), min(self._first_rows, _room(rows, 8))
+        sums = len(self._sum_points), min(self._first_rows, room(rows, 8))
         moved = [
             self._entries.grow((self._taps.num_points, self._first_rows, _WORDS)),
-            self._operations.grow((_room(self._chains.end, 64), _WORDS)),
+            self._operations.grow((room(self._chains.end, 64), _WORDS)),
             self._bank.grow((vectors, self._taps.hidden_size)),
             bool(self._sum_points) and self._sums.grow((*sums, self._taps.hidden_size)),
         ]
@@ -410,8 +388,3 @@ class Steering:
                 self._bank.tensor,
                 {point: self._sums.tensor[at] for point, at in self._sum_points.items()},
             )
-
-
-def _room(rows: int, least: int) -> int:
-    """Rows to allocate so that growing is rare."""
-    return max(least, 1 << (max(rows, 1) - 1).bit_length())

@@ -14,6 +14,7 @@ from tllm.runtime.columns import Column
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.kernels.candidates import CandidateRows
+from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.sampling import Guidance, SamplerStep
@@ -30,13 +31,14 @@ class Steps:
     `begin`; `before_sampling`; `guide`; `after_sampling`; `end`.
 
     Attributes:
-        rows_captured, rows_dropped, rows_steered: in all steps so far.
+        rows_captured, rows_dropped, rows_steered, rows_patched: in all steps so far.
     """
 
     slots: Slots
     taps: Taps
     planner: RowPlanner
     steering: Steering
+    patching: Patching
     additions: Additions
     assignments: Assignments
     consumers: RegisteredConsumers
@@ -45,6 +47,7 @@ class Steps:
     rows_captured: int = 0
     rows_dropped: int = 0
     rows_steered: int = 0
+    rows_patched: int = 0
     _was_idle: bool = False
     _frame: Frame | None = None
     _flows: list[BoundFlow] = field(default_factory=list)
@@ -53,7 +56,7 @@ class Steps:
     @property
     def idle(self) -> bool:
         """Whether nothing is done to any row of the sequences that run."""
-        return not self.steering.users and not self.consumers.observe
+        return not (self.steering.users or self.patching.users or self.consumers.observe)
 
     @property
     def observed(self) -> bool:
@@ -72,6 +75,7 @@ class Steps:
         if not self._was_idle:
             self.planner.clear()
             self.steering.commit()  # taps at which nobody's rows are steered return at once again
+            self.patching.commit()
             self.taps.commit()
             self.taps.separate()
             self._was_idle = True
@@ -99,6 +103,7 @@ class Steps:
             self.consumers.detach_failed()
             self.additions.commit()
         self.steering.commit()
+        self.patching.commit()
         slots, frame = self.slots.of(engine_ids), None
         if observed or not self.planner.keep(slots, starts, counts):
             batch = StepBatch(slots, starts, counts, sampled_from)
@@ -110,6 +115,7 @@ class Steps:
         self.taps.commit()
         self.taps.separate()
         self.rows_steered += self.planner.steered
+        self.rows_patched += self.planner.patched
         if frame is None or not observed:
             return
         self._frame = frame

@@ -189,6 +189,21 @@ class Taps:
         """Which points (numbers of `index`) steer any row; all others do not look at the plan."""
         self._set_flag(Column.STEER, points)
 
+    def set_patching(self, points: np.ndarray) -> None:
+        """Which points (numbers of `index`) patch any row; all others do not look at the plan."""
+        self._set_flag(Column.PATCH, points)
+
+    def place_patches(self, patches: torch.Tensor, replacements: torch.Tensor) -> None:
+        """Where patches are read from, from the next commit on.
+
+        Args:
+            patches: int32 `[points, patch rows]`.
+            replacements: int32 `[replacements, Replacement.SIZE]`.
+        """
+        points = range(self.num_points)
+        self._set_fields("PATCHES", points, patches)
+        self._set_fields("REPLACEMENTS", points, [replacements] * self.num_points)
+
     def place_steering(
         self,
         tables: torch.Tensor,

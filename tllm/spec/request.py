@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tllm.spec.groups import GroupUse, RequestSteering
+from tllm.spec.patching import PatchUse, RequestPatch
 from tllm.spec.selection import Selection
 
 EXTRA_ARG = "tllm"
@@ -20,15 +21,16 @@ class Asked:
     Attributes:
         consumers: options by consumer id, those of captures among them.
         captures: the consumers whose results are capture results.
-        steering: None for nothing.
+        steering, patch: None for nothing.
     """
 
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     captures: tuple[str, ...] = ()
     steering: RequestSteering | None = None
+    patch: RequestPatch | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.consumers) or self.steering is not None
+        return bool(self.consumers) or not (self.steering is None and self.patch is None)
 
     def __deepcopy__(self, memo: Any) -> Asked:
         # Copies of the parameters share it: it never changes, and vectors are large.
@@ -74,6 +76,7 @@ class RequestSpec:
         isolated: rows are changed by writes, so cached blocks are not shared with anybody.
         steering: what is done to which rows, in order; the operations themselves were sent to
             the workers before, and are known by their digest.
+        patch: what is put in the place of which rows, in order.
     """
 
     request_id: str = ""
@@ -84,13 +87,13 @@ class RequestSpec:
     wants_tokens: bool = False
     isolated: bool = False
     steering: tuple[GroupUse, ...] = ()
+    patch: tuple[PatchUse, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether it is nobody's concern but vLLM's."""
-        return not (
-            self.steering or self.consumers or self.reads or self.isolated or self.wants_tokens
-        )
+        changed = self.steering or self.patch or self.isolated
+        return not (changed or self.consumers or self.reads or self.wants_tokens)
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data, without what has its default."""
@@ -107,6 +110,8 @@ class RequestSpec:
             wire["isolated"] = True
         if self.steering:
             wire["steering"] = [use.to_wire() for use in self.steering]
+        if self.patch:
+            wire["patch"] = [use.to_wire() for use in self.patch]
         return wire
 
     @classmethod
@@ -115,6 +120,8 @@ class RequestSpec:
         asked = dict(wire)
         if "steering" in asked:
             asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))
+        if "patch" in asked:
+            asked["patch"] = tuple(map(PatchUse.from_wire, asked["patch"]))
         if "reads" in asked:
             asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
         return cls(**asked)

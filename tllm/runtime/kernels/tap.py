@@ -15,6 +15,7 @@ from tllm.runtime.descriptor import (
     STAGE_FIELDS,
     Descriptor,
     Operation,
+    Replacement,
     stage_field,
 )
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
@@ -32,9 +33,12 @@ if HAS_TRITON:
     ADD_TABLE = tl.constexpr(stage_field("ADD_TABLE"))
     STEERING = tl.constexpr(stage_field("STEERING"))
     SUMS = tl.constexpr(stage_field("SUMS"))
+    PATCHES = tl.constexpr(stage_field("PATCHES"))
+    REPLACEMENTS = tl.constexpr(stage_field("REPLACEMENTS"))
     CAPTURE_FLAG = tl.constexpr(Column.PROGRAM.flag)
     ADD_FLAG = tl.constexpr(Column.ADD.flag)
     STEER_FLAG = tl.constexpr(Column.STEER.flag)
+    PATCH_FLAG = tl.constexpr(Column.PATCH.flag)
     BITS = tl.constexpr(FLAG_BITS)
     MASK = tl.constexpr(2**FLAG_BITS - 1)
     UNIT = tl.constexpr(CHAIN_UNIT)
@@ -48,22 +52,34 @@ if HAS_TRITON:
     STRENGTH = tl.constexpr(int(Operation.STRENGTH))
     LOW = tl.constexpr(int(Operation.LOW))
     HIGH = tl.constexpr(int(Operation.HIGH))
+    REPLACEMENT_WORDS = tl.constexpr(int(Replacement.SIZE))
+    SOURCE = tl.constexpr(int(Replacement.SOURCE))
+    CHOSEN = tl.constexpr(int(Replacement.MASK))
+    KEEP = tl.constexpr(int(Replacement.KEEP))
+    SCALE = tl.constexpr(int(Replacement.SCALE))
+    COUNT = tl.constexpr(int(Replacement.COUNT))
     PLAN_DESTINATION = tl.constexpr(columns.DESTINATION)
     PLAN_PROGRAM = tl.constexpr(Column.PROGRAM.plan_row)
     PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
     PLAN_STEER = tl.constexpr(Column.STEER.plan_row)
+    PLAN_PATCH = tl.constexpr(Column.PATCH.plan_row)
 
     @triton.jit
-    def _row(table, row, offsets, HIDDEN: tl.constexpr):
-        """Where a row of a table lies that was found by its address.
+    def _along(start, offsets, HIDDEN: tl.constexpr):
+        """Where the elements of a row lie that was found by its address.
 
         Rows that fill units of 16 bytes are aligned to them (every table is a tensor's memory, or
         begins at one of its rows). The compiler cannot know, and would move one element at a time.
         """
-        at = table + row.to(tl.int64) * HIDDEN + offsets
-        if HIDDEN * table.dtype.element_ty.primitive_bitwidth % 128 == 0:
+        at = start + offsets
+        if HIDDEN * start.dtype.element_ty.primitive_bitwidth % 128 == 0:
             at = tl.multiple_of(at, [16])
         return at
+
+    @triton.jit
+    def _row(table, row, offsets, HIDDEN: tl.constexpr):
+        """Where the elements of a row of a table lie that was found by its address."""
+        return _along(table + row.to(tl.int64) * HIDDEN, offsets, HIDDEN)
 
     @triton.jit
     def _operate(value, vector, operation):
@@ -109,7 +125,7 @@ if HAS_TRITON:
         """What a stage does to a row: which of its ring rows, row of the add table, that table,
         chain, first operation, sum."""
         ring_offsets, add_index, add_table, steering, sums = stage
-        destination, program, add_row, steering_row = planned
+        destination, program, add_row, steering_row, _ = planned
         int_ptr = tl.pointer_type(tl.int32)
         captures = tl.where((flags & CAPTURE_FLAG) != 0, destination, -1) >= 0
         adds = tl.where((flags & ADD_FLAG) != 0, add_row, -1) >= 0
@@ -137,10 +153,10 @@ if HAS_TRITON:
         """What is known of a row before it is read.
 
         Returns the flags, the addresses of arena, vectors and operations, those of both stages (if
-        AHEAD), what the plan says (destination, program, add row, steering row), and whether there
-        is anything to do: `wanted >= 0`. A tap is a chain of latencies, and in a forward pass of
-        cold ones: weights have swept the cache since the last pass. So loads that do not need each
-        other stand side by side, and the small tables ask to be evicted last.
+        AHEAD), what the plan says (destination, program, add row, steering row, patch row), and
+        whether there is anything to do: `wanted >= 0`. A tap is a chain of latencies, and in a
+        forward pass of cold ones: weights have swept the cache since the last pass. So loads that
+        do not need each other stand side by side, and the small tables ask to be evicted last.
         """
         flags = tl.load(desc_ptr + FLAGS, eviction_policy="evict_last")
         row_ptr = tl.pointer_type(dtype)
@@ -158,10 +174,16 @@ if HAS_TRITON:
         add_row = tl.load(at + PLAN_ADD * plan_stride, eviction_policy="evict_last")
         steering_row = tl.load(at + PLAN_STEER * plan_stride, eviction_policy="evict_last")
         either = flags | (flags >> BITS)
+        # The only one that waits for the flags: it is read where anybody patches, and else nothing.
+        patching = (either & PATCH_FLAG) != 0
+        patch_row = tl.load(
+            at + PLAN_PATCH * plan_stride, mask=patching, other=-1, eviction_policy="evict_last"
+        )
         wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
         wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
         wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
-        planned = (destination, program, add_row, steering_row)
+        wanted = tl.maximum(wanted, patch_row)
+        planned = (destination, program, add_row, steering_row, patch_row)
         return flags, (arena, vectors, operations), addresses, planned, wanted
 
     @triton.jit
@@ -197,6 +219,49 @@ if HAS_TRITON:
         return _vector(vectors, found[4], (found[3] & (SUM - 1)) > 0, offsets, inside, HIDDEN)
 
     @triton.jit
+    def _patch(
+        value, fields, patch_row, offsets, inside, HIDDEN: tl.constexpr, dtype: tl.constexpr
+    ):
+        """What a patch row puts in the place of a row `[BLOCK]` at one stage; padding stays 0.
+
+        Args:
+            fields: the descriptor, one word on for the second stage.
+
+        Returns the row, and whether it changed.
+        """
+        int_ptr = tl.pointer_type(tl.int32)
+        long_ptr = tl.pointer_type(tl.int64)
+        float_ptr = tl.pointer_type(tl.float32)
+        row_ptr = tl.pointer_type(dtype)
+        first = tl.load(tl.load(fields + PATCHES).to(int_ptr) + patch_row)
+        changed = 0
+        if first >= 0:
+            changed = 1
+            words = tl.load(fields + REPLACEMENTS).to(int_ptr) + first * REPLACEMENT_WORDS
+            count = tl.load(words + COUNT)
+            for i in range(count):
+                replacement = words + i * REPLACEMENT_WORDS
+                source = tl.load((replacement + SOURCE).to(long_ptr))
+                chosen = tl.load((replacement + CHOSEN).to(long_ptr))
+                keep = tl.load((replacement + KEEP).to(float_ptr))
+                scale = tl.load((replacement + SCALE).to(float_ptr))
+                row = tl.load(
+                    _along(source.to(row_ptr), offsets, HIDDEN),
+                    mask=tl.where(source != 0, inside, False),
+                    other=0.0,
+                )
+                changes = tl.load(
+                    _along(chosen.to(row_ptr), offsets, HIDDEN),
+                    mask=tl.where(chosen != 0, inside, False),
+                    other=1.0,
+                )
+                # A row that is not kept may hold anything: 0 times infinity is no number.
+                kept = tl.where(keep != 0.0, keep * value, 0.0)
+                patched = kept + scale * row.to(tl.float32)
+                value = tl.where(changes.to(tl.float32) != 0.0, patched, value)
+        return value, changed
+
+    @triton.jit
     def _work(
         value,
         desc_ptr,
@@ -209,7 +274,7 @@ if HAS_TRITON:
         HIDDEN: tl.constexpr,
         AHEAD: tl.constexpr,
     ):
-        """The stages of a tap on a row `[BLOCK]`, in turn: capture, add, steer.
+        """The stages of a tap on a row `[BLOCK]`, in turn: capture, patch, add, steer.
 
         Returns the row, and whether it changed. If AHEAD, `ahead` is what the first stage does and
         the vector of its first operation. Stages and operations are loops: a kernel this short
@@ -232,6 +297,12 @@ if HAS_TRITON:
             if ring_offset >= 0:
                 place = _row(arena, planned[0] + ring_offset, offsets, HIDDEN)
                 tl.store(place, value.to(dtype), mask=inside)
+            patches = ((flags >> (BITS * stage)) & PATCH_FLAG) != 0
+            if tl.where(patches, planned[4], -1) >= 0:
+                value, patched = _patch(
+                    value, desc_ptr + stage, planned[4], offsets, inside, HIDDEN, dtype
+                )
+                changed = tl.maximum(changed, patched)
             if add >= 0:
                 row = _row(add_table.to(tl.pointer_type(dtype)), add, offsets, HIDDEN)
                 value += tl.load(row, mask=inside, other=0.0).to(tl.float32)
@@ -389,7 +460,10 @@ def reference(
     rows = stream.view(-1, hidden)
     fused = residual.view(-1, hidden) if residual is not None else None
     plan = plan[:, : len(rows)].long()
-    looked_at = [columns.DESTINATION, Column.ADD.plan_row, Column.STEER.plan_row]
+    looked_at = [
+        columns.DESTINATION,
+        *(c.plan_row for c in (Column.ADD, Column.STEER, Column.PATCH)),
+    ]
     touched = (plan[looked_at] >= 0).any(0)
     at = touched.nonzero().squeeze(1)
     if not len(at):
@@ -404,6 +478,8 @@ def reference(
         at_stage = {name: fields[stage_field(name) + stage] for name in STAGE_FIELDS}
         if flags & Column.PROGRAM.flag:
             _capture(value.to(dtype), plan, at_stage["RING_OFFSETS"], fields[Descriptor.ARENA])
+        if flags & Column.PATCH.flag:
+            changed[_put(value, plan, at_stage, dtype)] = True
         if flags & Column.ADD.flag:
             changed[_add(value, plan, at_stage, dtype)] = True
         if flags & Column.STEER.flag:
@@ -431,6 +507,32 @@ def _capture(seen: torch.Tensor, plan: torch.Tensor, offsets_at: int, arena_at: 
         target = plan[columns.DESTINATION, at] + offset
         arena = _at(arena_at, seen.dtype, int(target.max()) + 1, seen.shape[1])
         arena[target] = seen[at]
+
+
+def _put(
+    value: torch.Tensor, plan: torch.Tensor, at_stage: dict[str, int], dtype: torch.dtype
+) -> list[int]:
+    """Do what patch rows say; returns which rows have changed."""
+    hidden, size = value.shape[1], int(Replacement.SIZE)
+    changed = []
+    for i, row in enumerate(plan[Column.PATCH.plan_row].tolist()):
+        if row < 0:
+            continue
+        first = int(_at(at_stage["PATCHES"] + 4 * row, torch.int32, 1))
+        if first < 0:
+            continue
+        changed.append(i)
+        begin = at_stage["REPLACEMENTS"] + 4 * size * first
+        count = int(_at(begin, torch.int32, size)[Replacement.COUNT])
+        for words in _at(begin, torch.int32, count, size):
+            source, mask = words[: Replacement.KEEP].view(torch.int64).tolist()
+            keep, scale = words[Replacement.KEEP : Replacement.COUNT].view(torch.float32).tolist()
+            patched = keep * value[i] if keep else torch.zeros_like(value[i])
+            if source:
+                patched = patched + scale * _at(source, dtype, hidden).float()
+            stays = _at(mask, dtype, hidden) == 0 if mask else torch.zeros(hidden, dtype=torch.bool)
+            value[i] = torch.where(stays, value[i], patched)
+    return changed
 
 
 def _add(

@@ -1,0 +1,356 @@
+"""Patching: rows put in the place of a request's own, as users ask it and as requests carry it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+from typing import Any, Literal
+
+import numpy as np
+
+from tllm.spec.changes import Changes
+from tllm.spec.hooks import HookPoint
+from tllm.spec.operations import LARGEST_FLOAT32
+from tllm.spec.tiers import FloatArray, numeric_array
+
+KeptKind = Literal["run", "mean"]
+
+_FIELDS = ("hook", "layer", "positions", "source", "alpha", "mask")
+_SOURCES = ("tensor", "zero", "mean", "noise", "run")
+_MOST_SEEDS = 2**63
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows that the workers keep under a name, for patches to refer to.
+
+    Attributes:
+        name: what requests call them.
+        uid: theirs alone: others that are kept later under the same name have another.
+        kind: rows of a run, one for each token of its prompt; or one mean row at each place.
+        places: hook points with their layers.
+        num_positions: rows at each place.
+        num_bytes: what they take on a device; of a pipeline, on all of its stages together.
+    """
+
+    name: str
+    uid: str
+    kind: KeptKind
+    places: tuple[tuple[str, int | None], ...]
+    num_positions: int
+    num_bytes: int
+
+    def check(self, place: tuple[str, int | None], positions: Iterable[int], field: str) -> None:
+        """Refuse a place, or positions, of which nothing is kept."""
+        if place not in self.places:
+            has = ", ".join(hook if at is None else f"{hook}:{at}" for hook, at in self.places)
+            hook, layer = place
+            raise ValueError(
+                f"{field}: {self.kind} {self.name!r} has no rows of {hook!r} at layer {layer} (it "
+                f"has {has:.400}); patch one of these, or make the {self.kind} with that hook"
+            )
+        for position in positions:
+            if not -self.num_positions <= position < self.num_positions:
+                raise ValueError(
+                    f"{field}: position {position} is out of range for {self.kind} {self.name!r} "
+                    f"of {self.num_positions} tokens; give {-self.num_positions} to "
+                    f"{self.num_positions - 1}"
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class PatchSource:
+    """What is put in the place of rows.
+
+    Attributes:
+        kind: `tensor`, `zero`, `mean`, `noise` or `run`.
+        rows: of a tensor: float32 `[1 or positions, hidden]`.
+        kept: the name of a mean, or of a run.
+        positions: of a run: which of its rows; None for those that are patched.
+        std, seed: of noise.
+    """
+
+    kind: str
+    rows: FloatArray | None = None
+    kept: str = ""
+    positions: tuple[int, ...] | None = None
+    std: float = 0.0
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, given: Any, count: int, name: str) -> PatchSource:
+        """A source as users write it.
+
+        Args:
+            count: positions that are patched.
+        """
+        chosen = [kind for kind in _SOURCES if isinstance(given, Mapping) and kind in given]
+        if len(chosen) != 1:
+            raise ValueError(
+                f"{name} is {given!r:.60}; give one of {{'tensor': rows}}, {{'zero': True}}, "
+                "{'mean': name}, {'noise': std, 'seed': n} and {'run': run, 'positions': [...]}"
+            )
+        kind = chosen[0]
+        allowed = {kind, *{"noise": ("seed",), "run": ("positions",)}.get(kind, ())}
+        if unknown := sorted(set(map(str, given)) - allowed):
+            raise ValueError(f"{name} has unknown keys {unknown}; {kind!r} takes {sorted(allowed)}")
+        value, field = given[kind], f"{name}[{kind!r}]"
+        if kind == "tensor":
+            return cls(kind, rows=_rows(value, count, field))
+        if kind == "zero":
+            if value is not True:
+                raise ValueError(f"{field} is {value!r:.60}; give True, or another source")
+            return cls(kind)
+        if kind == "noise":
+            std = _number(value, field)
+            if std < 0:
+                raise ValueError(f"{field} is {std}; a standard deviation is 0 or more")
+            return cls(kind, std=std, seed=_seed(given.get("seed", 0), f"{name}['seed']"))
+        kept = value.name if isinstance(value, KeptRows) else value
+        if not isinstance(kept, str) or not kept:
+            raise ValueError(f"{field} is {value!r:.60}; give the name of a {kind} that is kept")
+        positions = None
+        if kind == "run" and given.get("positions") is not None:
+            positions = _positions(given["positions"], f"{name}['positions']", distinct=False)
+            if len(positions) != count:
+                raise ValueError(
+                    f"{name}['positions'] has {len(positions)} positions, and {count} are patched; "
+                    "give one of the run for each, or leave them out for the same"
+                )
+        return cls(kind, kept=kept, positions=positions)
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """One entry of what a request asks: `h' = (1 - alpha) h + alpha source` at some positions of
+    one hook point; with noise `h' = h + alpha noise`.
+
+    Attributes:
+        name: of the field, for messages.
+        layer: negative counts from the end; None for `lm_head_in`.
+        positions: negative ones count from the end of the prompt.
+        mask: the dimensions that change; None for all.
+    """
+
+    name: str
+    point: HookPoint
+    layer: int | None
+    positions: tuple[int, ...]
+    source: PatchSource
+    alpha: float = 1.0
+    mask: tuple[int, ...] | None = None
+
+    @classmethod
+    def parse(cls, given: Any, name: str) -> Patch:
+        """An entry as users write it; raises `ValueError` naming what is wrong."""
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"{name} is {type(given).__name__}; give a mapping with {', '.join(_FIELDS)}"
+            )
+        if unknown := sorted(set(map(str, given)) - set(_FIELDS)):
+            raise ValueError(f"{name} has unknown keys {unknown}; it takes {', '.join(_FIELDS)}")
+        for key in ("hook", "positions", "source"):
+            if given.get(key) is None:
+                raise ValueError(f"{name} has no {key!r}; give it")
+        try:
+            point = HookPoint.parse(given["hook"])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        layer = given.get("layer")
+        if layer is not None:
+            layer = _whole(layer, f"{name}['layer']")
+        positions = _positions(given["positions"], f"{name}['positions']")
+        source = PatchSource.parse(given["source"], len(positions), f"{name}['source']")
+        alpha = 1.0 if given.get("alpha") is None else _number(given["alpha"], f"{name}['alpha']")
+        mask = None
+        if given.get("mask") is not None:
+            mask = _positions(given["mask"], f"{name}['mask']")
+            if min(mask) < 0:
+                raise ValueError(f"{name}['mask'] has {min(mask)}; dimensions count from 0")
+        return cls(name, point, layer, positions, source, alpha, mask)
+
+    @property
+    def keep(self) -> float:
+        """The factor of the row itself."""
+        return 1.0 if self.source.kind == "noise" else 1.0 - self.alpha
+
+
+@dataclass(frozen=True, eq=False)
+class RequestPatch:
+    """All that one request asks, in the order given."""
+
+    entries: tuple[Patch, ...]
+
+    @classmethod
+    def parse(cls, given: Any) -> RequestPatch:
+        """`patch=` as users write it."""
+        if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence) or not given:
+            raise ValueError(
+                f"patch is {given!r:.60}; give a list of mappings such as {{'hook': 'post_block', "
+                "'layer': 5, 'positions': [3], 'source': {'zero': True}}"
+            )
+        return cls(tuple(Patch.parse(each, f"patch[{i}]") for i, each in enumerate(given)))
+
+
+@dataclass(frozen=True)
+class PatchUse:
+    """A patch in a request, with everything that it names found.
+
+    Attributes:
+        layer: counted from 0.
+        positions: negative ones count from the end of the prompt.
+        keep, scale: factors of the row and of the source.
+        mask: the dimensions that change; None for all.
+        rows: float32 `[1 or positions, hidden]`; None where the source is zero, or kept.
+        kept: uid of `KeptRows`, and which of its rows for each position; None without.
+    """
+
+    hook: str
+    layer: int | None
+    positions: tuple[int, ...]
+    keep: float
+    scale: float
+    mask: tuple[int, ...] | None = None
+    rows: bytes | None = None
+    kept: tuple[str, tuple[int, ...]] | None = None
+    known_digest: str = ""
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what is done, and where."""
+        if self.known_digest:
+            return self.known_digest
+        place = self.hook, self.layer, self.positions
+        said = repr((place, self.keep, self.scale, self.mask, self.kept)).encode()
+        return hashlib.sha256(said + (self.rows or b"")).hexdigest()[:32]
+
+    def at(self, prompt_len: int) -> list[int]:
+        """Its positions, counted from the start."""
+        return [p + prompt_len if p < 0 else p for p in self.positions]
+
+    def to_wire(self) -> list[Any]:
+        """As plain data."""
+        mask = None if self.mask is None else list(self.mask)
+        kept = None if self.kept is None else [self.kept[0], list(self.kept[1])]
+        place = self.hook, self.layer, list(self.positions)
+        return [*place, self.keep, self.scale, mask, self.rows, kept, self.digest]
+
+    @classmethod
+    def from_wire(cls, wire: Sequence[Any]) -> PatchUse:
+        """What `to_wire` gave."""
+        hook, layer, positions, keep, scale, mask, rows, kept, digest = wire
+        return cls(
+            hook,
+            layer,
+            tuple(positions),
+            keep,
+            scale,
+            None if mask is None else tuple(mask),
+            rows,
+            None if kept is None else (kept[0], tuple(kept[1])),
+            digest,
+        )
+
+
+def patch_changes(uses: Sequence[PatchUse], prompt_len: int) -> Changes:
+    """What patches do to a sequence."""
+    done: dict[int, list[tuple[str, int]]] = defaultdict(list)
+    for use in uses:
+        for i, position in enumerate(use.at(prompt_len)):
+            done[position].append((use.digest, i))
+    changes: list[tuple[int, bytes]] = [] if 0 in done else [(0, b"")]
+    for position in sorted(done):
+        digest = hashlib.sha256(b"patch" + repr(done[position]).encode()).digest()
+        changes.append((position, digest))
+        if position + 1 not in done:
+            changes.append((position + 1, b""))
+    return changes
+
+
+def check_patch_positions(
+    uses: Iterable[PatchUse], prompt_len: int, max_tokens: int | None
+) -> None:
+    """Refuse positions at which a sequence cannot have a row.
+
+    Args:
+        max_tokens: the most tokens that are generated; None when that is not limited. The last one
+            is drawn and never passes the model.
+    """
+    for i, use in enumerate(uses):
+        for position in use.positions:
+            over = max_tokens is not None and position >= prompt_len + max_tokens - 1
+            if over or position < -prompt_len:
+                last = "" if max_tokens is None else f" to {prompt_len + max_tokens - 2}"
+                raise ValueError(
+                    f"patch[{i}]['positions']: position {position} is out of range for a prompt of "
+                    f"{prompt_len} tokens and max_tokens={max_tokens}; give {-prompt_len}{last}"
+                )
+
+
+def noise_rows(std: float, seed: int, positions: Sequence[int], hidden: int) -> FloatArray:
+    """Normal noise `[positions, hidden]`: that of a position hangs on the seed and on it alone."""
+    rows = np.empty((len(positions), hidden), np.float32)
+    for i, position in enumerate(positions):
+        drawn = np.random.Generator(np.random.Philox(key=[seed, position % 2**64]))
+        rows[i] = drawn.standard_normal(hidden, np.float32) * np.float32(std)
+    return rows
+
+
+# -- reading what users write ----------------------------------------------------------------------
+
+
+def _rows(given: Any, count: int, name: str) -> FloatArray:
+    with np.errstate(over="ignore"):
+        rows = np.array(numeric_array(given, name), np.float32)
+    if not np.isfinite(rows).all():
+        raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
+    if rows.ndim == 1:
+        rows = rows[None]
+    if rows.ndim != 2 or not rows.size or len(rows) not in (1, count):
+        raise ValueError(
+            f"{name} has shape {list(rows.shape)}, and {count} positions are patched; give "
+            "[hidden] or [positions, hidden]"
+        )
+    return rows
+
+
+def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ...]:
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        given = [given]
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} is {given!r:.60}; give a list of whole numbers")
+    found = tuple(_whole(each, name) for each in given)
+    if not found:
+        raise ValueError(f"{name} is empty; give one number or more")
+    if distinct and len(set(found)) < len(found):
+        raise ValueError(f"{name} names a number twice; give each once")
+    return found
+
+
+def _whole(given: Any, name: str) -> int:
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise ValueError(f"{name}: {given!r:.60} is not a whole number")
+    return int(given)
+
+
+def _seed(given: Any, name: str) -> int:
+    seed = _whole(given, name)
+    if not 0 <= seed < _MOST_SEEDS:
+        raise ValueError(f"{name} is {seed}; give a whole number from 0 below 2**63")
+    return seed
+
+
+def _number(given: Any, name: str) -> float:
+    try:
+        if isinstance(given, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        value = float(given)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}={given!r:.60} is not a number") from None
+    if not abs(value) <= LARGEST_FLOAT32:
+        raise ValueError(f"{name}={value} is not finite in float32")
+    return value
