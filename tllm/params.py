@@ -11,6 +11,7 @@ import numpy as np
 import vllm
 
 from tllm.spec.groups import RequestSteering
+from tllm.spec.patching import RequestPatch
 from tllm.spec.request import Asked, wire_of
 from tllm.spec.selection import Selection
 from tllm.spec.tiers import Tiers, parse_modules
@@ -34,12 +35,13 @@ ASKED_FIELDS = (
     *_STEERING_NAMES.values(),
     "steering_module_ref",
     "steering_positions",
+    "patch",
 )
 """What a request may ask of tLLM, beside vLLM's own parameters."""
 
 
 class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-arg]
-    """`vllm.SamplingParams`, with what a request asks of consumers and of steering.
+    """`vllm.SamplingParams`, with what a request asks of consumers, of steering and of patching.
 
     Attributes:
         consumers: by consumer id, e.g. `{"esamp": {"beta": 0.3}}`; `{"enabled": False}` turns a
@@ -60,6 +62,12 @@ class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-ar
             `(name, scale)`, or a list of these.
         steering_positions: which tokens, for entries that say none, those of modules too
             (default: all).
+        patch: rows that are put in the place of the request's own, a list of
+            `{"hook", "layer", "positions", "source", "alpha", "mask"}`:
+            `h' = (1 - alpha) h + alpha source` on the dimensions of `mask` (default: all). `source`
+            is `{"tensor": rows}`, `{"zero": True}`, `{"mean": name}`,
+            `{"run": run, "positions": [...]}`, or `{"noise": std, "seed": n}`, which is added.
+            Negative positions count from the end of the prompt.
         asked: all of these together, checked; made when they are given, and not to be given.
     """
 
@@ -73,6 +81,7 @@ class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-ar
     decode_steering_clamps: Any = None
     steering_module_ref: Any = None
     steering_positions: Any = None
+    patch: Any = None
     asked: Asked | None = None
 
     def __post_init__(self) -> None:
@@ -102,7 +111,7 @@ class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-ar
 
 
 class PoolingParams(vllm.PoolingParams, kw_only=True):  # type: ignore[call-arg]
-    """`vllm.PoolingParams`, with what a request asks of consumers and of steering.
+    """`vllm.PoolingParams`, with what a request asks of consumers, of steering and of patching.
 
     The fields are those of `SamplingParams`. Every token of a pooled request is of its prompt.
     """
@@ -117,6 +126,7 @@ class PoolingParams(vllm.PoolingParams, kw_only=True):  # type: ignore[call-arg]
     decode_steering_clamps: Any = None
     steering_module_ref: Any = None
     steering_positions: Any = None
+    patch: Any = None
     asked: Asked | None = None
 
     def __post_init__(self) -> None:
@@ -177,7 +187,9 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
         )
     tiers = {name: given.get(field) for name, field in _STEERING_NAMES.items()}
     steering = _steering(tiers, given.get("steering_module_ref"), given.get("steering_positions"))
-    return Asked({**consumers, **captures}, tuple(captures), steering)
+    patch = given.get("patch")
+    patched = None if patch is None else RequestPatch.parse(patch)
+    return Asked({**consumers, **captures}, tuple(captures), steering, patched)
 
 
 _NOTHING = Asked()

@@ -45,6 +45,25 @@ class Addition:
     stop: int | None = None
 
 
+@dataclass
+class PatchedRow:
+    """`keep h + scale source` in the place of the row at a position, on some dimensions or all."""
+
+    place: Place
+    position: int
+    source: torch.Tensor
+    keep: float = 0.0
+    scale: float = 1.0
+    dimensions: list[int] | None = None
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        patched = (self.keep * row if self.keep else 0 * self.source) + self.scale * self.source
+        if self.dimensions is not None:
+            patched, new = row.clone(), patched
+            patched[self.dimensions] = new[self.dimensions]
+        return patched
+
+
 class Reference:
     """The same model in `transformers`, float32, one sequence at a time."""
 
@@ -95,6 +114,7 @@ class Reference:
         tokens: Sequence[int],
         places: Sequence[Place] = (),
         additions: Sequence[Addition] = (),
+        patches: Sequence[PatchedRow] = (),
     ) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
         """Logits `[tokens, vocab]`, and the states `[tokens, hidden]` that arrive at each place."""
         seen: dict[Place, torch.Tensor] = {}
@@ -110,16 +130,30 @@ class Reference:
             def touch(tensor):
                 changed = tensor.clone()
                 changed[:, addition.start : addition.stop] += addition.vector
-                if addition.place[0] == "post_attn":
-                    tensor.copy_(changed)  # the stream itself, not only what the norm reads
-                    return tensor
-                return changed
+                return written(addition.place, tensor, changed)
 
             return touch
 
+        def patch(patched):
+            def touch(tensor):
+                changed = tensor.clone()
+                if patched.position < tensor.shape[1]:
+                    changed[0, patched.position] = patched.of(tensor[0, patched.position])
+                return written(patched.place, tensor, changed)
+
+            return touch
+
+        def written(place, tensor, changed):
+            if place[0] == "post_attn":
+                tensor.copy_(changed)  # the stream itself, not only what the norm reads
+                return tensor
+            return changed
+
         with ExitStack() as stack:
-            for place in places:  # a capture reads what arrives, before additions there
+            for place in places:  # a capture reads what arrives, before what is done there
                 stack.enter_context(self._hooked(place, capture(place)))
+            for patched in patches:
+                stack.enter_context(self._hooked(patched.place, patch(patched)))
             for addition in additions:
                 stack.enter_context(self._hooked(addition.place, add(addition)))
             logits = self.model(torch.tensor([list(tokens)])).logits[0]
@@ -136,8 +170,12 @@ class Reference:
         return tokens[len(prompt) :]
 
     def would_generate(
-        self, prompt: Sequence[int], tokens: Sequence[int], additions: Sequence[Addition] = ()
+        self,
+        prompt: Sequence[int],
+        tokens: Sequence[int],
+        additions: Sequence[Addition] = (),
+        patches: Sequence[PatchedRow] = (),
     ) -> bool:
         """Whether greedy sampling gives these tokens: `greedy` in one forward pass."""
-        logits, _ = self.run([*prompt, *tokens][:-1], additions=additions)
+        logits, _ = self.run([*prompt, *tokens][:-1], additions=additions, patches=patches)
         return logits[len(prompt) - 1 :].argmax(-1).tolist() == list(tokens)

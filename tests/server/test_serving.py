@@ -9,6 +9,7 @@ from safetensors.torch import load
 
 PROMPT = "One day Mia went to the garden."
 WORDS = {"model": "demo", "prompt": PROMPT, "temperature": 0}
+SET_TO_ZERO = {"hook": "post_block", "layer": 1, "positions": [-1], "source": {"zero": True}}
 
 
 def decoded(tensor):
@@ -178,7 +179,9 @@ def test_modules_come_and_go(server):
         ({"capture": {"nobody": {}}}, "no such consumer is registered"),
         ({"capture": {"memory": {"hooks": {"post_block": [99]}}}}, "post_block has no layer 99"),
         ({"consumers": {"logging": {"what": 1}}}, "logging"),
-        ({"patch": [{}]}, "patch was given, but patching is not supported"),
+        ({"patch": [{}]}, "patch[0] has no 'hook'"),
+        ({"patch": [SET_TO_ZERO | {"positions": [900]}]}, "position 900 is out of range"),
+        ({"patch": [SET_TO_ZERO | {"layer": 99}]}, "post_block has no layer 99"),
         ({"stop_when": "x"}, "stop_when was given"),
     ],
 )

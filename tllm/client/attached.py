@@ -10,6 +10,8 @@ from typing import Any
 
 from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
 from tllm.client.core import Client
+from tllm.client.generation import AsyncGeneration, SyncGeneration
+from tllm.client.kept_rows import PatchingControl
 from tllm.client.request import Prepared
 from tllm.client.results import attach_results
 from tllm.client.steering import SteeringControl
@@ -22,20 +24,28 @@ logger = logging.getLogger(__name__)
 
 
 class Attached:
-    """Consumers and steering of an engine. On an `AsyncLLM` every method is to be awaited.
+    """Consumers, steering and patching of an engine. On an `AsyncLLM` all methods are awaited.
 
     Attributes:
         steering: global steering and named modules (`SteeringControl`).
+        patching: runs whose rows are kept, mean rows, and sweeps (`PatchingControl`).
     """
 
     _tllm: Client
     _run: Callable[[Steps[Any]], Any]
     steering: SteeringControl
+    patching: PatchingControl
 
-    def _set_up(self, client: Client, run: Callable[[Steps[Any]], Any]) -> None:
+    def _set_up(
+        self,
+        client: Client,
+        run: Callable[[Steps[Any]], Any],
+        generation: SyncGeneration | AsyncGeneration,
+    ) -> None:
         self._tllm = client
         self._run = run
         self.steering = SteeringControl(client, run)
+        self.patching = PatchingControl(client, generation)
         client.speak_for(self)
 
     @property

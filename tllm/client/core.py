@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
+from tllm.client.patching import KEPT, PatchComposer
 from tllm.client.request import Prepared, Uses, collect
 from tllm.client.results import Samples, attach_results, samples_of, set_result
 from tllm.client.steering import GLOBAL, MODULE, Composer, Facts, HeldByWorkers
@@ -33,6 +34,7 @@ from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.groups import SteeringGroup
 from tllm.spec.hooks import HookPoint
+from tllm.spec.patching import PatchUse, check_patch_positions
 from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class Client:
         consumers: those that are registered, by id, whichever front end did it.
         handle: what the user calls; registered consumers reach the workers through it.
         over: prompts that are over and that the workers have not heard of.
+        replicas: data-parallel ones that this front end sends requests to.
     """
 
     handle: Any = None
@@ -72,9 +75,11 @@ class Client:
     ) -> None:
         self.consumers: dict[str, Consumer] = {}
         self.composer = Composer()
+        self.patches = PatchComposer()
         self.held = HeldByWorkers()
         self.shared = SharedFolder()
         self.over: list[str] = []
+        self.replicas = 1
         self._holder = self.shared.token or uuid.uuid4().hex
         self._front_ends = front_ends
         self._workers = workers
@@ -146,7 +151,8 @@ class Client:
         return bool(answers[0])
 
     def _learn_engine(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        self.composer.facts = Facts.of_workers(answers)
+        self.composer.facts = self.patches.facts = Facts.of_workers(answers)
+        self.replicas = len(answers) // (self._workers or len(answers))
         self._placed.clear()
         if answers[0]["shared_file"] and self.shared.token:
             try:
@@ -164,6 +170,8 @@ class Client:
                 self._learn_consumer(key[len(_CONSUMER) :], value)
             elif key == _FRONT_ENDS:
                 self._front_ends = max(self._front_ends, int(value or 1))
+            elif key.startswith(KEPT):
+                self.patches.learn(key, value)
             else:
                 self.composer.learn(key, value)
         self._version = version
@@ -211,6 +219,13 @@ class Client:
         yield from self.current()
         answers: list[Any] = yield call
         return answers
+
+    def ensure(self, consumer: Consumer) -> Steps[None]:
+        """Let a consumer of ours be there."""
+        yield ALONE
+        yield from self.current()
+        if consumer.consumer_id not in self.consumers:
+            yield from self._add(consumer, False)
 
     def register(self, consumer: Consumer) -> Steps[Consumer]:
         """Add a consumer now."""
@@ -271,8 +286,15 @@ class Client:
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
             yield from self.bring(groups)
+        if asked.patch is not None and streamed:
+            raise ValueError(
+                "patch was given for a prompt that is streamed, of which nobody knows where it "
+                "ends; give the whole prompt at once"
+            )
+        patch = () if asked.patch is None else self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
-        prepared = self._prepare(params, asked, request_id, prompt_id, groups, results, streamed)
+        changes = groups, patch
+        prepared = self._prepare(params, asked, request_id, prompt_id, changes, results, streamed)
         if first is None:
             self.held.hold(prompt_id, groups)
         return prepared
@@ -313,7 +335,7 @@ class Client:
         asked: Asked,
         request_id: str,
         prompt_id: str,
-        groups: tuple[SteeringGroup, ...],
+        changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
         results: bool,
         streamed: bool,
     ) -> Prepared:
@@ -321,6 +343,7 @@ class Client:
         if streamed and results and len(uses.unused) < len(self.consumers):
             uses.wants_tokens = True
         generates = isinstance(params, vllm.SamplingParams)
+        groups, patch = changes
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=prompt_id if results else "",
@@ -330,6 +353,7 @@ class Client:
             wants_tokens=uses.wants_tokens,
             isolated=uses.writes,
             steering=tuple(group.use for group in groups),
+            patch=patch,
         )
         return Prepared(
             self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),
@@ -339,6 +363,7 @@ class Client:
             streamed=streamed,
             unused=frozenset(uses.unused),
             groups=groups,
+            patched=bool(patch),
             keeps_results=results,
             samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
         )
@@ -396,15 +421,19 @@ class Client:
             request: vLLM's `EngineCoreRequest`.
         """
         params = request.sampling_params or request.pooling_params
-        reads = wire_of(params).get("reads")
-        if not reads or request.prompt_token_ids is None:
+        wire = wire_of(params)
+        reads, patch = wire.get("reads", ()), wire.get("patch", ())
+        if not reads and not patch:
             return
+        tokens = request.prompt_token_ids
+        prompt_len = len(request.prompt_embeds if tokens is None else tokens)
         max_tokens = 1 if request.sampling_params is None else params.max_tokens
-        for read in map(RowsRead.from_wire, reads):
-            try:
-                read.positions.check(len(request.prompt_token_ids), max_tokens, read.name)
-            except ValueError as error:
-                raise RefusedError(str(error)) from None
+        try:
+            check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
+            for read in map(RowsRead.from_wire, reads if tokens is not None else ()):
+                read.positions.check(prompt_len, max_tokens, read.name)
+        except ValueError as error:
+            raise RefusedError(str(error)) from None
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -413,6 +442,8 @@ class Client:
         if not prepared.keeps_results:
             return False
         used = self.consumers.keys() - prepared.unused
+        if prepared.patched:  # rows may have been dropped before it began
+            return True
         return bool(used) or (bool(prepared.groups) and bool(self.consumers))
 
     def gather(

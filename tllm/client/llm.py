@@ -13,6 +13,7 @@ from vllm.v1.executor import Executor
 
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.core import Client
+from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.consumers.base import Consumer
 from tllm.engine import limits
 from tllm.engine.executor import executor_in_place_of
@@ -113,7 +114,8 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
         self._front = self._sync.front
         self._front.handle = self
-        self._set_up(client, self._sync.calls.run)
+        run = self._sync.calls.run
+        self._set_up(client, run, SyncGeneration(self.llm_engine, run))
         self._run(client.current())
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +290,8 @@ def attach(
     if isinstance(engine, vllm.LLMEngine):
         client = Client(chosen, capturing)
         sync = SyncClient(engine, client, result_timeout_s)
-        handle._set_up(client, sync.calls.run)
+        run = sync.calls.run
+        handle._set_up(client, run, SyncGeneration(engine, run))
         sync.front.handle = handle
     else:
         _attached(handle, engine, chosen, capturing, result_timeout_s)
@@ -305,7 +308,8 @@ def _attached(
     workers = engine.vllm_config.parallel_config.world_size
     client = Client(consumers, capturing, front_ends=front_ends_of(engine), workers=workers)
     driver = AsyncClient(engine, client, result_timeout_s)
-    handle._set_up(client, driver.calls.run)
+    run = driver.calls.run
+    handle._set_up(client, run, AsyncGeneration(engine, run))
     driver.front.handle = handle
     return driver
 

@@ -51,7 +51,8 @@ class Prepared:
         streamed: its prompt arrives in parts; only the engine knows which tokens it keeps of the
             answers between them.
         unused: the consumers that were registered and have nothing to do with it.
-        groups: what is done to its rows.
+        groups: what its rows are steered with.
+        patched: other rows are put in the place of its own.
         keeps_results: somebody will come for what consumers have to say.
         samples: what was given out so far.
         results: what the workers said so far.
@@ -65,6 +66,7 @@ class Prepared:
     streamed: bool = False
     unused: frozenset[str] = frozenset()
     groups: tuple[SteeringGroup, ...] = ()
+    patched: bool = False
     keeps_results: bool = True
     samples: Samples = field(default_factory=Samples)
     results: Collected = field(default_factory=Collected)

@@ -31,13 +31,14 @@ GLOBAL, MODULE = "steering", "module:"
 
 @dataclass(frozen=True)
 class Facts:
-    """What may be steered in an engine.
+    """What may be steered and patched in an engine.
 
     Attributes:
         points: the hook points of the model by layer.
         row_bytes: device memory of one vector.
         max_value: the largest number that the model's dtype holds.
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
+        max_patch_mib: the engine's option.
     """
 
     points: ModelPoints
@@ -46,6 +47,7 @@ class Facts:
     max_value: float
     max_configs: int
     max_mib: int
+    max_patch_mib: int
 
     @classmethod
     def of_workers(cls, answers: Sequence[Mapping[str, Any]]) -> Facts:

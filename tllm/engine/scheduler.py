@@ -12,8 +12,9 @@ from tllm.engine import prefix_cache
 from tllm.engine.bulk import BulkRequests
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
-from tllm.spec.changes import combined, steering_changes
+from tllm.spec.changes import Changes, combined, steering_changes
 from tllm.spec.groups import Configuration, configurations, steering_stretches
+from tllm.spec.patching import patch_changes
 from tllm.spec.request import RequestSpec
 
 if TYPE_CHECKING:
@@ -85,8 +86,11 @@ class _Rules(_Base):
                 # A cached block's rows would never pass the model. Blocks are still written, under
                 # the plain key: reading changes nothing in them.
                 self._tllm_reuse_limits[request.request_id] = first
-            changes = combined({"steering": steering_changes(stretches)})
-            prefix_cache.apply(request, spec, changes, self._tllm_block_size)
+            changes: dict[str, Changes] = {"steering": steering_changes(stretches)}
+            if spec.patch:
+                patched = patch_changes(spec.patch, request.num_prompt_tokens)
+                changes = changes | {"patch": patched} if stretches else {"patch": patched}
+            prefix_cache.apply(request, spec, combined(changes), self._tllm_block_size)
         if stretches:
             needed = configurations(stretches) - {()}
             before = self._tllm_configurations.get(request.request_id, frozenset())

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import cloudpickle
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.engine.options import EngineOptions
 from tllm.engine.registered import HeldGroups, Registered
 from tllm.models.sites import ModelSites
@@ -58,6 +61,7 @@ class WorkerCalls:
             "max_value": torch.finfo(dtype).max,
             "max_configs": self._options.max_steering_configs,
             "max_mib": self._options.max_steering_mib,
+            "max_patch_mib": self._options.max_patch_mib,
         }
 
     # -- what is registered ----------------------------------------------------------------------
@@ -100,6 +104,37 @@ class WorkerCalls:
         """See `HeldGroups.put`."""
         self._groups.put(holder, vectors, groups, released)
 
+    def keep_run(self, uid: str) -> tuple[int, int] | None:
+        """Keep the rows of a run that has ended, for patches; the number of its tokens, and the
+        bytes taken. None where this worker has none of them."""
+        taken = self._session.call_consumer(PatchRunsConsumer.consumer_id, "take", uid)
+        if taken is None:
+            return None
+        places, rows = taken
+        self._session.patching.keep(uid, places, rows)
+        return len(rows), rows.nbytes
+
+    @torch.inference_mode()
+    def keep_rows(
+        self, uid: str, rows: Mapping[tuple[str, int | None], npt.NDArray[np.float32]]
+    ) -> None:
+        """Keep one row at each of some places, for patches."""
+        patching = self._session.patching
+        here = [place for place in rows if patching.has(*place)]
+        if here:
+            values = torch.from_numpy(np.stack([rows[place] for place in here]))
+            patching.keep(uid, here, values[None].to(patching.device, patching.dtype))
+
+    def drop_rows(self, uid: str) -> None:
+        """Forget rows that were kept, or a run that ended and was not."""
+        if PatchRunsConsumer.consumer_id in self._consumers:
+            self._session.call_consumer(PatchRunsConsumer.consumer_id, "take", uid)
+        self._session.patching.drop(uid)
+
+    def free_patch_bytes(self) -> int:
+        """How much more may be kept for patches."""
+        return self._session.patching.free_bytes
+
     def vectors_on_device(self) -> int:
         """How many steering vectors are kept here, for all front ends."""
         return self._groups.num_vectors
@@ -111,7 +146,7 @@ class WorkerCalls:
         return self._session.pop_results(prompt_ids, tokens or {}, wait_s)
 
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
-        """Which prompts were to be steered and could not be; each is told once."""
+        """Which prompts were to be steered or patched and could not be; each is told once."""
         return self._session.not_steered(prompt_ids)
 
     # -- consumers -------------------------------------------------------------------------------

@@ -16,6 +16,9 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
 from tllm.spec.request import Asked
 
+#: The rows that patches name may be others tomorrow, and answers are remembered.
+_FIELDS = tuple(name for name in ASKED_FIELDS if name != "patch")
+
 
 class LaneOptions(TypedDict, total=False):
     """What a lane, a completion or a query may be asked with.
@@ -148,10 +151,10 @@ class Interventions:
             generates: whether the engine draws tokens itself. Else all tokens are the caller's.
         """
         given = {name: value for name, value in params.items() if value is not None}
-        if unknown := sorted(set(given) - set(ASKED_FIELDS)):
+        if unknown := sorted(set(given) - set(_FIELDS)):
             raise ValueError(
                 f"unknown arguments {unknown}: log-probabilities are the model's own, before "
-                f"sampling parameters; beside them one may give {', '.join(ASKED_FIELDS)}"
+                f"sampling parameters; beside them one may give {', '.join(_FIELDS)}"
             )
         if not given:
             return cls()

@@ -114,6 +114,20 @@ class Patching:
         keys = {self._resolve(hook, layer): i for i, (hook, layer) in enumerate(places)}
         self._kept[uid] = _Kept(keys, rows)
 
+    @property
+    def device(self) -> torch.device:
+        """Where rows are kept."""
+        return self._taps.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        return self._taps.dtype
+
+    def has(self, hook: str, layer: int | None) -> bool:
+        """Whether rows of this place can be patched in this worker."""
+        return self._resolve(hook, layer) in self._taps.index
+
     def drop(self, uid: str) -> None:
         """Forget rows, if they are kept; sequences that use them still have them."""
         self._kept.pop(uid, None)

@@ -20,13 +20,13 @@ FIELDS = (
     "steering_module_ref",
     "steering_name",
     "steering_positions",
+    "patch",
 )
 """As arguments of `tllm.SamplingParams`; `steering_name` is another name of
 `steering_module_ref`."""
 
 UNSUPPORTED = {
-    "patch": "patching",
-    "patch_vectors": "patching",
+    "patch_vectors": "patching by vectors (use patch)",
     "stop_when": "stopping on a signal",
     "abort_when": "stopping on a signal",
 }

@@ -70,6 +70,7 @@ class PatchSource:
         kind: `tensor`, `zero`, `mean`, `noise` or `run`.
         rows: of a tensor: float32 `[1 or positions, hidden]`.
         kept: the name of a mean, or of a run.
+        uid: theirs, where not only the name was given.
         positions: of a run: which of its rows; None for those that are patched.
         std, seed: of noise.
     """
@@ -77,6 +78,7 @@ class PatchSource:
     kind: str
     rows: FloatArray | None = None
     kept: str = ""
+    uid: str = ""
     positions: tuple[int, ...] | None = None
     std: float = 0.0
     seed: int = 0
@@ -110,7 +112,7 @@ class PatchSource:
             if std < 0:
                 raise ValueError(f"{field} is {std}; a standard deviation is 0 or more")
             return cls(kind, std=std, seed=_seed(given.get("seed", 0), f"{name}['seed']"))
-        kept = value.name if isinstance(value, KeptRows) else value
+        kept, uid = (value.name, value.uid) if isinstance(value, KeptRows) else (value, "")
         if not isinstance(kept, str) or not kept:
             raise ValueError(f"{field} is {value!r:.60}; give the name of a {kind} that is kept")
         positions = None
@@ -121,7 +123,7 @@ class PatchSource:
                     f"{name}['positions'] has {len(positions)} positions, and {count} are patched; "
                     "give one of the run for each, or leave them out for the same"
                 )
-        return cls(kind, kept=kept, positions=positions)
+        return cls(kind, kept=kept, uid=uid, positions=positions)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,390 @@
+"""Patched requests against `transformers`, in mixed batches; and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.asking import RELATIVE, error_of, generate, greedy, prompts_of, sampled, tokens_of
+from engine.reference import HIDDEN, LAYERS, Addition, PatchedRow
+from tllm import SamplingParams
+from tllm.spec.hooks import HookPoint
+from tllm.spec.patching import noise_rows
+
+INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
+REQUESTS = 16 if INTERPRETED else 150
+TOKENS = 3 if INTERPRETED else 6
+POINTS = [point.value for point in HookPoint]
+ZERO = {"hook": "post_block", "layer": 1, "positions": [2], "source": {"zero": True}}
+
+
+def place_of(entry):
+    return entry["hook"], entry.get("layer")
+
+
+class Asked:
+    """Random requests that share prefixes, and what `transformers` is to do for each."""
+
+    def __init__(self, seed):
+        self.pick = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.prefixes = prompts_of([33, 64, 40], seed)
+
+    def rows(self, count):
+        return 4 * torch.randn(count, HIDDEN, generator=self.generator)
+
+    def patch(self, prompt):
+        """An entry, and the rows that it means."""
+        pick, last = self.pick, len(prompt) + TOKENS - 2
+        count = pick.randint(1, 4)
+        start = pick.randint(0, last)
+        positions = pick.choice(
+            [pick.sample(range(last + 1), count), list(range(start, min(start + count, last + 1)))]
+        )
+        point = pick.choice(POINTS)
+        entry = {"hook": point, "positions": positions, "alpha": pick.choice([1.0, 1.0, 0.4])}
+        if point != "lm_head_in":
+            entry["layer"] = pick.randrange(LAYERS)
+        if pick.random() < 0.3:
+            entry["mask"] = pick.sample(range(HIDDEN), 40)
+        kind = pick.choice(["rows", "row", "zero", "noise"])
+        sources, keep = torch.zeros(len(positions), HIDDEN), 1 - entry["alpha"]
+        if kind == "rows":
+            sources = self.rows(len(positions))
+            entry["source"] = {"tensor": sources}
+        elif kind == "row":
+            sources = self.rows(1).expand(len(positions), -1)
+            entry["source"] = {"tensor": sources[0].tolist()}
+        elif kind == "zero":
+            entry["source"] = {"zero": True}
+        else:
+            sources, keep = torch.from_numpy(noise_rows(3.0, 7, positions, HIDDEN)), 1.0
+            entry["source"] = {"noise": 3.0, "seed": 7}
+        if pick.random() < 0.2 and kind != "noise":
+            entry["positions"] = [p - len(prompt) if p < len(prompt) else p for p in positions]
+        where = place_of(entry), entry["alpha"], entry.get("mask")
+        expected = [
+            PatchedRow(where[0], position, source, keep, where[1], where[2])
+            for position, source in zip(positions, sources, strict=True)
+        ]
+        return entry, expected
+
+    def request(self):
+        pick = self.pick
+        prompt = pick.choice(self.prefixes)[: pick.choice([20, 40, 64])]
+        prompt = prompt + [pick.randrange(1, 250) for _ in range(pick.choice([0, 1, 9]))]
+        asked, patches, additions, captured = {}, [], [], None
+        if pick.random() < 0.75:
+            entries = [self.patch(prompt) for _ in range(pick.randint(1, 3))]
+            asked["patch"] = [entry for entry, _ in entries]
+            patches = [row for _, rows in entries for row in rows]
+        if pick.random() < 0.4:
+            point, layer = pick.choice(POINTS[:-1]), pick.randrange(LAYERS)
+            [vector] = self.rows(1)
+            asked["steering_vectors"] = {point: {layer: vector}}
+            additions = [Addition((point, layer), vector)]
+        if pick.random() < 0.4:
+            captured = pick.choice(POINTS[:-1]), pick.randrange(LAYERS)
+            hooks = {captured[0]: [captured[1]]}
+            asked["capture"] = {"memory": {"hooks": hooks, "positions": "all"}}
+        more = {"logprobs": 1, "n": pick.choice([1, 1, 2])}
+        params = (greedy if more["n"] == 1 else sampled)(TOKENS, **asked, **more)
+        return SimpleNamespace(
+            prompt=prompt, params=params, patches=patches, additions=additions, captured=captured
+        )
+
+
+def assert_as_transformers(reference, request, output):
+    for sample in output.outputs:
+        tokens = list(sample.token_ids)
+        logits, states = reference.run(
+            [*request.prompt, *tokens][:-1],
+            [request.captured] if request.captured else [],
+            request.additions,
+            request.patches,
+        )
+        expected = logits[len(request.prompt) - 1 :].log_softmax(-1)
+        ours = [step[token].logprob for step, token in zip(sample.logprobs, tokens, strict=True)]
+        theirs = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
+        assert ours == pytest.approx(theirs, abs=1e-3), request
+        if request.params.temperature == 0:
+            assert tokens == expected.argmax(-1).tolist(), request
+        if request.captured and sample.index == 0:
+            rows = output.activations[request.captured[0]][request.captured[1]]
+            assert rows.positions.tolist() == list(range(len(states[request.captured])))
+            for row, state in zip(rows.tensor, states[request.captured], strict=True):
+                assert error_of(row, state) < 3 * RELATIVE, request
+
+
+def run_random(llm, reference, seed, count):
+    asked = Asked(seed)
+    for _ in range(0, count, 16):
+        requests = [asked.request() for _ in range(min(16, count))]
+        outputs = generate(llm, [r.prompt for r in requests], [r.params for r in requests])
+        for request, output in zip(requests, outputs, strict=True):
+            assert_as_transformers(reference, request, output)
+
+
+def test_random_requests_are_as_transformers_has_them(llm, reference):
+    """All hook points and sources; prompts in chunks, cached prefixes, two samples; beside plain,
+    steered and captured requests."""
+    run_random(llm, reference, 0, REQUESTS)
+    generate(llm, [[1]], greedy(1))  # the engine says with its next step who has ended
+    (stats,) = llm.intervention_stats()
+    assert stats["rows_patched"] > REQUESTS and stats["running_sequences"] == 0
+
+
+def test_random_requests_that_preempt_each_other(tight_llm, reference):
+    run_random(tight_llm, reference, 1, REQUESTS // 3)
+
+
+def test_a_patch_comes_before_steering_at_one_point(llm, reference):
+    """And after what is captured there: rows are as they arrive."""
+    [prompt], vector = prompts_of([12]), 5 * torch.ones(HIDDEN)
+    row = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))
+    params = greedy(
+        TOKENS,
+        patch=[{**ZERO, "source": {"tensor": row}}],
+        steering_vectors={"post_block": {1: vector}},
+        capture={"memory": {"hooks": {"post_block": [1], "pre_attn": [2]}, "positions": "all"}},
+    )
+    [output] = generate(llm, [prompt], params)
+    tokens = [*prompt, *tokens_of([output])[0]][:-1]
+    _, states = reference.run(tokens, [("post_block", 1)])
+    seen = output.activations
+    assert error_of(seen["post_block"][1].tensor[2], states["post_block", 1][2]) < RELATIVE
+    assert error_of(seen["pre_attn"][2].tensor[2], row + vector) < RELATIVE
+
+
+def test_entries_at_one_place_are_done_in_the_order_given(llm, reference):
+    [prompt] = prompts_of([12])
+    one, two = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(4))
+    for first, second in ((one, two), (two, one)):
+        entries = [
+            {**ZERO, "source": {"tensor": first}},
+            {**ZERO, "source": {"tensor": second}, "alpha": 0.5, "mask": range(64)},
+        ]
+        at = ("post_block", 1), 2
+        rows = [PatchedRow(*at, first), PatchedRow(*at, second, 0.5, 0.5, list(range(64)))]
+        [output] = generate(llm, [prompt], greedy(TOKENS, patch=entries))
+        assert reference.would_generate(prompt, tokens_of([output])[0], patches=rows)
+
+
+def test_blocks_are_shared_up_to_the_first_patched_position_and_with_equal_patches(llm):
+    """Blocks of 32 tokens; two before position 70."""
+    [prompt] = prompts_of([100], seed=9)
+    patch = [{**ZERO, "positions": [70, 71], "source": {"tensor": torch.ones(HIDDEN)}}]
+    other = [{**ZERO, "positions": [71]}]
+    llm.reset_prefix_cache()
+
+    def cached(**asked):
+        [output] = generate(llm, [prompt], greedy(1, **asked))
+        return output.num_cached_tokens
+
+    assert [cached(), cached()] == [0, 96]
+    assert [cached(patch=patch), cached(patch=patch)] == [64, 96]
+    assert [cached(patch=other), cached(), cached(patch=patch)] == [64, 96, 96]
+
+
+def test_a_patched_block_is_never_given_to_a_plain_request(llm, reference):
+    [prompt] = prompts_of([70], seed=10)
+    llm.reset_prefix_cache()
+    patched = greedy(TOKENS, patch=[{**ZERO, "positions": list(range(5, 40))}])
+    for params in (patched, greedy(TOKENS), patched):
+        [output] = generate(llm, [prompt], params)
+        rows = [PatchedRow(("post_block", 1), p, torch.zeros(HIDDEN)) for p in range(5, 40)]
+        wanted = rows if params is patched else []
+        assert reference.would_generate(prompt, tokens_of([output])[0], patches=wanted)
+
+
+NONE = {"tensor": [0.0] * HIDDEN}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hook": "post_blok"}, r"patch\[0\]: unknown hook point 'post_blok'"),
+        ({"layer": 99}, r"patch\[0\]: post_block has no layer 99"),
+        ({"layer": None}, r"patch\[0\]: post_block has no layer None"),
+        ({"layer": 1.5}, r"\['layer'\]: 1.5 is not a whole number"),
+        ({"hook": "lm_head_in"}, "belongs to no layer"),
+        ({"positions": [12 + TOKENS]}, f"position {12 + TOKENS} is out of range"),
+        ({"positions": [12 + TOKENS - 1]}, f"give -12 to {12 + TOKENS - 2}"),
+        ({"positions": [-13]}, "position -13 is out of range"),
+        ({"positions": []}, r"\['positions'\] is empty"),
+        ({"positions": [1, 1]}, "names a number twice"),
+        ({"positions": "all"}, "give a list of whole numbers"),
+        ({"source": {}}, "give one of"),
+        ({"source": {"zero": True, "noise": 1.0}}, "give one of"),
+        ({"source": {"zero": False}}, "give True"),
+        ({"source": {"tensor": [1.0, 2.0]}}, "rows of 2 numbers; the model's hidden size is 128"),
+        ({"source": {"tensor": torch.zeros(3, HIDDEN)}}, "and 1 positions are patched"),
+        ({"source": {"tensor": [float("nan")] * HIDDEN}}, "NaN, infinite"),
+        ({"source": {"tensor": [1e38] * HIDDEN}}, "this model can use rows up to"),
+        ({"source": {"noise": -1.0}}, "0 or more"),
+        ({"source": {"noise": 1.0, "seed": -1}}, "from 0 below"),
+        ({"source": {"mean": "nobody"}}, "nothing is kept under the name 'nobody'"),
+        ({"source": {"run": "nobody"}}, "nothing is kept under the name 'nobody'"),
+        ({"source": {"run": "x", "positions": [1, 2]}}, "has 2 positions, and 1 are patched"),
+        ({"source": {"zero": True, "positions": [1]}}, "unknown keys"),
+        ({"alpha": float("inf")}, "not finite"),
+        ({"alpha": "much"}, "is not a number"),
+        ({"mask": [HIDDEN]}, f"dimensions go up to {HIDDEN - 1}"),
+        ({"mask": [-1]}, "dimensions count from 0"),
+        ({"beta": 1}, "unknown keys"),
+    ],
+)
+def test_what_cannot_be_patched_is_refused_and_the_engine_goes_on(llm, change, sentence):
+    [prompt] = prompts_of([12])
+    with pytest.raises(ValueError, match=sentence):
+        generate(llm, [prompt], greedy(TOKENS, patch=[{**ZERO, **change}]))
+    assert generate(llm, [prompt], greedy(1))
+
+
+@pytest.mark.parametrize("given", [{}, [], "post_block", [7]])
+def test_what_is_no_list_of_patches_is_refused(given):
+    with pytest.raises(ValueError, match="patch"):
+        SamplingParams(patch=given)
+
+
+def test_plain_data_asks_the_same(llm, reference):
+    """As a request over HTTP does, and one whose parameters are vLLM's own."""
+    import vllm
+
+    [prompt] = prompts_of([12])
+    row = [0.5] * HIDDEN
+    asked = {"patch": [{**ZERO, "source": {"tensor": row}}]}
+    params = vllm.SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, extra_args={"tllm": asked}
+    )
+    [output] = generate(llm, [prompt], params)
+    rows = [PatchedRow(("post_block", 1), 2, torch.tensor(row))]
+    assert reference.would_generate(prompt, tokens_of([output])[0], patches=rows)
+
+
+RUN_HOOKS = ["post_block", "attn_out", "lm_head_in"]
+
+
+@pytest.fixture
+def nothing_kept(llm):
+    yield
+    for name in llm.patching.kept():
+        llm.patching.drop(name)
+    assert llm.intervention_stats()[0]["patch_mib"] == 0
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_rows_of_a_run_are_those_of_transformers_and_are_named_by_requests(llm, reference):
+    """A prompt in chunks whose blocks were cached; at other positions, and at the same."""
+    clean, corrupt = prompts_of([40, 40], seed=20)
+    generate(llm, [clean], greedy(1))
+    run = llm.patching.run(clean, hooks=RUN_HOOKS, layers=[0, -1], name="clean")
+    assert run.num_positions == 40 and run.num_bytes == 40 * 5 * HIDDEN * 4
+    assert llm.patching.kept() == {"clean": run}
+    places = [("post_block", 0), ("post_block", 3), ("attn_out", 0), ("lm_head_in", None)]
+    _, states = reference.run(clean, places)
+    requests = [
+        (places[0], [5, 6, 39], None, run),
+        (places[2], [38, 39], [3, 0], "clean"),
+        (places[1], [-1], [-2], run),
+        (places[3], [39], None, "clean"),
+        (places[1], [41], [7], "clean"),
+    ]
+    params, patches = [], []
+    for (hook, layer), positions, of_run, named in requests:
+        source = {"run": named} | ({"positions": of_run} if of_run else {})
+        entry = {"hook": hook, "layer": layer, "positions": positions, "source": source}
+        params.append(greedy(4, patch=[entry]))
+        pairs = zip(positions, of_run or positions, strict=True)
+        rows = [(p % 40 if p < 0 else p, states[hook, layer][q]) for p, q in pairs]
+        patches.append([PatchedRow((hook, layer), p, row) for p, row in rows])
+    for output, rows in zip(generate(llm, [corrupt] * 5, params), patches, strict=True):
+        assert reference.would_generate(corrupt, tokens_of([output])[0], patches=rows)
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_a_mean_is_put_at_any_position(llm, reference):
+    [prompt] = prompts_of([12])
+    one, two = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(5))
+    llm.patching.register_mean("mean", {"post_block": {1: one, -1: two.tolist()}})
+    entries = [
+        {**ZERO, "positions": [3, 12], "source": {"mean": "mean"}},
+        {**ZERO, "layer": 3, "source": {"mean": "mean"}},
+    ]
+    [output] = generate(llm, [prompt], greedy(TOKENS, patch=entries))
+    rows = [PatchedRow(("post_block", 1), p, one) for p in (3, 12)]
+    rows += [PatchedRow(("post_block", 3), 2, two)]
+    assert reference.would_generate(prompt, tokens_of([output])[0], patches=rows)
+    for source, sentence in (
+        ({"run": "mean"}, "'mean' is a mean"),
+        ({"mean": "other"}, "kept are mean"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            generate(llm, [prompt], greedy(1, patch=[{**ZERO, "source": source}]))
+    with pytest.raises(ValueError, match=r"no rows of 'post_block' at layer 0"):
+        generate(llm, [prompt], greedy(1, patch=[{**entries[0], "layer": 0}]))
+
+
+@pytest.mark.usefixtures("nothing_kept")
+def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
+    [prompt] = prompts_of([12])
+    run = llm.patching.run(prompt, hooks="post_block", layers=0, name="run")
+    for arguments, sentence in (
+        ({"hooks": "post_block", "name": "run"}, "'run' is taken"),
+        ({"hooks": "post_blok"}, "unknown hook point"),
+        ({"hooks": []}, "hooks is empty"),
+        ({"hooks": "post_block", "layers": [9]}, "has no layer 9"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            llm.patching.run(prompt, **arguments)
+    with pytest.raises(ValueError, match="give text, or a list of token ids"):
+        llm.patching.run(7, hooks="post_block")
+    beyond = {**ZERO, "layer": 0, "source": {"run": run, "positions": [12]}}
+    with pytest.raises(ValueError, match="position 12 is out of range for run 'run' of 12 tokens"):
+        generate(llm, [prompt], greedy(1, patch=[beyond]))
+    with pytest.raises(ValueError, match=r"for llm\.patching\.run alone"):
+        generate(llm, [prompt], greedy(1, consumers={"patch_runs": {}}))
+    patching = llm.llm_engine.model_executor.driver_worker.worker.session.patching
+    patching._max_bytes, before = run.num_bytes + 100, patching._max_bytes
+    try:
+        with pytest.raises(ValueError, match=r"take 0\.0 MiB.*drop what is not needed"):
+            llm.patching.run(prompt, hooks="post_block", layers=0)
+    finally:
+        patching._max_bytes = before
+    llm.patching.drop(run)
+    with pytest.raises(ValueError, match="nothing is kept under the name 'run'"):
+        generate(llm, [prompt], greedy(1, patch=[{**ZERO, "layer": 0, "source": {"run": run}}]))
+    with pytest.raises(ValueError, match="drop: nothing is kept"):
+        llm.patching.drop("run")
+    llm.patching.run(prompt, hooks="post_block", layers=0, name="run")
+    with pytest.raises(ValueError, match="is the name of another now"):
+        generate(llm, [prompt], greedy(1, patch=[{**ZERO, "layer": 0, "source": {"run": run}}]))
+
+
+def test_rows_dropped_before_a_request_began_are_told_with_its_output(llm):
+    [prompt] = prompts_of([12])
+    run = llm.patching.run(prompt, hooks="post_block", layers=1)
+    params = greedy(2, patch=[{**ZERO, "source": {"run": run}}])
+    engine = llm.llm_engine
+    engine.add_request("late", {"prompt_token_ids": prompt}, params)
+    llm.patching.drop(run)
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += [output for output in engine.step() if output.finished]
+    result = outputs[0].outputs[0].consumer_results["patching"]
+    assert result.status == "error" and "dropped before the request began" in result.error
+
+
+def test_a_run_waits_for_no_requests_of_others_that_it_would_lose(llm):
+    [prompt] = prompts_of([12])
+    engine = llm.llm_engine
+    engine.add_request("theirs", {"prompt_token_ids": prompt}, greedy(1))
+    with pytest.raises(ValueError, match="requests of this engine are unfinished"):
+        llm.patching.run(prompt, hooks="post_block")
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert llm.patching.kept() == {}

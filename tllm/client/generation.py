@@ -1,0 +1,136 @@
+"""Requests that a front end makes itself, beside those of its user."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from vllm import AsyncLLMEngine, LLMEngine
+
+from tllm.client.calls import Steps
+from tllm.params import SamplingParams
+
+_T = TypeVar("_T")
+
+
+class Generation(NamedTuple):
+    """Compute requests; sent their last outputs, in order."""
+
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+
+
+Work: TypeAlias = "Generator[Generation | Steps[Any], Any, _T]"
+"""What takes requests and steps of the client, one after the other."""
+
+
+class SyncGeneration:
+    """Does work on an engine whose caller waits.
+
+    Args:
+        run: takes steps of the client to their end.
+    """
+
+    def __init__(self, engine: LLMEngine, run: Callable[[Steps[Any]], Any]) -> None:
+        self._engine = engine
+        self._run = run
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's."""
+        return self._engine.get_tokenizer()
+
+    def do(self, work: Work[_T]) -> _T:
+        """Take work to its end."""
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                item = work.send(answer) if error is None else work.throw(error)
+            except StopIteration as done:
+                result: _T = done.value
+                return result
+            answer, error = None, None
+            try:
+                answer = self._computed(item) if isinstance(item, Generation) else self._run(item)
+            except BaseException as raised:
+                error = raised
+
+    def _computed(self, asked: Generation) -> list[Any]:
+        """The outputs of requests, while nobody else's run."""
+        engine = self._engine
+        if engine.has_unfinished_requests():
+            raise ValueError(
+                "requests of this engine are unfinished, and their outputs would be lost; step "
+                "until they have ended, then call llm.patching again"
+            )
+        names = [f"tllm-{uuid.uuid4().hex}" for _ in asked.prompts]
+        outputs: dict[str, Any] = {}
+        try:
+            for name, prompt, params in zip(names, asked.prompts, asked.params, strict=True):
+                engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
+            while engine.has_unfinished_requests():
+                outputs |= {o.request_id: o for o in engine.step() if o.finished}
+        except BaseException:
+            engine.abort_request([name for name in names if name not in outputs])
+            raise
+        return [outputs[name] for name in names]
+
+
+class AsyncGeneration:
+    """Does work on an engine's event loop.
+
+    Args:
+        run: takes steps of the client to their end.
+    """
+
+    def __init__(self, engine: AsyncLLMEngine, run: Callable[[Steps[Any]], Any]) -> None:
+        self._engine = engine
+        self._run = run
+
+    @property
+    def tokenizer(self) -> Any:
+        """The engine's."""
+        return self._engine.get_tokenizer()
+
+    async def do(self, work: Work[_T]) -> _T:
+        """Take work to its end."""
+        answer: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                item = work.send(answer) if error is None else work.throw(error)
+            except StopIteration as done:
+                result: _T = done.value
+                return result
+            answer, error = None, None
+            try:
+                if isinstance(item, Generation):
+                    answer = await self._computed(item)
+                else:
+                    answer = await self._run(item)
+            except BaseException as raised:
+                error = raised
+
+    async def _computed(self, asked: Generation) -> list[Any]:
+        """The outputs of requests, beside all others'."""
+        pairs = zip(asked.prompts, asked.params, strict=True)
+        tasks = [asyncio.ensure_future(self._last(*pair)) for pair in pairs]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+    async def _last(self, prompt: Sequence[int], params: SamplingParams) -> Any:
+        last = None
+        name = f"tllm-{uuid.uuid4().hex}"
+        async for output in self._engine.generate(
+            {"prompt_token_ids": list(prompt)}, params, request_id=name
+        ):
+            last = output
+        return last

@@ -1,0 +1,137 @@
+"""Patches as the user's process knows them: which rows the workers keep, and what requests make of
+them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from tllm.client.steering import Facts
+from tllm.spec.patching import KeptRows, Patch, PatchUse, RequestPatch, noise_rows
+from tllm.spec.tiers import FloatArray
+
+KEPT = "kept:"
+"""The beginning of the keys under which the workers say which rows they keep."""
+
+
+class PatchComposer:
+    """Finds what the patches of requests name, and checks them against the engine.
+
+    Attributes:
+        facts: None until the workers have told.
+        kept: what the workers keep, by name.
+    """
+
+    def __init__(self) -> None:
+        self.facts: Facts | None = None
+        self.kept: dict[str, KeptRows] = {}
+        self._composed: WeakKeyDictionary[RequestPatch, tuple[PatchUse, ...]] = WeakKeyDictionary()
+
+    def learn(self, key: str, value: bytes | None) -> None:
+        """Know what is kept, or was dropped."""
+        name = key[len(KEPT) :]
+        if value is None:
+            self.kept.pop(name, None)
+        else:
+            self.kept[name] = pickle.loads(value)
+        self._composed.clear()
+
+    def find(self, name: str, field: str) -> KeptRows:
+        """What is kept under a name."""
+        if name not in self.kept:
+            raise ValueError(
+                f"{field}: nothing is kept under the name {name!r}; kept are "
+                f"{', '.join(sorted(self.kept)) or 'no rows'}. Use llm.patching.run or "
+                "llm.patching.register_mean"
+            )
+        return self.kept[name]
+
+    def uses(self, asked: RequestPatch) -> tuple[PatchUse, ...]:
+        """What a request carries of its patches. Raises `ValueError` naming what is wrong."""
+        composed = self._composed.get(asked)
+        if composed is None:
+            composed = tuple(map(self._use, asked.entries))
+            self._limit(composed)
+            for use in composed:
+                use.digest  # noqa: B018 - computed once, for all requests that ask the same
+            self._composed[asked] = composed
+        return composed
+
+    def _use(self, patch: Patch) -> PatchUse:
+        facts, source, name = self.facts, patch.source, patch.name
+        assert facts is not None
+        try:
+            facts.points.check(patch.point, patch.layer)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        layer = None if patch.layer is None else patch.layer % facts.points.num_layers
+        if patch.mask is not None and max(patch.mask) >= facts.hidden_size:
+            raise ValueError(
+                f"{name}['mask'] has {max(patch.mask)}; the model's hidden size is "
+                f"{facts.hidden_size}, so dimensions go up to {facts.hidden_size - 1}"
+            )
+        rows, kept = source.rows, None
+        if source.kind == "noise":
+            rows = noise_rows(source.std, source.seed, patch.positions, facts.hidden_size)
+        elif source.kept:
+            kept = self._kept(patch, (patch.point.value, layer))
+        if rows is not None:
+            self._check_rows(rows, patch)
+        return PatchUse(
+            patch.point.value,
+            layer,
+            patch.positions,
+            patch.keep,
+            patch.alpha,
+            patch.mask,
+            None if rows is None else rows.tobytes(),
+            kept,
+        )
+
+    def _kept(
+        self, patch: Patch, place: tuple[str, int | None]
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """Which rows that are kept are meant."""
+        source, field = patch.source, f"{patch.name}['source'][{patch.source.kind!r}]"
+        kept = self.find(source.kept, field)
+        if source.uid not in ("", kept.uid):
+            raise ValueError(
+                f"{field}: the {kept.kind} that was given was dropped, and {kept.name!r} is the "
+                "name of another now; give that, or its name"
+            )
+        if kept.kind != source.kind:
+            raise ValueError(
+                f"{field}: {kept.name!r} is a {kept.kind}; give {{{kept.kind!r}: {kept.name!r}}}"
+            )
+        if kept.kind == "mean":
+            kept.check(place, (), field)
+            return kept.uid, (0,) * len(patch.positions)
+        wanted = source.positions or patch.positions
+        kept.check(place, wanted, field)
+        return kept.uid, tuple(position % kept.num_positions for position in wanted)
+
+    def _check_rows(self, rows: FloatArray, patch: Patch) -> None:
+        facts, field = self.facts, f"{patch.name}['source'][{patch.source.kind!r}]"
+        assert facts is not None
+        if rows.shape[1] != facts.hidden_size:
+            raise ValueError(
+                f"{field} has rows of {rows.shape[1]} numbers; the model's hidden size is "
+                f"{facts.hidden_size}"
+            )
+        largest = float(abs(rows).max())
+        if largest > facts.max_value or largest * abs(patch.alpha) > facts.max_reach:
+            raise ValueError(
+                f"{field} has values up to {largest:.3g}, with alpha={patch.alpha:.3g}; this model "
+                f"can use rows up to {min(facts.max_value, facts.max_reach):.3g}: give smaller ones"
+            )
+
+    def _limit(self, uses: Sequence[PatchUse]) -> None:
+        assert self.facts is not None
+        brought = sum(len(use.rows) for use in uses if use.rows is not None)
+        if brought > self.facts.max_patch_mib << 20:
+            raise ValueError(
+                f"patch brings {brought / 2**20:.1f} MiB of rows, and max_patch_mib="
+                f"{self.facts.max_patch_mib}; let the workers keep them (llm.patching.run), or "
+                "start the engine with a larger max_patch_mib"
+            )
