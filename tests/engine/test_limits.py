@@ -21,6 +21,7 @@ def _config(**parallel: Any) -> Any:
     """A `VllmConfig`, as far as limits look at it."""
     return SimpleNamespace(
         speculative_config=None,
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         kv_transfer_config=None,
         parallel_config=ParallelConfig(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
@@ -31,11 +32,28 @@ def _config(**parallel: Any) -> Any:
 def test_an_ordinary_configuration_is_not_refused() -> None:
     limits.check(_config())
     limits.check(_config(enable_expert_parallel=True))
+    drafting = _config()
+    _speculative(drafting)
+    limits.check(drafting)
     limits.check_arguments({"speculative_config": None, "ubatch_size": 1, "dtype": "float32"})
 
 
 def _speculative(config: Any) -> None:
-    config.speculative_config = object()
+    config.speculative_config = SimpleNamespace(method="ngram")
+
+
+def _eagle(config: Any) -> None:
+    config.speculative_config = SimpleNamespace(method="eagle")
+
+
+def _speculative_ahead(config: Any) -> None:
+    _speculative(config)
+    config.scheduler_config.async_scheduling = True
+
+
+def _speculative_in_stages(config: Any) -> None:
+    _speculative(config)
+    config.parallel_config.pipeline_parallel_size = 2
 
 
 def _loads_blocks(config: Any) -> None:
@@ -67,7 +85,9 @@ def _split_experts(config: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "what", "remedy"),
     [
-        (_speculative, "speculative decoding", "leave out speculative_config"),
+        (_eagle, "speculative decoding by other methods than n-gram", "set speculative_config="),
+        (_speculative_ahead, "speculative decoding and async", "set async_scheduling=False"),
+        (_speculative_in_stages, "speculative decoding over", "set pipeline_parallel_size=1"),
         (_overlap, "dual batch overlap", "leave out enable_dbo"),
         (_ubatches, "dual batch overlap", "ubatch_size"),
         (_context_parallel("decode"), "context", "set decode_context_parallel_size=1"),
@@ -84,6 +104,14 @@ def test_a_configuration_that_splits_rows_is_refused(change: Any, what: str, rem
         limits.check(config)
 
 
+def test_drafts_are_refused_on_the_v2_runner() -> None:
+    config = _config()
+    limits.check(config, on_v2=True)
+    _speculative(config)
+    with pytest.raises(ValueError, match=r"V2 model runner.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+        limits.check(config, on_v2=True)
+
+
 def test_the_front_end_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(envs, "VLLM_USE_RUST_FRONTEND", True, raising=False)
     with pytest.raises(ValueError, match="set VLLM_USE_RUST_FRONTEND=0"):
@@ -92,7 +120,7 @@ def test_the_front_end_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_all_that_is_refused_is_in_one_sentence() -> None:
     config = _config()
-    _speculative(config)
+    _eagle(config)
     _overlap(config)
     with pytest.raises(ValueError, match=r"speculative decoding.*; nor with dual batch overlap"):
         limits.check(config)
@@ -101,7 +129,9 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "eagle"}},
+        {"speculative_config": {"method": "ngram"}, "pipeline_parallel_size": 2},
+        {"speculative_config": {"method": "ngram"}, "async_scheduling": True},
         {"kv_offloading_size": 1.0},
         {"enable_dbo": True},
         {"ubatch_size": 2},

@@ -96,8 +96,8 @@ class Engine:
     def preempt(self, name):
         self.computed[name] = 0
 
-    def begin(self, counts):
-        """Begin a step of these tokens of each sequence.
+    def begin(self, counts, drafts=None):
+        """Begin a step of these tokens of each sequence, the last of which are drafted.
 
         Returns:
             `[tokens or more]`, their ids, and what the tap makes of rows of zeros.
@@ -111,6 +111,7 @@ class Engine:
                 np.array(list(counts.values()), np.int32),
                 np.full(len(counts), PROMPT, np.int32),
                 ids,
+                drafts and np.array([drafts.get(name, 0) for name in counts], np.int32),
             )
             # Descriptors on the device are those that the host means.
             assert torch.equal(self.taps.descriptors, torch.from_numpy(self.taps._fields))
@@ -135,6 +136,20 @@ class Engine:
         self.session.steps.after_sampling(torch.zeros(len(counts), dtype=torch.int64), ids)
         self.session.steps.end()
         return steered[: len(ids)]
+
+    def draft(self, drafts, accepted):
+        """Decode one token of each sequence, with these drafts after it, of which so many are
+        accepted."""
+        counts = {name: 1 + drafts.get(name, 0) for name in self.computed}
+        ids, _ = self.begin(counts, drafts)
+        steps, width = self.session.steps, 1 + max(drafts.values())
+        steps.before_sampling(torch.zeros(len(ids), 2))
+        steps.after_sampling(torch.zeros((len(counts), width), dtype=torch.int64), ids)
+        kept = {name: 1 + accepted.get(name, 0) for name in counts}
+        steps.accept(np.array(list(kept.values()), np.int32))
+        steps.end()
+        for name in counts:
+            self.computed[name] += kept[name] - counts[name]
 
 
 @pytest.fixture
@@ -644,3 +659,52 @@ def test_a_patch_of_rows_that_are_gone_is_told_and_the_sequence_goes_on(engine):
     said = engine.session.pop_results(["a"], {})["a"][0]["patching"]
     assert said["status"] == "error" and "dropped before the request began" in said["error"]
     assert engine.session.stats()["sequences_not_patched"] == 1
+
+
+@pytest.mark.parametrize("window", ["same_step", "next_step", "background"])
+def test_rows_of_rejected_drafts_reach_nobody_and_are_computed_again(engine, window):
+    consumer = Positions(window)
+    engine.session.register(consumer)
+    engine.start("a", EVERYWHERE)
+    engine.start("b")
+    engine.step(a=PROMPT, b=PROMPT)
+    engine.draft({"a": 3}, {"a": 1})
+    engine.draft({"a": 2, "b": 3}, {"a": 2, "b": 0})
+    engine.step(a=1, b=1)
+    engine.draft({"b": 1}, {"b": 1})
+    engine.session.flush()
+    assert consumer.seen == {"a": list(range(10)), "b": list(range(8))}
+    assert engine.session.steps.rows_captured == 18
+    assert engine.session.steps.rows_steered == 10
+
+
+def test_drafts_that_nobody_looks_at_are_not_taken_for_delivered(engine):
+    engine.start("a", EVERYWHERE)
+    engine.step(a=PROMPT)
+    engine.draft({"a": 3}, {})
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.step(a=1)
+    assert consumer.seen == {"a": [PROMPT + 1]}
+    assert engine.session.steps.rows_steered == PROMPT + 2
+
+
+def test_a_step_of_which_it_never_becomes_known_what_was_accepted_gives_no_draft(engine):
+    consumer = Positions()
+    engine.session.register(consumer)
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.begin({"a": 4}, {"a": 3})
+    engine.session.steps.end()
+    assert consumer.seen == {"a": [0, 1, 2, PROMPT]}
+
+
+def test_only_rows_that_are_lost_count_as_dropped(engine):
+    consumer = Positions("background")
+    engine.session.register(consumer)
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.session._ring.reserve = lambda rows: None
+    engine.draft({"a": 3}, {"a": 1})
+    assert engine.session.steps.rows_dropped == 2
+    assert engine.session.sequences.slots.get("a").dropped == {"positions": 2}

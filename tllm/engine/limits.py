@@ -28,9 +28,24 @@ uses(
     "configurations under which rows could be misread are refused",
 )
 uses(
+    "vllm.config.VllmConfig",
+    "scheduler_config",
+    "speculative decoding where drafts can be told from tokens",
+)
+uses(
+    "vllm.config.SpeculativeConfig",
+    "method",
+    "speculative decoding where drafts can be told from tokens",
+)
+uses(
+    "vllm.config.SchedulerConfig",
+    "async_scheduling",
+    "speculative decoding where drafts can be told from tokens",
+)
+uses(
     "vllm.config.ParallelConfig",
-    "use_ubatching decode_context_parallel_size prefill_context_parallel_size "
-    "use_sequence_parallel_moe use_ray",
+    "pipeline_parallel_size use_ubatching use_sequence_parallel_moe use_ray "
+    "decode_context_parallel_size prefill_context_parallel_size",
     "configurations under which rows could be misread are refused",
 )
 
@@ -42,12 +57,32 @@ class Limit:
     Attributes:
         refusal: what is refused, why, and what to do.
         found: whether a `VllmConfig` has it.
-        asked: engine arguments that ask for it, with the values that do not.
+        asked: whether engine arguments ask for it, as far as they say.
     """
 
     refusal: str
     found: Callable[[Any], bool]
-    asked: Mapping[str, tuple[Any, ...]]
+    asked: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
+
+
+def _other_than(**off: tuple[Any, ...]) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether engine arguments have other values than these, which are those of what is off."""
+    return lambda arguments: any(
+        arguments.get(n, values[0]) not in values for n, values in off.items()
+    )
+
+
+def _drafts(config: Any) -> bool:
+    return config.speculative_config is not None
+
+
+def _asks_for_drafts(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("speculative_config") is not None
+
+
+def _asks_for_another_method(arguments: Mapping[str, Any]) -> bool:
+    config = arguments.get("speculative_config")
+    return isinstance(config, Mapping) and config.get("method", "ngram") not in ("ngram", None)
 
 
 def _bypasses_worker(config: Any) -> bool:
@@ -56,73 +91,89 @@ def _bypasses_worker(config: Any) -> bool:
 
 LIMITS = (
     Limit(
-        "speculative decoding (how many drafted tokens are accepted is known on the device only): "
-        "leave out speculative_config",
-        lambda config: config.speculative_config is not None,
-        {"speculative_config": (None,)},
+        "speculative decoding by other methods than n-gram (how many drafted tokens are accepted "
+        'is known on the device only): set speculative_config={"method": "ngram", ...}, or leave '
+        "it out",
+        lambda config: _drafts(config) and config.speculative_config.method != "ngram",
+        _asks_for_another_method,
+    ),
+    Limit(
+        "speculative decoding and async scheduling (a step begins before it is known how many "
+        "drafted tokens of the last one are accepted): set async_scheduling=False, or leave out "
+        "speculative_config",
+        lambda config: _drafts(config) and config.scheduler_config.async_scheduling,
+        lambda asked: _asks_for_drafts(asked) and bool(asked.get("async_scheduling")),
+    ),
+    Limit(
+        "speculative decoding over pipeline stages (only the last one knows how many drafted "
+        "tokens are accepted): set pipeline_parallel_size=1, or leave out speculative_config",
+        lambda config: _drafts(config) and config.parallel_config.pipeline_parallel_size > 1,
+        lambda asked: _asks_for_drafts(asked) and (asked.get("pipeline_parallel_size") or 1) > 1,
     ),
     Limit(
         "dual batch overlap (it splits a batch in two): leave out enable_dbo and ubatch_size",
         lambda config: config.parallel_config.use_ubatching,
-        {"enable_dbo": (False,), "ubatch_size": (0, 1)},
+        _other_than(enable_dbo=(False,), ubatch_size=(0, 1)),
     ),
     Limit(
         "context parallelism (it splits a sequence over ranks): set decode_context_parallel_size=1",
         lambda config: config.parallel_config.decode_context_parallel_size > 1,
-        {"decode_context_parallel_size": (1,)},
+        _other_than(decode_context_parallel_size=(1,)),
     ),
     Limit(
         "context parallelism (it splits a prompt over ranks): set prefill_context_parallel_size=1",
         lambda config: config.parallel_config.prefill_context_parallel_size > 1,
-        {"prefill_context_parallel_size": (1,)},
+        _other_than(prefill_context_parallel_size=(1,)),
     ),
     Limit(
         "KV connectors and offloading (the rows of a block that they load are never computed, and "
         "they may load a steered block for a plain one): leave out kv_transfer_config and "
         "kv_offloading_size",
         lambda config: config.kv_transfer_config is not None,
-        {"kv_transfer_config": (None,), "kv_offloading_size": (None,)},
+        _other_than(kv_transfer_config=(None,), kv_offloading_size=(None,)),
     ),
     Limit(
         "sequence parallelism (it gives each rank a part of the rows): set "
         "compilation_config.pass_config.enable_sp=False",
         lambda config: versions.sequence_parallel(config.compilation_config.pass_config),
-        {},
     ),
     Limit(
         "experts on several tensor-parallel ranks of several replicas (each rank has a part of the "
         "rows): leave out enable_expert_parallel, or set tensor_parallel_size=1",
         lambda config: config.parallel_config.use_sequence_parallel_moe,
-        {},
     ),
     Limit(
         "vLLM's older Ray executor (it runs the model behind the worker's back): set "
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1",
         _bypasses_worker,
-        {},
     ),
     Limit(
         "vLLM's front end in Rust (requests would pass tLLM by): set VLLM_USE_RUST_FRONTEND=0",
         lambda config: envs.VLLM_USE_RUST_FRONTEND,
-        {},
     ),
 )
 
 
-def check(vllm_config: Any) -> None:
-    """Raise `ValueError` for a configuration under which rows could be misread."""
-    _refuse([limit for limit in LIMITS if limit.found(vllm_config)])
+_DRAFTS_ON_V2 = Limit(
+    "speculative decoding on the V2 model runner (how many drafted tokens are accepted is known on "
+    "the device only): set VLLM_USE_V2_MODEL_RUNNER=0, or leave out speculative_config",
+    _drafts,
+)
+
+
+def check(vllm_config: Any, *, on_v2: bool = False) -> None:
+    """Raise `ValueError` for a configuration under which rows could be misread.
+
+    Args:
+        on_v2: whether the V2 model runner runs it, which workers know.
+    """
+    limits = (*LIMITS, _DRAFTS_ON_V2) if on_v2 else LIMITS
+    _refuse([limit for limit in limits if limit.found(vllm_config)])
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:
     """The same for engine arguments, as far as they say it: no config was made of them yet."""
-    _refuse(
-        [
-            limit
-            for limit in LIMITS
-            if any(kwargs.get(name, off[0]) not in off for name, off in limit.asked.items())
-        ]
-    )
+    _refuse([limit for limit in LIMITS if limit.asked(kwargs)])
 
 
 def _refuse(limits: list[Limit]) -> None:

@@ -34,8 +34,12 @@ class RunnerAttachment(ABC):
         """Why candidates cannot be guided by this model runner; None when they can."""
         return None
 
-    def end_step(self) -> None:
-        """Sampling is over."""
+    def end_step(self, output: Any) -> None:
+        """Sampling is over.
+
+        Args:
+            output: what the model runner gave.
+        """
 
     @abstractmethod
     def override(self) -> None:

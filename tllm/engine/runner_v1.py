@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from tllm.engine.drafts import StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.sampling import SamplerStep
@@ -17,7 +19,8 @@ _GREEDY = 1e-5
 
 uses(
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
-    "input_batch requests discard_request_mask input_ids sampler device get_model",
+    "input_batch requests discard_request_mask input_ids sampler device get_model max_model_len "
+    "speculative_config",
     "which tokens of which sequences a step computes, and its sampler",
 )
 uses(
@@ -57,8 +60,19 @@ uses("vllm.v1.outputs.SamplerOutput", "sampled_token_ids", "the tokens that were
 class V1Attachment(RunnerAttachment):
     """`_model_forward` before the forward pass, `_sample` around sampling, `_dummy_run` aside."""
 
+    @staticmethod
+    def guidance_refusal(runner: Any) -> str | None:
+        if runner.speculative_config is None:
+            return None
+        return (
+            "with speculative decoding most tokens are drafted, and not drawn from candidates; "
+            "leave out speculative_config"
+        )
+
     def override(self) -> None:
         runner = self.runner
+        self._drafted: Mapping[str, Sequence[int]] = {}
+        self._drafts: StepDrafts | None = None
         self._hidden_generators: dict[int, torch.Generator] = {}
         self._model_forward = runner._model_forward
         self._dummy_run = runner._dummy_run
@@ -80,17 +94,22 @@ class V1Attachment(RunnerAttachment):
             self.session.steps.skip()
             return self._model_forward(*args, **kwargs)
         self.scheduler_output = None
+        self._drafted = scheduled.scheduled_spec_decode_tokens
         if not self.session.steps.begin_idle():
             batch = runner.input_batch
             count = batch.num_reqs
             ids = batch.req_ids[:count]
             tokens = scheduled.num_scheduled_tokens
+            counts = np.fromiter(map(tokens.__getitem__, ids), np.int32, count)
+            drafts = StepDrafts(self._drafted, ids, counts) if self._drafted else None
+            self._drafts = drafts
             self.session.steps.begin(
                 ids,
                 batch.num_computed_tokens_cpu[:count].astype(np.int32),
-                np.fromiter(map(tokens.__getitem__, ids), np.int32, count),
+                counts,
                 np.where(runner.discard_request_mask.np[:count], END, 0),
                 runner.input_ids.gpu,
+                None if drafts is None else drafts.counts,
             )
         self._switch_overrides()
         self._hide_generators()
@@ -108,7 +127,15 @@ class V1Attachment(RunnerAttachment):
             hidden = [index for index in generators if incomplete[index]]
             self._hidden_generators = {index: generators.pop(index) for index in hidden}
 
-    def end_step(self) -> None:
+    def end_step(self, output: Any) -> None:
+        if self._drafted:
+            self.session.steps.count_drafts(*drafted_and_accepted(self._drafted, output))
+            self._drafted = {}
+        if self._drafts is not None:
+            runner = self.runner
+            kept = self._drafts.kept(output, runner.requests, runner.max_model_len)
+            self._drafts = None
+            self.session.steps.accept(kept)
         if self._hidden_generators:
             self.runner.input_batch.generators.update(self._hidden_generators)
             self._hidden_generators = {}
@@ -128,9 +155,10 @@ class V1Attachment(RunnerAttachment):
     def _on_sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         self.session.steps.before_sampling(logits)
         output = self._sample(logits, spec_decode_metadata)
-        self.session.steps.after_sampling(
-            output.sampled_token_ids.view(-1), self.runner.input_ids.gpu
-        )
+        sampled = output.sampled_token_ids
+        if spec_decode_metadata is None:
+            sampled = sampled.view(-1)
+        self.session.steps.after_sampling(sampled, self.runner.input_ids.gpu)
         return output
 
     def _on_filter_and_draw(

@@ -83,7 +83,7 @@ class InterventionWorker(_Base):
         config = self.vllm_config
         self._note = limits.pop_note(config)
         with limits.reported(self._note):
-            limits.check(config)
+            limits.check(config, on_v2=self.use_v2_model_runner)
             self._options = EngineOptions.of(config)
         points = [point.value for point in self._options.points]
         digest = compile_digest(points, config.model_config.dtype, self._options.fuse_norms)
@@ -164,7 +164,7 @@ class InterventionWorker(_Base):
         if later:
             self._start_sequences(later)
         if output is not None:  # nothing is left for `sample_tokens`
-            self._end_step()
+            self._end_step(output)
         return output
 
     @overrides(
@@ -173,11 +173,11 @@ class InterventionWorker(_Base):
     )
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
-        self._end_step()
+        self._end_step(output)
         return output
 
-    def _end_step(self) -> None:
-        self._attachment.end_step()
+    def _end_step(self, output: Any) -> None:
+        self._attachment.end_step(output)
         self.session.steps.end()
 
     def _track(self, scheduler_output: SchedulerOutput) -> Sequence[_Begun]:

@@ -25,12 +25,15 @@ class StepBatch:
         counts: number of tokens computed.
         sampled_from: length from which on tokens are sampled and kept (the chunks of a prompt
             but the last do not reach it).
+        drafts: how many of the tokens are drafted: the last ones of each sequence. Which of them
+            are its own is known when they were compared with what is drawn. None: none.
     """
 
     slots: IntArray
     starts: IntArray
     counts: IntArray
     sampled_from: IntArray
+    drafts: IntArray | None = None
 
     @cached_property
     def ends(self) -> IntArray:
@@ -46,6 +49,38 @@ class StepBatch:
     def last_rows(self) -> IntArray:
         """Row of the batch at which each sequence's last token lies."""
         return (np.cumsum(self.counts) - 1).astype(np.int32)
+
+    @cached_property
+    def drawn(self) -> IntArray:
+        """How many tokens are drawn for each sequence: one after each draft, and one more."""
+        return np.ones_like(self.counts) if self.drafts is None else self.drafts + 1
+
+    @cached_property
+    def drawn_index(self) -> IntArray:
+        """`[tokens drawn]`, which of its sequence's each is."""
+        first = np.cumsum(self.drawn) - self.drawn
+        return (np.arange(self.drawn.sum()) - first.repeat(self.drawn)).astype(np.int32)
+
+    @cached_property
+    def logits_rows(self) -> IntArray:
+        """`[tokens drawn]`, the rows of the batch that the LM head sees, in its order."""
+        if self.drafts is None:
+            return self.last_rows
+        return (self.last_rows - self.drafts).repeat(self.drawn) + self.drawn_index
+
+    @cached_property
+    def logits_index(self) -> IntArray:
+        """`[tokens]`, the row of the logits that is computed from each, or -1."""
+        index = np.full(int(self.counts.sum()), -1, np.int32)
+        index[self.logits_rows] = np.arange(len(self.logits_rows), dtype=np.int32)
+        return index
+
+    @cached_property
+    def sampled_rows(self) -> npt.NDArray[np.bool_]:
+        """`[tokens]`, whether a token is drawn after each, and kept if the row itself is."""
+        sampled = np.full(int(self.counts.sum()), False)
+        sampled[self.logits_rows[self.samples.repeat(self.drawn)]] = True
+        return sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +129,34 @@ class Frame:
     sampled: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
     """`[tokens]` int64, the token after each."""
+    rejected: npt.NDArray[np.bool_] | None = field(default=None, init=False)
+    """`[tokens]`, the drafts that turned out not to be their sequence's; None: there are none."""
+    undecided: bool = field(default=False, init=False)
+    """Whether it is not known yet which drafts are their sequence's."""
 
-    @cached_property
-    def batch_index(self) -> IntArray:
-        """By slot: where the sequence is in the batch, or -1."""
-        index = np.full(int(self.batch.slots.max()) + 1, -1, np.int32)
-        index[self.batch.slots] = np.arange(len(self.batch.slots), dtype=np.int32)
-        return index
+    def __post_init__(self) -> None:
+        self.undecided = self.batch.drafts is not None
+
+    def decide(self, kept: IntArray) -> None:
+        """Of each sequence, its first `kept` tokens are its own, and the others never were."""
+        counts = self.batch.counts
+        self.undecided = False
+        if (kept < counts).any():
+            first = np.cumsum(counts) - counts
+            at = np.arange(int(counts.sum())) - first.repeat(counts)
+            self.rejected = at >= kept.repeat(counts)
+
+    def own(self, firsts: IntArray, counts: IntArray) -> IntArray:
+        """`[segments]`, how many rows that are not rejected there are among `counts` rows of the
+        batch from each of `firsts` on."""
+        if self.rejected is None:
+            return counts
+        before = np.append(0, np.cumsum(self.rejected)).astype(np.int32)
+        return (counts - (before[firsts + counts] - before[firsts])).astype(np.int32)
+
+    @property
+    def captured(self) -> int:
+        """How many rows were captured that are not rejected."""
+        if self.rejected is None:
+            return sum(rows.total for rows in self.rows)
+        return sum(int(self.own(rows.batch_rows, rows.counts).sum()) for rows in self.rows)

@@ -48,11 +48,21 @@ class FlowRows:
 
     def sampled(self, frame: Frame) -> FlowRows | None:
         """Only the rows that a token is sampled from; None when there are none."""
-        batch = frame.batch
-        last = np.full(int(batch.counts.sum()), False)
-        last[batch.last_rows[batch.samples]] = True
-        kept = np.flatnonzero(last[self.batch_rows])
-        return FlowRows(self.rows, self.meta.select(kept), kept) if len(kept) else None
+        return self._chosen(frame.batch.sampled_rows)
+
+    def accepted(self, frame: Frame) -> FlowRows | None:
+        """Only the rows that are their sequence's own; None when there are none."""
+        return self if frame.rejected is None else self._chosen(~frame.rejected)
+
+    def _chosen(self, among: np.ndarray) -> FlowRows | None:
+        """The rows that are chosen `among` those of the batch, `[tokens]` bool."""
+        kept = np.flatnonzero(among[self.batch_rows])
+        if not len(kept):
+            return None
+        if len(kept) == len(self.meta):
+            return self
+        selection = kept if self.selection is None else self.selection[kept]
+        return FlowRows(self.rows, self.meta.select(kept), selection)
 
 
 class Dispatcher:
@@ -244,7 +254,9 @@ class Dispatcher:
         pieces = []
         for rows in frame.rows:
             if flow in rows.program.flows:
-                pieces.append(FlowRows(rows, self._meta(flow.owner, rows, frame.step), None))
+                piece = FlowRows(rows, self._meta(flow.owner, rows, frame.step), None)
+                if own := piece.accepted(frame):
+                    pieces.append(own)
         if flow.flow.reads_port("logits"):
             pieces = [sampled for piece in pieces if (sampled := piece.sampled(frame))]
         return pieces
@@ -323,9 +335,8 @@ class Dispatcher:
             parts = [self._rows_of(frame.targets, piece.batch_rows) for piece in group]
         elif read.port == "logits":
             assert frame.logits is not None
-            parts = [
-                self._rows_of(frame.logits, frame.batch_index[piece.meta.slots]) for piece in group
-            ]
+            index = frame.batch.logits_index
+            parts = [self._rows_of(frame.logits, index[piece.batch_rows]) for piece in group]
         else:
             return None
         if len(parts) > 1:

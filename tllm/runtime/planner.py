@@ -109,6 +109,11 @@ class BatchLayout:
         chosen = self.segments[:, Column.PATCH.word] != Column.PATCH.neutral
         return int(self.segments[chosen, SegmentWord.COUNT].sum())
 
+    def own(self, column: Column, frame: Frame) -> int:
+        """Tokens of which a column says anything, without those that were drafted and rejected."""
+        of = self.segments[self.segments[:, column.word] != column.neutral]
+        return int(frame.own(of[:, SegmentWord.ROW], of[:, SegmentWord.COUNT]).sum())
+
     @cached_property
     def chooses(self) -> bool:
         """Whether the steering of any row depends on its token."""
@@ -205,8 +210,20 @@ class RowPlanner:
             frame.rows = self._rows(layout, start)
         if self._held != (layout, start):
             self._write(layout, start)
-        self._slots.deliver(batch.slots, batch.ends)
+        if not frame.undecided:
+            self._slots.deliver(batch.slots, batch.ends)
         return frame
+
+    def decide(self, frame: Frame, kept: IntArray) -> None:
+        """It is known which drafts of the step planned last are accepted.
+
+        Args:
+            kept: `[sequences]`, how many tokens of each are its own.
+        """
+        batch = frame.batch
+        frame.decide(kept)
+        # The others are computed again, with the tokens that are there in truth.
+        self._slots.deliver(batch.slots, batch.starts + kept)
 
     def keep(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
         """Keep the plan for a batch, if it is the next step of the same decoding sequences and
@@ -233,6 +250,11 @@ class RowPlanner:
     def patched(self) -> int:
         """Rows of the step planned last that have a patch row."""
         return self._layout.patched if self._layout else 0
+
+    def own(self, column: Column, frame: Frame) -> int:
+        """Rows of the step planned last of which a column says anything, and which are their
+        sequences' own."""
+        return self._layout.own(column, frame) if self._layout else 0
 
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""

@@ -222,6 +222,8 @@ class Session:
             "rows_dropped": self.steps.rows_dropped,
             "rows_steered": self.steps.rows_steered,
             "rows_patched": self.steps.rows_patched,
+            "tokens_drafted": self.steps.tokens_drafted,
+            "tokens_accepted": self.steps.tokens_accepted,
             "sequences_not_steered": self._assignments.not_steered,
             "sequences_not_patched": self._assignments.not_patched,
             "ring_rows": self._ring.capacity,

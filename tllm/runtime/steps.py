@@ -28,10 +28,13 @@ from tllm.runtime.writer import Additions
 @dataclass(eq=False)
 class Steps:
     """What an engine's model runner calls, in this order: `begin_idle`, and where that began none,
-    `begin`; `before_sampling`; `guide`; `after_sampling`; `end`.
+    `begin`; `before_sampling`; `guide`; `after_sampling`; `accept`, where tokens were drafted;
+    `end`.
 
     Attributes:
-        rows_captured, rows_dropped, rows_steered, rows_patched: in all steps so far.
+        rows_captured, rows_dropped, rows_steered, rows_patched: in all steps so far, without rows
+            of drafted tokens that were rejected.
+        tokens_drafted, tokens_accepted: by speculative decoding.
     """
 
     slots: Slots
@@ -48,8 +51,11 @@ class Steps:
     rows_dropped: int = 0
     rows_steered: int = 0
     rows_patched: int = 0
+    tokens_drafted: int = 0
+    tokens_accepted: int = 0
     _was_idle: bool = False
     _frame: Frame | None = None
+    _drafting: Frame | None = None
     _flows: list[BoundFlow] = field(default_factory=list)
     _bundled: bool = False
 
@@ -88,6 +94,7 @@ class Steps:
         counts: Any,
         sampled_from: Any,
         token_ids: torch.Tensor,
+        drafts: Any = None,
     ) -> None:
         """What waited for the forward pass, and the row plan.
 
@@ -105,8 +112,8 @@ class Steps:
         self.steering.commit()
         self.patching.commit()
         slots, frame = self.slots.of(engine_ids), None
-        if observed or not self.planner.keep(slots, starts, counts):
-            batch = StepBatch(slots, starts, counts, sampled_from)
+        if observed or drafts is not None or not self.planner.keep(slots, starts, counts):
+            batch = StepBatch(slots, starts, counts, sampled_from, drafts)
             frame = self.planner.plan(self.consumers.step, batch)
             if frame.chooses:
                 tokens = int(counts.sum())
@@ -114,26 +121,54 @@ class Steps:
                 self.steering.choices.apply(steering_rows, token_ids[:tokens])
         self.taps.commit()
         self.taps.separate()
-        self.rows_steered += self.planner.steered
-        self.rows_patched += self.planner.patched
-        if frame is None or not observed:
-            return
-        self._frame = frame
-        self._flows = self.dispatcher.flows_of(frame, self.assignments.flows)
-        self._bundled = False
-        self.rows_captured += sum(rows.total for rows in frame.rows)
-        self._note_dropped(frame)
+        if frame is not None and observed:
+            self._frame = frame
+            self._flows = self.dispatcher.flows_of(frame, self.assignments.flows)
+            self._bundled = False
+        self._drafting = frame if drafts is not None else None
+        if self._drafting is None:
+            self.rows_steered += self.planner.steered
+            self.rows_patched += self.planner.patched
+            self._count(self._frame)
+
+    def _count(self, frame: Frame | None) -> None:
+        """Count the rows of a step that is observed, of which it is known whose they are."""
+        if frame is not None:
+            self.rows_captured += frame.captured
+            self._note_dropped(frame)
+
+    def accept(self, kept: np.ndarray) -> None:
+        """It is known which drafted tokens of the step are accepted.
+
+        Until then nobody is given its rows, nor hears of them.
+
+        Args:
+            kept: int32 `[sequences]`, how many of the tokens computed of each are its own.
+        """
+        frame, self._drafting = self._drafting, None
+        if frame is not None:
+            self.planner.decide(frame, kept)
+            self.rows_steered += self.planner.own(Column.STEER, frame)
+            self.rows_patched += self.planner.own(Column.PATCH, frame)
+            self._count(self._frame)
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """How many tokens the step drafted, and how many of them were accepted."""
+        self.tokens_drafted += drafted
+        self.tokens_accepted += accepted
 
     def _note_dropped(self, frame: Frame) -> None:
         """Rows of this step found no place: the results of their sequences will say so."""
         for rows in frame.lost:
             owners = {flow.owner for flow in rows.program.flows}
-            self.rows_dropped += rows.total
+            counts = frame.own(rows.batch_rows, rows.counts)
+            total = int(counts.sum())
+            self.rows_dropped += total
             for owner in owners:
-                owner.rows_dropped += rows.total
-            for slot, lost in zip(rows.slots.tolist(), rows.counts.tolist(), strict=True):
+                owner.rows_dropped += total
+            for slot, lost in zip(rows.slots.tolist(), counts.tolist(), strict=True):
                 sequence = self.slots.by_slot[slot]
-                if sequence is not None:
+                if sequence is not None and lost:
                     for owner in owners:
                         sequence.dropped[owner.id] = sequence.dropped.get(owner.id, 0) + lost
 
@@ -147,15 +182,22 @@ class Steps:
         """After the forward pass, before its tokens are drawn.
 
         Args:
-            logits: `[sequences, vocab]` as the LM head gave them, or None when there are none.
+            logits: `[sequences, vocab]` as the LM head gave them, or None when there are none. In
+                a step with drafts, one row for each token drawn, in the order of `StepBatch.drawn`.
         """
         frame = self._frame
         if frame is None or self._bundled:
             return
-        self._bundled = True
-        if logits is not None and any(flow.keeps_logits for flow in self._flows):
+        if logits is not None and any(
+            flow.keeps_logits or (frame.undecided and flow.flow.reads_port("logits"))
+            for flow in self._flows
+        ):
             logits = logits.clone()
-        frame.logits = logits
+        if logits is not None:
+            frame.logits = logits
+        if frame.undecided:  # handed out in `end`
+            return
+        self._bundled = True
         self.dispatcher.before_sampling(self._flows, frame)
 
     @property
@@ -183,7 +225,8 @@ class Steps:
         """The step's tokens are drawn.
 
         Args:
-            sampled: int64 `[sequences]` on the device, None when nothing was sampled here.
+            sampled: `[sequences]` on the device, None when nothing was sampled here; in a step with
+                drafts `[sequences, tokens]`, as many of each as `StepBatch.drawn` and more.
             input_ids: `[tokens]` of the forward pass, on the device.
         """
         frame = self._frame
@@ -203,16 +246,16 @@ class Steps:
         tokens = int(batch.counts.sum())
         targets = torch.empty(tokens, dtype=torch.int64, device=sampled.device)
         targets[:-1] = input_ids[1:tokens]
-        following = np.full(len(batch.slots), -1, np.int64)
+        following = np.full(len(batch.logits_rows), -1, np.int64)
         for i in np.flatnonzero(~batch.samples):
             owner = self.slots.by_slot[batch.slots[i]]
             if owner is not None and owner.prompt_token_ids is not None:
                 end = int(batch.ends[i])
                 if end < len(owner.prompt_token_ids):
-                    following[i] = owner.prompt_token_ids[end]
+                    following[batch.logits_index[batch.last_rows[i]]] = owner.prompt_token_ids[end]
         known = upload(following, sampled.device)
-        last = upload(batch.last_rows.astype(np.int64), sampled.device)
-        targets[last] = torch.where(known >= 0, known, sampled.view(-1).long())
+        drawn_from = upload(batch.logits_rows.astype(np.int64), sampled.device)
+        targets[drawn_from] = torch.where(known >= 0, known, _drawn(batch, sampled).long())
         return targets
 
     # -- its end -----------------------------------------------------------------------------------
@@ -224,6 +267,9 @@ class Steps:
 
     @torch.inference_mode()
     def _complete(self, frame: Frame) -> None:
+        if frame.undecided:  # the engine raised before it was known: no draft is anybody's
+            assert frame.batch.drafts is not None
+            self.accept(frame.batch.counts - frame.batch.drafts)
         self.before_sampling(None)
         self._frame = None
         flows = [f for f in self._flows if frame.targets is not None or not f.after_sampling]
@@ -231,3 +277,12 @@ class Steps:
         for owner in self.consumers:
             context = owner.context.at(frame.step)
             self.dispatcher.call(owner, owner.consumer.on_step_end, context)
+
+
+def _drawn(batch: StepBatch, sampled: torch.Tensor) -> torch.Tensor:
+    """`[tokens drawn]`, in the order of the logits; those after a rejected draft mean nothing."""
+    if batch.drafts is None:
+        return sampled.view(-1)
+    sequence = np.arange(len(batch.slots)).repeat(batch.drawn)
+    place = sequence * sampled.shape[1] + batch.drawn_index
+    return sampled.reshape(-1)[upload(place.astype(np.int64), sampled.device)]

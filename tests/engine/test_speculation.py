@@ -1,0 +1,318 @@
+"""Speculative decoding: rows of accepted tokens are there once, those of rejected ones never were.
+
+The tiny model hardly repeats itself. Requests that may draw few tokens do, so that some of what is
+looked up in their own text comes true.
+"""
+
+import os
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from capture.truth import Truth
+
+import tllm.stores
+from engine.adder import Adder
+from engine.asking import (
+    RELATIVE,
+    assert_rows_match,
+    error_of,
+    generate,
+    greedy,
+    prompts_of,
+    sampled,
+)
+from engine.ngram import drafting_llm
+from engine.recorder import Recorder
+from engine.reference import HIDDEN, Addition
+from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.consumers.esamp import ESampConsumer
+from tllm.ports import ConsumerFlow, Logits, ResidualStream, TokenTarget
+
+pytestmark = pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    reason="speculative decoding is refused on the V2 runner (test_limits.py)",
+)
+
+FEW = [3, 7, 11]
+LENGTHS = [30, 20, 40, 25, 35, 3]
+AT = ("post_block", 1)
+V, W = 5 * torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(11))
+
+
+@pytest.fixture(scope="module")
+def drafting_engine(tiny_model):
+    return drafting_llm(tiny_model)
+
+
+@pytest.fixture
+def drafting(drafting_engine):
+    yield drafting_engine
+    drafting_engine.clear_consumers()
+    drafting_engine.steering.clear()
+    drafting_engine.reset_prefix_cache()
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_model):
+    return Truth(tiny_model)
+
+
+@pytest.fixture
+def preemptions(drafting, monkeypatch):
+    counted = Counter()
+    scheduler = drafting.llm_engine.engine_core.engine_core.scheduler
+    preempt = scheduler._preempt_request
+
+    def count(request, *args, **kwargs):
+        counted[request.request_id] += 1
+        return preempt(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", count)
+    return counted
+
+
+class Drafts:
+    """How many tokens an engine drafted, and accepted, since this was made."""
+
+    def __init__(self, llm):
+        self._llm = llm
+        self._before = self._now()
+
+    def _now(self):
+        (stats,) = self._llm.intervention_stats()
+        return stats["tokens_drafted"], stats["tokens_accepted"]
+
+    def assert_some_came_true(self):
+        drafted, accepted = (b - a for a, b in zip(self._before, self._now(), strict=True))
+        assert 0 < accepted < drafted, (drafted, accepted)
+
+
+@pytest.fixture
+def drafts(drafting):
+    return Drafts(drafting)
+
+
+def few(count=40, **kwargs):
+    return greedy(count, allowed_token_ids=FEW, **kwargs)
+
+
+def assert_greedy(outputs, reference, additions=None):
+    """Every token is the likeliest of the few, as `transformers` has it."""
+    for output in outputs:
+        for completion in output.outputs:
+            prompt, tokens = list(output.prompt_token_ids), list(completion.token_ids)
+            added = (additions or {}).get(output.request_id, [])
+            logits, _ = reference.run([*prompt, *tokens][:-1], additions=added)
+            likeliest = logits[len(prompt) - 1 :, FEW].argmax(-1)
+            assert [FEW[i] for i in likeliest] == tokens, output.request_id
+
+
+def test_each_token_of_the_output_gives_one_row_and_no_other_does(
+    drafting, reference, preemptions, drafts
+):
+    windows = ["same_step", "next_step", "out_of_band", "background"]
+    read = ResidualStream.read(layer=1, role="mid")
+    recorders = [
+        drafting.register_consumer(
+            Recorder(ConsumerFlow(reads=[read], window=window), consumer_id=window)
+        )
+        for window in windows
+    ]
+    outputs = generate(drafting, prompts_of(LENGTHS, seed=2), few(36))
+    drafting.synchronize()
+    assert_rows_match(recorders[0], outputs, reference, {"mid": AT})
+    first = recorders[0].rows("mid")
+    for recorder in recorders[1:]:
+        rows = recorder.rows("mid")
+        assert rows.keys() == first.keys()
+        assert all(torch.equal(rows[key], first[key]) for key in rows)
+    assert_greedy(outputs, reference)
+    drafts.assert_some_came_true()
+    assert preemptions
+    (stats,) = drafting.intervention_stats()
+    assert stats["rows_dropped"] == 0
+    assert stats["rows_captured"] >= len(first)
+
+
+def test_logits_and_following_tokens_are_those_of_the_output(drafting, reference, drafts):
+    reads = [ResidualStream.read(layer=1, role="mid"), TokenTarget.read(role="next")]
+    recorder = drafting.register_consumer(
+        Recorder(ConsumerFlow(reads=reads), ConsumerFlow(reads=[Logits.read()]))
+    )
+    outputs = generate(drafting, prompts_of(LENGTHS, seed=3), few(24))
+    assert_rows_match(recorder, outputs, reference, {"mid": AT})
+    following, logits = recorder.rows("next"), recorder.rows("logits", flow=1)
+    expected = set()
+    for output in outputs:
+        prompt = list(output.prompt_token_ids)
+        tokens = [*prompt, *output.outputs[0].token_ids]
+        found = [int(following[output.request_id, 0, i]) for i in range(len(tokens) - 1)]
+        assert found == tokens[1:]
+        truth, _ = reference.run(tokens[:-1])
+        for position in range(len(prompt) - 1, len(tokens) - 1):
+            key = (output.request_id, 0, position)
+            expected.add(key)
+            assert error_of(logits[key], truth[position]) < RELATIVE
+    assert set(logits) == expected
+    drafts.assert_some_came_true()
+
+
+def test_a_sequence_that_ends_among_accepted_tokens_has_no_rows_beyond(drafting, reference, drafts):
+    read = ResidualStream.read(layer=1, role="mid")
+    recorder = drafting.register_consumer(Recorder(ConsumerFlow(reads=[read])))
+    many = [*range(2, 8)]
+    pick = random.Random(4)  # what will be drawn stands in the prompts, too
+    prompts = [pick.choices(many, k=length) for length in (25, 19, 24, 17, 20, 13)]
+    outputs = generate(drafting, prompts, greedy(24, allowed_token_ids=many))
+    by_length, by_token = [], []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        together = accepted_positions(recorder, output.request_id, len(prompt))
+        # A token whose row was computed, and which others followed, in one step with others.
+        by_length += [(prompt, p - len(prompt) + 1) for p in together]
+        by_token += [
+            (prompt, tokens[p - len(prompt)])
+            for p in together
+            if tokens.index(tokens[p - len(prompt)]) == p - len(prompt)
+        ]
+    assert by_length
+    assert by_token
+    drafting.clear_consumers()
+    recorder = drafting.register_consumer(Recorder(ConsumerFlow(reads=[read])))
+    by_length, by_token = by_length[:6], by_token[:6]
+    params = [greedy(length, allowed_token_ids=many) for _, length in by_length]
+    params += [greedy(24, allowed_token_ids=many, stop_token_ids=[t]) for _, t in by_token]
+    ended = generate(drafting, [p for p, _ in (*by_length, *by_token)], params)
+    assert {output.outputs[0].finish_reason for output in ended} == {"length", "stop"}
+    assert_rows_match(recorder, ended, reference, {"mid": AT})
+
+
+def accepted_positions(recorder, request_id, prompt_len):
+    """Generated tokens that were accepted, with another accepted after them in the same step."""
+    steps = {}
+    for call in recorder.log.calls:
+        for name, position in zip(call.meta.request_ids, call.meta.positions, strict=True):
+            if name == request_id:
+                steps[int(position)] = call.step
+    return [p for p in steps if p > prompt_len and steps[p] == steps.get(p - 1)]
+
+
+def test_captures_are_of_the_tokens_of_the_output(drafting, truth, tmp_path, preemptions, drafts):
+    drafting.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
+    hooks = {"post_block": [0, -1], "mlp_out": "1:3", "lm_head_in": "all"}
+    positions = [
+        "all",
+        "all_generated",
+        "last_prompt",
+        [0, 2, -1, 18],
+        {"phase": "generation", "windows": [[1, 13]]},
+        {"phase": "generation", "token_ids": [3]},
+        {"token_ids": [*range(0, 256, 3)], "positions": [1]},
+        "all_prompt",
+    ]
+    specs = [
+        {"hooks": hooks, "positions": each, "reduction": how}
+        for each, how in product(positions, ["none", "mean", "max", "last"])
+    ]
+    lengths = [9, 40, 30, 12, 33, 20, 5, 28]
+    prompts = prompts_of([lengths[i % 8] for i in range(len(specs))], seed=5)
+    params = [
+        few(16, capture={"memory": spec, "filesystem": spec | {"request_id": f"r{i}"}})
+        for i, spec in enumerate(specs)
+    ]
+    outputs = generate(drafting, prompts, params)
+    store = tllm.stores.open(tmp_path)
+    for i, (output, spec) in enumerate(zip(outputs, specs, strict=True)):
+        truth.check(output, spec)
+        assert output.capture_results["filesystem"].status == "ok"
+        kept = output.activations["post_block"][0].tensor
+        assert torch.equal(store.record(f"r{i}").tensor("post_block", 0), kept)
+    drafts.assert_some_came_true()
+
+
+def test_samples_have_rows_of_their_own_and_share_the_prompt(drafting, truth, drafts):
+    spec = {"hooks": {"post_block": [2]}, "positions": "all_generated"}
+    params = sampled(16, n=3, allowed_token_ids=FEW[:2], capture={"memory": spec})
+    for _ in range(2):  # the second time, prompts come from the prefix cache
+        for output in generate(drafting, prompts_of([33, 64], seed=6), params):
+            truth.check(output, spec)
+    drafts.assert_some_came_true()
+
+
+def test_drafts_are_verified_by_the_steered_model(drafting, reference, drafts):
+    recorder = drafting.register_consumer(
+        Recorder(ConsumerFlow(reads=[ResidualStream.read(layer=2, role="later")]))
+    )
+    drafting.steering.set(decode_vectors={AT[0]: {AT[1]: 0.3 * W}})
+    drafting.steering.register_module("module", {"decode_vectors": {AT[0]: {AT[1]: W}}})
+    asked = [
+        {"steering_vectors": {AT[0]: {AT[1]: V}}},
+        {},
+        {"decode_steering_vectors": {AT[0]: {AT[1]: V}}},
+        {"prefill_steering_vectors": {AT[0]: {AT[1]: V}}, "steering_module_ref": "module"},
+        {"steering_vectors": {AT[0]: {AT[1]: {"vector": V, "positions": {"ranges": [[41, 47]]}}}}},
+        {"steering_vectors": {AT[0]: {AT[1]: {"vector": V, "positions": GENERATED_SEVENS}}}},
+    ]
+    everyone = 0.3 * W
+    outputs = generate(drafting, prompts_of(LENGTHS, seed=7), [few(24, **each) for each in asked])
+    additions = {}
+    for i, output in enumerate(outputs):
+        prompt_len = len(output.prompt_token_ids)
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        added = [Addition(AT, everyone, start=prompt_len)]
+        added += {
+            0: [Addition(AT, V)],
+            1: [],
+            2: [Addition(AT, V, start=prompt_len)],
+            3: [Addition(AT, V, stop=prompt_len), Addition(AT, W, start=prompt_len)],
+            4: [Addition(AT, V, start=41, stop=47)],
+            5: [
+                Addition(AT, V, start=p, stop=p + 1)
+                for p in range(prompt_len, len(tokens))
+                if tokens[p] == 7
+            ],
+        }[i]
+        additions[output.request_id] = added
+    assert_greedy(outputs, reference, additions)
+    assert_rows_match(
+        recorder, outputs, reference, {"later": ("post_block", 2)}, additions=additions
+    )
+    drafts.assert_some_came_true()
+
+
+GENERATED_SEVENS = {"phase": "generation", "token_ids": [7]}
+
+
+def test_blocks_of_steered_drafts_are_found_by_nobody_else(drafting, reference, drafts):
+    steered = {"decode_steering_vectors": {AT[0]: {AT[1]: V}}}
+    prompts = prompts_of([33, 20], seed=8)
+    outputs = generate(drafting, prompts, few(**steered))
+    additions = {o.request_id: [Addition(AT, V, start=len(o.prompt_token_ids))] for o in outputs}
+    assert_greedy(outputs, reference, additions)
+    answered = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    assert_greedy(generate(drafting, answered, few(20)), reference)
+    again = generate(drafting, prompts, few(**steered))
+    assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in outputs]
+    drafts.assert_some_came_true()
+
+
+def test_what_a_consumer_adds_reaches_drafts_too(drafting, reference, drafts):
+    drafting.register_consumer(Adder(AT, V, phase="decode"))
+    read = ResidualStream.read(layer=2, role="later")
+    recorder = drafting.register_consumer(Recorder(ConsumerFlow(reads=[read])))
+    outputs = generate(drafting, prompts_of(LENGTHS, seed=9), few(24))
+    additions = {o.request_id: [Addition(AT, V, start=len(o.prompt_token_ids))] for o in outputs}
+    assert_greedy(outputs, reference, additions)
+    later = {"later": ("post_block", 2)}
+    assert_rows_match(recorder, outputs, reference, later, additions=additions)
+    drafts.assert_some_came_true()
+
+
+def test_guidance_is_refused(drafting):
+    with pytest.raises(ValueError, match=r"drafted.*leave out speculative_config"):
+        drafting.register_consumer(ESampConsumer())
+    (output,) = generate(drafting, prompts_of([4]), few(4))
+    assert len(output.outputs[0].token_ids) == 4

@@ -1,0 +1,127 @@
+"""Speculative decoding: which of the tokens that a step drafted are their sequences' own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm.v1.core.sched.utils import check_stop
+
+from tllm.engine.seams import uses
+from tllm.runtime.columns import IntArray
+
+uses(
+    "vllm.v1.core.sched.utils",
+    "check_stop",
+    "whether a sequence ends among the tokens that were accepted at once",
+    takes="request max_model_len",
+)
+uses(
+    "vllm.v1.core.sched.output.SchedulerOutput",
+    "scheduled_spec_decode_tokens",
+    "which tokens of a step are drafted",
+)
+uses(
+    "vllm.v1.outputs.ModelRunnerOutput",
+    "req_id_to_index sampled_token_ids",
+    "which drafted tokens are accepted",
+)
+uses(
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState",
+    "sampling_params output_token_ids num_prompt_tokens",
+    "whether a sequence ends among the tokens that were accepted at once",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class StepDrafts:
+    """The drafts of one step of a model runner that knows its tokens on the host.
+
+    Attributes:
+        by_request: the drafted tokens; below 0 where vLLM only keeps a place for one.
+        request_ids: of the batch, in its order.
+        computed: `[sequences]`, tokens of each that the step computes, drafts among them.
+    """
+
+    by_request: Mapping[str, Sequence[int]]
+    request_ids: Sequence[str]
+    computed: IntArray
+
+    @property
+    def counts(self) -> IntArray:
+        """`[sequences]`, drafts of each."""
+        drafted = (len(self.by_request.get(i, ())) for i in self.request_ids)
+        return np.fromiter(drafted, np.int32, len(self.request_ids))
+
+    def kept(self, output: Any, requests: Mapping[str, Any], max_model_len: int) -> IntArray:
+        """`[sequences]`, how many of the tokens computed of each are its own.
+
+        Args:
+            output: of the model runner.
+            requests: its requests, with the tokens of this step.
+        """
+        kept = self.computed - self.counts
+        for i, request_id in enumerate(self.request_ids):
+            if request_id in self.by_request:
+                drawn = len(output.sampled_token_ids[output.req_id_to_index[request_id]])
+                kept[i] += _accepted(requests[request_id], drawn, max_model_len)
+        return kept
+
+
+def drafted_and_accepted(by_request: Mapping[str, Sequence[int]], output: Any) -> tuple[int, int]:
+    """How many tokens a step drafted, and how many of them were drawn, as vLLM counts them."""
+    drafted = accepted = 0
+    for request_id, tokens in by_request.items():
+        drawn = len(output.sampled_token_ids[output.req_id_to_index[request_id]])
+        drafted += sum(token >= 0 for token in tokens)
+        accepted += max(drawn - 1, 0)
+    return drafted, accepted
+
+
+def _accepted(request: Any, drawn: int, max_model_len: int) -> int:
+    """How many of the tokens that were drawn together are followed by another of the sequence.
+
+    A sequence may end before the last of them: the scheduler finds that out later, and forgets the
+    rest. The row of the token that it ends with would never have been computed without drafts.
+    """
+    for hidden in range(drawn - 1, 0, -1):
+        if check_stop(_SoFar(request, hidden), max_model_len):  # type: ignore[arg-type]
+            return drawn - 1 - hidden
+    return max(drawn - 1, 0)
+
+
+class _SoFar:
+    """A sequence as `check_stop` looks at it, without the last tokens that were drawn.
+
+    Args:
+        request: the model runner's, with all of them.
+        hidden: how many are left out.
+    """
+
+    pooling_params = None
+    status: Any = None
+    stop_reason: Any = None
+
+    def __init__(self, request: Any, hidden: int) -> None:
+        self.sampling_params = request.sampling_params
+        self.max_tokens = request.sampling_params.max_tokens
+        self.output_token_ids = _Shortened(request.output_token_ids, hidden)
+        self.num_output_tokens = len(self.output_token_ids)
+        self.num_tokens = request.num_prompt_tokens + self.num_output_tokens
+
+
+class _Shortened:
+    """A list without its last elements, not copied, looked at from its end."""
+
+    def __init__(self, whole: Sequence[int], hidden: int) -> None:
+        self._whole = whole
+        self._hidden = hidden
+
+    def __len__(self) -> int:
+        return len(self._whole) - self._hidden
+
+    def __getitem__(self, index: int) -> int:
+        assert index < 0
+        return self._whole[index - self._hidden]
