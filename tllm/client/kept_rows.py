@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -13,8 +12,12 @@ import numpy as np
 from tllm.client.calls import ALONE, Steps, WorkerCall
 from tllm.client.generation import AsyncGeneration, Generation, SyncGeneration, Work
 from tllm.client.patching import KEPT
+from tllm.client.sweeping import PromptPair, Sweeping
+from tllm.consumers.base import Consumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.params import SamplingParams
+from tllm.patching.metrics import Answer, Measures
+from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HookPoint
 from tllm.spec.patching import KeptRows
 from tllm.spec.tiers import FloatArray, numeric_array
@@ -90,18 +93,48 @@ class PatchingControl:
 
     def drop(self, kept: KeptRows | str) -> Any:
         """Forget a run or a mean; requests that run still have its rows."""
-        name = kept.name if isinstance(kept, KeptRows) else kept
+        return self._client_run(self._dropped(kept.name if isinstance(kept, KeptRows) else kept))
 
-        def steps() -> Steps[None]:
-            yield ALONE
-            changed = False
-            while not changed:
-                yield from self._client.current()
-                found = self._client.patches.find(name, "drop")
-                changed = yield from self._client.change(f"{KEPT}{name}", None)
-            yield WorkerCall("drop_rows", (found.uid,))
+    def sweep(
+        self,
+        clean: Any,
+        corrupt: Any,
+        *,
+        hooks: str | Sequence[str],
+        layers: int | Sequence[int] | None = None,
+        positions: Sequence[int] | None = None,
+        metric: Any = "recovered",
+        answers: Any = None,
+        noising: bool = False,
+    ) -> Any:
+        """Patch one row at a time, at every hook point, layer and position, and measure the next
+        token. Rows of the clean run are put into the corrupt one (denoising).
 
-        return self._client_run(steps())
+        Args:
+            clean, corrupt: a prompt each, text or token ids, or a list of as many prompts each;
+                the two of a pair have as many tokens.
+            hooks, layers: as `run` takes them.
+            positions: negative ones count from the end of the prompt. None: all.
+            metric: a name of `tllm.patching.METRICS`, a function of the log-probabilities
+                `[vocab]`, or a list of these.
+            answers: `(right, wrong)` next tokens, ids or text of one token each, or a list with a
+                pair for each pair of prompts; of `logprob` the right one is enough.
+            noising: put rows of the corrupt run into the clean one instead.
+
+        Returns:
+            A `tllm.patching.Sweep`.
+        """
+
+        def work() -> Work[Sweep]:
+            yield self._client.current()
+            pairs = self._pairs(clean, corrupt)
+            found = None if answers is None else self._answers(answers, len(pairs))
+            measures = Measures.parse(metric, found)
+            places = self.places(hooks, layers)
+            sweeping = Sweeping(self, pairs, places, positions, measures, noising)
+            return (yield from sweeping.work())
+
+        return self._generation.do(work())
 
     def kept(self) -> Any:
         """All that the workers keep, by name."""
@@ -114,6 +147,55 @@ class PatchingControl:
 
     # -- how --------------------------------------------------------------------------------------
 
+    def _pairs(self, clean: Any, corrupt: Any) -> list[PromptPair]:
+        """Prompts of both kinds, as token ids."""
+        both = [
+            [self.tokens(prompt) for prompt in (given if _are_several(given) else [given])]
+            for given in (clean, corrupt)
+        ]
+        if len(both[0]) != len(both[1]):
+            raise ValueError(
+                f"{len(both[0])} clean prompts and {len(both[1])} corrupt ones were given; give as "
+                "many of each"
+            )
+        return [PromptPair(*pair) for pair in zip(*both, strict=True)]
+
+    def _answers(self, given: Any, count: int) -> list[Answer]:
+        """Answers as token ids, for each pair of prompts."""
+        nested = isinstance(given, Sequence) and not isinstance(given, str)
+        several = nested and given and not isinstance(given[0], (str, int))
+        each = list(given) if several else [given] * count
+        if len(each) != count:
+            raise ValueError(f"answers has {len(each)} entries for {count} pairs of prompts")
+        found = []
+        for one in each:
+            tokens = [one] if isinstance(one, (str, int)) else list(one)
+            found.append(tuple(map(self._answer, tokens)))
+        return found
+
+    def _answer(self, given: Any) -> int:
+        vocab = self._client.facts.vocab_size
+        if isinstance(given, str):
+            tokens = self._generation.tokenizer.encode(given, add_special_tokens=False)
+            if len(tokens) != 1:
+                raise ValueError(
+                    f"answers: {given!r} is {len(tokens)} tokens; give text of one token (with the "
+                    "space before it, where the model's tokens have one), or a token id"
+                )
+            return int(tokens[0])
+        if type(given) is not int or not 0 <= given < vocab:
+            raise ValueError(f"answers: {given!r} is no token id from 0 to {vocab - 1}")
+        return given
+
+    def _dropped(self, name: str) -> Steps[None]:
+        yield ALONE
+        changed = False
+        while not changed:
+            yield from self._client.current()
+            found = self._client.patches.find(name, "drop")
+            changed = yield from self._client.change(f"{KEPT}{name}", None)
+        yield WorkerCall("drop_rows", (found.uid,))
+
     def _client_run(self, steps: Steps[Any]) -> Any:
         def work() -> Work[Any]:
             return (yield steps)
@@ -122,25 +204,24 @@ class PatchingControl:
 
     def _run_of(self, prompt: Any, hooks: Any, layers: Any, name: str | None) -> Work[KeptRows]:
         yield self._client.current()
-        uid = uuid.uuid4().hex
-        name = f"run-{uid[:12]}" if name is None else name
-        self._check_free(name)
+        if name is not None:
+            self._check_free(name)
         places = self.places(hooks, layers)
         [kept], _ = yield from self.runs([self.tokens(prompt)], places, [name])
-        yield self._register(kept)
         return kept
 
     def runs(
         self,
         prompts: Sequence[Sequence[int]],
         places: Sequence[Place],
-        names: Sequence[str],
-        **asked: Any,
+        names: Sequence[str | None] | None = None,
+        asked: Sequence[Mapping[str, Any]] | None = None,
     ) -> Work[tuple[list[KeptRows], list[Any]]]:
-        """Compute prompts and keep their rows; nobody is told of them.
+        """Compute prompts and keep their rows.
 
         Args:
-            asked: what else the requests ask of consumers.
+            names: of each run; None: one of its own.
+            asked: what else each request asks of consumers.
 
         Returns:
             What is kept of each, and the outputs.
@@ -154,33 +235,42 @@ class PatchingControl:
         yield from self._check_room(prompts, places)
         yield client.ensure(PatchRunsConsumer())
         uids = [uuid.uuid4().hex for _ in prompts]
+        wanted = [{"uid": uid, "places": list(places)} for uid in uids]
         params = [
             SamplingParams(
                 temperature=0,
                 max_tokens=1,
                 detokenize=False,
-                consumers={PatchRunsConsumer.consumer_id: {"uid": uid, "places": places}, **asked},
+                consumers={PatchRunsConsumer.consumer_id: one, **(asked[i] if asked else {})},
             )
-            for uid in uids
+            for i, one in enumerate(wanted)
         ]
+        kept: list[KeptRows] = []
         try:
             outputs = yield Generation(prompts, params)
-            kept = []
-            for uid, name, tokens, output in zip(uids, names, prompts, outputs, strict=True):
+            for i, (uid, output) in enumerate(zip(uids, outputs, strict=True)):
                 _refuse_failed(output)
                 answers = yield client.ask(WorkerCall("keep_run", (uid,)))
                 size = sum(answer[1] for answer in answers if answer is not None)
-                kept.append(KeptRows(name, uid, "run", tuple(places), len(tokens), size))
+                name = (names[i] if names else None) or f"run-{uid}"
+                run = KeptRows(name, uid, "run", tuple(places), len(prompts[i]), size)
+                yield self._register(run)
+                kept.append(run)
         except BaseException:
-            yield from self.forget(uids)
+            yield from self.forget(kept)
+            for uid in uids[len(kept) :]:
+                yield client.ask(WorkerCall("drop_rows", (uid,)))
             raise
         return kept, outputs
 
-    def forget(self, uids: Iterable[str]) -> Work[None]:
-        """Drop rows that nobody was told of."""
-        for uid in uids:
-            with suppress(Exception):  # an engine that is going down keeps nothing
-                yield self._client.ask(WorkerCall("drop_rows", (uid,)))
+    def ensure(self, consumer: Consumer) -> Steps[None]:
+        """Let a consumer be there that requests ask."""
+        return self._client.ensure(consumer)
+
+    def forget(self, kept: Iterable[KeptRows]) -> Work[None]:
+        """Drop what was kept."""
+        for each in kept:
+            yield self._dropped(each.name)
 
     def _check_room(self, prompts: Sequence[Sequence[int]], places: Sequence[Place]) -> Work[None]:
         """Refuse what there is no room for, before it is computed."""
@@ -281,3 +371,9 @@ def _refuse_failed(output: Any) -> None:
     for result in output.outputs[0].consumer_results.values():
         if result.status != "ok":
             raise RuntimeError(f"the rows of the run are not all there: {result.error}")
+
+
+def _are_several(given: Any) -> bool:
+    """Whether a list holds prompts, and not the tokens of one."""
+    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    return several and len(given) > 0 and type(given[0]) is not int

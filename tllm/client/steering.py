@@ -35,6 +35,7 @@ class Facts:
 
     Attributes:
         points: the hook points of the model by layer.
+        vocab_size: the model's tokens.
         row_bytes: device memory of one vector.
         max_value: the largest number that the model's dtype holds.
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
@@ -43,6 +44,7 @@ class Facts:
 
     points: ModelPoints
     hidden_size: int
+    vocab_size: int
     row_bytes: int
     max_value: float
     max_configs: int

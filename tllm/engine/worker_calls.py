@@ -57,6 +57,7 @@ class WorkerCalls:
             "shared_file": self._registered.shared_file,
             "points": self._sites.points,
             "hidden_size": self._sites.hidden_size,
+            "vocab_size": self._session.vocab_size,
             "row_bytes": self._sites.hidden_size * dtype.itemsize,
             "max_value": torch.finfo(dtype).max,
             "max_configs": self._options.max_steering_configs,

@@ -128,6 +128,11 @@ class Session:
         """Of the rows."""
         return self._taps.dtype
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self._model.vocab_size
+
     # -- between steps -----------------------------------------------------------------------------
 
     def register(self, consumer: ConsumerProtocol) -> None:

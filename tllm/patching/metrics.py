@@ -1,0 +1,111 @@
+"""What a sweep measures of the next token after a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+
+Answer: TypeAlias = tuple[int, ...]
+"""Token ids: the right one, and a wrong one where there is one."""
+
+METRICS: Mapping[str, str] = {
+    "logit_diff": "log-probability of the right answer above that of the wrong one, which is the "
+    "difference of their logits",
+    "logprob": "log-probability of the right answer",
+    "recovered": "share of the clean run's logit difference: 1 is as clean, 0 as corrupt",
+    "kl": "KL divergence of the next token's distribution from the clean run's, in nats",
+}
+"""Metrics by name."""
+
+_NEEDED_ANSWERS = {"logit_diff": 2, "recovered": 2, "logprob": 1}
+
+
+@dataclass(frozen=True)
+class Measures:
+    """The metrics of a sweep.
+
+    Attributes:
+        metrics: by name; None for those of `METRICS`, else the user's own function of the
+            log-probabilities `[vocab]`.
+        answers: of each pair of prompts; None where no metric needs them.
+    """
+
+    metrics: Mapping[str, Callable[[FloatArray], float] | None]
+    answers: Sequence[Answer] | None
+
+    @classmethod
+    def parse(cls, metric: Any, answers: Sequence[Answer] | None) -> Measures:
+        """Metrics as users write them: a name, a function, or a list of these."""
+        given = [metric] if isinstance(metric, str) or callable(metric) else list(metric)
+        found: dict[str, Callable[[FloatArray], float] | None] = {}
+        for each in given:
+            if not callable(each) and each not in METRICS:
+                raise ValueError(
+                    f"metric={each!r} is not known; choose of {', '.join(METRICS)}, or give a "
+                    "function of the log-probabilities [vocab]"
+                )
+            found[each.__name__ if callable(each) else each] = each if callable(each) else None
+        if not found or len(found) < len(given):
+            raise ValueError("metric names nothing, or the same twice; give different ones")
+        needed = max((_NEEDED_ANSWERS.get(name, 0) for name, own in found.items() if own is None))
+        if needed and (answers is None or min(map(len, answers)) < needed):
+            pair = "(right, wrong)" if needed == 2 else "right"
+            raise ValueError(
+                f"metric={', '.join(found)} compares answers; give answers={pair}, token ids or "
+                "text of one token each, or a list with one for each pair of prompts"
+            )
+        return cls(found, answers)
+
+    @property
+    def whole(self) -> bool:
+        """Whether any needs the whole vocabulary."""
+        return any(own is not None or name == "kl" for name, own in self.metrics.items())
+
+    def tokens(self, pair: int) -> list[int] | None:
+        """The tokens whose log-probabilities are needed; None for all."""
+        return None if self.whole or self.answers is None else list(self.answers[pair])
+
+    def of(
+        self, logprobs: FloatArray, clean: FloatArray, corrupt: FloatArray, pair: int
+    ) -> dict[str, float]:
+        """All metrics of a pair, by name.
+
+        Args:
+            logprobs: `[vocab]`, or of `tokens`; `clean` and `corrupt` are those of the two runs.
+        """
+        return {name: self._one(name, logprobs, clean, corrupt, pair) for name in self.metrics}
+
+    def _one(
+        self, name: str, logprobs: FloatArray, clean: FloatArray, corrupt: FloatArray, pair: int
+    ) -> float:
+        own = self.metrics[name]
+        if own is not None:
+            return float(own(logprobs))
+        if name == "kl":
+            p, q = clean.astype(np.float64), logprobs.astype(np.float64)
+            return float((np.exp(p) * (p - q)).sum())
+        if name == "logprob":
+            return float(self._answers(logprobs, pair)[0])
+        found, best, worst = (self._difference(each, pair) for each in (logprobs, clean, corrupt))
+        if name == "logit_diff":
+            return found
+        if best == worst:
+            raise ValueError(
+                f"pair {pair}: the clean and the corrupt run have the same logit difference, "
+                f"{best:.4g}, so that no share of it is recovered; use metric='logit_diff'"
+            )
+        return (found - worst) / (best - worst)
+
+    def _answers(self, logprobs: FloatArray, pair: int) -> FloatArray:
+        assert self.answers is not None
+        return logprobs[list(self.answers[pair])] if self.whole else logprobs
+
+    def _difference(self, logprobs: FloatArray, pair: int) -> float:
+        right, wrong = self._answers(logprobs, pair)[:2].astype(np.float64)
+        return float(right - wrong)
