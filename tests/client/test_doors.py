@@ -53,6 +53,12 @@ def stepped(engine):
     return outputs
 
 
+def results_of(llm):
+    """What the worker of an engine in this process keeps."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker.session.sequences.results
+
+
 def test_requests_added_to_the_engine_itself_have_their_results(llm):
     engine = llm.llm_engine
     (prompt,) = prompts_of([7])
@@ -71,19 +77,19 @@ def test_after_an_interrupt_nothing_is_left(llm):
     prompts = prompts_of([5, 9])
     before = tokens_of(generate(llm, prompts, greedy(6)))
     llm.register_consumer(Interrupting())
+    ended = greedy(1, capture=CAPTURE, steering_vectors={"post_block": {1: [0.5] * HIDDEN}})
     with pytest.raises(KeyboardInterrupt):
-        generate(llm, prompts, greedy(200, capture=CAPTURE))
+        generate(llm, prompts, [ended, greedy(200, capture=CAPTURE)])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not llm.llm_engine.has_unfinished_requests() and not llm._front._running
     llm.clear_consumers()
     assert tokens_of(generate(llm, prompts, greedy(6))) == before
+    assert not llm._tllm.held.num_requests and not results_of(llm)._kept
 
 
 def test_workers_keep_nothing_of_requests_that_were_aborted(llm):
     """Nobody comes for the results of a request that was given up, so they are not kept."""
-    engine = llm.llm_engine
-    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
-    results = worker.session.sequences.results
+    engine, results = llm.llm_engine, results_of(llm)
     prompts = prompts_of([5, 9])
     for name, prompt in zip("ab", prompts, strict=True):
         engine.add_request(name, prompt, greedy(200, capture=CAPTURE))

@@ -136,6 +136,30 @@ class Oracle:
         _compare(torch.from_numpy(scores.values)[None], expected[None], 1e-4, "the probe's scores")
 
 
+def at_these_positions(
+    steering: Mapping[str, Any], prompt_len: int, tokens: Sequence[int]
+) -> dict[str, Any]:
+    """Global steering, for tokens of a request that pass the model as one prompt: what names tokens
+    by the phase they were in, or by the prompt's end, names their positions."""
+
+    def located_entry(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if "positions" not in entry:
+            return [dict(entry)]
+        positions = meant(entry["positions"], prompt_len, tokens)
+        return [{**entry, "positions": positions}] if positions else []
+
+    found: dict[str, Any] = {}
+    for point, layers in steering.items():
+        if point == "lm_head_in":
+            for entry in located_entry(layers):
+                found[point] = entry
+            continue
+        at = {n: [e for each in given for e in located_entry(each)] for n, given in layers.items()}
+        if at := {layer: entries for layer, entries in at.items() if entries}:
+            found[point] = at
+    return found
+
+
 def _everything(ask: Ask) -> dict[str, Any] | None:
     """A capture of all rows at all points that the request reads; None if it reads none."""
     places = {place for spec in ask.captures.values() for place in located(spec["hooks"])}

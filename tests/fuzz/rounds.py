@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from engine.reference import HIDDEN
 from fuzz.asks import Ask
 from fuzz.features import MODULES, VECTORS, draw, tier
 from fuzz.leaks import Footprint, footprint, grown
-from fuzz.oracle import Alone, Oracle, WrongError
+from fuzz.oracle import Alone, Oracle, WrongError, at_these_positions
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
@@ -29,9 +28,7 @@ PROBE = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3)), 0.25
 
 AGAIN = 3
 """How often a round may run again and leave more than before, until that is a leak."""
-BY_HAND = "TLLM_FUZZ_SECONDS" in os.environ
-"""Only then are requests of an `LLM` aborted, and is Ctrl-C pressed."""
-STEERED, INTERRUPTED = 0.25, 0.2 if BY_HAND else 0.0
+STEERED, INTERRUPTED = 0.25, 0.2
 """How likely a round has global steering, and a Ctrl-C in between."""
 
 
@@ -124,7 +121,7 @@ class Attack:
     def __init__(self, llm: Any, plain: Any, root: Path, allows: frozenset[str]) -> None:
         self._llm = llm
         self._plain = plain
-        self._allows = allows | {"abort"} if BY_HAND else allows
+        self._allows = allows | {"abort"}
         self._oracle = Oracle(PROBE, root)
         self._truth: dict[int, list[Alone]] = {}
         for consumer in consumers(root):
@@ -176,22 +173,26 @@ class Attack:
             output = outputs.get(number)
             try:
                 if output is not None:
-                    self._compare(number, ask, output, plain=everywhere is None)
+                    self._compare(number, ask, output, everywhere)
                 elif ask.abort_after is None:
                     raise WrongError("there is no output")
             except Exception as error:
                 raise WrongError(f"request {number}: {error!r}\n  {ask}") from error
         return len(outputs)
 
-    def _compare(self, number: int, ask: Ask, output: Any, *, plain: bool) -> None:
+    def _compare(self, number: int, ask: Ask, output: Any, everywhere: Any) -> None:
         if number not in self._truth or ask.guided:
             prompts, params = self._oracle.alone(ask, output)
             found = []
             for prompt in prompts:
                 self._llm.reset_prefix_cache()
+                if ask.guided and everywhere is not None:
+                    self._steer(at_these_positions(everywhere, len(ask.prompt), prompt))
                 found += generate(self._llm, [prompt], params)
+            if ask.guided:
+                self._steer(everywhere)
             self._truth[number] = self._oracle.truth(ask, output, found)
-            if plain and not ask.steered and not ask.guided:
+            if everywhere is None and not ask.steered and not ask.guided:
                 self._compare_with_vllm(ask, output)
         self._oracle.check(ask, output, self._truth[number])
 
@@ -234,7 +235,7 @@ class Attack:
 
     def _steer(self, everywhere: Any) -> None:
         self._llm.steering.clear()
-        if everywhere is not None:
+        if everywhere:
             self._llm.steering.set(everywhere)
 
     def _interrupted(self, asks: Sequence[Ask], after: int) -> None:

@@ -209,13 +209,14 @@ class LLMEngineFront:
         try:
             with self._interrupts_between_steps():
                 yield
-            ended, self._ended = self._ended, None
-            self._requests.finish(ended)
+            self._requests.finish(self._ended)
         except BaseException:
             processor = self._engine.output_processor
             # Samples first: vLLM aborts those of a request that has several, but not twice.
             unfinished = [*processor.request_states, *processor.parent_requests]
             self.abort_request(unfinished, internal=True)
+            # Those that had ended by then, too: their outputs are lost.
+            self._requests.drop([output.tllm_request for output in self._ended or ()])
             raise
         finally:
             self._ended = None
