@@ -18,4 +18,4 @@ def reference(tiny_model):
 def plain_engine(tiny_model):
     """vLLM as it is. Kept to the end: a collected engine takes vLLM's process groups with it."""
     options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
-    return vllm.LLM(tiny_model, **options)
+    return vllm.LLM(tiny_model, **options | {"skip_tokenizer_init": False})

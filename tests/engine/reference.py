@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 HIDDEN, LAYERS, VOCAB = 128, 4, 256
 Place = tuple[str, int | None]
@@ -32,6 +33,12 @@ def save_tiny_model(path: Path) -> Path:
         bos_token_id=1,
     )
     Qwen2ForCausalLM(config).float().save_pretrained(path)
+    # A token for each byte; the first ends a text.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=letters[0]).save_pretrained(path)
     return path
 
 

@@ -8,21 +8,12 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
+from capture.truth import POINTS
 from engine.reference import HIDDEN, LAYERS, VOCAB
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
 
-POINTS = (
-    "pre_attn",
-    "attn_in",
-    "attn_out",
-    "post_attn",
-    "mlp_in",
-    "mlp_out",
-    "post_block",
-    "lm_head_in",
-)
 VECTORS = [
     (np.random.default_rng(seed).standard_normal(HIDDEN) * 0.4).astype(np.float32)
     for seed in range(6)
@@ -224,6 +215,26 @@ def _stop(pick: Random, ask: Ask) -> None:
     ask.options["min_tokens"] = pick.randint(0, ask.options["max_tokens"])
 
 
+def _strings(pick: Random, ask: Ask) -> None:
+    letters = "!#$%&()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+    ask.options["detokenize"] = True
+    ask.options["stop"] = pick.sample(letters, 20)
+    ask.options["include_stop_str_in_output"] = pick.choice([True, False])
+
+
+def _structured(pick: Random, ask: Ask) -> None:
+    if ask.options.keys() & {"allowed_token_ids", "logit_bias", "stop_token_ids", "stop"}:
+        return  # no token might be left
+    ask.options["ignore_eos"] = False
+    ask.options["structured_outputs"] = pick.choice(
+        [
+            StructuredOutputsParams(regex="[a-f]{2,9}"),
+            StructuredOutputsParams(choice=["yes", "no", "not yet"]),
+            StructuredOutputsParams(json={"type": "array", "items": {"type": "boolean"}}),
+        ]
+    )
+
+
 def _bias(pick: Random, ask: Ask) -> None:
     tokens = pick.sample(range(1, VOCAB), 8)
     ask.options["logit_bias"] = {token: pick.choice([-4.0, 4.0]) for token in tokens}
@@ -237,6 +248,21 @@ def _kind(pick: Random, ask: Ask) -> None:
     ask.options["output_kind"] = pick.choice(list(RequestOutputKind))
 
 
+def _streamed(pick: Random, ask: Ask) -> None:
+    """The prompt in parts, each answered by one token, which the next part takes the place of: the
+    whole is as if it had been given at once. So which tokens are meant must not depend on where the
+    prompt ends, and what vLLM cannot do of streamed prompts is not asked."""
+    impossible = {"stop", "structured_outputs", "prompt_logprobs", "steering_positions"}
+    phases = any(name.startswith(("prefill", "decode")) for name in ask.options)
+    if ask.options.keys() & impossible or ask.options.get("n", 1) > 1 or ask.selections or phases:
+        return
+    ask.parts = pick.randint(2, 3)
+    if ask.options.get("output_kind", RequestOutputKind.FINAL_ONLY) == RequestOutputKind.FINAL_ONLY:
+        ask.options["output_kind"] = RequestOutputKind.CUMULATIVE
+    for capture in ask.captures.values():
+        capture["positions"] = pick.choice(["all", "all_prompt", "all_generated", [0, 1]])
+
+
 def _cancel(pick: Random, ask: Ask) -> None:
     ask.abort_after = pick.randint(1, 5)
     ask.cancel = pick.choice(["abort", "leave", "task"])
@@ -246,7 +272,7 @@ def _abort(pick: Random, ask: Ask) -> None:
     ask.abort_after = pick.randint(1, 12)
 
 
-Kind = Literal["any", "seeded", "priority", "served", "abort"]
+Kind = Literal["any", "seeded", "priority", "text", "served", "abort"]
 
 
 @dataclass(frozen=True)
@@ -256,8 +282,8 @@ class Feature:
     Attributes:
         chance: how likely a request has it.
         draw: puts it into a request.
-        needs: what the engine must allow: seeds, priorities, streams, aborts, or nothing
-            in particular.
+        needs: what the engine must allow: seeds, priorities, text, streams, aborts, or nothing in
+            particular.
     """
 
     name: str
@@ -281,6 +307,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature("bias", 0.15, _bias),
     Feature("allowed", 0.1, _option(allowed_token_ids=[list(range(5, 90)), list(range(40, 250))])),
+    Feature("strings", 0.2, _strings, needs="text"),
+    Feature("structured", 0.5, _structured, needs="text"),
     Feature("logprobs", 0.15, _option(logprobs=[0, 3])),
     Feature("prompt_logprobs", 0.05, _option(prompt_logprobs=[1])),
     Feature("priority", 0.5, _priority, needs="priority"),
@@ -300,6 +328,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("unlogged", 0.3, _unlogged),
     Feature("abort", 0.08, _abort, needs="abort"),
     Feature("kind", 0.7, _kind, needs="served"),
+    Feature("streamed", 0.6, _streamed, needs="served"),
     Feature("cancel", 0.15, _cancel, needs="served"),
 )
 

@@ -99,7 +99,10 @@ SETUPS: Mapping[str, Setup] = {
     "chunked": Setup(
         {"max_num_batched_tokens": 24, "scheduling_policy": "priority"}, frozenset({"priority"})
     ),
-    "whole": Setup({"enable_chunked_prefill": False}, frozenset({"seeded"})),
+    "whole": Setup(
+        {"enable_chunked_prefill": False, "skip_tokenizer_init": False},
+        frozenset({"seeded", "text"}),
+    ),
     "tight": Setup(
         {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8},
         frozenset(),

@@ -27,7 +27,7 @@ from fuzz.oracle import Oracle, WrongError
 from fuzz.rounds import AGAIN, PROBE, consumers
 from tllm import AsyncLLM
 
-KINDS = {kind.name: kind for kind in RequestOutputKind}
+ALLOWED = frozenset({"served", "seeded", "priority", "text"})
 
 
 class Served:
@@ -41,7 +41,7 @@ class Served:
     async def run(self, seed: int, requests: int) -> int:
         """One round; how many requests were compared."""
         pick = Random(seed)
-        asks = [draw(pick, frozenset({"served"})) for _ in range(requests)]
+        asks = [draw(pick, ALLOWED) for _ in range(requests)]
         more: list[str] = []
         before, checked = None, 0
         for _ in range(1 + AGAIN):
@@ -63,8 +63,7 @@ class Served:
             found = []
             for prompt in prompts:
                 await self._engine.reset_prefix_cache()
-                inputs = _parts(prompt, ask.parts) if ask.parts else _tokens(prompt)
-                async for each in self._engine.generate(inputs, params, self._name()):
+                async for each in self._engine.generate(_tokens(prompt), params, self._name()):
                     last = each
                 found.append(last)
             self._oracle.check(ask, output, self._oracle.truth(ask, output, found))
@@ -74,7 +73,7 @@ class Served:
     async def _generate(self, ask: Ask) -> Any:
         """The last output, with all tokens of each sample; None where it was cancelled."""
         name, tokens, last, seen = self._name(), {}, None, 0
-        inputs = _parts(ask.prompt, ask.parts) if ask.parts else _tokens(ask.prompt)
+        inputs = _parts(ask) if ask.parts else _tokens(ask.prompt)
         stream = self._engine.generate(inputs, ask.same, name, priority=ask.priority)
         if ask.cancel == "task" and ask.abort_after:
             reading = asyncio.ensure_future(_read(stream))
@@ -97,7 +96,7 @@ class Served:
         if ask.abort_after and seen >= ask.abort_after:
             return None
         for sample in last.outputs:
-            sample.token_ids = tokens[sample.index]
+            sample.token_ids = tokens[sample.index][_dropped(ask) :]
         last.outputs.sort(key=lambda sample: sample.index)
         return last
 
@@ -135,18 +134,31 @@ def _tokens(prompt: list[int]) -> Mapping[str, Any]:
     return {"prompt_token_ids": list(prompt)}
 
 
-async def _parts(prompt: list[int], parts: int) -> AsyncGenerator[StreamingInput, None]:
+def _dropped(ask: Ask) -> int:
+    """Tokens that answered the parts of a prompt before the last."""
+    return len(_split(ask)) - 1 if ask.parts else 0
+
+
+def _split(ask: Ask) -> list[list[int]]:
+    size = -(-len(ask.prompt) // ask.parts)
+    return [ask.prompt[start : start + size] for start in range(0, len(ask.prompt), size)]
+
+
+async def _parts(ask: Ask) -> AsyncGenerator[StreamingInput, None]:
     """A prompt that arrives in parts, each after the answer to the one before."""
-    size = -(-len(prompt) // parts)
-    for start in range(0, len(prompt), size):
-        yield StreamingInput(prompt=_tokens(prompt[start : start + size]))
+    *before, last = _split(ask)
+    one = ask.params(max_tokens=1, min_tokens=None)
+    for part in before:
+        yield StreamingInput(prompt=_tokens(part), sampling_params=one)
         await asyncio.sleep(0.5)
+    yield StreamingInput(prompt=_tokens(last), sampling_params=ask.same)
 
 
 async def main(model: str, folder: str, seed: int, seconds: float) -> None:
     root = Path(folder) / "store"
+    options = TINY_ENGINE | {"skip_tokenizer_init": False, "enable_chunked_prefill": False}
     engine = await AsyncLLM.create(
-        model, consumers=consumers(root), **TINY_ENGINE, enable_chunked_prefill=False
+        model, consumers=consumers(root), **options, scheduling_policy="priority"
     )
     for name, spec in MODULES.items():
         await engine.steering.register_module(name, spec)
