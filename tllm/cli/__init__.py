@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import tllm
 from tllm.cli import capture as capturing
 from tllm.cli import serving
+from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
 from tllm.cli.store import app as store_app
 from tllm.server.settings import ServerSettings
@@ -103,6 +106,70 @@ def serve(
         print(serving.shown(*command))
         return
     serving.run(*command)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def verify(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    points: Annotated[
+        str | None, typer.Option(help="Hook points to look at, with commas between.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON Lines of prompts of yours, compared beside the random ones."),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="The largest relative error; by default what rounding explains."),
+    ] = None,
+    steered_layers: Annotated[
+        int, typer.Option(help="How many layers are steered at each hook point.")
+    ] = 8,
+    reference: Annotated[
+        str,
+        typer.Option(
+            help="transformers; or plain: vLLM without tLLM, for log-probabilities alone."
+        ),
+    ] = "transformers",
+    reference_device: Annotated[
+        str, typer.Option(help="Where transformers runs: cpu, cuda, cuda:1.")
+    ] = "cpu",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the certificate to this file.")
+    ] = None,
+) -> None:
+    """Compare rows, tokens and steering of a model with plain transformers, in mixed batches.
+
+    Further options are those of vLLM's engine, such as --tensor-parallel-size 2. The exit status is
+    0 if everything was compared and nothing differs, 1 if something differs, 2 if it could not be
+    carried out, 3 if something could not be compared.
+    """
+    from tllm.verify.job import VerifyJob, run
+
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console()
+    try:
+        job = VerifyJob(
+            model,
+            points=tuple(points.split(",")) if points else None,
+            prompts=prompts,
+            tolerance=tolerance,
+            steered_layers=steered_layers,
+            reference=reference,
+            reference_device=reference_device,
+            engine=verifying.engine_options(context.args),
+        )
+        with console.status("looking at the model") as status:
+            certificate = run(job, status.update)
+    except Exception as error:  # of whatever kind: a status of 1 would say that something differs
+        said = str(error).strip() or type(error).__name__
+        Console(stderr=True).print(f"[red]not verified:[/red] {escape(said)}", soft_wrap=True)
+        raise typer.Exit(2) from None
+    verifying.render(certificate, console)
+    if json_file is not None:
+        json_file.write_text(certificate.to_json(), encoding="utf-8")
+    raise typer.Exit(certificate.exit_status)
 
 
 @app.command()

@@ -111,6 +111,31 @@ def given_batch(prompts: Sequence[list[int]]) -> list[Ask]:
     ]
 
 
+def plainly_steered_batch(
+    places: Sequence[Place],
+    prompts: Prompts,
+    vector: Tensor,
+    sizes: Mapping[Place, float],
+) -> list[Ask]:
+    """At each of these places, every token added to, ablated and clamped.
+
+    Args:
+        vector, sizes: as of `steered_batch`.
+    """
+    chance = random.Random(3)
+    generator = torch.Generator().manual_seed(7)
+    asks = []
+    for place in places:
+        size = sizes[place]
+        for method in ("add", "ablate", "clamp"):
+            given = next(given for name, given in METHODS if name == method)
+            direction = size * vector * torch.randn(len(vector), generator=generator)
+            kind = "clamps" if method == "clamp" else "vectors"
+            steered = Steered(place, method, direction, given_for(given, size), kind=kind)
+            asks.append(Ask(prompts.pick(chance, 9), steering=(steered,), max_tokens=3))
+    return asks
+
+
 def steered_batch(
     places: Sequence[Place],
     prompts: Prompts,

@@ -1,0 +1,146 @@
+"""`tllm verify`: it certifies what is right, and finds what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from tllm.cli.verify import engine_options, render
+from tllm.verify.certificate import Certificate, row_errors
+from tllm.verify.job import VerifyJob
+from tllm.verify.memory import needs
+from tllm.verify.reference import Reference
+from tllm.verify.verifier import Verifier
+
+POINTS = ("attn_out", "post_block", "lm_head_in")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: str) -> Reference:
+    return Reference(tiny_model)
+
+
+def examined(llm: Any, reference: Reference, **options: Any) -> Certificate:
+    certificate = Certificate("tiny", "transformers")
+    given = {"points": POINTS, "steered_layers": 1, **options}
+    Verifier(llm, certificate, **given).compare(reference)
+    return certificate
+
+
+def test_an_engine_that_is_right_is_certified(llm: Any, reference: Reference) -> None:
+    certificate = examined(llm, reference, given=[[5, 6, 7]])
+    assert certificate.differences == []
+    assert certificate.unchecked == []
+    assert certificate.exit_status == 0
+    assert list(certificate.points) == [*POINTS, "logits"]
+    assert certificate.points["post_block"].layers == [0, 1, 2, 3]
+    assert all(figures.rows for figures in certificate.points.values())
+    assert all(certificate.points[point].seen for point in POINTS)
+    batches = {batch.name: batch for batch in certificate.batches}
+    assert batches["mixed"].cached_tokens
+    assert batches["mixed"].chunked
+    assert batches["mixed, again"].preemptions
+    assert batches["prompts"].samples == 3
+
+
+def test_steering_that_the_reference_has_not_is_a_difference_with_its_place(
+    llm: Any, reference: Reference
+) -> None:
+    llm.steering.set({"post_block": {1: [0.01] * 128}})
+    try:
+        certificate = examined(llm, reference, points=["pre_attn", "post_block"])
+    finally:
+        llm.steering.clear()
+    assert certificate.exit_status == 1
+    rows = [found for found in certificate.differences if found.where in ("pre_attn", "post_block")]
+    # A point is read before it is steered there: the next block is the first to be off.
+    assert {found.layer for found in rows if found.where == "post_block"} == {2, 3}
+    assert {found.layer for found in rows if found.where == "pre_attn"} <= {2, 3}
+    first = rows[0]
+    assert first.batch == "mixed"
+    assert first.request == 0
+    assert first.position is not None
+    assert first.size > first.limit
+    certificate.engine = dict.fromkeys(
+        ("architecture", "tllm", "vllm", "runner", "dtype", "device"), "x"
+    ) | {"num_layers": 4}
+    console = Console(record=True, width=100)
+    render(certificate, console)
+    text = console.export_text()
+    assert f"post_block of layer {first.layer}" in text or "pre_attn of layer 2" in text
+    assert "do not trust" in text
+    assert json.loads(certificate.to_json())["verdict"] == "differs"
+
+
+def test_log_probabilities_are_compared_where_there_are_no_rows(
+    llm: Any, reference: Reference
+) -> None:
+    for shift, status in ((0.0, 3), (0.1, 1)):
+        certificate = Certificate("tiny", "plain vLLM")
+        verifier = Verifier(llm, certificate, points=POINTS)
+        served = verifier.serve_plainly("it is too large")
+        found = []
+        for each in served:
+            expected = torch.log_softmax(reference.run(each.passed)[1], -1)
+            tokens = torch.tensor(each.tokens[1:])[:, None]
+            found.append((expected.gather(1, tokens)[:, 0] + shift).tolist())
+        verifier.compare_plainly(served, found)
+        assert certificate.exit_status == status
+        assert any("too large" in what for what in certificate.unchecked)
+
+
+def test_the_command_finds_a_model_that_is_computed_otherwise(
+    tiny_model: str, invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "certificate.json"
+    options = "--points post_block --steered-layers 1 --enforce-eager --block-size 32"
+    override = '{"rms_norm_eps": 0.001}'
+    status, report, errors = invoke(
+        *("verify", tiny_model, "--json", str(path), "--hf-overrides", override), *options.split()
+    )
+    assert status == 1, report + errors
+    found = json.loads(path.read_text())
+    assert found["verdict"] == "differs"
+    assert found["differences"][0]["where"] == "post_block"
+    assert found["differences"][0]["layer"] == 0
+    assert "differs: post_block of layer 0: mixed request 0, sample 0, position" in report
+
+
+def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="unknown hook point 'nowhere'"):
+        VerifyJob("model", points=("nowhere",))
+    with pytest.raises(ValueError, match="is no file"):
+        VerifyJob("model", prompts=tmp_path / "absent")
+    with pytest.raises(ValueError, match="unknown options --no-such-thing"):
+        engine_options(["--no-such-thing"])
+    assert engine_options(["--tensor-parallel-size", "2", "--enforce-eager"]) == {
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+    }
+
+
+def test_models_that_transformers_cannot_run_say_why(tiny_model: str, tmp_path: Path) -> None:
+    assert not needs(tiny_model, {}).unknown
+    assert needs(tiny_model, {}).bytes > 4 * 4 * 128 * 256 * 3
+    config = json.loads((Path(tiny_model) / "config.json").read_text())
+    for changed, why in (
+        ({"model_type": "no_such_kind"}, "does not know it"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+        assert why in needs(str(tmp_path), {}).unknown
+
+
+def test_a_large_row_hides_no_errors_of_others() -> None:
+    expected = torch.ones(4, 8)
+    expected[0] = 1e4
+    got = expected.clone()
+    got[2, 3] += 0.5
+    assert row_errors(got, expected).tolist() == [0.0, 0.0, 0.5, 0.0]
+    assert row_errors(torch.zeros(2, 8), torch.zeros(2, 8)).tolist() == [0.0, 0.0]

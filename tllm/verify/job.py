@@ -1,0 +1,214 @@
+"""One verification, from the processes it needs to the certificate."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+
+import tllm
+from tllm.client.llm import LLM
+from tllm.spec.hooks import HookPoint
+from tllm.verify.certificate import Certificate
+from tllm.verify.memory import Needs, available, needs
+from tllm.verify.plain_engine import log_probabilities
+from tllm.verify.plain_process import PlainProcess
+from tllm.verify.remote_reference import RemoteReference
+from tllm.verify.tolerance import Tolerance
+from tllm.verify.verifier import STEERED_LAYERS, Verifier
+
+SMALL: Mapping[str, Any] = {
+    # Small steps of few requests: prompts are computed in pieces, and requests wait.
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 2**30,
+    "disable_log_stats": True,
+}
+"""Of the engine, unless told."""
+LONGEST = 1024
+_SHARED = ("revision", "trust_remote_code")
+
+
+@dataclass(frozen=True)
+class VerifyJob:
+    """What to verify.
+
+    Attributes:
+        model: a path or a name on the Hugging Face hub.
+        points: hook points to look at; all by default.
+        prompts: a file of JSON Lines, texts or objects with `prompt` or `prompt_token_ids`.
+        tolerance: the largest relative error to accept, in place of what rounding explains.
+        steered_layers: how many layers are steered at each hook point.
+        reference: `transformers`, or `plain` for untouched vLLM, which has no rows to compare with.
+        reference_device: where `transformers` runs.
+        engine: arguments of `tllm.LLM`.
+    """
+
+    model: str
+    points: tuple[str, ...] | None = None
+    prompts: Path | None = None
+    tolerance: float | None = None
+    steered_layers: int = STEERED_LAYERS
+    reference: str = "transformers"
+    reference_device: str = "cpu"
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for point in self.points or ():
+            HookPoint.parse(point)
+        if self.prompts is not None and not self.prompts.is_file():
+            raise ValueError(f"prompts {str(self.prompts)!r} is no file; give a file of JSON Lines")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance {self.tolerance} must be between 0 and 1")
+        if self.reference not in ("transformers", "plain"):
+            raise ValueError(f"reference {self.reference!r} must be transformers or plain")
+        if self.steered_layers < 1:
+            raise ValueError(f"steered_layers={self.steered_layers} must be 1 or more")
+
+
+def run(job: VerifyJob, progress: Callable[[str], None] = lambda text: None) -> Certificate:
+    """Verify a model; what cannot be verified is said in the certificate.
+
+    Raises `OSError` where there is no such model, and what vLLM raises where an engine does not
+    start.
+    """
+    shared = {name: job.engine[name] for name in _SHARED if name in job.engine}
+    process = PlainProcess()
+    try:
+        needed: Needs = process.ask(needs, job.model, shared)
+        engine = _engine_arguments(job, needed)
+        why = "plain vLLM was asked for" if job.reference == "plain" else ""
+        why = why or needed.unknown or _why_too_large(job, needed, process)
+        named = f"transformers {version('transformers')}, float32, on {job.reference_device}"
+        certificate = Certificate(job.model, "plain vLLM, the same engine" if why else named)
+        progress("starting the engine")
+        llm = LLM(job.model, **engine)
+        try:
+            verifier = _verifier(job, llm, certificate, needed, progress)
+            if why:
+                served = verifier.serve_plainly(f"transformers was not asked: {why}")
+            else:
+                options = {"rounded": verifier.dtype, "device": job.reference_device, **shared}
+                verifier.compare(RemoteReference(process, job.model, **options))
+        finally:
+            _shut_down(llm)
+            del llm
+        if why:
+            progress("starting plain vLLM")
+            plain = {name: value for name, value in engine.items() if name != "hook_points"}
+            sequences = [each.tokens for each in served]
+            found = process.ask(log_probabilities, job.model, plain, sequences)
+            verifier.compare_plainly(served, found)
+        return certificate
+    finally:
+        process.close()
+
+
+def _engine_arguments(job: VerifyJob, needed: Needs) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    engine: dict[str, Any] = {
+        **SMALL,
+        "dtype": "float32" if current_platform.is_cpu() else "bfloat16",
+        "max_model_len": min(needed.longest or LONGEST, LONGEST),
+        "hook_points": job.points or "all",
+        "skip_tokenizer_init": job.prompts is None,
+        **job.engine,
+    }
+    if needed.multimodal:
+        engine.setdefault("limit_mm_per_prompt", {"image": 0, "video": 0})
+    if job.engine.keys() & {"gpu_memory_utilization", "num_gpu_blocks_override"}:
+        engine = {**engine, "kv_cache_memory_bytes": job.engine.get("kv_cache_memory_bytes")}
+    return engine
+
+
+def _why_too_large(job: VerifyJob, needed: Needs, process: PlainProcess) -> str:
+    free = process.ask(available, job.reference_device)
+    if needed.bytes <= free:
+        return ""
+    return (
+        f"in float32 it needs {needed.bytes / 2**30:.1f} GiB on {job.reference_device}, where "
+        f"{free / 2**30:.1f} GiB are free"
+    )
+
+
+def _verifier(
+    job: VerifyJob,
+    llm: LLM,
+    certificate: Certificate,
+    needed: Needs,
+    progress: Callable[[str], None],
+) -> Verifier:
+    config = llm.llm_engine.vllm_config
+    dtype = config.model_config.dtype
+    layers = llm.steering.layers()["num_layers"]
+    certificate.engine = {
+        "tllm": tllm.__version__,
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "device": config.device_config.device_type,
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "dtype": str(dtype).removeprefix("torch."),
+        "architecture": config.model_config.architecture,
+        "num_layers": layers,
+        "options": {name: _shown(value) for name, value in job.engine.items()},
+    }
+    if needed.experts and dtype != torch.float32:
+        certificate.notes.append(
+            "which experts are chosen may hang on rounding: where rows differ, see whether they do "
+            "with --dtype float32, too"
+        )
+    tolerance = None if job.tolerance is None else Tolerance.of(dtype, layers, job.tolerance)
+    return Verifier(
+        llm,
+        certificate,
+        points=None if job.points is None else [str(HookPoint.parse(p)) for p in job.points],
+        tolerance=tolerance,
+        given=_given_prompts(job.prompts, llm) if job.prompts else (),
+        steered_layers=job.steered_layers,
+        progress=progress,
+    )
+
+
+def _given_prompts(path: Path, llm: LLM) -> list[list[int]]:
+    """Token ids of the user's prompts; `ValueError` names the line that is wrong."""
+    found: list[list[int]] = []
+    longest = llm.llm_engine.model_config.max_model_len - 8
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        if isinstance(entry, str):
+            entry = {"prompt": entry}
+        if not isinstance(entry, dict) or not ({"prompt", "prompt_token_ids"} & entry.keys()):
+            raise ValueError(
+                f"{path}, line {number}: give a text, or an object with 'prompt' or "
+                "'prompt_token_ids'"
+            )
+        tokens = entry.get("prompt_token_ids") or llm.get_tokenizer().encode(entry["prompt"])
+        if not 0 < len(tokens) <= longest:
+            raise ValueError(
+                f"{path}, line {number} has {len(tokens)} tokens; give 1 to {longest}, or a larger "
+                "--max-model-len"
+            )
+        found.append(list(tokens))
+    return found
+
+
+def _shown(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def _shut_down(llm: LLM) -> None:
+    llm.llm_engine.engine_core.shutdown()
+    gc.collect()
