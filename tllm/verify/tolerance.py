@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 FLOAT32 = 2e-5
-"""In float32: what tiny models of all families stay below, with orders of sums as they come."""
+"""Of a stream in float32: tiny models of all families stay below it, with sums in any order. What
+else there is gets more, as in `UNITS`."""
 
 # The largest error to accept, as a multiple of the dtype's unit roundoff u (bfloat16: 2^-8), which
 # is the error of rounding one value once. Errors are relative to the largest value of the tensor.
@@ -60,7 +61,8 @@ class Tolerance:
         if given is not None:
             points = dict.fromkeys(UNITS, given)
         elif dtype == torch.float32:
-            points = dict.fromkeys(UNITS, depth * FLOAT32)
+            least = min(UNITS.values())
+            points = {point: depth * FLOAT32 * units / least for point, units in UNITS.items()}
         else:
             roundoff = torch.finfo(dtype).eps / 2
             points = {point: depth * units * roundoff for point, units in UNITS.items()}
