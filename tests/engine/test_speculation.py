@@ -26,9 +26,12 @@ from engine.asking import (
 )
 from engine.ngram import drafting_llm
 from engine.recorder import Recorder
-from engine.reference import HIDDEN, Addition
+from engine.reference import HIDDEN, Addition, PatchedRow
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
+from tllm.consumers.logging import LoggingConsumer
+from tllm.consumers.next_token import NextTokenConsumer
+from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, Logits, ResidualStream, TokenTarget
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +42,8 @@ pytestmark = pytest.mark.skipif(
 FEW = [3, 7, 11]
 LENGTHS = [30, 20, 40, 25, 35, 3]
 AT = ("post_block", 1)
-V, W = 5 * torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(11))
+GENERATOR = torch.Generator().manual_seed(11)
+V, W = 5 * torch.randn(2, HIDDEN, generator=GENERATOR)
 
 
 @pytest.fixture(scope="module")
@@ -309,6 +313,56 @@ def test_what_a_consumer_adds_reaches_drafts_too(drafting, reference, drafts):
     later = {"later": ("post_block", 2)}
     assert_rows_match(recorder, outputs, reference, later, additions=additions)
     drafts.assert_some_came_true()
+
+
+def test_drafts_are_verified_by_the_patched_model(drafting, reference, drafts):
+    """Of positions that are generated, too, which a step may compute among its drafts."""
+    prompts = prompts_of([20, 31, 12, 25], seed=10)
+    places = {"post_block": ("post_block", 1), "mlp_out": ("mlp_out", 2)}
+    params, patches = [], {}
+    for i, (prompt, place) in enumerate(zip(prompts, [*places.values()] * 2, strict=True)):
+        positions = [len(prompt) - 1, *range(len(prompt) + 1, len(prompt) + 12)][:: 1 + i // 2]
+        source = {"tensor": 3 * torch.randn(HIDDEN, generator=GENERATOR)}
+        entry = {"hook": place[0], "layer": place[1], "positions": positions, "source": source}
+        params.append(few(24, patch=[entry]))
+        patches[i] = [PatchedRow(place, p, source["tensor"]) for p in positions]
+    outputs = generate(drafting, prompts, params)
+    for i, output in enumerate(outputs):
+        prompt, tokens = prompts[i], list(output.outputs[0].token_ids)
+        logits, _ = reference.run([*prompt, *tokens][:-1], patches=patches[i])
+        likeliest = logits[len(prompt) - 1 :, FEW].argmax(-1)
+        assert [FEW[i] for i in likeliest] == tokens
+    drafts.assert_some_came_true()
+
+
+def test_shipped_consumers_count_and_score_accepted_tokens_only(
+    drafting, truth, reference, preemptions, drafts
+):
+    weights = torch.randn(2, HIDDEN, generator=GENERATOR)
+    drafting.register_consumer(ProbeConsumer(weights.numpy(), layer=2))
+    drafting.register_consumer(NextTokenConsumer())
+    logging = drafting.register_consumer(LoggingConsumer(layers=[1]))
+    asked = {"next_token": {"token_ids": FEW}}
+    outputs = generate(drafting, prompts_of(LENGTHS, seed=12), few(36, consumers=asked))
+    norms = []
+    for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        states, prompt_len = truth.states(tokens), len(output.prompt_token_ids)
+        scored = output.consumer_results["probe"].payload
+        assert scored.positions.tolist() == list(range(len(tokens)))
+        scores = states["post_block", 2] @ weights.T
+        torch.testing.assert_close(torch.as_tensor(scored.values), scores, rtol=2e-5, atol=2e-3)
+        said = output.consumer_results["next_token"].payload
+        assert said.positions.tolist() == list(range(prompt_len - 1, len(tokens)))
+        logits, _ = reference.run(tokens)
+        expected = logits.log_softmax(-1)[prompt_len - 1 :, FEW]
+        torch.testing.assert_close(torch.as_tensor(said.values), expected, rtol=2e-5, atol=2e-4)
+        norms += states["post_block", 1][prompt_len:].norm(dim=-1).tolist()
+    counted = logging.read_stats()["layers"][1]["decode"]
+    assert counted["rows"] == len(norms)
+    assert counted["mean_norm"] == pytest.approx(sum(norms) / len(norms), rel=2e-5)
+    drafts.assert_some_came_true()
+    assert preemptions
 
 
 def test_guidance_is_refused(drafting):
