@@ -94,7 +94,7 @@ class V1Attachment(RunnerAttachment):
             self.session.steps.skip()
             return self._model_forward(*args, **kwargs)
         self.scheduler_output = None
-        self._drafted = scheduled.scheduled_spec_decode_tokens
+        self._drafted, self._drafts = scheduled.scheduled_spec_decode_tokens, None
         if not self.session.steps.begin_idle():
             batch = runner.input_batch
             count = batch.num_reqs
