@@ -167,12 +167,23 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
 
     Raises `ValueError` naming the field that is wrong.
     """
-    if unknown := sorted(set(given) - set(ASKED_FIELDS)):
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"what a request asks of tLLM is {type(given).__name__}; give a mapping with any of "
+            f"{', '.join(ASKED_FIELDS)}"
+        )
+    if unknown := sorted(map(str, set(given) - set(ASKED_FIELDS))):
         raise ValueError(
             f"unknown fields {unknown} for tLLM; a request takes {', '.join(ASKED_FIELDS)}"
         )
     consumers: dict[str, dict[str, Any]] = {}
-    for name, options in (given.get("consumers") or {}).items():
+    options_of = given.get("consumers")
+    if options_of is not None and not isinstance(options_of, Mapping):
+        raise ValueError(
+            f"consumers={options_of!r:.80} is {type(options_of).__name__}; give a mapping from "
+            "consumers to options, such as {'esamp': {'beta': 0.3}}"
+        )
+    for name, options in (options_of or {}).items():
         if not isinstance(options, Mapping):
             raise ValueError(
                 f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "

@@ -248,9 +248,10 @@ def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, mo
     vectors = 5 * torch.randn(12, HIDDEN, generator=GENERATOR)
     core = narrow.llm_engine.engine_core.engine_core
     session = core.model_executor.driver_worker.worker.session
-    begin, seen = session.steps.begin, []
+    begin, seen, held_back = session.steps.begin, [], []
 
     def observed(*args):
+        held_back.append(session.stats()["requests_held_back"])
         seen.append(session.steering.rows_in_use)
         begin(*args)
 
@@ -260,6 +261,8 @@ def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, mo
     asked = [{} if i % 3 == 2 else {"steering_vectors": at(vectors[i % 12])} for i in range(count)]
     found = generate(narrow, prompts, asked)
     assert max(seen) == 3
+    assert max(held_back) > 3
+    assert session.stats()["requests_held_back"] == 0
     for i, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
         additions = [] if i % 3 == 2 else [Addition(AT, vectors[i % 12])]
         assert tokens == reference.greedy(prompt, TOKENS, additions)

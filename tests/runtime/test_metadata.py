@@ -116,6 +116,19 @@ class TestDeliveryThread:
         assert done == [1]
         thread.close()
 
+    def test_what_waits_is_told_and_since_when(self):
+        thread, gate = DeliveryThread("jobs"), threading.Event()
+        assert (thread.waiting, thread.lag_s) == (0, 0.0)
+        for _ in range(3):
+            thread.submit(lambda: gate.wait(60))
+        time.sleep(0.02)
+        assert thread.waiting == 3
+        assert thread.lag_s >= 0.02
+        gate.set()
+        thread.drain()
+        assert (thread.waiting, thread.lag_s) == (0, 0.0)
+        thread.close()
+
     def test_a_long_wait_is_said(self, monkeypatch, caplog):
         monkeypatch.setattr(transfer, "_PATIENCE_S", 0.02)
         thread = DeliveryThread("slow-consumer")

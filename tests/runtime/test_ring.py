@@ -41,6 +41,14 @@ def test_it_wraps_around_when_the_oldest_rows_are_free():
     assert second.start == 4
 
 
+def test_rows_in_use_are_those_that_somebody_holds():
+    ring = make_ring()
+    first, _ = held(ring, 2), held(ring, 3)
+    assert (ring.in_use, ring.row_bytes) == (5, 16)
+    first.release()
+    assert ring.in_use == 3
+
+
 def test_drop_gives_up_when_it_is_full():
     ring = make_ring()
     span = held(ring, 6)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "model"
@@ -33,8 +35,11 @@ class Server:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = folder / "server.log"
+        probe = folder / "probe.safetensors"
+        save_file({"weight": torch.tensor([1.0, *[0.0] * 126, -1.0])}, probe)
         command = [sys.executable, "-c", "from tllm.cli import app; app()", "serve", str(MODEL)]
         command += ["--admin-api-key", KEY, "--hook-points", "all", "--consumer", "logging"]
+        command += ["--consumer", f"probe:path={probe},layer=1"]
         command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         command += ["--api-server-count", "2"]  # they must agree in everything

@@ -2,11 +2,14 @@
 
 import base64
 
+import httpx
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
 
+PROBE = torch.tensor([1.0, *[0.0] * 126, -1.0])
 PROMPT = "One day Mia went to the garden."
 WORDS = {"model": "demo", "prompt": PROMPT, "temperature": 0}
 SET_TO_ZERO = {"hook": "post_block", "layer": 1, "positions": [-1], "source": {"zero": True}}
@@ -80,6 +83,9 @@ def test_a_large_result_is_fetched_by_reference(server, client, model):
     payload = answer.capture_results["memory"]["payload"]
     assert payload["format"] == "safetensors"
     tensors = load(server.get(payload["url"], key=None).content)
+    named = payload["contents"]["post_block"]["2"]["tensor"]
+    assert named["name"] == "post_block.2.tensor"
+    assert named["shape"] == list(tensors["post_block.2.tensor"].shape)
     expected = states(model, model[1](prompt)["input_ids"], 2)
     torch.testing.assert_close(tensors["post_block.2.tensor"], expected, rtol=1e-4, atol=1e-4)
 
@@ -145,6 +151,99 @@ def test_chats_and_responses_are_steered_too(server, client):
     assert given[1] != given[0]
 
 
+def test_responses_have_their_results(server, client, model):
+    asked = {
+        "capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "all_generated"}},
+        "consumers": {"probe": {}},
+    }
+    body = {"model": "demo", "input": PROMPT, "temperature": 0, "max_output_tokens": 6}
+    whole = server.post("/v1/responses", body | asked).json()
+    rows = decoded(whole["capture_results"]["memory"]["payload"]["post_block"]["1"]["tensor"])
+    assert rows.shape == (5, 128)
+    scores = whole["consumer_results"]["probe"]
+    assert (scores["status"], scores["error"]) == ("ok", None)
+    expected = rows @ PROBE
+    found = decoded(scores["payload"]["values"])
+    torch.testing.assert_close(found[-5:], expected, rtol=1e-4, atol=1e-4)
+
+    stream = client.responses.create(**body, stream=True, extra_body=asked)
+    last = list(stream)[-1]
+    assert last.type == "response.completed"
+    assert last.response.output_text == whole["output"][0]["content"][0]["text"]
+    for name in ("capture_results", "consumer_results"):
+        assert getattr(last.response, name) == whole[name]
+
+
+def scores_of(events):
+    """Streamed scores of each choice: `[(position, value)]` of each event that has any."""
+    found = {}
+    for event in events:
+        for choice in event.choices:
+            for_it = getattr(choice, "consumer_results", None)
+            if for_it:
+                pairs = zip(for_it["probe"]["positions"], for_it["probe"]["values"], strict=True)
+                found.setdefault(choice.index, []).append(list(pairs))
+    return found
+
+
+def test_scores_come_beside_the_tokens_as_they_stream(client, model):
+    prompts = [PROMPT, "Ben had a red kite."]
+    events = list(
+        client.completions.create(
+            model="demo", prompt=prompts, n=2, max_tokens=60, temperature=1.0, seed=4, stream=True,
+            extra_body={"consumers": {"probe": {}}, "ignore_eos": True, "return_token_ids": True},
+        )
+    )  # fmt: skip
+    found = scores_of(events)
+    tokens = {}
+    for event in events:
+        for choice in event.choices:
+            tokens.setdefault(choice.index, []).extend(choice.token_ids or ())
+    assert sorted(found) == sorted(tokens) == [0, 1, 2, 3]
+    for index, streamed in found.items():
+        prompt = model[1](prompts[index // 2])["input_ids"]
+        positions, values = zip(*[pair for each in streamed for pair in each], strict=True)
+        assert list(positions) == list(range(len(positions)))  # each once, from the prompt on
+        assert len(positions) > len(prompt)
+        expected = states(model, [*prompt, *tokens[index]], 1) @ PROBE
+        torch.testing.assert_close(
+            torch.tensor(values), expected[: len(values)], rtol=1e-3, atol=1e-3
+        )
+        whole = events[-1].samples[index]["consumer_results"]["probe"]["payload"]
+        assert decoded(whole["values"])[: len(values)].tolist() == list(values)
+        assert len(decoded(whole["values"])) == len(prompt) + 59
+
+
+def test_scores_stream_in_chats_and_responses_too(client):
+    asked = {"consumers": {"probe": {}}, "ignore_eos": True}
+    chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}
+    events = list(
+        client.chat.completions.create(**chat, max_tokens=150, stream=True, extra_body=asked)
+    )
+    found = scores_of(events)[0]
+    assert len(found) > 2  # not all at once
+    assert [pair[0] for each in found for pair in each] == list(range(sum(map(len, found))))
+    events = list(
+        client.responses.create(
+            model="demo", input=PROMPT, max_output_tokens=150, stream=True, extra_body=asked
+        )
+    )
+    each = [e.consumer_results["probe"] for e in events if hasattr(e, "consumer_results")]
+    assert len(each) > 2
+    positions = [position for scores in each for position in scores["positions"]]
+    assert positions == list(range(len(positions)))
+    payload = events[-1].response.consumer_results["probe"]["payload"]
+    values = [value for scores in each for value in scores["values"]]
+    assert decoded(payload["values"])[: len(values)].tolist() == values
+
+
+def test_an_answer_that_is_fetched_later_has_no_place_for_results(server):
+    body = {"model": "demo", "input": PROMPT, "background": True, "consumers": {"probe": {}}}
+    refused = server.post("/v1/responses", body)
+    assert refused.status_code == 400
+    assert "consumers was given with background=true" in refused.json()["error"]["message"]
+
+
 def test_global_steering_is_the_administrators(server, client):
     spec = {"post_block": {"2": [5.0] * 128}}
     plain = client.completions.create(**WORDS, max_tokens=6).choices[0].text
@@ -182,6 +281,10 @@ def test_modules_come_and_go(server):
         ({"patch": [{}]}, "patch[0] has no 'hook'"),
         ({"patch": [SET_TO_ZERO | {"positions": [900]}]}, "position 900 is out of range"),
         ({"patch": [SET_TO_ZERO | {"layer": 99}]}, "post_block has no layer 99"),
+        ({"consumers": [1]}, "consumers=[1] is list"),
+        ({"steering_positions": "all"}, "nothing to steer with"),
+        ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
+        ({"use_beam_search": True, "capture": {"memory": {}}}, "beam search cannot be"),
         ({"stop_when": "x"}, "stop_when was given"),
     ],
 )
@@ -191,13 +294,49 @@ def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):
     assert sentence in answer.json()["error"]["message"]
 
 
-def test_a_route_that_reads_no_fields_says_so(server):
-    body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
-    given = {**body, "steering_vectors": {"post_block": {"2": [1.0] * 128}}}
-    refused = server.post("/v1/messages", given, key=None)
+VECTORS = {"steering_vectors": {"post_block": {"2": [1.0] * 128}}}
+CHAT = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/messages", CHAT | VECTORS, "steering_vectors"),
+        ("/v1/chat/completions/batch", CHAT | VECTORS, "steering_vectors"),
+        ("/tokenize", {"prompt": "Hi", "capture": {"memory": {}}}, "capture"),
+        ("/v1/embeddings", {"input": "Hi", "consumers": {"probe": {}}}, "consumers"),
+        ("/pooling", {"input": "Hi", "steering_name": "odd"}, "steering_name"),
+        ("/rerank", {"query": "a", "documents": ["b"], **VECTORS}, "steering_vectors"),
+        ("/v1/completions/render", WORDS | VECTORS, "steering_vectors"),
+        ("/generative_scoring", {"query": "a", "patch": []}, "patch"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"extra_args": {"tllm": VECTORS}}},
+            "extra_args['tllm']",
+        ),
+        ("/v1/chat/completions/batch", CHAT | {"vllm_xargs": {"tllm": {}}}, "vllm_xargs['tllm']"),
+    ],
+)
+def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
+    refused = server.post(path, body, key=None)
     assert refused.status_code == 400
-    assert "/v1/messages does not read it" in refused.json()["error"]["message"]
-    assert server.post("/v1/messages", body, key=None).is_success
+    assert f"{named} was given, but {path} does not read it" in refused.json()["error"]["message"]
+
+
+def test_a_form_and_escaped_names_are_read_too(server):
+    path = f"{server.url}/v1/audio/transcriptions"
+    files = {"file": ("a.wav", b"RIFF", "audio/wav")}
+    refused = httpx.post(path, data={"model": "demo", "steering_name": "odd"}, files=files)
+    assert refused.status_code == 400
+    assert "steering_name was given" in refused.json()["error"]["message"]
+    escaped = r'{"prompt": "Hi", "\u0063apture": {"memory": {}}}'
+    headers = {"Content-Type": "application/json"}
+    refused = httpx.post(f"{server.url}/tokenize", content=escaped, headers=headers)
+    assert "capture was given" in refused.json()["error"]["message"]
+
+
+def test_a_route_that_reads_no_fields_works_without_them(server):
+    assert server.post("/v1/messages", CHAT, key=None).is_success
 
 
 def test_an_unknown_module_in_the_models_name_is_a_404(server):
@@ -216,6 +355,36 @@ def test_a_client_that_leaves_frees_what_it_had(server, client):
     answer = client.completions.create(**WORDS, max_tokens=2, extra_body={"capture": asked})
     assert answer.capture_results["memory"]["status"] == "ok"
     assert server.get("/v1/steering").json()["requests"] == 0
+
+
+def test_metrics_say_what_the_workers_did(server, client):
+    """Whichever process of the API server is asked."""
+
+    def figures():
+        text = server.get("/metrics", key=None).text
+        assert "vllm:num_requests_running" in text
+        return {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("tllm:") and sample.labels.get("consumer", "probe") == "probe"
+        }
+
+    before = figures()
+    steered = {"post_block": {"2": [0.5] * 128}}
+    answer = client.completions.create(
+        **WORDS, max_tokens=5, extra_body={"ignore_eos": True, "steering_vectors": steered}
+    )
+    rows = answer.usage.prompt_tokens + 4
+    seen = [figures() for _ in range(8)]
+    assert all(each["tllm:workers_answer"] == 1 for each in seen)
+    for name in ("tllm:rows_captured_total", "tllm:consumer_rows_total", "tllm:rows_steered_total"):
+        assert {each[name] - before[name] for each in seen} == {rows}, name
+    captured = before["tllm:captured_bytes_total"] + rows * 128 * 4
+    assert seen[0]["tllm:captured_bytes_total"] >= captured
+    assert seen[0]["tllm:ring_rows"] >= seen[0]["tllm:ring_rows_in_use"] == 0
+    for name in ("consumer_errors_total", "requests_held_back", "consumer_waiting"):
+        assert seen[0][f"tllm:{name}"] == 0
 
 
 def test_the_document_has_our_routes(server):

@@ -201,10 +201,10 @@ class AsyncClient:
         attach_results(output, None)
         if not request.keeps_results:
             return False
+        output.tllm_request = request
         request.samples.add(output)
         if not output.finished:
             return False
-        output.tllm_request = request
         return self._client.has_results(request)
 
     async def finish(self, request: Prepared, output: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ class ProbeConsumer(Consumer):
         consumer_id: its name, for a second one in the same engine.
     """
 
+    remote_methods = ("so_far",)
+
     def __init__(
         self,
         weight: Any = None,
@@ -77,7 +80,6 @@ class ProbeConsumer(Consumer):
                 f"{list(self._weight.shape)} give {list(shape) or 'a number'}"
             )
         self._read = ResidualStream.read(layer=layer, site=site, phase=phase)
-        self._scores = _Scores()
 
     def flows(self) -> Sequence[ConsumerFlow]:
         """On a thread of its own: the engine never waits for a score."""
@@ -93,6 +95,11 @@ class ProbeConsumer(Consumer):
             )
         self._weight = self._weight.to(ctx.device)
         self._bias = self._bias.to(ctx.device)
+        self._scores = _Scores()
+
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
+        """Its scores may be asked for while it runs."""
+        self._scores.begin(request)
 
     @torch.inference_mode()
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
@@ -101,9 +108,20 @@ class ProbeConsumer(Consumer):
         scores = rows @ self._weight.mT if self._weight.dim() == 2 else rows @ self._weight
         self._scores.add(bundle.meta, (scores + self._bias).cpu().numpy())
 
+    def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, PerToken]]:
+        """Scores of sequences that run, as far as they are known.
+
+        Args:
+            since: the first position of interest, by the id of a prompt and its sample.
+
+        Returns:
+            By prompt and sample; what is not there has no new scores, or has ended.
+        """
+        return self._scores.so_far(since)
+
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> PerToken | None:
         """The sequence's scores."""
-        return self._scores.take(request.slot)
+        return self._scores.take(request)
 
 
 class _Scores:
@@ -116,20 +134,45 @@ class _Scores:
     def __init__(self) -> None:
         self._unsorted: list[tuple[RowMeta, FloatArray]] = []
         self._by_slot: dict[int, list[tuple[IntArray, FloatArray]]] = {}
+        #: By prompt and sample: in which slot it runs.
+        self._slots: dict[str, dict[int, int]] = {}
+        #: Rows are added on the consumer's thread, and asked for on the engine's.
+        self._lock = threading.Lock()
+
+    def begin(self, request: RequestInfo) -> None:
+        """A sequence runs."""
+        with self._lock:
+            self._slots.setdefault(request.prompt_id, {})[request.sample_index] = request.slot
 
     def add(self, meta: RowMeta, scores: FloatArray) -> None:
         """Add the scores of a bundle."""
-        self._unsorted.append((meta, scores))
+        with self._lock:
+            self._unsorted.append((meta, scores))
 
-    def take(self, slot: int) -> PerToken | None:
-        """Everything of the sequence in this slot, by position; None when there is nothing."""
-        self._sort()
-        pieces = self._by_slot.pop(slot, None)
-        if pieces is None:
-            return None
-        positions = np.concatenate([positions for positions, _ in pieces])
-        scores = np.concatenate([scores for _, scores in pieces])
-        return PerToken(positions, scores)
+    def take(self, request: RequestInfo) -> PerToken | None:
+        """Everything of a sequence that has ended, by position; None when there is nothing."""
+        with self._lock:
+            self._sort()
+            pieces = self._by_slot.pop(request.slot, None)
+            samples = self._slots.get(request.prompt_id, {})
+            if samples.get(request.sample_index) == request.slot:
+                del samples[request.sample_index]
+            if not samples:
+                self._slots.pop(request.prompt_id, None)
+        return None if pieces is None else _joined(pieces)
+
+    def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, PerToken]]:
+        """What there is of sequences that run, from a position on."""
+        found: dict[str, dict[int, PerToken]] = {}
+        with self._lock:
+            self._sort()
+            for prompt_id, samples in since.items():
+                slots = self._slots.get(prompt_id, {})
+                for sample in samples.keys() & slots.keys():
+                    new = _from(self._by_slot.get(slots[sample], ()), samples[sample])
+                    if new:
+                        found.setdefault(prompt_id, {})[sample] = _joined(new)
+        return found
 
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []
@@ -143,6 +186,24 @@ class _Scores:
         pieces = zip(np.split(positions, first[1:]), np.split(scores, first[1:]), strict=True)
         for slot, piece in zip(owners.tolist(), pieces, strict=True):
             self._by_slot.setdefault(slot, []).append(piece)
+
+
+def _from(
+    pieces: Sequence[tuple[IntArray, FloatArray]], first: int
+) -> list[tuple[IntArray, FloatArray]]:
+    """The rows of pieces from a position on; the last pieces are looked at first, and only they."""
+    found = []
+    for positions, scores in reversed(pieces):
+        kept = positions >= first
+        if not kept.any():
+            break
+        found.append((positions[kept], scores[kept]))
+    return found[::-1]
+
+
+def _joined(pieces: Sequence[tuple[IntArray, FloatArray]]) -> PerToken:
+    positions = np.concatenate([positions for positions, _ in pieces])
+    return PerToken(positions, np.concatenate([scores for _, scores in pieces]))
 
 
 def _load(path: Path) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -54,6 +54,7 @@ class _Rules(_Base):
         self._tllm_reuse_limits: dict[str, int] = {}
         self._tllm_ended: dict[str, tuple[int, ...]] = {}
         self._tllm_wanted: set[str] = set()
+        self._tllm_held = 0
         self._tllm_bulk = BulkRequests()
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
@@ -120,6 +121,8 @@ class _Rules(_Base):
         finally:
             if held:
                 self.waiting.prepend_requests(reversed(held))
+        if len(held) != self._tllm_held:
+            output.tllm_held_back = self._tllm_held = len(held)
         if self._tllm_ended:
             output.tllm_ended, self._tllm_ended = self._tllm_ended, {}
         if output.scheduled_new_reqs and self._tllm_configurations:

@@ -190,6 +190,9 @@ class InterventionWorker(_Base):
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         self.session.steps.end()
+        held_back = vars(scheduler_output).get("tllm_held_back")
+        if held_back is not None:
+            self.session.requests_held_back = held_back
         if scheduler_output.finished_req_ids:
             self._finish_sequences(scheduler_output)
         begin = [(new, RequestSpec.of(new)) for new in scheduler_output.scheduled_new_reqs]

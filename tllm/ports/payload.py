@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -38,6 +38,15 @@ class Payload:
     def problem(self) -> str | None:
         """What is missing or wrong in it, in words; None when nothing is."""
         return None
+
+    def written(self) -> Any:
+        """How it stands in a response over HTTP: mappings, lists, numbers, text, numpy arrays, CPU
+        tensors, and payloads again. By default the fields of a dataclass."""
+        if not is_dataclass(self):
+            raise TypeError(
+                f"{type(self).__name__} does not say how it is written; define written()"
+            )
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def in_order(positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:

@@ -155,6 +155,18 @@ class BoundConsumer:
         """Whether it has not raised."""
         return self.error is None
 
+    def counters(self) -> dict[str, Any]:
+        """What it was given, what waits for it and since when, and how it fares."""
+        threads = self.thread, self.export_thread
+        return {
+            "calls": self.calls,
+            "rows": self.rows,
+            "rows_dropped": self.rows_dropped,
+            "waiting": sum(thread.waiting for thread in threads),
+            "lag_s": max(thread.lag_s for thread in threads),
+            "error": self.error,
+        }
+
     def serves(self, sequence: RunningSequence) -> bool:
         """Whether the sequence uses it."""
         return sequence.uses(self.id, unasked=not self.consumer.on_request_only)

@@ -104,6 +104,16 @@ class Ring:
         """Rows the ring holds now."""
         return self.arena.shape[0]
 
+    @property
+    def in_use(self) -> int:
+        """Rows that somebody may still read, those of outgrown tensors not counted."""
+        return sum(span.rows for span in self._spans if not span.free)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self._hidden_size * self._dtype.itemsize
+
     def reserve(self, rows: int) -> Span | None:
         """Rows for one step, consecutive; None when they were dropped."""
         if rows > self._max_rows and not self._outgrow(rows):

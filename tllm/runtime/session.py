@@ -49,7 +49,10 @@ class Session:
         consumers, sequences: what is there.
         steps: what is done with them.
         steering, patching: what tokens can be steered and patched with.
+        requests_held_back: those that wait for room in the steering tables, as the scheduler says.
     """
+
+    requests_held_back = 0
 
     def __init__(
         self,
@@ -209,11 +212,8 @@ class Session:
         owner = self.consumers.get(consumer_id)
         stats = dict(self._dispatcher.call(owner, owner.consumer.read_stats) or {})
         stats["runtime"] = {
-            "calls": owner.calls,
-            "rows": owner.rows,
-            "rows_dropped": owner.rows_dropped,
+            **owner.counters(),
             "rows_with_too_many_candidates": int(self._guidance.overflow),
-            "error": owner.error,
         }
         return stats
 
@@ -231,12 +231,16 @@ class Session:
             "tokens_accepted": self.steps.tokens_accepted,
             "sequences_not_steered": self._assignments.not_steered,
             "sequences_not_patched": self._assignments.not_patched,
+            "bytes_captured": self.steps.ring_rows_taken * self._ring.row_bytes,
             "ring_rows": self._ring.capacity,
+            "ring_rows_in_use": self._ring.in_use,
             "results_forgotten": self._results.forgotten,
             "steering_configurations": self.steering.rows_in_use,
             "steering_mib": self.steering.vector_bytes / 2**20,
             "patch_mib": self.patching.kept_bytes / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
+            "requests_held_back": self.requests_held_back,
+            "by_consumer": {owner.id: owner.counters() for owner in self.consumers},
         }
 
     def _make_progress(self) -> bool:

@@ -34,6 +34,7 @@ class Steps:
     Attributes:
         rows_captured, rows_dropped, rows_steered, rows_patched: in all steps so far, without rows
             of drafted tokens that were rejected.
+        ring_rows_taken: a row for each hook point that a captured row was read at.
         tokens_drafted, tokens_accepted: by speculative decoding.
     """
 
@@ -48,6 +49,7 @@ class Steps:
     dispatcher: Dispatcher
     guidance: Guidance
     rows_captured: int = 0
+    ring_rows_taken: int = 0
     rows_dropped: int = 0
     rows_steered: int = 0
     rows_patched: int = 0
@@ -135,6 +137,7 @@ class Steps:
         """Count the rows of a step that is observed, of which it is known whose they are."""
         if frame is not None:
             self.rows_captured += frame.captured
+            self.ring_rows_taken += 0 if frame.span is None else frame.span.rows
             self._note_dropped(frame)
 
     def accept(self, kept: np.ndarray) -> None:

@@ -56,6 +56,7 @@ class DeliveryThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: deque[Callable[[], None]] = deque()
+        self._since: deque[float] = deque()  # of the jobs that have not ended
         self._changed = threading.Condition()
         self._running = False
         self._closed = False
@@ -67,10 +68,22 @@ class DeliveryThread:
         with self._changed:
             return bool(self._jobs) or self._running
 
+    @property
+    def waiting(self) -> int:
+        """How many jobs have not ended."""
+        return len(self._since)
+
+    @property
+    def lag_s(self) -> float:
+        """For how long the oldest job that has not ended has been here."""
+        with self._changed:
+            return time.monotonic() - self._since[0] if self._since else 0.0
+
     def submit(self, job: Callable[[], None]) -> None:
         """Enqueue a job; returns at once."""
         with self._changed:
             self._jobs.append(job)
+            self._since.append(time.monotonic())
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -123,4 +136,5 @@ class DeliveryThread:
             del job  # and what it refers to, which may be large
             with self._changed:
                 self._running = False
+                self._since.popleft()
                 self._changed.notify_all()

@@ -9,10 +9,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tllm.server.fields import FIELDS, UNSUPPORTED
+from tllm.spec.request import EXTRA_ARG
 
 _READ_BY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _NAMES = (*FIELDS, *UNSUPPORTED)
-_MARKS = tuple(f'"{name}"'.encode() for name in _NAMES)
+_MARKS = (*(f'"{name}"'.encode() for name in (*_NAMES, EXTRA_ARG)), b"\\u")
+_INNER = ("vllm_xargs", "extra_args", "extra_kwargs")
+"""Fields of vLLM's that go on to the engine as they are."""
 
 
 class RefuseElsewhere:
@@ -22,7 +25,7 @@ class RefuseElsewhere:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "")
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         ours = path.startswith("/v1/steering") or path in _READ_BY
         if scope["type"] != "http" or scope["method"] != "POST" or ours:
             await self._app(scope, receive, send)
@@ -30,7 +33,8 @@ class RefuseElsewhere:
         messages = [await receive()]
         while messages[-1].get("more_body"):
             messages.append(await receive())
-        named = _named(b"".join(message.get("body", b"") for message in messages))
+        body = b"".join(message.get("body", b"") for message in messages)
+        named = _in_form(body) if _is_form(scope) else _in_json(body)
         if named:
             error = {
                 "message": f"{named[0]} was given, but {path} does not read it; use "
@@ -48,12 +52,32 @@ class RefuseElsewhere:
         await self._app(scope, again, send)
 
 
-def _named(body: bytes) -> list[str]:
-    """Our fields that a body has."""
+def _is_form(scope: Scope) -> bool:
+    kind = dict(scope["headers"]).get(b"content-type", b"").lower()
+    return bool(kind.startswith(b"multipart/form-data"))
+
+
+def _in_form(body: bytes) -> list[str]:
+    """Our fields that a form has, such as those of audio."""
+    return [name for name in _NAMES if f'name="{name}"'.encode() in body]
+
+
+def _in_json(body: bytes) -> list[str]:
+    """Our fields that a body has, and what it would hand to the engine behind our back."""
     if not any(mark in body for mark in _MARKS):
         return []
     try:
         given: Any = json.loads(body)
-    except ValueError:  # somebody else's to refuse
+    except (ValueError, RecursionError):  # somebody else's to refuse
         return []
-    return [name for name in _NAMES if isinstance(given, dict) and given.get(name) is not None]
+    if not isinstance(given, dict):
+        return []
+    inner = given.get("sampling_params")
+    places = [given, inner] if isinstance(inner, dict) else [given]
+    hidden = [
+        f"{name}[{EXTRA_ARG!r}]"
+        for place in places
+        for name in _INNER
+        if isinstance(place.get(name), dict) and EXTRA_ARG in place[name]
+    ]
+    return [*(name for name in _NAMES if given.get(name) is not None), *hidden]

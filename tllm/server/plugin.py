@@ -6,9 +6,12 @@ import os
 from typing import Any
 
 from tllm.client.llm import attach
+from tllm.engine import versions
 from tllm.server.doors import Door
 from tllm.server.elsewhere import RefuseElsewhere
-from tllm.server.routes import router
+from tllm.server.live import LiveScores
+from tllm.server.metrics import Stats
+from tllm.server.routes import metrics, router
 from tllm.server.settings import ServerSettings
 from tllm.server.state import ServerState, capture_files
 from tllm.steering import load
@@ -25,6 +28,7 @@ class InterventionPlugin:
     def attach_router(self, app: Any) -> None:
         """Called by vLLM when the app is built."""
         app.include_router(router)
+        app.add_api_route("/metrics", metrics, include_in_schema=False)  # in the place of vLLM's
         app.add_middleware(RefuseElsewhere)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
@@ -36,6 +40,7 @@ class InterventionPlugin:
                 "VLLM_USE_RUST_FRONTEND is set, but the Rust front end knows no interventions; "
                 "unset it, or serve without tllm"
             )
+        versions.probe()
         settings = ServerSettings.from_environment()
         interventions = attach(
             engine_client,
@@ -46,11 +51,12 @@ class InterventionPlugin:
         for name, path in settings.steering_modules.items():
             await interventions.steering.register_module(name, load(path))
         files = capture_files(settings, args.port)
-        state.tllm = ServerState(interventions, settings, files)
+        state.tllm = ServerState(interventions, settings, files, Stats(interventions))
+        live = LiveScores(interventions)
         for door in _DOORS:
             handler = getattr(state, door, None)
             if handler is not None:
-                setattr(state, door, Door(handler, interventions, settings, files))
+                setattr(state, door, Door(handler, interventions, settings, files, live))
 
 
 def plugin() -> InterventionPlugin:

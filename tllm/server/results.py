@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import math
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
+
+from tllm.ports import Payload
 
 _NAME_BYTES = 16
 
@@ -71,56 +74,76 @@ class CaptureFiles:
 
 def as_json(results: Mapping[str, Any], files: CaptureFiles, inline_bytes: int) -> dict[str, Any]:
     """Results of consumers by id, as they stand in a response."""
-    return {
-        name: {
-            "status": result.status,
-            "error": result.error,
-            "payload": _payload(result.payload, files, inline_bytes),
-        }
-        for name, result in results.items()
-    }
+    return {name: _result(result, files, inline_bytes) for name, result in results.items()}
+
+
+def _result(result: Any, files: CaptureFiles, inline_bytes: int) -> dict[str, Any]:
+    status, error, payload = result.status, result.error, None
+    try:
+        payload = _payload(result.payload, files, inline_bytes)
+    except TypeError as fault:
+        status = "error"
+        error = "; ".join(filter(None, (error, f"the result cannot be written: {fault}")))
+    return {"status": status, "error": error, "payload": payload}
 
 
 def _payload(payload: Any, files: CaptureFiles, inline_bytes: int) -> Any:
     plain = _plain(payload)
-    tensors = dict(_tensors(plain, ""))
+    tensors: dict[str, torch.Tensor] = {}
+    contents = _named(plain, "", tensors)
     if sum(tensor.nbytes for tensor in tensors.values()) <= inline_bytes:
         return _encoded(plain)
     name, expires = files.put(tensors)
-    return {"url": f"/v1/captures/{name}", "expires": expires, "format": "safetensors"}
+    return {
+        "url": f"/v1/captures/{name}",
+        "expires": expires,
+        "format": "safetensors",
+        "contents": contents,
+    }
 
 
 def _plain(value: Any) -> Any:
     """Mappings, lists, scalars and CPU tensors."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, float):  # JSON has no numbers that are not finite
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Payload):
+        return _plain(value.written())
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, np.generic):
-        return value.item()
+        return _plain(value.item())
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(value))
-    if hasattr(value, "tensor") and hasattr(value, "positions"):  # an `Activation`
-        return {"tensor": _plain(value.tensor), "positions": _plain(value.positions)}
-    if hasattr(value, "values") and hasattr(value, "positions"):  # `PerToken`
-        return {"values": _plain(value.values), "positions": _plain(value.positions)}
     if isinstance(value, Mapping):
         return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(each) for each in value]
-    return str(value)
+    raise TypeError(
+        f"it holds a {type(value).__name__}; return plain data, arrays, tensors, or a Payload with "
+        "written()"
+    )
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, with its path as a name."""
+def _named(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """The value with names in the place of its tensors, which go into `tensors`."""
     if isinstance(value, torch.Tensor):
-        yield path or "tensor", value
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _tensors(each, f"{path}.{key}" if path else key)
-    elif isinstance(value, list):
-        for index, each in enumerate(value):
-            yield from _tensors(each, f"{path}.{index}" if path else str(index))
+        name = path or "tensor"
+        while name in tensors:
+            name += "_"
+        tensors[name] = value
+        return {"name": name, "dtype": _dtype(value), "shape": list(value.shape)}
+    prefix = f"{path}." if path else ""
+    if isinstance(value, dict):
+        return {key: _named(each, f"{prefix}{key}", tensors) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_named(each, f"{prefix}{i}", tensors) for i, each in enumerate(value)]
+    return value
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _encoded(value: Any) -> Any:
@@ -128,7 +151,7 @@ def _encoded(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {
-            "dtype": str(value.dtype).removeprefix("torch."),
+            "dtype": _dtype(value),
             "shape": list(value.shape),
             "data": base64.b64encode(data).decode(),
         }

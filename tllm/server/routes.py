@@ -7,9 +7,12 @@ from ipaddress import ip_address
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Request
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 
+from tllm.engine.handlers import engine_metrics
+from tllm.server.metrics import exposition
 from tllm.server.state import ServerState, state_of
 
 Vectors = Annotated[
@@ -151,6 +154,13 @@ async def capture(name: str, request: Request) -> FileResponse:
     if path is None:
         raise HTTPException(404, f"no capture {name!r}: it never was, or it has expired")
     return FileResponse(path, media_type="application/octet-stream")
+
+
+async def metrics(request: Request) -> Response:
+    """vLLM's metrics, and what interventions do, for Prometheus."""
+    state = getattr(request.app.state, "tllm", None)
+    ours = b"" if state is None else exposition(await state.stats.read())
+    return Response(engine_metrics() + ours, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _checked(call: Any) -> None:

@@ -9,17 +9,20 @@ from pathlib import Path
 from fastapi import HTTPException, Request
 
 from tllm.client.attached import Attached
+from tllm.server.metrics import Stats
 from tllm.server.results import CaptureFiles
 from tllm.server.settings import ServerSettings
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """One server process: its engine's interventions, settings, and results to be fetched."""
+    """One server process: its engine's interventions, settings, results to be fetched, and the
+    statistics of the workers."""
 
     interventions: Attached
     settings: ServerSettings
     files: CaptureFiles
+    stats: Stats
 
 
 def state_of(request: Request) -> ServerState:

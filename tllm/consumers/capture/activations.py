@@ -275,6 +275,16 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
             value = value / len(positions)
         return positions, value.to(self._dtype)
 
+    def written(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """As `{hook point: {layer: {"tensor", "positions"}}}`."""
+        return {
+            point: {
+                str(layer): {"tensor": rows.tensor, "positions": rows.positions}
+                for layer, rows in layers.items()
+            }
+            for point, layers in self.items()
+        }
+
     # -- as it comes about ---------------------------------------------------------------------
 
     def _with(self, blocks: Sequence[StageRows], problem: str | None) -> Activations:

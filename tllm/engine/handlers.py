@@ -1,0 +1,115 @@
+"""vLLM's handlers of HTTP requests: what of them is used, and what stands between them and their
+engine. What happens to a request is decided by whoever is given (`tllm.server`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, MutableMapping
+from contextvars import ContextVar
+from typing import Any
+
+from tllm.engine.seams import overrides, uses
+
+_OPENAI = "vllm.entrypoints.openai"
+_FOR = "fields of requests over HTTP, and results in the responses"
+for _handler, _create in (
+    (f"{_OPENAI}.completion.serving.OpenAIServingCompletion", "create_completion"),
+    (f"{_OPENAI}.chat_completion.serving.OpenAIServingChat", "create_chat_completion"),
+    (f"{_OPENAI}.responses.serving.OpenAIServingResponses", "create_responses"),
+):
+    uses(_handler, _create, _FOR, takes="request raw_request", since="0.32")
+    uses(_handler, "engine_client", "outputs are noted for the response", since="0.32")
+    uses(
+        _handler,
+        "_is_model_supported",
+        "models that are named together with a steering module",
+        takes="model_name",
+        since="0.32",
+    )
+    uses(_handler, "create_error_response", _FOR, takes="message err_type param", since="0.32")
+uses(
+    "vllm.plugins.endpoint_plugins.interface.EndpointPlugin",
+    "attach_router init_state",
+    "routes and fields of the API server",
+    since="0.32",
+)
+uses(
+    "vllm.entrypoints.serve.engine.protocol",
+    "ErrorResponse OpenAIBaseModel",
+    "responses that are errors have no results",
+    since="0.32",
+)
+for _request in (
+    f"{_OPENAI}.completion.protocol.CompletionRequest",
+    f"{_OPENAI}.chat_completion.protocol.ChatCompletionRequest",
+    f"{_OPENAI}.responses.protocol.ResponsesRequest",
+):
+    uses(_request, "vllm_xargs to_sampling_params", "how fields reach the engine", since="0.32")
+uses(
+    f"{_OPENAI}.responses.protocol.ResponsesRequest",
+    "background",
+    "answers that are fetched later have no results",
+    since="0.32",
+)
+
+NOTED: ContextVar[MutableMapping[str, Any] | None] = ContextVar("tllm_noted", default=None)
+"""Where the last output of each engine request goes, by its id in the order of the prompts, for
+the HTTP request that is being handled; None: nobody wants to know."""
+
+
+def note_outputs(handler: Any) -> None:
+    """Let a handler's engine note outputs in `NOTED`."""
+    handler.engine_client = NotingEngine(handler.engine_client)
+
+
+def is_error(response: Any) -> bool:
+    """Whether a handler's response is an error."""
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+
+    return isinstance(response, ErrorResponse)
+
+
+class NotingEngine:
+    """An engine client whose last outputs are noted for the request that is being handled."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @overrides(
+        "vllm.v1.engine.async_llm.AsyncLLM.generate", "outputs are noted for the response over HTTP"
+    )
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
+        """As the engine's."""
+        outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
+        noted = NOTED.get()
+        if noted is None:
+            return outputs
+        noted[request_id] = None
+        return _noting(outputs, request_id, noted)
+
+
+async def _noting(
+    outputs: AsyncGenerator[Any, None], request_id: str, noted: MutableMapping[str, Any]
+) -> AsyncGenerator[Any, None]:
+    async for output in outputs:
+        noted[request_id] = output
+        yield output
+
+
+uses(
+    "vllm.v1.metrics.prometheus",
+    "get_prometheus_registry",
+    "our metrics stand beside vLLM's",
+    since="0.32",
+)
+
+
+def engine_metrics() -> bytes:
+    """vLLM's metrics, and those of its API server, in Prometheus' text format."""
+    from prometheus_client import generate_latest
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return generate_latest(get_prometheus_registry())
