@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -39,7 +40,10 @@ class Server:
         save_file({"weight": torch.tensor([1.0, *[0.0] * 126, -1.0])}, probe)
         command = [sys.executable, "-c", "from tllm.cli import app; app()", "serve", str(MODEL)]
         command += ["--admin-api-key", KEY, "--hook-points", "all", "--consumer", "logging"]
-        command += ["--consumer", f"probe:path={probe},layer=1"]
+        limits = folder / "limits.json"
+        little = {"rows": 20, "requests": 1, "consumers": False}
+        limits.write_text(json.dumps({"keys": {"little": little}}))
+        command += ["--limits", str(limits), "--consumer", f"probe:path={probe},layer=1"]
         command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         command += ["--api-server-count", "2"]  # they must agree in everything

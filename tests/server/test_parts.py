@@ -2,10 +2,14 @@
 
 import asyncio
 import base64
+import hashlib
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +22,11 @@ from safetensors.torch import load_file
 
 from tllm.cli import serving as serve
 from tllm.client.results import ConsumerResult
+from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.ports import Payload
-from tllm.server import plugin
-from tllm.server.fields import FieldError, asked_in
+from tllm.server import document, plugin
+from tllm.server.fields import FIELDS, FieldError, asked_in
+from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
 from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
@@ -166,6 +172,144 @@ def test_vllms_metrics_are_there_when_the_workers_do_not_answer(tmp_path, monkey
     found = metrics_of(client.get("/metrics").text)
     assert found["tllm:workers_answer"] == {(): 0}
     assert "python_info" in found
+
+
+def limited(tmp_path, **limits):
+    given = {"default": {"capture": False}, "keys": {"k1": limits}}
+    return LimitsByKey(parse_limits(given), tmp_path / "in-flight")
+
+
+def test_limits_are_those_of_the_callers_key(tmp_path):
+    digest = hashlib.sha256(b"k2").hexdigest()
+    given = {"default": {"rows": 1}, "keys": {"k1": {"rows": 2}, f"sha256:{digest}": {"rows": 3}}}
+    limits = LimitsByKey(parse_limits(given), tmp_path)
+    for header, rows in (("Bearer k1", 2), ("bearer k2", 3), ("Bearer k3", 1), ("Basic k1", 1)):
+        assert limits.of(limits.caller({"authorization": header})).rows == rows
+    assert limits.of(limits.caller({})).rows == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"default": {"rows": -1}}, "rows"),
+        ({"default": {"row": 1}}, "row"),
+        ({"keys": []}, "keys is not an object"),
+        ({"k1": {}}, "and nothing else"),
+        ([], "and nothing else"),
+    ],
+)
+def test_limits_that_are_wrong_are_refused(given, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        parse_limits(given)
+    path = tmp_path / "limits.json"
+    path.write_text(json.dumps(given))
+    with pytest.raises(ValueError, match=f"--limits '{path}'"):
+        serve.limits_file(path)
+
+
+SPEC = {"post_block": {"2": [1.0, 2.0]}}
+
+
+@pytest.mark.parametrize(
+    ("limits", "asked", "status"),
+    [
+        ({"capture": False}, {"capture": {"memory": {}}}, 403),
+        ({"consumers": False}, {"consumers": {"probe": {}}}, 403),
+        ({"steering": False}, {"steering_module_ref": "a"}, 403),
+        ({"patching": False}, {"patch": [{}]}, 403),
+        ({"vectors": 1}, {"steering_vectors": SPEC}, None),
+        ({"vectors": 1}, {"steering_vectors": {"post_block": {"1": [1.0], "2": [1.0]}}}, 400),
+        ({"vectors": 1}, {"steering_clamps": {"post_block": {"1": [{}, {}]}}}, 400),
+        ({"vectors": 1}, {"steering_vectors": {"post_block": [[1.0], [2.0]]}}, 400),
+        (
+            {"vectors": 2},
+            {"steering_vectors": {"post_block": {"layer_indices": [1, 2, 3], "data": ""}}},
+            400,
+        ),
+    ],
+)
+def test_what_a_key_may_not_ask_is_refused(tmp_path, limits, asked, status):
+    of_key = limited(tmp_path, **limits).of(1)
+    if status is None:
+        of_key.check(asked)
+        return
+    with pytest.raises(FieldError, match="with this API key") as refusal:
+        of_key.check(asked)
+    assert (refusal.value.status, refusal.value.field) == (status, next(iter(asked)))
+
+
+def test_rows_are_counted_before_they_are_captured(tmp_path):
+    def rows(tokens, max_tokens, num_samples, **options):
+        chosen = {"hooks": {"post_block": [0, 1]}, **options}
+        memory = {"memory": (MemoryConsumer(), chosen)}
+        return captured_rows(memory, 4, [7] * tokens, max_tokens, num_samples)
+
+    assert rows(10, 5, 1, positions="all") == 2 * 14
+    assert rows(10, 5, 3, positions="all") == 2 * (10 + 3 * 4)  # prompt rows once
+    assert rows(10, 5, 3, positions="all_generated") == 2 * 12
+    assert rows(10, 5, 3, positions="last_prompt") == 2
+    assert rows(10, 5, 1, hooks={"post_block": "all"}, positions=[0, 3]) == 8
+    of_key = limited(tmp_path, rows=8, bytes=64).of(1)
+    of_key.check_rows(8, 8, "capture")
+    with pytest.raises(FieldError, match="up to 9 rows"):
+        of_key.check_rows(9, 1, "capture")
+    with pytest.raises(FieldError, match="up to 72 bytes"):
+        of_key.check_rows(8, 9, "capture")
+
+
+def test_requests_in_flight_are_counted_over_all_processes(tmp_path):
+    limits = limited(tmp_path, requests=3)
+    other = (
+        "import sys; from pathlib import Path; from tllm.server.limits import *;"
+        "limits = LimitsByKey(parse_limits({'keys': {'k1': {}}}), Path(sys.argv[1]));"
+        "limits.begin(1, {'capture': {}}); print('begun', flush=True); input()"
+    )
+    command = [sys.executable, "-c", other, str(tmp_path / "in-flight")]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        ends = [limits.begin(1, {"capture": {}}) for _ in range(2)]
+        with pytest.raises(FieldError, match="3 requests with interventions") as refusal:
+            limits.begin(1, {"capture": {}})
+        assert refusal.value.status == 429
+        limits.begin(0, {"capture": {}})  # somebody else
+        process.kill()
+    ends.append(limits.begin(1, {"capture": {}}))  # what it had is gone with it
+    for end in ends:
+        end()
+    assert limits._counts.totals(1) == (0, 0)
+
+
+def test_ways_of_steering_in_flight_are_distinct_ones(tmp_path):
+    limits = limited(tmp_path, configurations=2)
+    ways = [{"steering_vectors": {"post_block": {"1": [i]}}} for i in range(3)]
+    ends = [limits.begin(1, way) for way in (ways[0], ways[1], ways[0], {"capture": {}})]
+    with pytest.raises(FieldError, match="2 ways of steering in flight") as refusal:
+        limits.begin(1, ways[2])
+    assert refusal.value.field == "steering_vectors"
+    ends[0]()
+    with pytest.raises(FieldError):  # another request still steers that way
+        limits.begin(1, ways[2])
+    ends[2]()
+    limits.begin(1, ways[2])()
+    assert limits._counts.totals(1) == (2, 1)
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, ServerSettings(max_body_mib=1).model_dump_json())
+    client = app_of(ServerSettings(), tmp_path, "127.0.0.1")
+    body = b"x" * (2**20 + 1)
+    for content in (body, iter([body[:-7], body[-7:]])):
+        answer = client.post("/v1/steering/set", content=content)
+        assert answer.status_code == 413
+        assert "more than 1 MiB" in answer.json()["error"]["message"]
+    assert client.post("/v1/steering/set", content=body[:-1]).status_code == 422
+
+
+def test_the_reference_is_made_from_the_document():
+    text = (Path(__file__).parents[2] / "doc" / "reference" / "http.md").read_text()
+    made = document.markdown(document.our_document())
+    assert text == made, "run python -m tllm.server.document > doc/reference/http.md"
+    assert set(document.PROPERTIES) == set(FIELDS)
 
 
 def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):

@@ -1,13 +1,17 @@
 """Interventions over HTTP, against `transformers` and by the clients that people use."""
 
 import base64
+import time
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
+
+from tllm.server import document
 
 PROBE = torch.tensor([1.0, *[0.0] * 126, -1.0])
 PROMPT = "One day Mia went to the garden."
@@ -387,8 +391,55 @@ def test_metrics_say_what_the_workers_did(server, client):
         assert seen[0][f"tllm:{name}"] == 0
 
 
-def test_the_document_has_our_routes(server):
-    paths = server.get("/openapi.json").json()["paths"]
-    assert {"/v1/steering/set", "/v1/steering/modules/register", "/v1/captures/{name}"} <= set(
-        paths
+def test_the_document_has_our_routes_and_fields(server):
+    found = server.get("/openapi.json").json()
+    assert set(document.our_document()["paths"]) <= set(found["paths"])
+    for name in document.REQUESTS:
+        assert set(document.PROPERTIES) <= set(found["components"]["schemas"][name]["properties"])
+
+
+def limited(server):
+    """OpenAI's client with a key that may do little."""
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="little", max_retries=0)
+
+
+MANY = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat", "responses"])
+def test_rows_are_limited_by_key(server, client, route, stream):
+    def ask(client):
+        more = {"model": "demo", "stream": stream, "extra_body": {"capture": MANY}}
+        if route == "completions":
+            return client.completions.create(prompt=PROMPT, max_tokens=2, **more)
+        if route == "responses":
+            return client.responses.create(input=PROMPT, max_output_tokens=2, **more)
+        messages = [{"role": "user", "content": PROMPT}]
+        return client.chat.completions.create(messages=messages, max_tokens=2, **more)
+
+    with pytest.raises(openai.BadRequestError, match=r"capture asks for up to \d+ rows; with this"):
+        ask(limited(server))
+    assert list(ask(client))  # whose key has no limits
+
+
+def test_requests_in_flight_are_limited_by_key(server):
+    client = limited(server)
+    last = {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}}
+    stream = client.completions.create(
+        **WORDS, max_tokens=200, stream=True, extra_body=last | {"ignore_eos": True}
     )
+    next(iter(stream))
+    with pytest.raises(openai.RateLimitError, match="1 requests with interventions in flight"):
+        client.completions.create(**WORDS, max_tokens=2, extra_body=last)
+    assert client.completions.create(**WORDS, max_tokens=2).choices  # asks for nothing
+    with pytest.raises(openai.PermissionDeniedError, match="consumers was given, but this server"):
+        client.completions.create(**WORDS, max_tokens=2, extra_body={"consumers": {"probe": {}}})
+    stream.close()
+    for _ in range(100):  # the server hears of it some moments later
+        try:
+            assert client.completions.create(**WORDS, max_tokens=2, extra_body=last).choices
+            return
+        except openai.RateLimitError:
+            time.sleep(0.1)
+    raise AssertionError("a request that was given up is still counted")

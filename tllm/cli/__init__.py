@@ -82,6 +82,12 @@ def serve(
     allow_consumers: Annotated[
         bool, typer.Option(help="Let requests give options to consumers.")
     ] = True,
+    limits: Annotated[
+        Path | None, typer.Option(help="A JSON file with what callers may ask, by API key.")
+    ] = None,
+    max_body_mib: Annotated[
+        int, typer.Option(help="The most that a request's body may have.")
+    ] = 64,
     dry_run: Annotated[bool, typer.Option(help="Print the command, and do not run it.")] = False,
 ) -> None:
     """Serve a model over HTTP with interventions; further options are those of `vllm serve`."""
@@ -93,6 +99,8 @@ def serve(
             admin_api_key=admin_api_key,
             allow_capture=allow_capture,
             allow_consumers=allow_consumers,
+            limits=serving.limits_file(limits),
+            max_body_mib=max_body_mib,
         )
         options: dict[str, Any] = {}
         if hook_points is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from tllm.engine import launch
 from tllm.engine.options import CONFIG_KEY, engine_arguments
 from tllm.registry import consumer_from_spec
+from tllm.server.limits import parse_limits
 from tllm.server.settings import VARIABLE, ServerSettings
 
 _PLUGINS = "VLLM_PLUGINS"
@@ -53,6 +54,17 @@ def modules_of(given: Sequence[str]) -> dict[str, str]:
             raise ValueError(f"--steering-module {each!r}: give name=path")
         found[name] = str(Path(path).resolve())
     return found
+
+
+def limits_file(path: Path | None) -> Path | None:
+    """A file of limits, which the server's processes will read; refused now if it is wrong."""
+    if path is None:
+        return None
+    try:
+        parse_limits(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--limits {str(path)!r}: {error}") from None
+    return path.resolve()
 
 
 def shown(arguments: Sequence[str], environment: dict[str, str]) -> str:

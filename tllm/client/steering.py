@@ -414,7 +414,8 @@ class SteeringControl:
         def steps() -> Steps[dict[str, Any]]:
             yield from self._client.current()
             facts = self._client.facts
-            return {"hidden_size": facts.hidden_size, **facts.points.described()}
+            sizes = {"hidden_size": facts.hidden_size, "row_bytes": facts.row_bytes}
+            return {**sizes, **facts.points.described()}
 
         return self._run(steps())
 

@@ -4,8 +4,9 @@ engine. What happens to a request is decided by whoever is given (`tllm.server`)
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, MutableMapping
+from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from tllm.engine.seams import overrides, uses
@@ -26,6 +27,7 @@ for _handler, _create in (
         takes="model_name",
         since="0.32",
     )
+    uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for", since="0.32")
     uses(_handler, "create_error_response", _FOR, takes="message err_type param", since="0.32")
 uses(
     "vllm.plugins.endpoint_plugins.interface.EndpointPlugin",
@@ -52,14 +54,28 @@ uses(
     since="0.32",
 )
 
-NOTED: ContextVar[MutableMapping[str, Any] | None] = ContextVar("tllm_noted", default=None)
-"""Where the last output of each engine request goes, by its id in the order of the prompts, for
-the HTTP request that is being handled; None: nobody wants to know."""
+
+@dataclass(frozen=True)
+class Watch:
+    """What is to be known of the engine requests of one HTTP request.
+
+    Attributes:
+        admit: called with the prompt and parameters of each before the engine has it; what it
+            raises, the handler's caller gets.
+        outputs: the last output of each, by its id, in the order of the prompts.
+    """
+
+    admit: Callable[[Any, Any], None] | None = None
+    outputs: dict[str, Any] = field(default_factory=dict)
+
+
+WATCH: ContextVar[Watch | None] = ContextVar("tllm_watch", default=None)
+"""Of the HTTP request that is being handled; None: nobody wants to know anything."""
 
 
 def note_outputs(handler: Any) -> None:
-    """Let a handler's engine note outputs in `NOTED`."""
-    handler.engine_client = NotingEngine(handler.engine_client)
+    """Let a handler's engine look at `WATCH`."""
+    handler.engine_client = WatchedEngine(handler.engine_client)
 
 
 def is_error(response: Any) -> bool:
@@ -69,7 +85,7 @@ def is_error(response: Any) -> bool:
     return isinstance(response, ErrorResponse)
 
 
-class NotingEngine:
+class WatchedEngine:
     """An engine client whose last outputs are noted for the request that is being handled."""
 
     def __init__(self, engine: Any) -> None:
@@ -83,16 +99,18 @@ class NotingEngine:
     )
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         """As the engine's."""
+        watch = WATCH.get()
+        if watch is not None and watch.admit is not None:
+            watch.admit(prompt, sampling_params)
         outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
-        noted = NOTED.get()
-        if noted is None:
+        if watch is None:
             return outputs
-        noted[request_id] = None
-        return _noting(outputs, request_id, noted)
+        watch.outputs[request_id] = None
+        return _noting(outputs, request_id, watch.outputs)
 
 
 async def _noting(
-    outputs: AsyncGenerator[Any, None], request_id: str, noted: MutableMapping[str, Any]
+    outputs: AsyncGenerator[Any, None], request_id: str, noted: dict[str, Any]
 ) -> AsyncGenerator[Any, None]:
     async for output in outputs:
         noted[request_id] = output

@@ -7,19 +7,28 @@ and notes the engine's outputs on their way to the handler, which knows nothing 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from tllm.client.attached import Attached
-from tllm.engine.handlers import NOTED, is_error, note_outputs
+from tllm.client.core import BUILT_IN
+from tllm.engine.handlers import WATCH, Watch, is_error, note_outputs
 from tllm.server.fields import FieldError, asked_in
+from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
 
 _DONE = "data: [DONE]"
 _RESULTS = ("capture_results", "consumer_results")
+_TYPES = {
+    HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
+    HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
+}
 
 
 class Door:
@@ -37,6 +46,7 @@ class Door:
         settings: ServerSettings,
         files: CaptureFiles,
         live: LiveScores,
+        limits: LimitsByKey,
     ) -> None:
         note_outputs(handler)
         self._handler = handler
@@ -44,6 +54,7 @@ class Door:
         self._settings = settings
         self._files = files
         self._live = live
+        self._limits = limits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -69,37 +80,92 @@ class Door:
         Args:
             in_turns: whether the engine's outputs are turns of one answer, and not its choices.
         """
+        end = _nothing
         try:
             asked = asked_in(request.model_extra or {}, self._settings)
             asked |= await self._module_named_by_model(request, asked)
-            wanted = sorted({*asked.get("consumers", {}), *asked.get("capture", {})})
-            _check_form(request, asked, wanted)
-        except FieldError as error:
-            return self._handler.create_error_response(str(error), param=error.field)
-        except LookupError as error:
-            return self._handler.create_error_response(
-                str(error.args[0]), "NotFoundError", HTTPStatus.NOT_FOUND, "model"
-            )
-        if asked:
+            _check_form(request, asked)
+            if not asked:
+                return await create(request, raw_request)
+            caller = self._limits.caller({} if raw_request is None else raw_request.headers)
+            self._limits.of(caller).check(asked)
+            watch = Watch(await self._row_check(asked, self._limits.of(caller)))
+            end = self._limits.begin(caller, asked)
             request.vllm_xargs = {**(request.vllm_xargs or {}), "tllm": asked}
-        noted: dict[str, Any] = {}
-        token = NOTED.set(noted if wanted else None)
+            response = await self._answered(create, request, raw_request, watch, asked, in_turns)
+        except FieldError as error:
+            end()
+            return self._handler.create_error_response(
+                str(error), _TYPES[error.status], error.status, error.field
+            )
+        except BaseException:
+            end()
+            raise
+        if isinstance(response, AsyncGenerator):
+            return _ending(response, end)
+        end()
+        return response
+
+    async def _answered(
+        self,
+        create: Any,
+        request: Any,
+        raw_request: Any,
+        watch: Watch,
+        asked: Mapping[str, Any],
+        in_turns: bool,
+    ) -> Any:
+        """The handler's response, with the results that were asked for."""
+        wanted = sorted({*asked.get("consumers", {}), *asked.get("capture", {})})
+        token = WATCH.set(watch if wanted else None)
         try:
             response = await create(request, raw_request)
         finally:
-            NOTED.reset(token)
+            WATCH.reset(token)
         if not wanted or is_error(response):
             return response
+        outputs = watch.outputs
         if isinstance(response, AsyncGenerator):
-            stream = self._streamed_turns if in_turns else self._streamed_choices
-            return stream(response, noted, wanted, getattr(request, "n", None) or 1)
-        samples = self._samples(noted, wanted)
+            if in_turns:
+                turns = self._streamed_turns(response, watch, wanted)
+                return turns if watch.admit is None else await _begun(turns, watch)
+            num_samples = getattr(request, "n", None) or 1
+            return self._streamed_choices(response, outputs, wanted, num_samples)
+        samples = self._samples(outputs, wanted)
         if in_turns:
             return _with_turns(response, samples)
         for choice, results in zip(response.choices, samples, strict=True):
             _put(results, choice)
         _put(samples[0], response)
         return response
+
+    async def _row_check(
+        self, asked: Mapping[str, Any], limits: Limits
+    ) -> Callable[[Any, Any], None] | None:
+        """What refuses prompts that ask for too many rows; None where there is no limit."""
+        named = {**asked.get("consumers", {}), **asked.get("capture", {})}
+        if not named or (limits.rows is None and limits.bytes is None):
+            return None
+        model = await self._interventions.steering.layers()
+        known = self._interventions.consumers
+        makers = {name: make for name, make in BUILT_IN.items() if name in named}
+        options = {
+            name: (known[name] if name in known else makers[name](), chosen)
+            for name, chosen in named.items()
+            if name in known or name in makers
+        }
+        field = "capture" if asked.get("capture") else "consumers"
+        total = 0
+
+        def admit(prompt: Any, params: Any) -> None:
+            nonlocal total
+            tokens = list(self._handler._extract_prompt_components(prompt).token_ids or ())
+            total += captured_rows(
+                options, model["num_layers"], tokens, params.max_tokens, params.n
+            )
+            limits.check_rows(total, model["row_bytes"], field)
+
+        return admit
 
     async def _module_named_by_model(
         self, request: Any, asked: Mapping[str, Any]
@@ -113,9 +179,11 @@ class Door:
             return {}
         known = await self._interventions.steering.modules()
         if module not in known:
-            raise LookupError(
+            raise FieldError(
+                "model",
                 f"model={model!r}: no steering module {module!r} is registered; registered are "
-                f"{', '.join(sorted(known)) or 'none'}"
+                f"{', '.join(sorted(known)) or 'none'}",
+                HTTPStatus.NOT_FOUND,
             )
         if "steering_module_ref" in asked:
             raise FieldError(
@@ -167,18 +235,19 @@ class Door:
             yield await scores.beside(event, num_samples)
 
     async def _streamed_turns(
-        self, events: AsyncGenerator[Any, None], noted: dict[str, Any], wanted: list[str], _: int
+        self, events: AsyncGenerator[Any, None], watch: Watch, wanted: list[str]
     ) -> AsyncGenerator[Any, None]:
         """The events; the answer in the last one has what came of the request."""
+        noted = watch.outputs
         scores = StreamScores(self._live, noted, wanted)
         while True:
-            token = NOTED.set(noted)  # vLLM asks its engine for a turn when that is reached
+            token = WATCH.set(watch)  # vLLM asks its engine for a turn when that is reached
             try:
                 event = await anext(events)
             except StopAsyncIteration:
                 return
             finally:
-                NOTED.reset(token)
+                WATCH.reset(token)
             if event.type == "response.completed":
                 _with_turns(event.response, self._samples(noted, wanted))
             elif event.type == "response.output_text.delta":
@@ -188,7 +257,43 @@ class Door:
             yield event
 
 
-def _check_form(request: Any, asked: Mapping[str, Any], wanted: list[str]) -> None:
+def _nothing() -> None:
+    """A request that asks for nothing has nothing to give back."""
+
+
+def _ending(
+    events: AsyncGenerator[Any, None], end: Callable[[], None]
+) -> AsyncGenerator[Any, None]:
+    """A stream, and what is called when it is over, or given up before it began."""
+
+    async def stream() -> AsyncGenerator[Any, None]:
+        try:
+            async for event in events:
+                yield event
+        finally:
+            over()
+
+    found = stream()
+    over = weakref.finalize(found, end)
+    return found
+
+
+async def _begun(turns: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerator[Any, None]:
+    """A stream that has reached the engine, so that a prompt that is refused is an error."""
+    first = []
+    while not watch.outputs:
+        first.append(await anext(turns))
+
+    async def stream() -> AsyncGenerator[Any, None]:
+        for event in first:
+            yield event
+        async for event in turns:
+            yield event
+
+    return stream()
+
+
+def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
     """Refuse forms of requests that have no place for what is asked."""
     if "tllm" in (request.vllm_xargs or {}):
         raise FieldError(
@@ -201,8 +306,8 @@ def _check_form(request: Any, asked: Mapping[str, Any], wanted: list[str]) -> No
             "use_beam_search: beam search cannot be steered or captured; leave out "
             f"{', '.join(sorted(asked))}",
         )
-    if wanted and getattr(request, "background", False):
-        field = "capture" if "capture" in asked else "consumers"
+    field = next((name for name in ("capture", "consumers") if asked.get(name)), None)
+    if field is not None and getattr(request, "background", False):
         raise FieldError(
             field,
             f"{field} was given with background=true, but an answer that is fetched later has no "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from tllm.params import parse_asked
@@ -38,11 +39,15 @@ class FieldError(ValueError):
 
     Attributes:
         field: its name.
+        status: of the response.
     """
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(
+        self, field: str, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+    ) -> None:
         super().__init__(message)
         self.field = field
+        self.status = status
 
 
 def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any]:

@@ -43,6 +43,7 @@ WORKER = (
     Figure("tllm:captured_bytes", "bytes_captured", True, "Bytes of captured rows"),
     Figure("tllm:rows_dropped", "rows_dropped", True, "Rows that the capture ring had no room for"),
     Figure("tllm:rows_steered", "rows_steered", True, "Rows of tokens that were steered"),
+    Figure("tllm:rows_patched", "rows_patched", True, "Rows of tokens that were patched"),
     Figure("tllm:ring_rows", "ring_rows", False, "Rows that the capture ring holds"),
     Figure("tllm:ring_rows_in_use", "ring_rows_in_use", False, "Ring rows that are still read"),
     Figure(

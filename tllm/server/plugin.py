@@ -7,8 +7,10 @@ from typing import Any
 
 from tllm.client.llm import attach
 from tllm.engine import versions
+from tllm.server.bodies import CheckedBodies
+from tllm.server.document import add_fields
 from tllm.server.doors import Door
-from tllm.server.elsewhere import RefuseElsewhere
+from tllm.server.limits import LimitsByKey
 from tllm.server.live import LiveScores
 from tllm.server.metrics import Stats
 from tllm.server.routes import metrics, router
@@ -29,7 +31,8 @@ class InterventionPlugin:
         """Called by vLLM when the app is built."""
         app.include_router(router)
         app.add_api_route("/metrics", metrics, include_in_schema=False)  # in the place of vLLM's
-        app.add_middleware(RefuseElsewhere)
+        add_fields(app)
+        app.add_middleware(CheckedBodies, max_mib=ServerSettings.from_environment().max_body_mib)
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Called by vLLM when the handlers are there."""
@@ -53,10 +56,11 @@ class InterventionPlugin:
         files = capture_files(settings, args.port)
         state.tllm = ServerState(interventions, settings, files, Stats(interventions))
         live = LiveScores(interventions)
+        limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
         for door in _DOORS:
             handler = getattr(state, door, None)
             if handler is not None:
-                setattr(state, door, Door(handler, interventions, settings, files, live))
+                setattr(state, door, Door(handler, interventions, settings, files, live, limits))
 
 
 def plugin() -> InterventionPlugin:

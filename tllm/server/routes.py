@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 from ipaddress import ip_address
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import FileResponse, Response
@@ -84,25 +84,33 @@ def _is_loopback(request: Request) -> bool:
         return False
 
 
+_Answers: TypeAlias = dict[int | str, dict[str, Any]]
+_MALFORMED: _Answers = {400: {"description": "What is wrong, naming the field"}}
+_UNKNOWN: _Answers = {404: {"description": "There is none of that name"}}
+_ADMIN: _Answers = {
+    401: {"description": "The admin key is set, and was not given"},
+    403: {"description": "No admin key is set, and the caller is on another host"},
+}
+
 Admin = Annotated[ServerState, Depends(admin)]
 router = APIRouter(tags=["interventions"])
 
 
-@router.get("/v1/steering")
+@router.get("/v1/steering", responses=_ADMIN)
 async def steering_status(state: Admin) -> dict[str, Any]:
     """What steers every request, which modules there are, and what is in use."""
     status: dict[str, Any] = await state.interventions.steering.status()
     return status
 
 
-@router.get("/v1/steering/layers")
+@router.get("/v1/steering/layers", responses=_ADMIN)
 async def steering_layers(state: Admin) -> dict[str, Any]:
     """Where the model can be steered."""
     layers: dict[str, Any] = await state.interventions.steering.layers()
     return layers
 
 
-@router.post("/v1/steering/set")
+@router.post("/v1/steering/set", responses=_ADMIN | _MALFORMED)
 async def set_steering(body: SteeringBody, state: Admin) -> dict[str, Any]:
     """Steer every request from now on."""
     given = body.model_dump(exclude_none=True)
@@ -110,28 +118,28 @@ async def set_steering(body: SteeringBody, state: Admin) -> dict[str, Any]:
     return await steering_status(state)
 
 
-@router.post("/v1/steering/clear")
+@router.post("/v1/steering/clear", responses=_ADMIN)
 async def clear_steering(state: Admin) -> dict[str, Any]:
     """Stop steering every request. Registered modules stay."""
     await state.interventions.steering.clear()
     return await steering_status(state)
 
 
-@router.get("/v1/steering/modules")
+@router.get("/v1/steering/modules", responses=_ADMIN)
 async def steering_modules(state: Admin) -> dict[str, Any]:
     """What each registered module does."""
     modules: dict[str, Any] = await state.interventions.steering.modules()
     return modules
 
 
-@router.post("/v1/steering/modules/register")
+@router.post("/v1/steering/modules/register", responses=_ADMIN | _MALFORMED)
 async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
     """Give steering a name, for `steering_name` in requests and `model="MODEL:NAME"`."""
     await _checked(state.interventions.steering.register_module(body.name, body.spec))
     return {"registered": body.name}
 
 
-@router.post("/v1/steering/modules/unregister")
+@router.post("/v1/steering/modules/unregister", responses=_ADMIN | _UNKNOWN)
 async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
     """Forget a module."""
     if body.name not in await state.interventions.steering.modules():
@@ -140,14 +148,14 @@ async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
     return {"unregistered": body.name}
 
 
-@router.get("/v1/interventions")
+@router.get("/v1/interventions", responses=_ADMIN)
 async def interventions(state: Admin) -> list[dict[str, Any]]:
     """Counters of each worker: hook points, rows captured and dropped, consumers."""
     stats: list[dict[str, Any]] = await state.interventions.intervention_stats()
     return stats
 
 
-@router.get("/v1/captures/{name}", response_class=FileResponse)
+@router.get("/v1/captures/{name}", response_class=FileResponse, responses=_UNKNOWN)
 async def capture(name: str, request: Request) -> FileResponse:
     """A result that was too large for its response, as a safetensors file."""
     path = state_of(request).files.find(name)

@@ -28,6 +28,10 @@ class ServerSettings(BaseModel):
     """Whether requests may ask for captures."""
     allow_consumers: bool = True
     """Whether requests may give options to consumers."""
+    limits: Path | None = None
+    """A JSON file with what callers may ask, by API key (`tllm.server.limits`)."""
+    max_body_mib: int = Field(default=64, ge=1)
+    """The most that the body of a request may have."""
     inline_bytes: int = Field(default=65536, ge=0)
     """Results up to this size stand in the response; larger ones are fetched by reference."""
     captures_seconds: float = Field(default=600.0, gt=0)

@@ -1,4 +1,5 @@
-"""Refuses our fields on routes that would ignore them."""
+"""Looks at bodies before routes do: how large they are, and fields of ours that a route would
+ignore."""
 
 from __future__ import annotations
 
@@ -18,38 +19,54 @@ _INNER = ("vllm_xargs", "extra_args", "extra_kwargs")
 """Fields of vLLM's that go on to the engine as they are."""
 
 
-class RefuseElsewhere:
-    """ASGI middleware: 400 for a request that asks for interventions where nobody reads that."""
+class CheckedBodies:
+    """ASGI middleware: 413 for a body that is too large, and 400 for one that asks for
+    interventions where nobody reads that.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+        max_mib: of a body.
+    """
+
+    def __init__(self, app: ASGIApp, max_mib: int) -> None:
         self._app = app
+        self._max_mib = max_mib
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        ours = path.startswith("/v1/steering") or path in _READ_BY
-        if scope["type"] != "http" or scope["method"] != "POST" or ours:
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         messages = [await receive()]
-        while messages[-1].get("more_body"):
+        size = len(messages[0].get("body", b""))
+        while messages[-1].get("more_body") and size <= self._max_mib << 20:
             messages.append(await receive())
-        body = b"".join(message.get("body", b"") for message in messages)
+            size += len(messages[-1].get("body", b""))
+        if size > self._max_mib << 20:
+            message = (
+                f"the body has more than {self._max_mib} MiB; send less, such as vectors in the "
+                "packed form, or start the server with a larger --max-body-mib"
+            )
+            await _error(413, message, None)(scope, receive, send)
+            return
+        ours = path.startswith("/v1/steering") or path in _READ_BY
+        body = b"" if ours else b"".join(message.get("body", b"") for message in messages)
         named = _in_form(body) if _is_form(scope) else _in_json(body)
         if named:
-            error = {
-                "message": f"{named[0]} was given, but {path} does not read it; use "
-                f"{', '.join(_READ_BY)}",
-                "type": "BadRequestError",
-                "param": named[0],
-                "code": 400,
-            }
-            await JSONResponse({"error": error}, 400)(scope, receive, send)
+            message = (
+                f"{named[0]} was given, but {path} does not read it; use {', '.join(_READ_BY)}"
+            )
+            await _error(400, message, named[0])(scope, receive, send)
             return
 
         async def again() -> Message:
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, again, send)
+
+
+def _error(status: int, message: str, field: str | None) -> JSONResponse:
+    body = {"message": message, "type": "BadRequestError", "param": field, "code": status}
+    return JSONResponse({"error": body}, status)
 
 
 def _is_form(scope: Scope) -> bool:

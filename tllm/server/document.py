@@ -1,0 +1,142 @@
+"""The server's OpenAPI document: our fields in vLLM's requests, and our routes in words.
+
+`python -m tllm.server.document > doc/reference/http.md` writes the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from fastapi import FastAPI
+
+from tllm.server.fields import FIELDS
+from tllm.version import __version__
+
+REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
+"""Requests of vLLM's that take our fields."""
+
+_VECTORS = {
+    "type": "object",
+    "description": "{hook point: {layer: vector}}: added to the rows of prompt and generation. A "
+    "vector is a list of numbers, or an object with vector, scale, method, positions, or a list of "
+    "these; in the place of {layer: vector}, the packed form.",
+}
+_CLAMPS = {
+    "type": "object",
+    "description": "{hook point: {layer: clamp}}, applied after all vectors; a clamp is an object "
+    "with vector and any of min, max, value.",
+}
+_MODULE = {
+    "anyOf": [{"type": "string"}, {"type": "array"}],
+    "description": "A registered module: its name, [name, scale], or a list of these.",
+}
+PROPERTIES: Mapping[str, Mapping[str, Any]] = {
+    "consumers": {
+        "type": "object",
+        "additionalProperties": {"type": "object"},
+        "description": "Options by consumer; {} asks for its results, and "
+        '{"enabled": false} turns it off for the request.',
+    },
+    "capture": {
+        "type": "object",
+        "additionalProperties": {"type": "object"},
+        "description": "What to capture, by the consumer that it goes to: "
+        '{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}.',
+    },
+    "steering_vectors": _VECTORS,
+    "prefill_steering_vectors": _VECTORS | {"description": "The same, for tokens of the prompt."},
+    "decode_steering_vectors": _VECTORS | {"description": "The same, for generated tokens."},
+    "steering_clamps": _CLAMPS,
+    "prefill_steering_clamps": _CLAMPS | {"description": "The same, for tokens of the prompt."},
+    "decode_steering_clamps": _CLAMPS | {"description": "The same, for generated tokens."},
+    "steering_module_ref": _MODULE,
+    "steering_name": _MODULE | {"description": "Another name of steering_module_ref."},
+    "steering_positions": {
+        "description": "Which tokens to steer, for entries that say none: all, all_prompt, "
+        "all_generated, last_prompt, a list of positions, or an object."
+    },
+    "patch": {
+        "type": "array",
+        "items": {"type": "object"},
+        "description": "Rows that are put in the place of the request's own: objects with hook, "
+        "layer, positions, source and alpha.",
+    },
+}
+"""What each field is, as OpenAPI has it."""
+
+
+def add_fields(app: FastAPI) -> None:
+    """Let an app's document say what its requests take beside vLLM's fields."""
+    of_app = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = of_app()
+        schemas = document.get("components", {}).get("schemas", {})
+        for name in REQUESTS:
+            if name in schemas:
+                schemas[name].setdefault("properties", {}).update(PROPERTIES)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def markdown(document: Mapping[str, Any]) -> str:
+    """The reference of a document's routes, and of our fields."""
+    lines = [
+        "# HTTP",
+        "",
+        "Made from the server's OpenAPI document (`python -m tllm.server.document`); the server "
+        "itself has all of it, vLLM's routes too, at `/openapi.json`. How to use it: "
+        "[Serving](../guides/serving.md).",
+        "",
+        "## Fields of requests",
+        "",
+        "In bodies of `/v1/completions`, `/v1/chat/completions` and `/v1/responses`:",
+        "",
+        "| Field | |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(PROPERTIES[name]['description'])} |" for name in FIELDS),
+        "",
+        "## Routes",
+    ]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            lines += _route(path, method, operation, document)
+    return "\n".join(lines) + "\n"
+
+
+def _route(
+    path: str, method: str, operation: Mapping[str, Any], document: Mapping[str, Any]
+) -> Iterator[str]:
+    yield from ("", f"### `{method.upper()} {path}`", "", operation["description"])
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+    reference = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+    if reference:
+        schema = document["components"]["schemas"][reference]
+        required = schema.get("required", ())
+        yield from ("", "| Field of the body | |", "|---|---|")
+        for name, each in schema["properties"].items():
+            about = _cell(each.get("description", ""))
+            given = "required" if name in required else f"default `{each.get('default')}`"
+            yield f"| `{name}` | {' '.join(filter(None, (about, f'({given})')))} |"
+    yield from ("", "| Status | |", "|---|---|")
+    for status, answer in operation["responses"].items():
+        yield f"| {status} | {_cell(answer['description'])} |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def our_document() -> dict[str, Any]:
+    """The document of our routes alone."""
+    from tllm.server.routes import router
+
+    app = FastAPI(title="tLLM", version=__version__)
+    app.include_router(router)
+    return app.openapi()
+
+
+if __name__ == "__main__":
+    print(markdown(our_document()), end="")

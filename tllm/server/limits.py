@@ -1,0 +1,290 @@
+"""What a caller may ask of interventions, by its API key, and how much of it at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import mmap
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from pydantic import BaseModel, ConfigDict, Field
+
+from tllm.consumers.base import Consumer
+from tllm.server.fields import FieldError
+
+_STEERING = ("steering_vectors", "steering_clamps", "steering_module_ref")
+_SHA256 = "sha256:"
+
+
+class Limits(BaseModel):
+    """What one caller may ask. What is None is not limited."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    capture: bool = True
+    """Whether its requests may capture."""
+    consumers: bool = True
+    """Whether they may give options to consumers."""
+    steering: bool = True
+    """Whether they may steer."""
+    patching: bool = True
+    """Whether they may patch."""
+    rows: int | None = Field(default=None, ge=0)
+    """The most rows that a request may ask for, of all hook points, prompts and samples."""
+    bytes: int | None = Field(default=None, ge=0)
+    """The most bytes of them."""
+    vectors: int | None = Field(default=None, ge=0)
+    """The most vectors and clamps in a request."""
+    configurations: int | None = Field(default=None, ge=0)
+    """The most distinct ways of steering of its requests in flight."""
+    requests: int | None = Field(default=None, ge=0)
+    """The most requests in flight that ask for interventions."""
+
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Refuse what a request may not ask at all. Raises `FieldError`."""
+        steers = [name for name in asked if "steering" in name]
+        for allowed, names in (
+            (self.capture, ["capture"] if "capture" in asked else []),
+            (self.consumers, ["consumers"] if "consumers" in asked else []),
+            (self.steering, steers),
+            (self.patching, ["patch"] if "patch" in asked else []),
+        ):
+            if names and not allowed:
+                raise FieldError(
+                    names[0],
+                    f"{names[0]} was given, but this server does not allow it with this API key",
+                    HTTPStatus.FORBIDDEN,
+                )
+        if self.vectors is not None:
+            for name in steers:
+                count = (
+                    0
+                    if name in ("steering_module_ref", "steering_positions")
+                    else sum(map(_vectors_in, _places(asked[name])))
+                )
+                if count > self.vectors:
+                    raise FieldError(
+                        name,
+                        f"{name} has {count} vectors; with this API key a request may have "
+                        f"{self.vectors}",
+                        HTTPStatus.BAD_REQUEST,
+                    )
+
+    def check_rows(self, rows: int, row_bytes: int, field: str) -> None:
+        """Refuse a request for too many rows. Raises `FieldError`."""
+        for number, limit, what in (
+            (rows, self.rows, "rows"),
+            (rows * row_bytes, self.bytes, "bytes"),
+        ):
+            if limit is not None and number > limit:
+                raise FieldError(
+                    field,
+                    f"{field} asks for up to {number} {what}; with this API key a request may ask "
+                    f"for {limit}: fewer positions, layers, samples or max_tokens",
+                    HTTPStatus.BAD_REQUEST,
+                )
+
+
+def _places(tier: Any) -> list[Any]:
+    """What is done at each hook point and layer of a tier."""
+    if not isinstance(tier, Mapping):
+        return []
+    found: list[Any] = []
+    for layers in tier.values():
+        packed = not isinstance(layers, Mapping) or "data" in layers
+        found += [layers] if packed else layers.values()
+    return found
+
+
+def _vectors_in(entry: Any) -> int:
+    if isinstance(entry, Mapping):
+        indices = entry.get("layer_indices")
+        return len(indices) if isinstance(indices, list) else 1
+    if isinstance(entry, list) and entry and isinstance(entry[0], (Mapping, list)):
+        return len(entry)
+    return 1
+
+
+def captured_rows(
+    options: Mapping[str, tuple[Consumer, Mapping[str, Any]]],
+    num_layers: int,
+    tokens: list[int],
+    max_tokens: int,
+    num_samples: int,
+) -> int:
+    """How many rows a prompt asks for at the most.
+
+    Args:
+        options: of each consumer that the request named.
+        tokens: of the prompt.
+    """
+    rows, prompt_len = 0, len(tokens)
+    end = prompt_len + max_tokens - 1
+    for consumer, chosen in options.values():
+        for flow in consumer.request_flows(chosen, num_layers):
+            for start, stop in flow.selection.intervals(prompt_len, tokens):
+                of_prompt = max(0, min(stop, prompt_len) - start)
+                generated = max(0, min(stop, end) - max(start, prompt_len))
+                rows += len(flow.places) * (of_prompt + num_samples * generated)
+    return rows
+
+
+def parse_limits(given: Any) -> dict[str, Limits]:
+    """Limits by the SHA-256 of an API key, and first, by an empty text, those of everybody else.
+
+    Args:
+        given: `{"default": limits, "keys": {key: limits}}`; a key is as callers send it, or
+            `sha256:` and its digest in hexadecimal digits.
+
+    Raises `ValueError` naming what is wrong.
+    """
+    if not isinstance(given, Mapping) or not set(given) <= {"default", "keys"}:
+        raise ValueError('limits are {"default": {...}, "keys": {"KEY": {...}}}, and nothing else')
+    keys = given.get("keys", {})
+    if not isinstance(keys, Mapping):
+        raise ValueError("keys is not an object; give limits by API key")
+    found = {"": Limits.model_validate(given.get("default", {}))}
+    for key, limits in keys.items():
+        digest = key.removeprefix(_SHA256) if key.startswith(_SHA256) else _digest(key)
+        found[digest.lower()] = Limits.model_validate(limits)
+    return found
+
+
+class LimitsByKey:
+    """Limits of all callers, and what they have in flight, in all processes of a server.
+
+    Everybody without a key of his own shares what is allowed by default.
+
+    Args:
+        limits: see `parse_limits`.
+        folder: the same for all processes.
+    """
+
+    def __init__(self, limits: Mapping[str, Limits], folder: Path) -> None:
+        self._limits = list(limits.values())
+        self._digests = [digest.encode() for digest in limits][1:]
+        self._counts = SharedCounts(folder, len(self._limits))
+        self._ways: list[Counter[str]] = [Counter() for _ in self._limits]
+
+    @classmethod
+    def read(cls, path: Path | None, folder: Path) -> LimitsByKey:
+        """From a JSON file; without one nothing is limited."""
+        return cls(parse_limits({} if path is None else json.loads(path.read_text())), folder)
+
+    def caller(self, headers: Mapping[str, str]) -> int:
+        """Which caller sent a request: 0 for everybody whose key is not known here."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key if scheme.lower() == "bearer" else "").encode()
+        found = 0
+        for number, digest in enumerate(self._digests, 1):  # all of them: no time tells which
+            if hmac.compare_digest(digest, given):
+                found = number
+        return found
+
+    def of(self, caller: int) -> Limits:
+        """What a caller may ask."""
+        return self._limits[caller]
+
+    def begin(self, caller: int, asked: Mapping[str, Any]) -> Callable[[], None]:
+        """A request that asks for interventions begins; call what is returned when it has ended.
+
+        Raises `FieldError` when the caller has too many in flight.
+        """
+        limits, ways = self._limits[caller], self._ways[caller]
+        way = json.dumps({n: v for n, v in asked.items() if "steering" in n}, sort_keys=True)
+        key = "" if way == "{}" else hashlib.sha256(way.encode()).hexdigest()
+        new = int(bool(key) and not ways[key])
+        self._counts.add(caller, 1, new)
+        requests, configurations = self._counts.totals(caller)
+        for number, limit, what, field in (
+            (requests, limits.requests, "requests with interventions in flight", next(iter(asked))),
+            (new and configurations, limits.configurations, "ways of steering in flight", "steer"),
+        ):
+            if limit is not None and number > limit:
+                self._counts.add(caller, -1, -new)
+                if field == "steer":
+                    field = next(name for name in asked if "steering" in name)
+                raise FieldError(
+                    field,
+                    f"{field}: with this API key {limit} {what} are allowed at a time; wait until "
+                    "one has ended",
+                    HTTPStatus.TOO_MANY_REQUESTS,
+                )
+        if key:
+            ways[key] += 1
+
+        def end() -> None:
+            gone = 0
+            if key:
+                ways[key] -= 1
+                if not ways[key]:
+                    del ways[key]
+                    gone = 1
+            self._counts.add(caller, -1, -gone)
+
+        return end
+
+
+class SharedCounts:
+    """Requests and ways of steering in flight by caller, over the processes of a server.
+
+    Each process writes a file of its own, and reads those of the processes that live.
+    """
+
+    def __init__(self, folder: Path, callers: int) -> None:
+        self._folder = folder
+        self._shape = (callers, 2)
+        self._own = np.zeros(self._shape, np.int64)
+        self._others: dict[Path, np.ndarray] = {}
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._path = folder / f"{os.getpid()}-{_started(os.getpid())}"
+        self._path.write_bytes(bytes(self._own.nbytes))
+        self._own = self._mapped(self._path)
+
+    def add(self, caller: int, requests: int, configurations: int) -> None:
+        """Requests have begun, or ended if negative."""
+        self._own[caller] += (requests, configurations)
+
+    def totals(self, caller: int) -> tuple[int, int]:
+        """Requests and ways of steering in flight."""
+        requests, configurations = (int(number) for number in self._own[caller])
+        for path in self._folder.iterdir():
+            if path == self._path:
+                continue
+            pid, _, started = path.name.partition("-")
+            if _started(int(pid)) != started:  # it is gone, and what it had with it
+                path.unlink(missing_ok=True)
+                self._others.pop(path, None)
+                continue
+            if path not in self._others:
+                if path.stat().st_size != self._own.nbytes:  # not written yet
+                    continue
+                self._others[path] = self._mapped(path)
+            requests += int(self._others[path][caller, 0])
+            configurations += int(self._others[path][caller, 1])
+        return requests, configurations
+
+    def _mapped(self, path: Path) -> np.ndarray:
+        with path.open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+        return np.frombuffer(memory, np.int64).reshape(self._shape)
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, as text; None for one that is gone."""
+    try:
+        return str(int(100 * psutil.Process(pid).create_time()))
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
