@@ -1,6 +1,7 @@
 """Interventions over HTTP, against `transformers` and by the clients that people use."""
 
 import base64
+import json
 import time
 
 import httpx
@@ -8,6 +9,8 @@ import numpy as np
 import openai
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
 
@@ -443,3 +446,47 @@ def test_requests_in_flight_are_limited_by_key(server):
         except openai.RateLimitError:
             time.sleep(0.1)
     raise AssertionError("a request that was given up is still counted")
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=8) | st.sampled_from(["post_block", "memory", "vector", "data", "1"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+ROUTES = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    *(path for path, how in document.our_document()["paths"].items() if "post" in how),
+]
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(path=st.sampled_from(ROUTES), asked=st.dictionaries(
+    st.sampled_from([*document.PROPERTIES, "vectors", "clamps", "positions", "name", "spec"]),
+    JSON, max_size=3))  # fmt: skip
+def test_nothing_that_is_sent_is_a_fault_of_the_server(server, path, asked):
+    """Any JSON in our fields and routes is answered, or refused with a sentence."""
+    body = asked
+    if path in ROUTES[:3]:
+        needed = {"prompt": PROMPT, "messages": CHAT["messages"], "input": PROMPT}
+        body = {"model": "demo", "max_tokens": 1, "max_output_tokens": 1, **needed, **asked}
+    headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+    content = json.dumps(body).encode("utf-8", "surrogatepass")
+    answer = httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    assert answer.status_code < 500, (path, body, answer.text)
+    if answer.status_code >= 400:
+        assert answer.json()
+
+
+def test_what_was_fuzzed_steers_nobody(server):
+    assert server.post("/v1/steering/clear", {}).is_success
+    assert server.get("/v1/steering").json()["global"] == {}
