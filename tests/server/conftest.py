@@ -46,6 +46,8 @@ class Server:
         command += ["--limits", str(limits), "--consumer", f"probe:path={probe},layer=1"]
         command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
+        # Few blocks: requests that are long, and many, are preempted.
+        command += ["--block-size", "32", "--num-gpu-blocks-override", "32"]
         command += ["--api-server-count", "2"]  # they must agree in everything
         environment = os.environ | {
             "PYTHONPATH": str(ROOT),

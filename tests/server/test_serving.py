@@ -1,5 +1,6 @@
 """Interventions over HTTP, against `transformers` and by the clients that people use."""
 
+import asyncio
 import base64
 import json
 import time
@@ -242,6 +243,41 @@ def test_scores_stream_in_chats_and_responses_too(client):
     payload = events[-1].response.consumer_results["probe"]["payload"]
     values = [value for scores in each for value in scores["values"]]
     assert decoded(payload["values"])[: len(values)].tolist() == values
+
+
+def test_preempted_requests_have_all_their_rows(server, model):
+    """Eight requests of 7 blocks each, and 31 blocks for all of them."""
+    asked = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
+
+    async def ask(client, number):
+        return await client.completions.create(
+            model="demo", prompt=f"{number} {PROMPT}", max_tokens=200, temperature=1.0, seed=number,
+            extra_body={"capture": asked, "ignore_eos": True, "return_token_ids": True},
+        )  # fmt: skip
+
+    async def ask_all():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            return await asyncio.gather(*(ask(client, number) for number in range(8)))
+
+    before = preemptions(server)
+    for number, answer in enumerate(asyncio.run(ask_all())):
+        (choice,) = answer.choices
+        payload = choice.capture_results["memory"]["payload"]
+        rows = load(server.get(payload["url"], key=None).content)["post_block.1.tensor"]
+        prompt = model[1](f"{number} {PROMPT}")["input_ids"]
+        expected = states(model, [*prompt, *choice.token_ids][:-1], 1)
+        torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+    assert preemptions(server) > before
+
+
+def preemptions(server):
+    text = server.get("/metrics", key=None).text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "vllm:num_preemptions_total"
+    )
 
 
 def test_an_answer_that_is_fetched_later_has_no_place_for_results(server):
