@@ -12,92 +12,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from demo.text import hero, mood, mood_pair, neutral_opening
-from tllm import LLM, SamplingParams
-from tllm.steering import ExtractedModule, extract
-
-SCALES = (-2.0, -1.0, -0.5, -0.25, 0.0, 0.25, 0.5, 1.0, 2.0)
-
-
-@dataclass(frozen=True)
-class Way:
-    """Where to steer: a layer, and which tokens, as `steering_positions` takes them."""
-
-    layer: int
-    positions: str
-
-    @classmethod
-    def parse(cls, text: str) -> Way:
-        """From `LAYER:POSITIONS`."""
-        layer, _, positions = text.partition(":")
-        return cls(int(layer), positions or "all")
-
-    def __str__(self) -> str:
-        tokens = {"all": "all tokens", "all_generated": "generated tokens"}
-        return f"layer {self.layer}, {tokens.get(self.positions, self.positions)}"
-
-
-@dataclass(frozen=True)
-class Point:
-    """What came of steering in one way with one scale.
-
-    Attributes:
-        happy, sad: shares of the stories; the rest speaks for neither mood.
-        kept: share of the stories that still name the opening's hero. It falls when the model is
-            pushed so far that it stops telling a story.
-    """
-
-    way: Way
-    scale: float
-    happy: float
-    sad: float
-    kept: float
-
-
-def mood_module(llm: LLM, pairs: int = 100) -> ExtractedModule:
-    """The direction from sad to happy at every layer."""
-    rng = Random(0)
-    happy, sad = zip(*(mood_pair(rng) for _ in range(pairs)), strict=True)
-    return extract(llm, happy, sad, method="diffmean")
-
-
-def measure(
-    llm: LLM, module: ExtractedModule, ways: Sequence[Way], openings: int, max_tokens: int = 48
-) -> Iterator[Point]:
-    """Steer stories from neutral openings, in each way with each scale."""
-    rng = Random(1)
-    told = [neutral_opening(rng) for _ in range(openings)]
-    settings = [(way, scale) for way in ways for scale in SCALES]
-    params = [
-        SamplingParams(
-            steering_vectors=module.select(way.layer).scaled(scale),
-            steering_positions=way.positions,
-            max_tokens=max_tokens,
-            temperature=0.8,
-        )
-        for way, scale in settings
-        for _ in range(openings)
-    ]
-    outputs = llm.generate(told * len(settings), params, use_tqdm=False)
-    texts = [output.outputs[0].text for output in outputs]
-    for i, (way, scale) in enumerate(settings):
-        stories = texts[i * openings : (i + 1) * openings]
-        moods = [mood(story) for story in stories]
-        pairs = zip(told, stories, strict=True)
-        yield Point(
-            way,
-            scale,
-            happy=moods.count("happy") / openings,
-            sad=moods.count("sad") / openings,
-            kept=sum(str(hero(opening)) in story for opening, story in pairs) / openings,
-        )
+from demo.moods import SCALES, Point, Way, measure, mood_module
+from tllm import LLM
 
 
 def plot(points: Sequence[Point]) -> str:

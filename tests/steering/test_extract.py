@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from demo import moods as told
 from demo.text import mood, mood_pair, neutral_opening
 from tllm import LLM, SamplingParams
 from tllm.steering import ExtractedModule, SteeringModule, extract, load
@@ -322,3 +323,25 @@ def test_the_mood_vector_makes_neutral_openings_happy_or_sad(
         moods = [mood(output.outputs[0].text) for output in outputs]
         shares[scale] = moods.count("happy") / len(moods)
     assert shares[-1.0] < 0.2 < 0.3 < shares[0.0] < 0.7 < 0.8 < shares[1.0]
+
+
+# -- what `make demo` shows with them --------------------------------------------------------------
+
+
+def test_the_demo_steers_moods_and_tells_them_apart_token_by_token(llm: LLM):
+    module = told.mood_module(llm)
+    way = told.Way(module.best_layer, "all")
+    sad, plain, happy = told.measure(llm, module, [way], 16, scales=(-0.5, 0.0, 0.5))
+    assert happy.happy > 0.7 > plain.happy > sad.happy
+    assert sad.sad > 0.7
+    probe, right = told.mood_probe(llm, pairs=40)
+    assert right > 0.8
+    llm.register_consumer(probe)
+    try:
+        stories = told.tell(llm, mood_pair(Random(5)), max_tokens=24)
+    finally:
+        llm.unregister_consumer(probe)
+    for story in stories:
+        assert len(story.tokens) == len(story.scores) + 1
+    happily, sadly = (np.mean(story.scores) for story in stories)
+    assert happily > sadly + 0.5
