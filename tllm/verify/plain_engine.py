@@ -14,12 +14,21 @@ def log_probabilities(
     Args:
         engine: arguments of `vllm.LLM`.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     llm = LLM(model, **engine)
+    try:
+        return _asked(llm, sequences)
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # else this process would wait for the engine's
+
+
+def _asked(llm: Any, sequences: Sequence[list[int]]) -> list[list[float]]:
+    from vllm import SamplingParams
+
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
     prompts = [{"prompt_token_ids": sequence} for sequence in sequences]
-    outputs = llm.generate(prompts, params, use_tqdm=False)  # type: ignore[arg-type]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return [
         [
             found[token].logprob
