@@ -13,6 +13,7 @@ from tllm.server.doors import Door
 from tllm.server.limits import LimitsByKey
 from tllm.server.live import LiveScores
 from tllm.server.metrics import Stats
+from tllm.server.page import page_router
 from tllm.server.routes import metrics, router
 from tllm.server.settings import ServerSettings
 from tllm.server.state import ServerState, capture_files
@@ -30,6 +31,7 @@ class InterventionPlugin:
     def attach_router(self, app: Any) -> None:
         """Called by vLLM when the app is built."""
         app.include_router(router)
+        app.include_router(page_router)
         app.add_api_route("/metrics", metrics, include_in_schema=False)  # in the place of vLLM's
         add_fields(app)
         app.add_middleware(CheckedBodies, max_mib=ServerSettings.from_environment().max_body_mib)
