@@ -20,12 +20,16 @@ from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, Logits, PerToken, ResidualStream
 
-PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66))]
+PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66)), list(range(70, 90))]
 STEERED = 2
 """Of the prompts, the one that the steering consumer is enabled for."""
 ASKED = 3
 """Of the prompts, the one that asks for steering itself: in all phases at layer 0, when decoding at
 layer 3, and by a module, of twice its effect, at layer 2."""
+PATCHED = 4
+"""Of the prompts, the one into which rows of a run of another are put."""
+RUN, FROM = 1, {(0, 3): 10, (3, 15): 39, (3, 21): 7}
+"""That other; and by layer and position, which of its rows leaving that block."""
 TOKENS = 5
 
 
@@ -43,6 +47,19 @@ def asked(hidden: int) -> dict:
         "decode_steering_vectors": {"pre_attn": {-1: {"vector": late / 2, "scale": 2}}},
         "steering_module_ref": ("in the middle", 2.0),
     }
+
+
+def patches(run):
+    """What is asked of the patched request."""
+    return [
+        {
+            "hook": "post_block",
+            "layer": layer,
+            "positions": [position],
+            "source": {"run": run, "positions": [row]},
+        }
+        for (layer, position), row in FROM.items()
+    ]
 
 
 class Reader(Consumer):
@@ -107,6 +124,7 @@ def main(model: str, output: str, options: str) -> None:
     )
     hidden = llm.llm_engine.model_config.get_hidden_size()
     llm.steering.register_module("in the middle", {"post_block": {2: vectors(hidden)[2] / 2}})
+    run = llm.patching.run(PROMPTS[RUN], hooks="post_block", layers=[0, 3])
     params = [
         SamplingParams(
             temperature=0,
@@ -115,6 +133,7 @@ def main(model: str, output: str, options: str) -> None:
             detokenize=False,
             consumers={"steering": {"enabled": i == STEERED}},
             **(asked(hidden) if i == ASKED else {}),
+            patch=patches(run) if i == PATCHED else None,
         )
         for i in range(len(PROMPTS))
     ]

@@ -167,12 +167,16 @@ class Reference:
         return logits, seen
 
     def greedy(
-        self, prompt: Sequence[int], count: int, additions: Sequence[Addition] = ()
+        self,
+        prompt: Sequence[int],
+        count: int,
+        additions: Sequence[Addition] = (),
+        patches: Sequence[PatchedRow] = (),
     ) -> list[int]:
         """The `count` most likely tokens after a prompt."""
         tokens = list(prompt)
         for _ in range(count):
-            logits, _ = self.run(tokens, additions=additions)
+            logits, _ = self.run(tokens, additions=additions, patches=patches)
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(prompt) :]
 

@@ -10,7 +10,7 @@ from child_process import run_script
 
 from engine import modes
 from engine.asking import RELATIVE, error_of
-from engine.reference import HIDDEN, Addition
+from engine.reference import HIDDEN, Addition, PatchedRow
 
 MODES = {
     "engine process": ({"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
@@ -61,13 +61,19 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
     saved = torch.load(output, weights_only=False)
     assert saved["errors"] == []
     steering = Addition(("post_block", 2), torch.linspace(-3, 3, HIDDEN))
+    _, run = reference.run(modes.PROMPTS[modes.RUN], [("post_block", 0), ("post_block", 3)])
+    patched = [
+        PatchedRow(("post_block", layer), position, run["post_block", layer][row])
+        for (layer, position), row in modes.FROM.items()
+    ]
     for i, prompt in enumerate(modes.PROMPTS):
         additions = {modes.STEERED: [steering], modes.ASKED: asked_additions(prompt)}.get(i, [])
-        tokens = reference.greedy(prompt, modes.TOKENS, additions)
+        patches = patched if i == modes.PATCHED else []
+        tokens = reference.greedy(prompt, modes.TOKENS, additions, patches)
         assert [run[i] for run in saved["tokens"]] == [tokens] * 3
         passed = [*prompt, *tokens][:-1]
         places = {"early": ("post_block", 0), "late": ("lm_head_in", None)}
-        logits, states = reference.run(passed, list(places.values()), additions)
+        logits, states = reference.run(passed, list(places.values()), additions, patches)
         expected = {name: states[place] for name, place in places.items()} | {"logits": logits}
         for name, (positions, rows) in saved["rows"][i].items():
             first = len(prompt) - 1 if name == "logits" else 0

@@ -69,7 +69,7 @@ def third(logprobs):
 
 @pytest.mark.parametrize("noising", [False, True])
 def test_a_sweep_of_two_pairs_is_a_loop_of_transformers(llm, reference, noising):
-    lengths = [5, 6] if INTERPRETED else [11, 26]  # the engine's prompts are in chunks of 24
+    lengths = [6, 7] if INTERPRETED else [11, 26]  # the engine's prompts are in chunks of 24
     clean, corrupt = pairs_of(lengths, first=3)
     names = ["logit_diff", "logprob", "recovered", "kl", third]
     sweep = llm.patching.sweep(

@@ -6,7 +6,8 @@ capture program, which add row, which steering row; its `neutral` value says tha
 rows of the plan, the fields and flags of a descriptor and the constants of the kernels derive from
 it. A new action is a member here, a branch in the tap's kernel, and one in its reference.
 
-A tap works in this order, whatever the order below is: capture, patch, add, steer, gate.
+A tap works in this order, whatever the order below is: capture, patch, add, steer, gate (which has
+no branch yet).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class KeptRows:
         kind: rows of a run, one for each token of its prompt; or one mean row at each place.
         places: hook points with their layers.
         num_positions: rows at each place.
-        num_bytes: what they take on a device; of a pipeline, on all of its stages together.
+        num_bytes: what they take, on all workers together.
     """
 
     name: str
