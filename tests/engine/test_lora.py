@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from tiny_engines import TINY_ENGINE
 from vllm.lora.request import LoRARequest
 
+from engine.asking import RELATIVE, greedy, prompts_of
 from engine.modes import Reader
 from engine.reference import HIDDEN, LAYERS, Addition, Reference
 from tllm import LLM, SamplingParams
@@ -19,11 +21,9 @@ RANK = 4
 VECTOR = 5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(21))
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
+def save_adapter(path: Path, seed: int) -> Path:
     """A random adapter of the attention's output projections, as PEFT saves one."""
-    path = tmp_path_factory.mktemp("adapter")
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for layer in range(LAYERS):
         name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
@@ -33,6 +33,18 @@ def adapter(tmp_path_factory):
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"]}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    return save_adapter(tmp_path_factory.mktemp("adapter"), 3)
+
+
+@pytest.fixture(scope="module")
+def lora_engine(tiny_model):
+    return LLM(
+        tiny_model, max_num_batched_tokens=24, enable_lora=True, max_lora_rank=8, **TINY_ENGINE
+    )
 
 
 def merged(reference: Reference, adapter) -> None:
@@ -46,17 +58,11 @@ def merged(reference: Reference, adapter) -> None:
         block.self_attn.o_proj.weight.data += delta
 
 
-def test_rows_belong_to_the_request_and_its_adapter(tiny_model, adapter):
+def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, adapter):
     """One adapter a batch: vLLM 0.32 on a CPU gives a batch's adapter to its plain requests too."""
     read = ResidualStream.read(layer=LAYERS - 2, site="post_block", role="hidden")
-    llm = LLM(
-        tiny_model,
-        max_num_batched_tokens=24,
-        enable_lora=True,
-        max_lora_rank=8,
-        consumers=[Reader("reader", read)],
-        **TINY_ENGINE,
-    )
+    llm = lora_engine
+    llm.register_consumer(Reader("reader", read))
     prompts = [list(range(10, 40)), [7, 8, 9]]
     plain, changed = Reference(tiny_model), Reference(tiny_model)
     merged(changed, adapter)
@@ -94,3 +100,36 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, adapter):
     for output, prompt in zip(outputs, prompts, strict=True):
         expected = changed.greedy(prompt, 6, [Addition(("post_block", 1), VECTOR)])
         assert list(output.outputs[0].token_ids) == expected
+    llm.clear_consumers()
+
+
+def test_adapters_take_turns_at_prompts_that_are_cached(tiny_model, lora_engine, adapter, tmp_path):
+    """Requests with steering, capture, both and neither; each adapter begins and comes again."""
+    other = save_adapter(tmp_path, 5)
+    references = [Reference(tiny_model) for _ in range(3)]
+    merged(references[0], adapter)
+    merged(references[1], other)
+    loras = [LoRARequest("one", 1, str(adapter)), LoRARequest("two", 2, str(other)), None]
+    [prompt] = prompts_of([70])
+    place = ("post_block", LAYERS - 2)
+    capture = {"memory": {"hooks": {"post_block": [LAYERS - 2]}, "positions": "all"}}
+    steering = {"post_block": {1: VECTOR}}
+    asked = [
+        {"capture": c, "steering_vectors": s} for c in (None, capture) for s in (None, steering)
+    ]
+    for turn in (0, 1, 2, 0, 2, 1):
+        outputs = lora_engine.generate(
+            [{"prompt_token_ids": prompt}] * len(asked),
+            [greedy(4, **each) for each in asked],
+            lora_request=loras[turn],
+            use_tqdm=False,
+        )
+        for output, each in zip(outputs, asked, strict=True):
+            additions = [Addition(("post_block", 1), VECTOR)] if each["steering_vectors"] else []
+            [sample], reference = output.outputs, references[turn]
+            assert list(sample.token_ids) == reference.greedy(prompt, 4, additions)
+            if each["capture"]:
+                tokens = [*prompt, *sample.token_ids][:-1]
+                rows = sample.activations["post_block"][LAYERS - 2].tensor
+                expected = reference.run(tokens, [place], additions)[1][place]
+                assert (rows - expected).norm() < RELATIVE * expected.norm()

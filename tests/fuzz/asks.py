@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from random import Random
 from typing import Any, Literal
 
 import numpy as np
@@ -44,8 +45,14 @@ class Ask:
 
     @cached_property
     def same(self) -> SamplingParams:
-        """Sampling parameters that several requests share."""
+        """Its parameters, the same object each time it runs, and for its twins."""
         return self.params()
+
+    def twin(self, pick: Random) -> Ask:
+        """A request that is given the same object for its parameters, and another prompt."""
+        found = replace(self, prompt=pick.sample(self.prompt, len(self.prompt)))
+        found.same = self.same
+        return found
 
     @property
     def captures(self) -> dict[str, dict[str, Any]]:

@@ -272,6 +272,9 @@ def _abort(pick: Random, ask: Ask) -> None:
     ask.abort_after = pick.randint(1, 12)
 
 
+SHARED = 0.2
+"""How likely a request has the same parameters as the one before."""
+
 Kind = Literal["any", "seeded", "priority", "text", "served", "abort"]
 
 
@@ -349,3 +352,12 @@ def draw(pick: Random, allowed: frozenset[str]) -> Ask:
             feature.draw(pick, ask)
             ask.drawn.append(feature.name)
     return ask
+
+
+def draw_together(pick: Random, allowed: frozenset[str], count: int) -> list[Ask]:
+    """Random requests, some of which share their parameters with another."""
+    asks = [draw(pick, allowed) for _ in range(count)]
+    for number in range(1, count):
+        if pick.random() < SHARED:
+            asks[number] = asks[number - 1].twin(pick)
+    return asks

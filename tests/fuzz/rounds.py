@@ -15,7 +15,7 @@ from engine.asking import generate
 from engine.reference import HIDDEN
 
 from fuzz.asks import Ask
-from fuzz.features import MODULES, VECTORS, draw, tier
+from fuzz.features import MODULES, VECTORS, draw_together, tier
 from fuzz.leaks import Footprint, footprint, grown
 from fuzz.oracle import Alone, Oracle, WrongError, at_these_positions
 from tllm.consumers.base import Consumer
@@ -135,7 +135,7 @@ class Attack:
     def run(self, seed: int, requests: int) -> int:
         """One round; how many requests were compared. `WrongError` tells seed and request."""
         pick = Random(seed)
-        asks = [draw(pick, self._allows) for _ in range(requests)]
+        asks = draw_together(pick, self._allows, requests)
         everywhere = tier(pick, Ask([1], {"max_tokens": 2})) if pick.random() < STEERED else None
         interrupt = pick.randint(1, 15) if pick.random() < INTERRUPTED else None
         happens = {

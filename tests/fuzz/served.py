@@ -21,7 +21,7 @@ from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 
 from fuzz.asks import Ask
-from fuzz.features import MODULES, draw
+from fuzz.features import MODULES, draw_together
 from fuzz.leaks import Footprint, grown, of_process
 from fuzz.oracle import Oracle, WrongError
 from fuzz.rounds import AGAIN, PROBE, consumers
@@ -41,7 +41,7 @@ class Served:
     async def run(self, seed: int, requests: int) -> int:
         """One round; how many requests were compared."""
         pick = Random(seed)
-        asks = [draw(pick, ALLOWED) for _ in range(requests)]
+        asks = draw_together(pick, ALLOWED, requests)
         more: list[str] = []
         before, checked = None, 0
         for _ in range(1 + AGAIN):

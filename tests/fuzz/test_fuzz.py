@@ -25,11 +25,11 @@ def test_requests_that_run_together_are_as_alone_and_leave_nothing(attacked):
 
 @pytest.mark.skipif(RUNNER != "v1", reason="the interpreted V2 runner is set up in one process")
 def test_requests_that_are_served_are_as_alone_and_leave_nothing(tiny_model, tmp_path):
+    tests = Path(__file__).parents[1]
     arguments = [tiny_model, str(tmp_path), str(SEED), SECONDS or "45"]
     done = subprocess.run(
         [sys.executable, served.__file__, *arguments],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
-        cwd=Path(__file__).parents[2],
+        env=os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"},
         capture_output=True,
         text=True,
         timeout=300 + float(SECONDS or 45),
