@@ -1,0 +1,58 @@
+"""A user's process that is killed leaves no memory, and a store that goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+import tllm.stores
+from engine import killed_user
+from engine.asking import generate
+from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.shared_memory import FOLDER, sweep
+
+pytestmark = pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    reason="the interpreted V2 runner is set up in this process only",
+)
+
+
+def test_a_user_that_is_killed_leaves_nothing_and_a_store_that_goes_on(tiny_model, llm, tmp_path):
+    root, tests = tmp_path / "store", Path(__file__).parents[1]
+    paths = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    user = subprocess.Popen(
+        [sys.executable, killed_user.__file__, tiny_model, str(root)],
+        env=os.environ | paths | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        others = [psutil.Process(int(pid)) for pid in user.stdout.readline().split()]
+    finally:
+        user.kill()
+        user.wait()
+    assert others
+    for process in others:  # vLLM's engine outlives its user: whoever killed one ends both
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    assert not psutil.wait_procs(others, timeout=60)[1]
+    sweep()  # as the next engine does
+    pids = [user.pid, *(process.pid for process in others)]
+    left = [path.name for path in FOLDER.glob("tllm-*")]
+    assert not [name for name in left for pid in pids if f"-{pid}-" in name]
+
+    store = tllm.stores.open(root)
+    assert store.verify().ok
+    expected = store.record("whole").tensor("post_block", 1)
+    llm.register_consumer(FilesystemConsumer(root, publish_interval=0.05))
+    [output] = generate(llm, [killed_user.PROMPT], killed_user.asked("next", 3))
+    result = output.outputs[0].capture_results["filesystem"]
+    assert (result.status, result.error) == ("ok", None)
+    rows = store.refresh().record("next").tensor("post_block", 1)
+    assert (rows - expected).norm() < 1e-4 * expected.norm()
