@@ -17,13 +17,14 @@ if TYPE_CHECKING:
         make_llm,
         register_consumer,
     )
-    from tllm.params import PoolingParams, SamplingParams
+    from tllm.params import BeamSearchParams, PoolingParams, SamplingParams
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "EngineArgs",
     "PoolingParams",
     "RequestOutput",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 _THEIRS = ("AsyncEngineArgs", "EngineArgs", "RequestOutput", "TokensPrompt")
-_PARAMS = ("PoolingParams", "SamplingParams")
+_PARAMS = ("BeamSearchParams", "PoolingParams", "SamplingParams")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,14 +1,16 @@
-"""`tllm.SamplingParams` and `tllm.PoolingParams`: vLLM's, with what a request asks of tLLM."""
+"""`SamplingParams`, `PoolingParams` and `BeamSearchParams`: vLLM's, with what a request asks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import numpy as np
 import vllm
+from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 
 from tllm.spec.groups import RequestSteering
 from tllm.spec.patching import RequestPatch
@@ -29,19 +31,8 @@ _DEEPEST = 32
 """Levels of mappings and lists in what is asked of a capture."""
 
 
-ASKED_FIELDS = (
-    "consumers",
-    "capture",
-    *_STEERING_NAMES.values(),
-    "steering_module_ref",
-    "steering_positions",
-    "patch",
-)
-"""What a request may ask of tLLM, beside vLLM's own parameters."""
-
-
-class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-arg]
-    """`vllm.SamplingParams`, with what a request asks of consumers, of steering and of patching.
+class Asking(msgspec.Struct, kw_only=True):
+    """What a request asks of tLLM: the fields that our classes have beside those of vLLM's.
 
     Attributes:
         consumers: by consumer id, e.g. `{"esamp": {"beta": 0.3}}`; `{"enabled": False}` turns a
@@ -84,8 +75,23 @@ class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-ar
     patch: Any = None
     asked: Asked | None = None
 
+
+ASKED_FIELDS = tuple(name for name in Asking.__struct_fields__ if name != "asked")
+"""What a request may ask of tLLM, beside vLLM's own parameters."""
+
+
+class _Checked:
+    """What is asked is checked when it is given. Mixed into vLLM's parameters with our fields."""
+
+    __slots__ = ()
+    theirs: ClassVar[Any]
+    """vLLM's own class."""
+
+    if TYPE_CHECKING:
+        asked: Asked | None
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
         if self.asked is None:
             self.asked = _asked_in(self)
 
@@ -94,70 +100,100 @@ class SamplingParams(vllm.SamplingParams, kw_only=True):  # type: ignore[call-ar
         if name in ASKED_FIELDS:
             self.asked = _asked_in(self)
 
-    def __deepcopy__(self, memo: Any) -> SamplingParams:
-        own = _with_own_values(self, vllm.SamplingParams, memo)
-        own.__post_init__()
+    def __deepcopy__(self, memo: Any) -> Any:
+        # What is asked of us never changes, and is shared.
+        own = copy.copy(self)
+        for name, value in _values_of(self).items():
+            setattr(own, name, copy.deepcopy(value, memo))
         return own
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and _equal(self, other, vllm.SamplingParams)
+        if type(other) is not type(self):
+            return False
+        return _values_of(self) == _values_of(other) and self.asked == other.asked
+
+
+if TYPE_CHECKING:
+
+    class _SamplingFields(_Checked, vllm.SamplingParams, Asking, kw_only=True):
+        pass
+
+    class _PoolingFields(_Checked, vllm.PoolingParams, Asking, kw_only=True):
+        pass
+
+    class _BeamSearchFields(_Checked, VllmBeamSearchParams, Asking, kw_only=True):
+        pass
+else:
+
+    def _with_our_fields(theirs: type) -> type:
+        # Structs with fields cannot be mixed.
+        ours = [(f.name, f.type, f.default) for f in msgspec.structs.fields(Asking)]
+        return msgspec.defstruct(
+            theirs.__name__,
+            ours,
+            bases=(_Checked, theirs),
+            namespace={"theirs": theirs, "__annotations__": {"theirs": ClassVar[Any]}},
+            module=__name__,
+            kw_only=True,
+        )
+
+    _SamplingFields, _PoolingFields, _BeamSearchFields = map(
+        _with_our_fields, (vllm.SamplingParams, vllm.PoolingParams, VllmBeamSearchParams)
+    )
+
+
+class SamplingParams(_SamplingFields, kw_only=True):
+    """`vllm.SamplingParams`, with what a request asks of consumers, of steering and of patching.
+
+    Attributes:
+        consumers, capture, steering_vectors, ...: see `Asking`.
+    """
+
+    def __deepcopy__(self, memo: Any) -> SamplingParams:
+        own: SamplingParams = super().__deepcopy__(memo)
+        own.__post_init__()
+        return own
 
     @classmethod
     def from_optional(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """As `vllm.SamplingParams.from_optional`, with our arguments beside."""
         ours = {name: kwargs.pop(name) for name in ASKED_FIELDS if name in kwargs}
         made = vllm.SamplingParams.from_optional(*args, **kwargs)
-        return cls(**_values_of(made, vllm.SamplingParams), **ours)
+        return cls(**_values(made, vllm.SamplingParams), **ours)
 
 
-class PoolingParams(vllm.PoolingParams, kw_only=True):  # type: ignore[call-arg]
+class PoolingParams(_PoolingFields, kw_only=True):
     """`vllm.PoolingParams`, with what a request asks of consumers, of steering and of patching.
 
-    The fields are those of `SamplingParams`. Every token of a pooled request is of its prompt.
+    Every token of a pooled request is of its prompt.
+
+    Attributes:
+        consumers, capture, steering_vectors, ...: see `Asking`.
     """
 
-    consumers: Any = None
-    capture: Any = None
-    steering_vectors: Any = None
-    prefill_steering_vectors: Any = None
-    decode_steering_vectors: Any = None
-    steering_clamps: Any = None
-    prefill_steering_clamps: Any = None
-    decode_steering_clamps: Any = None
-    steering_module_ref: Any = None
-    steering_positions: Any = None
-    patch: Any = None
-    asked: Asked | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.asked is None:
-            self.asked = _asked_in(self)
+class BeamSearchParams(_BeamSearchFields, kw_only=True):
+    """`vllm.sampling_params.BeamSearchParams`, with what all beams ask of consumers and of
+    steering. Captures and patches are refused: a beam is computed by many requests.
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name in ASKED_FIELDS:
-            self.asked = _asked_in(self)
-
-    def __deepcopy__(self, memo: Any) -> PoolingParams:
-        return _with_own_values(self, vllm.PoolingParams, memo)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and _equal(self, other, vllm.PoolingParams)
+    Attributes:
+        consumers, steering_vectors, ...: see `Asking`.
+    """
 
 
 def plain(params: SamplingParams | PoolingParams) -> Any:
     """vLLM's part of parameters, as an object of vLLM's own class."""
-    base = vllm.SamplingParams if isinstance(params, SamplingParams) else vllm.PoolingParams
-    return base(**_values_of(params, base))
+    return params.theirs(**_values_of(params))
 
 
 def asked_of(params: Any) -> Asked:
     """What parameters ask: our own classes' `asked`, or, in vLLM's, what stands in
     `extra_args["tllm"]` (`extra_kwargs["tllm"]`) as plain data, under the names of our fields."""
-    if isinstance(params, (SamplingParams, PoolingParams)):
+    if isinstance(params, _Checked):
         assert params.asked is not None
         return params.asked
+    if params is None or isinstance(params, VllmBeamSearchParams):  # nothing can stand in these
+        return _NOTHING
     given = wire_of(params)
     return parse_asked(given) if given else _NOTHING
 
@@ -211,20 +247,13 @@ def _asked_in(params: Any) -> Asked:
     return parse_asked(given) if given else _NOTHING
 
 
-def _values_of(params: Any, base: Any) -> dict[str, Any]:
-    return {name: getattr(params, name) for name in base.__struct_fields__}
+def _values_of(params: Any) -> dict[str, Any]:
+    """vLLM's part of our parameters."""
+    return _values(params, params.theirs)
 
 
-def _with_own_values(params: Any, base: Any, memo: Any) -> Any:
-    """A copy with copies of vLLM's values; what is asked of us never changes, and is shared."""
-    own = copy.copy(params)
-    for name, value in _values_of(params, base).items():
-        setattr(own, name, copy.deepcopy(value, memo))
-    return own
-
-
-def _equal(one: Any, other: Any, base: Any) -> bool:
-    return bool(_values_of(one, base) == _values_of(other, base) and one.asked == other.asked)
+def _values(params: Any, theirs: Any) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in theirs.__struct_fields__}
 
 
 def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> RequestSteering | None:

@@ -19,6 +19,7 @@ from tllm.consumers.base import Consumer
 from tllm.engine.front import AsyncLLMFront, LLMEngineFront, RefusedError
 from tllm.params import asked_of
 from tllm.registry import consumer_from_spec
+from tllm.spec.request import Asked
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,10 @@ class SyncClient:
 
     Attributes:
         result_timeout_s: how long results are waited for.
+        asked: what requests ask, whatever their parameters are; None: what these say.
     """
+
+    asked: Asked | None = None
 
     def __init__(self, engine: Any, client: Client, result_timeout_s: float) -> None:
         self.calls = SyncCalls(engine, client.shared.token, self._pop_over)
@@ -109,7 +113,10 @@ class SyncClient:
 
     def admit(self, params: Any, request_id: str) -> Prepared:
         """Make a request ready."""
-        return self.calls.run(self._client.admit(params, request_id))
+        steps = self._client.admit(
+            params, request_id, asked=self.asked, generated=self.front.generated
+        )
+        return self.calls.run(steps)
 
     def note(self, request: Prepared, output: Any) -> None:
         """An output of a request, before the caller has it."""

@@ -263,6 +263,8 @@ class Client:
         results: bool = True,
         streamed: bool = False,
         first: Prepared | None = None,
+        asked: Asked | None = None,
+        generated: int = 0,
     ) -> Steps[Prepared]:
         """Make a request ready. What it is steered with is held for it until `release`.
 
@@ -271,12 +273,14 @@ class Client:
             results: whether somebody will come for what the consumers have to say.
             streamed: its prompt arrives in parts. Only the engine knows then where it ends.
             first: what the request asks of which this is a later input.
+            asked: what it asks; by default what its parameters say.
+            generated: how many of the last tokens of its prompt were generated.
 
         Raises `ValueError` naming what is wrong in it.
         """
         if not self.is_current:
             yield from self.current()
-        asked = asked_of(params)
+        asked = asked_of(params) if asked is None else asked
         for name, make in BUILT_IN.items():
             if name in asked.consumers and name not in self.consumers:
                 yield ALONE
@@ -294,7 +298,9 @@ class Client:
         patch = () if asked.patch is None else self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
         changes = groups, patch
-        prepared = self._prepare(params, asked, request_id, prompt_id, changes, results, streamed)
+        prepared = self._prepare(
+            params, asked, request_id, prompt_id, changes, results, streamed, generated
+        )
         if first is None:
             self.held.hold(prompt_id, groups)
         return prepared
@@ -338,6 +344,7 @@ class Client:
         changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
         results: bool,
         streamed: bool,
+        generated: int,
     ) -> Prepared:
         uses = self._uses(asked)
         if streamed and results and len(uses.unused) < len(self.consumers):
@@ -354,6 +361,7 @@ class Client:
             isolated=uses.writes,
             steering=tuple(group.use for group in groups),
             patch=patch,
+            generated=generated,
         )
         return Prepared(
             self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import vllm
@@ -14,6 +14,7 @@ from vllm.v1.executor import Executor
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.core import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
+from tllm.client.results import hand_on
 from tllm.consumers.base import Consumer
 from tllm.engine import limits
 from tllm.engine.executor import executor_in_place_of
@@ -21,6 +22,7 @@ from tllm.engine.front import OfflineFront, RefusedError, front_ends_of, handle_
 from tllm.engine.options import attach_to_config, check_attached, engine_arguments
 from tllm.params import asked_of
 from tllm.registry import Registry
+from tllm.spec.request import Asked
 
 _registry = Registry()
 
@@ -118,20 +120,54 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         self._set_up(client, run, SyncGeneration(self.llm_engine, run))
         self._run(client.current())
 
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's."""
+        with self._front.together():
+            return super().encode(*args, **kwargs)
+
     def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's. Its outputs have no place for captures: `encode` gives them."""
-        _refuse_captures("embed", kwargs.get("pooling_params"))
-        return super().embed(*args, **kwargs)
+        """As vLLM's."""
+        with self._front.together() as pooled:
+            outputs = super().embed(*args, **kwargs)
+        return hand_on(pooled, outputs)
 
     def classify(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's. Its outputs have no place for captures: `encode` gives them."""
-        _refuse_captures("classify", kwargs.get("pooling_params"))
-        return super().classify(*args, **kwargs)
+        """As vLLM's."""
+        with self._front.together() as pooled:
+            outputs = super().classify(*args, **kwargs)
+        return hand_on(pooled, outputs)
 
     def score(self, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's. Its outputs have no place for captures: `encode` gives them."""
-        _refuse_captures("score", kwargs.get("pooling_params"))
-        return super().score(*args, **kwargs)
+        """As vLLM's. Two texts that a model embeds one by one are two requests, and their score has
+        no place for the captures of both: `encode` gives them."""
+        if not self.scores_in_one_pass:
+            _refuse_captures(
+                asked_of(kwargs.get("pooling_params")),
+                "a score of this model is made of two requests, and has no place for the captures "
+                "of both; use encode(..., pooling_task=...)",
+            )
+        with self._front.together() as pooled:
+            outputs = super().score(*args, **kwargs)
+        return hand_on(pooled, outputs) if self.scores_in_one_pass else outputs
+
+    def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; all beams are steered as `tllm.BeamSearchParams` say, and by what is global:
+        a beam's tokens are generated tokens, though each of its steps is a request."""
+        asked = asked_of(params)
+        _refuse_captures(
+            asked,
+            "a beam is computed by many requests; capture its rows with generate() of the tokens "
+            "of the beams that are kept",
+        )
+        if asked.patch is not None:
+            raise RefusedError(
+                "patch was asked, but a beam is computed by many requests; use generate()"
+            )
+        self._sync.asked = asked
+        try:
+            return super().beam_search(prompts, params, *args, **kwargs)
+        finally:
+            self._sync.asked = None
 
     def wait_for_results(self, outputs: Iterable[Any], timeout_s: float | None = None) -> None:
         """Ask again for results that were `pending`, and put them on the outputs.
@@ -314,14 +350,10 @@ def _attached(
     return driver
 
 
-def _refuse_captures(method: str, params: Any) -> None:
+def _refuse_captures(asked: Asked, why: str) -> None:
     """Refuse captures where vLLM's outputs would leave them out."""
-    for each in params if isinstance(params, Sequence) else (params,):
-        if each is not None and (captures := asked_of(each).captures):
-            raise RefusedError(
-                f"capture[{captures[0]!r}] was asked, but the outputs of {method} have no place "
-                "for it; use encode(..., pooling_task=...)"
-            )
+    if asked.captures:
+        raise RefusedError(f"capture[{asked.captures[0]!r}] was asked, but {why}")
 
 
 def _chosen(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -204,6 +204,19 @@ def attach_results(
         }
         _set(sample, final, named)
     _set(output, samples[0][1].consumer_results if samples else {}, named)
+
+
+def hand_on(pooled: Iterable[Any], outputs: Sequence[Any]) -> Any:
+    """Give outputs that vLLM made of those of pooled requests what is on these; returns them."""
+    known = {output.request_id: output for output in pooled}
+    for output in outputs:
+        theirs = known[output.request_id]
+        for name in ("consumer_results", "capture_results", "activations", "tllm_request"):
+            value = getattr(theirs, name)
+            setattr(output, name, value)
+            if name != "tllm_request":
+                setattr(output.outputs, name, value)
+    return outputs
 
 
 def set_result(output: Any, sample: Any, name: str, result: ConsumerResult) -> None:

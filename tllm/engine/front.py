@@ -46,6 +46,12 @@ uses(
 )
 uses("vllm.outputs", "STREAM_FINISHED", "the last output of a streamed prompt")
 uses("vllm.exceptions", "VLLMClientError", "what a request asks and cannot have is its own fault")
+uses("vllm.entrypoints.llm.LLM", "pooling_task", "which scores are made of two requests")
+uses(
+    "vllm.entrypoints.generate.beam_search.utils.BeamSearchSequence",
+    "logprobs",
+    "a beam's generated tokens are told apart",
+)
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
 
 
@@ -122,9 +128,11 @@ class LLMEngineFront:
 
     Attributes:
         handle: what the user calls.
+        generated: how many of the last tokens of the prompts that are added now were generated.
     """
 
     handle: Any = None
+    generated = 0
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests, check: Any) -> None:
         self._engine = engine
@@ -199,17 +207,23 @@ class LLMEngineFront:
         self._requests.drop([self._running.pop(name).request for name in gone])
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> Iterator[list[Any]]:
         """Requests that the caller waits for together: their results are fetched at the end.
 
         An interrupt comes between two steps of an engine in this process, which would be left in
         the middle of one otherwise. Whatever ends the wait, nothing is left for the next caller.
+
+        Yields:
+            The outputs of those that have ended. They have their results after it.
         """
-        self._ended = []
+        if self._ended is not None:  # the caller's caller waits for more
+            yield self._ended
+            return
+        ended = self._ended = []
         try:
             with self._interrupts_between_steps():
-                yield
-            self._requests.finish(self._ended)
+                yield ended
+            self._requests.finish(ended)
         except BaseException:
             processor = self._engine.output_processor
             # Samples first: vLLM aborts those of a request that has several, but not twice.
@@ -255,6 +269,24 @@ class OfflineFront:
     def _run_engine(self, *args: Any, **kwargs: Any) -> Any:
         with self._front.together():
             return super()._run_engine(*args, **kwargs)  # type: ignore[misc]
+
+    @overrides(
+        "vllm.entrypoints.llm.LLM._beam_search_step",
+        "a beam's generated tokens, which are a prompt's in each of its steps, are told apart",
+    )
+    def _beam_search_step(self, instances_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        beams = [beam for instance in instances_batch for beam in instance.beams]
+        # All beams of a batch have grown alike: one by one, with each step.
+        self._front.generated = len(beams[0].logprobs) if beams else 0
+        try:
+            return super()._beam_search_step(instances_batch, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._front.generated = 0
+
+    @property
+    def scores_in_one_pass(self) -> bool:
+        """Whether both texts of a score are one request, as of a cross-encoder."""
+        return bool(self.pooling_task == "classify")  # type: ignore[attr-defined]
 
 
 class AsyncLLMFront:

@@ -54,7 +54,7 @@ uses(
 uses("vllm.config.ParallelConfig", "data_parallel_index tensor_parallel_size", "which worker it is")
 uses(
     "vllm.config.ModelConfig",
-    "model served_model_name dtype runner_type get_vocab_size",
+    "model served_model_name dtype runner_type get_vocab_size hf_text_config",
     "sizes of the model, for consumers",
 )
 uses(

@@ -79,7 +79,8 @@ class _Rules(_Base):
             super().add_request(request)
             return
         known = request.request_id in self.requests  # more of a streamed prompt
-        prompt = request.num_prompt_tokens, request.prompt_token_ids or ()
+        prompt_len = request.num_prompt_tokens - spec.generated
+        prompt = prompt_len, request.prompt_token_ids or ()
         stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
         if not known:
             first = spec.rows_from(*prompt, spec.sample_index(request.request_id))

@@ -99,7 +99,12 @@ class InterventionWorker(_Base):
         with limits.reported(self._note), torch.inference_mode():
             model = self.model_runner.get_model()
             tensor_parallel = self.vllm_config.parallel_config.tensor_parallel_size
-            self._sites = resolve(model, tensor_parallel, tapped=self._options.points)
+            self._sites = resolve(
+                model,
+                tensor_parallel,
+                tapped=self._options.points,
+                config=self.vllm_config.model_config.hf_text_config,
+            )
             attachment = V2Attachment if self.use_v2_model_runner else V1Attachment
             refusal = attachment.guidance_refusal(self.model_runner)
             self.session = self._session(model, self._taps(), refusal)
@@ -214,7 +219,7 @@ class InterventionWorker(_Base):
             self.session.sequences.start(
                 new.req_id,
                 new.prompt_token_ids,
-                _prompt_len(new),
+                _prompt_len(new) - spec.generated,
                 spec,
                 spec.sample_index(new.req_id),
                 new.num_computed_tokens,

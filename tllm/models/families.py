@@ -231,6 +231,16 @@ _TWO_MLPS = "the MLP and the experts read different tensors"
 SCALED = _without_branches(SEQUENTIAL, _SCALED)
 # Experts, and what may stand beside them, read what the norm returns.
 SCALED_EXPERTS: Layout = {**SCALED, HookPoint.MLP_IN: Output("post_attention_layernorm")}
+# An encoder: bidirectional, with a norm after each sum, which is the stream then.
+BERT: Layout = {
+    HookPoint.PRE_ATTN: Input("", "hidden_states"),
+    HookPoint.ATTN_IN: Input("attention.self", "hidden_states", private=True),
+    HookPoint.ATTN_OUT: Output("attention.output.dense"),
+    HookPoint.POST_ATTN: Output("attention"),
+    HookPoint.MLP_IN: Input("intermediate", "hidden_states", private=True),
+    HookPoint.MLP_OUT: Output("output.dense"),
+    HookPoint.POST_BLOCK: Output(""),
+}
 PARALLEL_HYBRID = _without(
     _sequential(post_attn="pre_ff_layernorm", mlp_in="feed_forward"),
     _TWO_MIXERS,
@@ -621,6 +631,8 @@ FAMILIES = (
             *_BRANCH_POINTS["MLP"],
         ),
     ),
+    # BERT and RoBERTa, which have no LM head where they embed or classify.
+    Family("bert", "bert.BertEncoder", "bert.BertLayer", BERT, layers="layer", norm=None),
     # Understood, and without a residual stream that can be tapped.
     *(
         Family(stack.partition(".")[0], stack, block, _refused(reason), norm=None)

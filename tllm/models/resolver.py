@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ def resolve(
     tensor_parallel_size: int = 1,
     families: Sequence[Family] = FAMILIES,
     tapped: Iterable[HookPoint] = HookPoint,
+    config: Any = None,
 ) -> ModelSites:
     """The hook points of `model`, and the sites of those on this pipeline rank.
 
@@ -28,9 +30,10 @@ def resolve(
 
     Args:
         tapped: the points that the engine is to tap.
+        config: of its language model; by default the one that the model holds, as most do.
     """
     root = model.get_language_model() if hasattr(model, "get_language_model") else model
-    config = model.config.get_text_config()
+    config = config or model.config.get_text_config()
     tapped = frozenset(tapped)
     try:
         stack = _find_stack(root, families)

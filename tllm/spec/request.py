@@ -77,6 +77,8 @@ class RequestSpec:
         steering: what is done to which rows, in order; the operations themselves were sent to
             the workers before, and are known by their digest.
         patch: what is put in the place of which rows, in order.
+        generated: how many of the last tokens of its prompt were generated, as in a step of beam
+            search. Their rows are those of generated tokens.
     """
 
     request_id: str = ""
@@ -88,6 +90,7 @@ class RequestSpec:
     isolated: bool = False
     steering: tuple[GroupUse, ...] = ()
     patch: tuple[PatchUse, ...] = ()
+    generated: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -108,6 +111,8 @@ class RequestSpec:
             wire["wants_tokens"] = True
         if self.isolated:
             wire["isolated"] = True
+        if self.generated:
+            wire["generated"] = self.generated
         if self.steering:
             wire["steering"] = [use.to_wire() for use in self.steering]
         if self.patch:
