@@ -24,10 +24,12 @@ class Method:
         calls: by kind of model, a call of the engine; both engines must answer alike.
         checks: what holds of it with interventions: in words, of which kind of model, and what
             shows it.
+        note: why it is not compared.
     """
 
     calls: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     checks: Sequence[tuple[str, str, Callable[[Any], Any]]] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def rows(methods: Mapping[str, Method], found: Mapping[tuple[str, str], Answer])
     ]
     for name, method in sorted(methods.items()):
         cells = " | ".join(cell(name, kind) for kind in kinds)
-        with_them = "; ".join(dict.fromkeys(says for says, _, _ in method.checks))
+        with_them = "; ".join(dict.fromkeys(says for says, _, _ in method.checks)) or method.note
         lines.append(f"| `{name}` | {cells} | {with_them} |")
     return lines
 

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-from pathlib import Path
 
 import pytest
-import torch
 import vllm
 from engine.asking import generate, greedy, prompts_of, tokens_of
-from engine.reference import HIDDEN
 from tiny_engines import TINY_ENGINE
 
-from tllm import (
-    LLM,
-    AsyncEngineArgs,
-    AsyncLLM,
-    PoolingParams,
-    attach,
-    clear_consumers,
-    register_consumer,
-)
+from tllm import attach
 from tllm.consumers.base import Consumer
 from tllm.engine.options import SCHEDULER, WORKERS
 from tllm.ports import ConsumerFlow, ResidualStream
 
-DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
 CAPTURE = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}
 
 
@@ -119,69 +106,3 @@ def test_an_engine_with_other_workers_is_refused(llm):
 
     with pytest.raises(ValueError, match=r"start it with worker_cls='tllm.engine"):
         attach(Engine())
-
-
-def test_pooled_requests_are_steered_and_captured():
-    options = TINY_ENGINE | {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
-    llm = LLM(str(DEMO_MODEL), **options)
-    prompts = prompts_of([5, 9])
-    hidden = llm.steering.layers()["hidden_size"]
-
-    def embedded(**asked):
-        params = PoolingParams(task="embed", **asked)
-        return llm.encode(prompts, params, pooling_task="embed", use_tqdm=False)
-
-    plain = embedded()
-    vector = torch.linspace(-3, 3, hidden)
-    steered = embedded(steering_vectors={"post_block": {1: vector}}, capture=CAPTURE)
-    for one, other in zip(plain, steered, strict=True):
-        assert not torch.allclose(one.outputs.data, other.outputs.data)
-        rows = other.activations["post_block"][1]
-        assert rows.tensor.shape == (len(other.prompt_token_ids), hidden)
-    llm.steering.set({"post_block": {1: vector}})
-    for one, other in zip(embedded(), steered, strict=True):
-        assert torch.allclose(one.outputs.data, other.outputs.data, atol=1e-5)
-    for method, given in (("embed", (prompts,)), ("classify", (prompts,)), ("score", ("a", "b"))):
-        with pytest.raises(ValueError, match=f"the outputs of {method} have no place"):
-            getattr(llm, method)(*given, pooling_params=PoolingParams(capture=CAPTURE))
-
-
-@pytest.mark.parametrize("way", ["from_engine_args", "from_vllm_config"])
-def test_an_async_engine_carries_interventions_however_it_is_made(tiny_model, way):
-    options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
-    arguments = AsyncEngineArgs(model=tiny_model, **options)
-    mine = register_consumer("logging")
-    vector = {"post_block": {1: torch.linspace(-3, 3, HIDDEN)}}
-    prompt = {"prompt_token_ids": [5, 6, 7]}
-
-    async def use():
-        if way == "from_engine_args":
-            engine = AsyncLLM.from_engine_args(arguments)
-        else:
-            engine = AsyncLLM.from_vllm_config(arguments.create_engine_config())
-        try:
-            return await ask(engine)
-        finally:
-            engine.shutdown()
-
-    async def ask(engine):
-        async def last(name, **asked):
-            return [o async for o in engine.generate(prompt, greedy(4, **asked), name)][-1]
-
-        plain = await last("plain")
-        steered = await last("steered", steering_vectors=vector, capture=CAPTURE)
-        assert steered.activations["post_block"][1].tensor.shape == (6, HIDDEN)
-        await engine.steering.set(vector)
-        queue = await engine.add_request("added", prompt, greedy(4))
-        while not (output := await queue.get()).finished:
-            pass
-        assert output.outputs[0].token_ids == steered.outputs[0].token_ids
-        assert output.outputs[0].token_ids != plain.outputs[0].token_ids
-        with pytest.raises(ValueError, match="has no layer 99"):
-            await last("wrong", steering_vectors={"post_block": {99: torch.ones(HIDDEN)}})
-        return await mine.read_stats()
-
-    try:
-        assert asyncio.run(use())
-    finally:
-        clear_consumers()

@@ -7,24 +7,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+from collections.abc import Mapping
 from functools import partial
+from inspect import isawaitable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm
-from client.surface import KINDS, Method, answer_of, each, plainly, public
+from client.surface import KINDS, Answer, Method, answer_of, each, plainly, public, refused, rows
 from client.tiny_models import DEMO_MODEL, save_classifier, save_cross_encoder
 from tiny_engines import TINY_ENGINE
+from transformers import BertForSequenceClassification
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams as TheirBeams
+from vllm.v1.engine.async_llm import AsyncLLM as TheirAsyncLLM
 
 from tllm import (
     LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
     BeamSearchParams,
     EngineArgs,
     PoolingParams,
     SamplingParams,
+    clear_consumers,
+    register_consumer,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "doc" / "reference" / "vllm-surface.md"
@@ -233,6 +245,7 @@ def scored(llm: Any, params: Any) -> Any:
     return llm.score(TEXTS[0], TEXTS[1:], pooling_params=params, use_tqdm=False)
 
 
+LORA = LoRARequest("lora", 1, "/nowhere")
 INFO = {"init_info": {}, "update_info": {}}
 
 OFFLINE: dict[str, Method] = {
@@ -318,6 +331,175 @@ OFFLINE: dict[str, Method] = {
 }
 
 
+# -- AsyncLLM ------------------------------------------------------------------------------------
+
+
+async def last(outputs: Any) -> Any:
+    """The last output of a stream."""
+    return [output async for output in outputs][-1]
+
+
+async def streamed(engine: Any, params: Any = plain, name: str = "streamed") -> Any:
+    return await last(engine.generate(TEXTS[0], params, name))
+
+
+async def queued_one(engine: Any, params: Any = plain) -> Any:
+    queue = await engine.add_request("queued", TEXTS[0], params)
+    while not (output := await queue.get()).finished:
+        pass
+    return output
+
+
+async def aborted(engine: Any, params: Any = None) -> Any:
+    long = params or vllm.SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+    async for output in engine.generate(TEXTS[0], long, "aborted"):
+        if len(output.outputs[0].token_ids) < 100:
+            await engine.abort("aborted")
+    return [output.finished, output.outputs[0].finish_reason]
+
+
+async def paused(engine: Any) -> Any:
+    said = [await engine.pause_generation(mode="keep"), await engine.is_paused()]
+    said += [await engine.resume_generation(), await engine.is_paused()]
+    return [said, plainly(await streamed(engine))]
+
+
+async def slept_async(engine: Any, level: int) -> Any:
+    said = [await engine.sleep(level), await engine.is_sleeping(), await engine.wake_up()]
+    return [said, await engine.is_sleeping(), plainly(await streamed(engine))]
+
+
+async def versioned_async(engine: Any) -> Any:
+    await engine.update_weight_version("later")
+    return await engine.get_weight_version()
+
+
+async def encoded_async(engine: Any, params: Any = None) -> Any:
+    params = params or vllm.PoolingParams(task="embed")
+    return [await last(engine.encode(text, params, f"encoded-{text}")) for text in TEXTS]
+
+
+async def async_steered_alike(ask: Any, params: Any, engine: Any) -> None:
+    before = plainly(await ask(engine, params()))
+    by_request = plainly(await ask(engine, params(steering_vectors=VECTOR)))
+    assert by_request != before
+    await engine.steering.set(VECTOR)
+    try:
+        assert plainly(await ask(engine, params())) == by_request
+    finally:
+        await engine.steering.clear()
+    assert plainly(await ask(engine, params())) == before
+    with pytest.raises(ValueError, match="has no layer 99"):
+        await ask(engine, params(steering_vectors={"post_block": {99: torch.ones(128)}}))
+
+
+async def async_captured(ask: Any, params: Any, engine: Any) -> None:
+    outputs = await ask(engine, params(capture=CAPTURE))
+    for output in outputs if isinstance(outputs, list) else [outputs]:
+        generated = len(output.outputs[0].token_ids) - 1 if is_text(output) else 0
+        rows = output.activations["post_block"][1].tensor
+        assert rows.shape == (len(output.prompt_token_ids) + generated, 128)
+
+
+async def freed(engine: Any) -> None:
+    asked = SamplingParams(max_tokens=100, ignore_eos=True, capture=CAPTURE)
+    assert (await aborted(engine, asked))[1] == "abort"
+    for _ in range(100):
+        (stats,) = await engine.intervention_stats()
+        if not stats["running_sequences"]:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(stats)
+
+
+def both_async(kind: str, ask: Any, params: Any) -> list[Any]:
+    return [
+        ("steered by request and globally", kind, partial(async_steered_alike, ask, params)),
+        ("captured", kind, partial(async_captured, ask, params)),
+    ]
+
+
+REQUEST = SimpleNamespace(init_info={}, update_info={})
+
+
+def asked(call: Any) -> dict[str, Any]:
+    return {"generator": call}
+
+
+# In the order of the calls: what may leave an engine otherwise than it was comes last.
+ONLINE: dict[str, Method] = {
+    "from_engine_args": Method(each(KINDS[:2], lambda e: e.model_config.model)),
+    "from_vllm_config": Method(asked(lambda e: e.model_config.model)),
+    "generate": Method(asked(streamed), both_async("generator", streamed, sampling)),
+    "add_request": Method(asked(queued_one), both_async("generator", queued_one, sampling)),
+    "encode": Method(
+        each(KINDS[:2], encoded_async),
+        both_async("embedder", encoded_async, partial(PoolingParams, task="embed")),
+    ),
+    "abort": Method(asked(aborted), [("its rows and slots are free", "generator", freed)]),
+    "check_admission": Method(asked(lambda e: e.check_admission())),
+    "check_health": Method(asked(lambda e: e.check_health())),
+    "collective_rpc": Method(asked(lambda e: e.collective_rpc("check_health"))),
+    "compute_weight_checksums": Method(asked(lambda e: e.compute_weight_checksums())),
+    "dead_error": Method(asked(lambda e: str(e.dead_error))),
+    "do_log_stats": Method(asked(lambda e: e.do_log_stats())),
+    "errored": Method(asked(lambda e: e.errored)),
+    "get_kv_event_sources": Method(asked(lambda e: e.get_kv_event_sources())),
+    "get_num_queued_tokens": Method(asked(lambda e: e.get_num_queued_tokens())),
+    "get_num_unfinished_requests": Method(asked(lambda e: e.get_num_unfinished_requests())),
+    "get_status": Method(asked(lambda e: e.get_status())),
+    "get_supported_tasks": Method(asked(lambda e: e.get_supported_tasks())),
+    "get_tokenizer": Method(asked(lambda e: e.get_tokenizer().encode(TEXTS[0]))),
+    "get_weight_version": Method(asked(lambda e: e.get_weight_version())),
+    "is_paused": Method(asked(lambda e: e.is_paused())),
+    "is_running": Method(asked(lambda e: e.is_running)),
+    "is_sleeping": Method(asked(lambda e: e.is_sleeping())),
+    "is_stopped": Method(asked(lambda e: e.is_stopped)),
+    "is_tracing_enabled": Method(asked(lambda e: e.is_tracing_enabled())),
+    "list_loras": Method(asked(lambda e: e.list_loras())),
+    "add_lora": Method(asked(lambda e: e.add_lora(LORA))),
+    "remove_lora": Method(asked(lambda e: e.remove_lora(1))),
+    "pin_lora": Method(asked(lambda e: e.pin_lora(1))),
+    "pause_generation": Method(asked(paused)),
+    "resume_generation": Method(asked(paused)),
+    "reset_encoder_cache": Method(asked(lambda e: e.reset_encoder_cache())),
+    "reset_mm_cache": Method(asked(lambda e: e.reset_mm_cache())),
+    "reset_prefix_cache": Method(asked(lambda e: e.reset_prefix_cache())),
+    "scale_elastic_ep": Method(asked(lambda e: e.scale_elastic_ep(1))),
+    "sleep": Method(asked(lambda e: slept_async(e, 1))),
+    "wake_up": Method(asked(lambda e: slept_async(e, 0))),
+    "start_profile": Method(asked(lambda e: e.start_profile())),
+    "stop_profile": Method(asked(lambda e: e.stop_profile())),
+    "tokenizer": Method(asked(lambda e: e.tokenizer.encode(TEXTS[0]))),
+    "wait_for_requests_to_drain": Method(asked(lambda e: e.wait_for_requests_to_drain(1))),
+    "init_weight_transfer_engine": Method(asked(lambda e: e.init_weight_transfer_engine(REQUEST))),
+    "start_weight_update": Method(asked(lambda e: e.start_weight_update())),
+    "start_draft_weight_update": Method(asked(lambda e: e.start_draft_weight_update())),
+    "update_weights": Method(asked(lambda e: e.update_weights(REQUEST))),
+    "finish_weight_update": Method(asked(lambda e: e.finish_weight_update())),
+    "shutdown_weight_transfer_engine": Method(asked(lambda e: e.shutdown_weight_transfer_engine())),
+    "update_weight_version": Method(asked(versioned_async)),
+    "handle_fault": Method(
+        note="not compared: it ends an engine that was not started with fault tolerance"
+    ),
+    "release_kv_cache_memory": Method(asked(lambda e: e.release_kv_cache_memory())),
+    "notify_kv_transfer_request_rejected": Method(
+        asked(lambda e: e.notify_kv_transfer_request_rejected("rejected", {}))
+    ),
+    "checkpoint_prepare": Method(asked(lambda e: e.checkpoint_prepare())),
+    "checkpoint_restore": Method(asked(lambda e: e.checkpoint_restore())),
+    "shutdown": Method(asked(lambda e: e.shutdown())),
+}
+
+
+async def async_answer_of(call: Any, engine: Any) -> Answer:
+    try:
+        value = call(engine)
+        return Answer(plainly(await asyncio.wait_for(value, 20) if isawaitable(value) else value))
+    except Exception as error:
+        return refused(error)
+
+
 # -- engines -------------------------------------------------------------------------------------
 
 
@@ -368,13 +550,158 @@ def test_llm_answers_as_vllms(offline, name):
         assert ours == theirs, kind
 
 
-CHECKS = [
-    pytest.param(kind, check, id=f"{name}-{kind}-{says.split()[0]}")
-    for name, method in OFFLINE.items()
-    for says, kind, check in method.checks
-]
+def checks_of(methods: dict[str, Method]) -> list[Any]:
+    return [
+        pytest.param(kind, check, id=f"{name}-{kind}-{says.split()[0]}")
+        for name, method in methods.items()
+        for says, kind, check in method.checks
+    ]
 
 
-@pytest.mark.parametrize(("kind", "check"), CHECKS)
+@pytest.mark.parametrize(("kind", "check"), checks_of(OFFLINE))
 def test_llm_with_interventions(pairs, kind, check):
     check(pairs[kind][1])
+
+
+def test_rows_of_a_cross_encoder_are_those_of_transformers(pairs, arguments):
+    """At each hook point of each layer: BERT adds a branch to the stream before the norm."""
+    name = arguments["cross-encoder"]["model"]
+    model = BertForSequenceClassification.from_pretrained(name, dtype=torch.float32).eval()
+    found = {}
+
+    def keep(point, layer, *, at_input=False):
+        def hook(module, args, kwargs, output):
+            seen = (args or tuple(kwargs.values())) if at_input else output
+            found[point, layer] = (seen[0] if isinstance(seen, tuple) else seen).detach()[0].clone()
+
+        return hook
+
+    for i, block in enumerate(model.bert.encoder.layer):
+        for point, module, at_input in (
+            ("pre_attn", block, True),
+            ("attn_in", block.attention, True),
+            ("attn_out", block.attention.output.dense, False),
+            ("post_attn", block.attention, False),
+            ("mlp_in", block.intermediate, True),
+            ("mlp_out", block.output.dense, False),
+            ("post_block", block, False),
+        ):
+            hook = keep(point, i, at_input=at_input)
+            module.register_forward_hook(hook, with_kwargs=True)
+    llm = pairs["cross-encoder"][1]
+    points = llm.steering.layers()["hook_points"]
+    asked = {"memory": {"hooks": dict.fromkeys(points, "all"), "positions": "all"}}
+    (output,) = llm.score(*TEXTS[:2], pooling_params=PoolingParams(capture=asked), use_tqdm=False)
+    inputs = llm.get_tokenizer()(*TEXTS[:2], return_tensors="pt")
+    with torch.no_grad():
+        score = model(**inputs).logits.sigmoid().item()
+    assert abs(score - output.outputs.score) < 1e-5
+    assert len(points) == 7 and len(found) == 7 * 3
+    for (point, layer), expected in found.items():
+        rows = output.activations[point][layer].tensor
+        assert torch.allclose(rows, expected, atol=1e-4), (point, layer)
+
+
+@pytest.fixture(scope="module")
+def online(arguments, offline):
+    """What vLLM's and our asynchronous engine answered, and what its checks raised."""
+    found, raised = {}, {}
+    given = {kind: AsyncEngineArgs(**arguments[kind]) for kind in KINDS[:2]}
+
+    async def ask(kind: str, engine: Any) -> dict[str, Answer]:
+        try:
+            return {
+                name: await async_answer_of(method.calls[kind], engine)
+                for name, method in ONLINE.items()
+                if kind in method.calls and hasattr(engine, name)
+            }
+        finally:
+            engine.shutdown()
+
+    async def check(kind: str, engine: Any) -> None:
+        for name, method in ONLINE.items():
+            for says, of, shown in method.checks:
+                if of == kind:
+                    try:
+                        await asyncio.wait_for(shown(engine), 120)
+                    except Exception as error:
+                        raised[name, says] = error
+
+    async def compare() -> None:
+        theirs = await ask("generator", TheirAsyncLLM.from_engine_args(given["generator"]))
+        config = given["generator"].create_engine_config()
+        engine = AsyncLLM.from_vllm_config(config)
+        await check("generator", engine)
+        ours = await ask("generator", engine)
+        found.update({(name, "generator"): (theirs[name], ours[name]) for name in theirs})
+        consumer = register_consumer("logging")
+        engine = AsyncLLM.from_engine_args(given["embedder"])
+        await check("embedder", engine)
+        raised["read_stats", "embedder"] = None if await consumer.read_stats() else "no statistics"
+        ours = await ask("embedder", engine)
+        llms = offline["encode", "embedder"][0].value[0], offline["from_engine_args", "embedder"][0]
+        for name, theirs_there in zip(("encode", "from_engine_args"), llms, strict=True):
+            found[name, "embedder"] = theirs_there, ours[name]
+
+    try:
+        asyncio.run(compare())
+    finally:
+        clear_consumers()
+    return found, raised
+
+
+def test_the_table_has_every_method_of_async_llm():
+    assert public(TheirAsyncLLM) - ONLINE.keys() == set()
+
+
+@pytest.mark.parametrize("name", sorted(ONLINE))
+def test_async_llm_answers_as_vllms(online, name):
+    if not hasattr(TheirAsyncLLM, name):
+        pytest.skip(f"this vLLM has no AsyncLLM.{name}")
+    for kind in ONLINE[name].calls:
+        theirs, ours = online[0][name, kind]
+        assert ours == theirs, kind
+
+
+def test_async_llm_with_interventions(online):
+    assert {key: error for key, error in online[1].items() if error is not None} == {}
+
+
+def test_the_document_is_what_was_compared(offline, online):
+    if not vllm.__version__.startswith("0.32."):
+        pytest.skip(f"the document is of vLLM 0.32, and this is {vllm.__version__}")
+    text = document(offline, online[0])
+    if os.environ.get("TLLM_WRITE_SURFACE"):
+        DOCUMENT.write_text(text)
+    assert DOCUMENT.read_text() == text
+
+
+_HEAD = """# vLLM's own methods
+
+What every public method of `vllm.LLM` and of `AsyncLLM` gives with tLLM. This page is written by
+`TLLM_WRITE_SURFACE=1 python -m pytest tests/client/test_surface.py`, which calls each of them on an
+engine of vLLM's and on one of ours (tiny models, eager, on a CPU, vLLM 0.32). It fails when vLLM
+has a method that is not here, and when this page is not what it found.
+
+*The same*: equal values, to the last digit. *vLLM's refusal*: vLLM raises, and tLLM raises the same
+sentence; the method is for another kind of model, or for an engine that was started with what these
+were not (adapters, a profiler, weight transfer). The last column says what was shown with
+interventions; where it is empty, the method has nothing to do with them.
+"""
+
+
+def document(offline: Mapping[Any, Any], online: Mapping[Any, Any]) -> str:
+    theirs = [{key: pair[0] for key, pair in found.items()} for found in (offline, online)]
+    return "\n".join(
+        [
+            _HEAD,
+            "## `LLM`",
+            "",
+            *rows(OFFLINE, theirs[0]),
+            "",
+            "## `AsyncLLM`",
+            "",
+            *rows(ONLINE, theirs[1]),
+            "",
+        ]
+    )

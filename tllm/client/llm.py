@@ -9,7 +9,6 @@ import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.executor import Executor
 
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.core import Client
@@ -17,7 +16,7 @@ from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.results import hand_on
 from tllm.consumers.base import Consumer
 from tllm.engine import limits
-from tllm.engine.executor import executor_in_place_of
+from tllm.engine.executor import executor_in_place_of, executor_of
 from tllm.engine.front import OfflineFront, RefusedError, front_ends_of, handle_of
 from tllm.engine.options import attach_to_config, check_attached, engine_arguments
 from tllm.params import asked_of
@@ -239,7 +238,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         engine = cls(
             config,
-            Executor.get_class(config),
+            executor_of(config),
             log_requests=arguments.enable_log_requests,
             log_stats=not arguments.disable_log_stats,
             usage_context=UsageContext.ENGINE_CONTEXT,

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm.v1.executor import Executor
+
 from tllm.engine import versions
+from tllm.engine.seams import uses
+
+uses("vllm.v1.executor.Executor", "get_class", "which executor runs the workers")
 
 
 def executor_for(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -25,6 +30,12 @@ def executor_for(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     from tllm.engine.executor_ray import InterventionRayExecutor
 
     return {"distributed_executor_backend": InterventionRayExecutor}
+
+
+def executor_of(vllm_config: Any) -> type:
+    """The executor that vLLM takes for a config."""
+    found: type = Executor.get_class(vllm_config)
+    return found
 
 
 def executor_in_place_of(executor: type) -> type:
