@@ -639,9 +639,11 @@ def online(arguments, offline):
         await check("embedder", engine)
         raised["read_stats", "embedder"] = None if await consumer.read_stats() else "no statistics"
         ours = await ask("embedder", engine)
-        llms = offline["encode", "embedder"][0].value[0], offline["from_engine_args", "embedder"][0]
-        for name, theirs_there in zip(("encode", "from_engine_args"), llms, strict=True):
-            found[name, "embedder"] = theirs_there, ours[name]
+        # Of an embedder, what vLLM's other class said is enough.
+        encoded_by_llm = Answer(**offline["encode", "embedder"][0].value[0])
+        found["encode", "embedder"] = encoded_by_llm, ours["encode"]
+        name = "from_engine_args", "embedder"
+        found[name] = offline[name][0], ours["from_engine_args"]
 
     try:
         asyncio.run(compare())

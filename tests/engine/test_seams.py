@@ -171,9 +171,6 @@ _PUBLIC = {
 }
 """What rooms other than the engine's may import from vLLM."""
 
-_REMAIN = {("client/llm.py", "vllm.v1.executor")}
-"""Imports of internals that have not moved into the engine room."""
-
 
 def test_only_the_engine_room_imports_internals_of_vllm() -> None:
     room = Path(tllm.__path__[0])
@@ -185,7 +182,7 @@ def test_only_the_engine_room_imports_internals_of_vllm() -> None:
         for name in _imported(node)
         if name.partition(".")[0] == "vllm" and name not in _PUBLIC
     }
-    assert found == _REMAIN
+    assert found == set()
 
 
 def _imported(node: ast.AST) -> list[str]:

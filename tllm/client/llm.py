@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, Unpack
 
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 
+from tllm.client.arguments import RESULT_TIMEOUT_S, AsyncLLMArguments, LLMArguments, split
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.core import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
@@ -23,9 +25,10 @@ from tllm.params import asked_of
 from tllm.registry import Registry
 from tllm.spec.request import Asked
 
-_registry = Registry()
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-_RESULT_TIMEOUT_S = 600.0
+_registry = Registry()
 
 
 def register_consumer(consumer: Consumer | str) -> Consumer:
@@ -45,14 +48,23 @@ def clear_consumers() -> None:
     _registry.clear()
 
 
-def make_llm(model_name: str, **kwargs: Any) -> LLM:
+def make_llm(model_name: str, **given: Unpack[LLMArguments]) -> LLM:
     """An `LLM` for a model, with the consumers registered so far.
 
     Args:
         model_name: a path or a name on the Hugging Face hub.
-        **kwargs: as `LLM` takes them.
+        **given: as `LLM` takes them.
     """
-    return LLM(model=model_name, **kwargs)
+    return LLM(model=model_name, **given)
+
+
+def _as(theirs: Callable[_P, _R]) -> Callable[[Callable[..., Any]], Callable[_P, _R]]:
+    """Let a method that stands in the place of vLLM's be called as it is; for editors, too."""
+
+    def decorate(ours: Callable[..., Any]) -> Callable[_P, _R]:
+        return wraps(theirs, assigned=("__annotations__",))(ours)
+
+    return decorate
 
 
 class LLM(Attached, OfflineFront, vllm.LLM):
@@ -60,56 +72,15 @@ class LLM(Attached, OfflineFront, vllm.LLM):
 
     Args:
         model: as in vLLM.
-        consumers: instances or spec strings, beside those of `register_consumer`.
-        capture_consumers: the same; their results are also in `output.capture_results`.
-        result_timeout_s: how long `generate` waits for results that consumers are still working on
-            (writing to disk, for example); after that they are `pending`.
-        hook_points: the hook points to install in every layer, or `"all"`. By default all, but
-            where the model is compiled for a GPU `pre_attn`, `post_attn`, `post_block` and
-            `lm_head_in`, which cost nothing there, and what the consumers need.
-        capture_mib, max_capture_mib, overflow: size of the capture ring, and what happens when
-            consumers are slower than the model (`"block"` or `"drop"`).
-        enable_steering: False turns steering off, as `max_steering_configs=0` does.
-        max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
-            rest waits), and the device memory for their vectors.
-        max_patch_mib: the memory for rows that are kept to be patched in (`llm.patching`).
-        fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
-            compiles the model for a GPU and it is not quantized). With False a tap costs a launch
-            of its own, and what is not intervened in is computed by vLLM's own kernels alone.
-        **kwargs: any other argument of `vllm.LLM`.
+        **given: any other argument of `vllm.LLM`, and those of `OurArguments`.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        consumers: Iterable[Consumer | str] = (),
-        capture_consumers: Iterable[Consumer | str] = (),
-        result_timeout_s: float = _RESULT_TIMEOUT_S,
-        hook_points: Iterable[str] | str | None = None,
-        capture_mib: int | None = None,
-        max_capture_mib: int | None = None,
-        overflow: str | None = None,
-        enable_steering: bool = True,
-        max_steering_configs: int | None = None,
-        max_steering_mib: int | None = None,
-        max_patch_mib: int | None = None,
-        fuse_norms: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        chosen, capturing = _chosen(consumers, capture_consumers)
-        options = _options(
-            hook_points=hook_points,
-            capture_mib=capture_mib,
-            max_capture_mib=max_capture_mib,
-            overflow=overflow,
-            max_steering_configs=max_steering_configs if enable_steering else 0,
-            max_steering_mib=max_steering_mib,
-            max_patch_mib=max_patch_mib,
-            fuse_norms=fuse_norms,
-        )
+    def __init__(self, model: str, **given: Unpack[LLMArguments]) -> None:
+        ours, options, theirs = split(given)
+        result_timeout_s = ours.pop("result_timeout_s", RESULT_TIMEOUT_S)
+        chosen, capturing = _chosen(**ours)
         client = Client(chosen, capturing)
-        arguments = engine_arguments(kwargs, options, chosen)
+        arguments = engine_arguments(theirs, options, chosen)
         with limits.told(arguments["additional_config"]):
             super().__init__(model, **arguments)
         self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
@@ -119,23 +90,27 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         self._set_up(client, run, SyncGeneration(self.llm_engine, run))
         self._run(client.current())
 
+    @_as(vllm.LLM.encode)
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's."""
         with self._front.together():
             return super().encode(*args, **kwargs)
 
+    @_as(vllm.LLM.embed)
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's."""
         with self._front.together() as pooled:
             outputs = super().embed(*args, **kwargs)
         return hand_on(pooled, outputs)
 
+    @_as(vllm.LLM.classify)
     def classify(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's."""
         with self._front.together() as pooled:
             outputs = super().classify(*args, **kwargs)
         return hand_on(pooled, outputs)
 
+    @_as(vllm.LLM.score)
     def score(self, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's. Two texts that a model embeds one by one are two requests, and their score has
         no place for the captures of both: `encode` gives them."""
@@ -149,6 +124,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             outputs = super().score(*args, **kwargs)
         return hand_on(pooled, outputs) if self.scores_in_one_pass else outputs
 
+    @_as(vllm.LLM.beam_search)
     def beam_search(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; all beams are steered as `tllm.BeamSearchParams` say, and by what is global:
         a beam's tokens are generated tokens, though each of its steps is a request."""
@@ -195,7 +171,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         *args: Any,
         consumers: Iterable[Consumer | str] = (),
         capture_consumers: Iterable[Consumer | str] = (),
-        result_timeout_s: float = _RESULT_TIMEOUT_S,
+        result_timeout_s: float = RESULT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
         chosen, capturing = _chosen(consumers, capture_consumers)
@@ -205,36 +181,14 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         self._client = _attached(self, self, chosen, capturing, result_timeout_s)
 
     @classmethod
-    async def create(
-        cls,
-        model: str,
-        *,
-        consumers: Iterable[Consumer | str] = (),
-        capture_consumers: Iterable[Consumer | str] = (),
-        result_timeout_s: float = _RESULT_TIMEOUT_S,
-        hook_points: Iterable[str] | str | None = None,
-        capture_mib: int | None = None,
-        max_capture_mib: int | None = None,
-        overflow: str | None = None,
-        enable_steering: bool = True,
-        max_steering_configs: int | None = None,
-        max_steering_mib: int | None = None,
-        max_patch_mib: int | None = None,
-        fuse_norms: bool | None = None,
-        **kwargs: Any,
-    ) -> AsyncLLM:
-        """An engine for a model; arguments as `LLM` takes them."""
-        options = _options(
-            hook_points=hook_points,
-            capture_mib=capture_mib,
-            max_capture_mib=max_capture_mib,
-            overflow=overflow,
-            max_steering_configs=max_steering_configs if enable_steering else 0,
-            max_steering_mib=max_steering_mib,
-            max_patch_mib=max_patch_mib,
-            fuse_norms=fuse_norms,
-        )
-        arguments = AsyncEngineArgs(model=model, **engine_arguments(kwargs, options, ()))
+    async def create(cls, model: str, **given: Unpack[AsyncLLMArguments]) -> AsyncLLM:
+        """An engine for a model.
+
+        Args:
+            **given: the fields of `vllm.AsyncEngineArgs`, and those of `OurArguments`.
+        """
+        ours, options, theirs = split(given)
+        arguments = AsyncEngineArgs(model=model, **engine_arguments(theirs, options, ()))
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         engine = cls(
             config,
@@ -242,9 +196,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
             log_requests=arguments.enable_log_requests,
             log_stats=not arguments.disable_log_stats,
             usage_context=UsageContext.ENGINE_CONTEXT,
-            consumers=consumers,
-            capture_consumers=capture_consumers,
-            result_timeout_s=result_timeout_s,
+            **ours,
         )
         await engine._run(engine._tllm.current())
         return engine
@@ -289,7 +241,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         nobody will look at."""
         return self._tllm.admit_now(params)
 
-    async def wait_for_results(self, output: Any, timeout_s: float = _RESULT_TIMEOUT_S) -> None:
+    async def wait_for_results(self, output: Any, timeout_s: float = RESULT_TIMEOUT_S) -> None:
         """Ask again for results that were `pending`, and put them on the output."""
         await self._run(self._tllm.gather(pending([output]), timeout_s, alone=False))
 
@@ -302,7 +254,7 @@ def attach(
     *,
     consumers: Iterable[Consumer | str] = (),
     capture_consumers: Iterable[Consumer | str] = (),
-    result_timeout_s: float = _RESULT_TIMEOUT_S,
+    result_timeout_s: float = RESULT_TIMEOUT_S,
 ) -> Attached:
     """Attach to an engine of vLLM's that exists: its requests carry interventions from now on.
 
@@ -356,17 +308,9 @@ def _refuse_captures(asked: Asked, why: str) -> None:
 
 
 def _chosen(
-    consumers: Iterable[Consumer | str], capture_consumers: Iterable[Consumer | str]
+    consumers: Iterable[Consumer | str] = (), capture_consumers: Iterable[Consumer | str] = ()
 ) -> tuple[list[Consumer], list[str]]:
     """All consumers of a new engine, and the ids of those whose results are capture results."""
     capturing = list(map(made, capture_consumers))
     chosen = [*_registry.all(), *map(made, consumers), *capturing]
     return chosen, [consumer.consumer_id for consumer in capturing]
-
-
-def _options(hook_points: Iterable[str] | str | None = None, **options: Any) -> dict[str, Any]:
-    """The engine options that were given."""
-    if hook_points is not None and hook_points != "all":
-        hook_points = (hook_points,) if isinstance(hook_points, str) else tuple(hook_points)
-    given = {"hook_points": hook_points, **options}
-    return {name: value for name, value in given.items() if value is not None}

@@ -236,6 +236,15 @@ class LLMEngineFront:
             self._ended = None
 
     @contextmanager
+    def in_beams(self, generated: int) -> Iterator[None]:
+        """Requests that are added in here are beams that have grown by as many tokens."""
+        self.generated = generated
+        try:
+            yield
+        finally:
+            self.generated = 0
+
+    @contextmanager
     def _interrupts_between_steps(self) -> Iterator[None]:
         theirs = signal.getsignal(signal.SIGINT)
         if (
@@ -277,11 +286,8 @@ class OfflineFront:
     def _beam_search_step(self, instances_batch: Any, *args: Any, **kwargs: Any) -> Any:
         beams = [beam for instance in instances_batch for beam in instance.beams]
         # All beams of a batch have grown alike: one by one, with each step.
-        self._front.generated = len(beams[0].logprobs) if beams else 0
-        try:
+        with self._front.in_beams(len(beams[0].logprobs) if beams else 0):
             return super()._beam_search_step(instances_batch, *args, **kwargs)  # type: ignore[misc]
-        finally:
-            self._front.generated = 0
 
     @property
     def scores_in_one_pass(self) -> bool:

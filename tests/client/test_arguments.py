@@ -1,0 +1,66 @@
+"""What an engine is started with is declared once, as vLLM and we take it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+import vllm
+from client import vllm_arguments
+from vllm import AsyncEngineArgs, EngineArgs
+
+from tllm import LLM
+from tllm.client.arguments import AsyncLLMArguments, LLMArguments, OurArguments, split
+from tllm.client.vllm_arguments import VllmArguments
+from tllm.engine.options import EngineOptions
+
+OF_VLLM_032 = pytest.mark.skipif(
+    not vllm.__version__.startswith("0.32."), reason="the arguments are those of vLLM 0.32"
+)
+
+
+@OF_VLLM_032
+def test_the_arguments_are_those_of_vllm():
+    assert vllm_arguments.PATH.read_text() == vllm_arguments.module(), (
+        "run: python tests/client/vllm_arguments.py"
+    )
+
+
+@OF_VLLM_032
+def test_nothing_that_vllm_takes_is_missing():
+    of_engine = {field.name for field in fields(EngineArgs)}
+    of_llm = set(inspect.signature(vllm.LLM.__init__).parameters) - {"self", "kwargs"}
+    ours = OurArguments.__annotations__.keys()
+    assert LLMArguments.__annotations__.keys() - ours == (of_engine | of_llm) - {"model"}
+    of_async = {field.name for field in fields(AsyncEngineArgs)} - {"model"}
+    assert AsyncLLMArguments.__annotations__.keys() - ours == of_async
+    assert not ours & VllmArguments.__annotations__.keys()
+
+
+def test_our_arguments_are_the_options_of_the_engine():
+    of_client = {"consumers", "capture_consumers", "result_timeout_s", "enable_steering"}
+    assert OurArguments.__annotations__.keys() == of_client | {
+        f.name for f in fields(EngineOptions)
+    }
+
+
+def test_arguments_are_split_by_whom_they_are_for():
+    given = {"consumers": ["logging"], "capture_mib": 8, "fuse_norms": None, "dtype": "float32"}
+    assert split(given) == ({"consumers": ["logging"]}, {"capture_mib": 8}, {"dtype": "float32"})
+    assert split({"enable_steering": False}) == ({}, {"max_steering_configs": 0}, {})
+    assert split({"hook_points": "post_block"})[1] == {"hook_points": ("post_block",)}
+    assert split({"hook_points": ["a", "b"]})[1] == {"hook_points": ("a", "b")}
+    assert split({"hook_points": "all"})[1] == {"hook_points": "all"}
+
+
+def test_an_argument_that_nobody_knows_is_refused():
+    with pytest.raises(TypeError, match="capture_mb"):
+        LLM("nowhere", capture_mb=8)
+
+
+@pytest.mark.parametrize("name", ["encode", "embed", "classify", "score", "beam_search"])
+def test_methods_that_stand_before_vllms_are_called_as_they_are(name):
+    ours, theirs = getattr(LLM, name), getattr(vllm.LLM, name)
+    assert ours is not theirs
+    assert inspect.signature(ours) == inspect.signature(theirs)

@@ -1,0 +1,81 @@
+"""The arguments of `LLM`, `AsyncLLM.create` and `make_llm`: vLLM's, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from tllm.client.vllm_arguments import VllmArguments
+from tllm.consumers.base import Consumer
+
+RESULT_TIMEOUT_S = 600.0
+
+
+class OurArguments(TypedDict, total=False):
+    """What an engine is started with beside vLLM's arguments.
+
+    Attributes:
+        consumers: instances or spec strings, beside those of `register_consumer`.
+        capture_consumers: the same; their results are also in `output.capture_results`.
+        result_timeout_s: how long `generate` waits for results that consumers are still working on
+            (writing to disk, for example); after that they are `pending`. By default 600.
+        hook_points: the hook points to install in every layer, or `"all"`. By default all, but
+            where the model is compiled for a GPU `pre_attn`, `post_attn`, `post_block` and
+            `lm_head_in`, which cost nothing there, and what the consumers need.
+        capture_mib, max_capture_mib, overflow: size of the capture ring, and what happens when
+            consumers are slower than the model (`"block"` or `"drop"`).
+        enable_steering: False turns steering off, as `max_steering_configs=0` does.
+        max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
+            rest waits), and the device memory for their vectors.
+        max_patch_mib: the memory for rows that are kept to be patched in (`llm.patching`).
+        fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
+            compiles the model for a GPU and it is not quantized). With False a tap costs a launch
+            of its own, and what is not intervened in is computed by vLLM's own kernels alone.
+    """
+
+    consumers: Iterable[Consumer | str]
+    capture_consumers: Iterable[Consumer | str]
+    result_timeout_s: float
+    hook_points: Iterable[str] | str | None
+    capture_mib: int | None
+    max_capture_mib: int | None
+    overflow: str | None
+    enable_steering: bool
+    max_steering_configs: int | None
+    max_steering_mib: int | None
+    max_patch_mib: int | None
+    fuse_norms: bool | None
+
+
+class LLMArguments(OurArguments, VllmArguments, total=False):
+    """What `LLM` takes by keyword."""
+
+    chat_template: Path | str | None
+
+
+class AsyncLLMArguments(OurArguments, VllmArguments, total=False):
+    """What `AsyncLLM.create` takes by keyword."""
+
+    enable_log_requests: bool
+
+
+_OF_THE_CLIENT = ("consumers", "capture_consumers", "result_timeout_s")
+
+
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Arguments by whom they are for: the client, tLLM's options of the engine, and vLLM."""
+    ours = OurArguments.__annotations__.keys()
+    theirs = {name: value for name, value in given.items() if name not in ours}
+    of_client = {name: given[name] for name in _OF_THE_CLIENT if name in given}
+    options = {
+        name: value
+        for name, value in given.items()
+        if name in ours and name not in _OF_THE_CLIENT and value is not None
+    }
+    if not options.pop("enable_steering", True):
+        options["max_steering_configs"] = 0
+    points = options.get("hook_points", "all")
+    if points != "all":
+        options["hook_points"] = (points,) if isinstance(points, str) else tuple(points)
+    return of_client, options, theirs
