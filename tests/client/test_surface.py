@@ -495,7 +495,7 @@ ONLINE: dict[str, Method] = {
 async def async_answer_of(call: Any, engine: Any) -> Answer:
     try:
         value = call(engine)
-        return Answer(plainly(await asyncio.wait_for(value, 20) if isawaitable(value) else value))
+        return Answer(plainly(await asyncio.wait_for(value, 60) if isawaitable(value) else value))
     except Exception as error:
         return refused(error)
 
