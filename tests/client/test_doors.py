@@ -7,6 +7,7 @@ import signal
 import pytest
 import vllm
 from engine.asking import generate, greedy, prompts_of, tokens_of
+from engine.reference import HIDDEN
 from tiny_engines import TINY_ENGINE
 
 from tllm import attach
