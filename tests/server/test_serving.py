@@ -51,6 +51,41 @@ def steered_tokens(model, prompt_ids, layer, vector, count):
     return tokens[len(prompt_ids) :]
 
 
+@torch.no_grad()
+def patched_tokens(model, prompt_ids, layer, position, row, count):
+    """Greedy tokens of transformers with another row in the place of what leaves a block."""
+    loaded, _ = model
+
+    def put(module, args, output):
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        hidden[0, position] = row
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    tokens = list(prompt_ids)
+    with loaded.model.layers[layer].register_forward_hook(put):
+        for _ in range(count):
+            tokens.append(int(loaded(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt_ids) :]
+
+
+def test_a_patched_request_is_that_of_transformers_beside_a_plain_one(client, model):
+    ids = model[1](PROMPT)["input_ids"]
+    row = 4 * torch.randn(128, generator=torch.Generator().manual_seed(2))
+    at = len(ids) - 1
+    sources = {"zero": True}, {"tensor": row.tolist()}
+    found = {}
+    for number, source in enumerate([None, *sources]):
+        patch = [{"hook": "post_block", "layer": 2, "positions": [-1], "source": source}]
+        asked = {"return_token_ids": True, "ignore_eos": True}
+        asked |= {} if source is None else {"patch": patch}
+        answer = client.completions.create(**WORDS, max_tokens=8, extra_body=asked)
+        found[number] = answer.choices[0].token_ids
+    assert found[1] == patched_tokens(model, ids, 2, at, torch.zeros(128), 8)
+    assert found[2] == patched_tokens(model, ids, 2, at, row, 8)
+    assert found[0] == steered_tokens(model, ids, 2, torch.zeros(128), 8)
+    assert len({tuple(tokens) for tokens in found.values()}) == 3
+
+
 def test_a_capture_is_in_the_response(client, model):
     asked = {"memory": {"hooks": {"post_block": [2]}, "positions": "all_prompt"}}
     answer = client.completions.create(**WORDS, max_tokens=4, extra_body={"capture": asked})
