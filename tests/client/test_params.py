@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from tllm import SamplingParams
+from tllm.client.checked_params import CheckedParams
+from tllm.params import asked_of
 
 HOLDS_ITSELF: dict = {}
 HOLDS_ITSELF["again"] = [HOLDS_ITSELF]
@@ -47,3 +53,44 @@ def test_metadata_that_cannot_travel_is_refused_by_name(metadata, says):
     assert "capture['filesystem']['metadata']" in str(refused.value)
     assert says in str(refused.value)
     assert len(str(refused.value)) < 300
+
+
+# -- shared by threads -----------------------------------------------------------------------------
+
+
+def test_threads_that_share_parameters_ask_the_same_and_change_nothing():
+    shared = SamplingParams(
+        temperature=0.8,
+        seed=7,
+        stop=["the end"],
+        logit_bias={3: 1.0},
+        steering_vectors={"post_block": {1: {"vector": np.arange(8.0), "scale": 2.0}}},
+        decode_steering_vectors={"pre_attn": {0: [0.5] * 8}},
+        patch=[{"hook": "mlp_out", "layer": 0, "positions": [1], "source": {"zero": True}}],
+        capture={"memory": {"hooks": {"post_block": [0, 2]}, "positions": [0, -1]}},
+        consumers={"probe": {"enabled": True, "names": ["a", "b"]}},
+    )
+    before = copy.deepcopy(shared)
+    copies = CheckedParams()  # one front end's, whatever thread adds the request
+
+    def asked_by(number):
+        asked = asked_of(shared)
+        digests = [group.digest for group in asked.steering.groups]
+        wire = {"consumers": asked.consumers, "groups": digests}
+        own = copies.copy(shared, wire)
+        assert own is not shared
+        assert own.stop is not shared.stop
+        own.stop.append(f"of request {number}")  # a copy is its request's own
+        own.logit_bias[number] = -1.0
+        return repr((wire, own.extra_args, own.temperature, own.seed, own.stop[:-1]))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            found = set(threads.map(asked_by, range(400)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 1
+    assert shared == before
+    assert (shared.stop, shared.logit_bias) == (["the end"], {3: 1.0})

@@ -28,6 +28,8 @@ CAPTURE = {
 LONGER, STOPPED_AFTER = 6, 3
 """Tokens of the answers of a session, and where its last one is stopped by a token."""
 STOPPED = {"memory": {"hooks": {"post_block": [1]}}, "filesystem": {"hooks": {"post_block": [1]}}}
+LATER = {"memory": {"hooks": {"post_block": [1]}, "positions": [0, 6]}}
+"""Of a session, a token that its first input does not reach."""
 STEERED = [40, 41, 42, 43]
 """Prompt of two requests, steered globally and by a module too."""
 SAMPLED = list(range(60, 69))
@@ -213,6 +215,8 @@ async def main(model: str, output: str) -> None:
         "result": session[-1].consumer_results.get("reader"),
         "captures": session[-1].capture_results,
     }
+    later = await collect(engine, turns(), params(ANSWER, capture=LATER), "later")
+    saved["later"] = later[-1].capture_results["memory"]
     try:
         await collect(engine, {"prompt_token_ids": [1]}, params(1, consumers={"nobody": {}}), "x")
     except ValueError as error:

@@ -115,6 +115,15 @@ def test_rows_of_a_streaming_session_are_delivered_once(saved):
     assert result.payload.positions.tolist() == list(range(passed))
 
 
+def test_a_token_that_only_a_later_input_reaches_is_captured(saved):
+    result = saved["later"]
+    assert (result.status, result.error) == ("ok", None)
+    activation = result.payload["post_block"][1]
+    assert activation.positions.tolist() == [0, 6]
+    rows = saved["session"]["result"].payload.values
+    torch.testing.assert_close(activation.tensor, rows[[0, 6]], rtol=1e-4, atol=1e-5)
+
+
 def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
     """The results of both could not be told apart; the session after these is as ever."""
     refused = saved["refused"]

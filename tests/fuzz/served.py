@@ -1,4 +1,5 @@
-"""`python served.py MODEL FOLDER SEED SECONDS`: attacks an `AsyncLLM`, whose engine is a process.
+"""`python served.py MODEL FOLDER SEED SECONDS OPTIONS`: attacks an `AsyncLLM`, whose engine is a
+process. OPTIONS are arguments of the engine, as JSON.
 
 Requests stream their outputs in every kind, some stream their prompts, and some are cancelled: by
 `abort`, by leaving the stream, and by cancelling the task that reads it.
@@ -7,6 +8,7 @@ Requests stream their outputs in every kind, some stream their prompts, and some
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -154,9 +156,10 @@ async def _parts(ask: Ask) -> AsyncGenerator[StreamingInput, None]:
     yield StreamingInput(prompt=_tokens(last), sampling_params=ask.same)
 
 
-async def main(model: str, folder: str, seed: int, seconds: float) -> None:
+async def main(model: str, folder: str, seed: int, seconds: float, more: dict[str, Any]) -> None:
     root = Path(folder) / "store"
     options = TINY_ENGINE | {"skip_tokenizer_init": False, "enable_chunked_prefill": False}
+    options |= more
     engine = await AsyncLLM.create(
         model, consumers=consumers(root), **options, scheduling_policy="priority"
     )
@@ -174,4 +177,5 @@ async def main(model: str, folder: str, seed: int, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+    model, folder, seed, seconds, options = sys.argv[1:]
+    asyncio.run(main(model, folder, int(seed), float(seconds), json.loads(options)))

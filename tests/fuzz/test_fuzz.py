@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_process import run_script
 
 from fuzz import served
 from fuzz.rounds import attack
@@ -23,15 +23,33 @@ def test_requests_that_run_together_are_as_alone_and_leave_nothing(attacked):
     assert attack(attacked, SEED, rounds=None if seconds else ROUNDS[RUNNER], seconds=seconds)
 
 
+# Arguments of the engine, and the seconds that CI attacks it.
+SERVED = {
+    "one process": ({}, 40.0),
+    "compiled, on two ranks": (
+        {
+            "enforce_eager": False,
+            "tensor_parallel_size": 2,
+            "distributed_executor_backend": "mp",
+        },
+        20.0,
+    ),
+}
+
+
 @pytest.mark.skipif(RUNNER != "v1", reason="the interpreted V2 runner is set up in one process")
-def test_requests_that_are_served_are_as_alone_and_leave_nothing(tiny_model, tmp_path):
+@pytest.mark.parametrize("served_by", SERVED)
+def test_requests_that_are_served_are_as_alone_and_leave_nothing(served_by, tiny_model, tmp_path):
+    options, seconds = SERVED[served_by]
+    seconds = float(SECONDS or seconds)
     tests = Path(__file__).parents[1]
-    arguments = [tiny_model, str(tmp_path), str(SEED), SECONDS or "45"]
-    done = subprocess.run(
-        [sys.executable, served.__file__, *arguments],
-        env=os.environ | {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"},
-        capture_output=True,
-        text=True,
-        timeout=300 + float(SECONDS or 45),
+    environment = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    if "tensor_parallel_size" in options:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    run_script(
+        served,
+        *(tiny_model, tmp_path, SEED, seconds, json.dumps(options)),
+        log=tmp_path / "log",
+        environment=environment,
+        timeout=300 + seconds,
     )
-    assert done.returncode == 0, done.stderr[-6000:]

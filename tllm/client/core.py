@@ -362,6 +362,7 @@ class Client:
             steering=tuple(group.use for group in groups),
             patch=patch,
             generated=generated,
+            streamed=streamed,
         )
         return Prepared(
             self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),
@@ -436,6 +437,8 @@ class Client:
         tokens = request.prompt_token_ids
         prompt_len = len(request.prompt_embeds if tokens is None else tokens)
         max_tokens = 1 if request.sampling_params is None else params.max_tokens
+        if wire.get("streamed"):  # a later part of the prompt may reach the position
+            max_tokens = None
         try:
             check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
             for read in map(RowsRead.from_wire, reads if tokens is not None else ()):

@@ -79,6 +79,7 @@ class RequestSpec:
         patch: what is put in the place of which rows, in order.
         generated: how many of the last tokens of its prompt were generated, as in a step of beam
             search. Their rows are those of generated tokens.
+        streamed: its prompt arrives in parts.
     """
 
     request_id: str = ""
@@ -91,6 +92,7 @@ class RequestSpec:
     steering: tuple[GroupUse, ...] = ()
     patch: tuple[PatchUse, ...] = ()
     generated: int = 0
+    streamed: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -113,6 +115,8 @@ class RequestSpec:
             wire["isolated"] = True
         if self.generated:
             wire["generated"] = self.generated
+        if self.streamed:
+            wire["streamed"] = True
         if self.steering:
             wire["steering"] = [use.to_wire() for use in self.steering]
         if self.patch:
