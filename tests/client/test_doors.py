@@ -61,7 +61,15 @@ def test_requests_added_to_the_engine_itself_have_their_results(llm):
     assert not llm._front._running and not llm._tllm.held.num_requests
 
 
-def test_after_an_interrupt_nothing_is_left(llm):
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_after_an_interrupt_nothing_is_left(llm, interruptible):
     prompts = prompts_of([5, 9])
     before = tokens_of(generate(llm, prompts, greedy(6)))
     llm.register_consumer(Interrupting())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import sys
 import types
 import typing
 from pathlib import Path
@@ -53,7 +54,7 @@ def module() -> str:
     fields = [field for field in dataclasses.fields(EngineArgs) if field.name != "model"]
     lines = [f"    {field.name}: {written(field.type)}" for field in fields]
     made = _HEAD + "\n".join(lines) + "\n"
-    command = ["ruff", "format", "--line-length", "100", "-"]
+    command = [sys.executable, "-m", "ruff", "format", "--line-length", "100", "-"]
     return subprocess.run(command, input=made, text=True, capture_output=True, check=True).stdout
 
 

@@ -275,7 +275,7 @@ def _abort(pick: Random, ask: Ask) -> None:
 SHARED = 0.2
 """How likely a request has the same parameters as the one before."""
 
-Kind = Literal["any", "seeded", "priority", "text", "served", "abort"]
+Kind = Literal["any", "seeded", "priority", "text", "structured", "served", "abort"]
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,8 @@ class Feature:
     Attributes:
         chance: how likely a request has it.
         draw: puts it into a request.
-        needs: what the engine must allow: seeds, priorities, text, streams, aborts, or nothing in
-            particular.
+        needs: what the engine must allow: seeds, priorities, text, structured outputs, streams,
+            aborts, or nothing in particular.
     """
 
     name: str
@@ -311,7 +311,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("bias", 0.15, _bias),
     Feature("allowed", 0.1, _option(allowed_token_ids=[list(range(5, 90)), list(range(40, 250))])),
     Feature("strings", 0.2, _strings, needs="text"),
-    Feature("structured", 0.5, _structured, needs="text"),
+    Feature("structured", 0.5, _structured, needs="structured"),
     Feature("logprobs", 0.15, _option(logprobs=[0, 3])),
     Feature("prompt_logprobs", 0.05, _option(prompt_logprobs=[1])),
     Feature("priority", 0.5, _priority, needs="priority"),

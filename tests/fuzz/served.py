@@ -29,7 +29,7 @@ from fuzz.oracle import Oracle, WrongError
 from fuzz.rounds import AGAIN, PROBE, consumers
 from tllm import AsyncLLM
 
-ALLOWED = frozenset({"served", "seeded", "priority", "text"})
+ALLOWED = frozenset({"served", "seeded", "priority", "text", "structured"})
 
 
 class Served:

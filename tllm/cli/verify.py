@@ -28,10 +28,9 @@ def engine_options(given: Sequence[str]) -> dict[str, Any]:
 
     Raises `ValueError` for one that an engine does not have.
     """
-    from vllm import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from tllm.engine.launch import engine_parser
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="tllm verify", add_help=False))
+    parser = engine_parser("tllm verify")
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     found, unknown = parser.parse_known_args(list(given))

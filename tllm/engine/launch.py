@@ -5,6 +5,7 @@ vLLM's command looks for a distribution called `vllm`; its CPU build is called `
 
 from __future__ import annotations
 
+import argparse
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -15,6 +16,17 @@ def module() -> str:
     except PackageNotFoundError:
         return "tllm.engine.launch"
     return "vllm.entrypoints.cli.main"
+
+
+def engine_parser(program: str) -> argparse.ArgumentParser:
+    """A parser of the options that `vllm serve` has for its engine."""
+    from vllm import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: argparse.ArgumentParser = EngineArgs.add_cli_args(
+        FlexibleArgumentParser(prog=program, add_help=False)
+    )
+    return parser
 
 
 def main() -> None:
