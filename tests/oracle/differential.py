@@ -24,7 +24,7 @@ from tllm.consumers.base import Consumer
 from tllm.ports import Phase
 from tllm.verify.batches import Ask, Prompts
 from tllm.verify.places import POINTS
-from tllm.verify.steered import PHASES, Place, changes, steering_fields
+from tllm.verify.steered import PHASES, Place, steering_fields
 from tllm.verify.tolerance import Tolerance
 
 from .consumers import Gatherer, Writer
@@ -81,6 +81,7 @@ def params_of(ask: Ask, registered: Sequence[str], *, seeded: bool) -> Any:
         ignore_eos=True,
         detokenize=False,
         consumers=consumers,
+        patch=[patched.entry for patched in ask.patches] or None,
         **steering_fields(ask.steering),
     )
 
@@ -233,8 +234,8 @@ class Engine:
         report.check(len(new) == ask.max_tokens, f"{name}: {len(new)} tokens")
         passed = [*ask.prompt, *new][:-1]  # the last token never passes the model
         first = len(ask.prompt)
-        steers = changes(ask.steering, passed, first)
-        states, logits = self.reference.run(self.family, passed, self._writes(ask), steers)
+        changes = ask.changes(passed, len(self.vector))
+        states, logits = self.reference.run(self.family, passed, self._writes(ask), changes)
         if ask.seed is None:
             chosen = logits[first - 1 :]
             regret = chosen.amax(1) - chosen.gather(1, torch.tensor(new)[:, None])[:, 0]

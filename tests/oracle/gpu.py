@@ -95,7 +95,7 @@ def serve(
     family: str, dtype: torch.dtype, reference: Any, engine: dict[str, Any]
 ) -> Iterator[Line]:
     """Serve one family; yields a line for each batch."""
-    from tllm.verify.batches import mixed_batch, steered_batch
+    from tllm.verify.batches import mixed_batch, patched_batch, steered_batch
     from tllm.verify.steered import PHASES
 
     from .differential import CHUNK, prompts_of, serving, written_batch
@@ -125,7 +125,11 @@ def serve(
             report = served.compare(
                 steered_batch(served.places, prompts_of(served.vocab), served.vector), accepted
             )
-        yield _line(family, "steered", report)
+            yield _line(family, "steered", report)
+            report = served.compare(
+                patched_batch(served.places, prompts_of(served.vocab), served.vector), accepted
+            )
+        yield _line(family, "patched", report)
 
 
 def _line(family: str, batch: str, report: Any) -> Line:

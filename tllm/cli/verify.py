@@ -73,7 +73,18 @@ def render(certificate: Certificate, console: Console) -> None:
 def _points(certificate: Certificate, num_layers: int) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("point", no_wrap=True)
-    for column in ("layers", "rows", "error", "limit", "exchanged", "steered", "seen"):
+    columns = (
+        "layers",
+        "rows",
+        "error",
+        "limit",
+        "exchanged",
+        "steered",
+        "seen",
+        "patched",
+        "seen",
+    )
+    for column in columns:
         table.add_column(column, justify="right")
     for name, figures in certificate.points.items():
         right = figures.worst <= figures.limit
@@ -87,6 +98,8 @@ def _points(certificate: Certificate, num_layers: int) -> Table:
             f"{figures.power:.1e}" if figures.exchanged else "-",
             str(figures.steered or "-"),
             str(figures.seen) if figures.steered else "-",
+            str(figures.patched or "-"),
+            str(figures.patches_seen) if figures.patched else "-",
         )
     return table
 

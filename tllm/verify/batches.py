@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tllm.ports import Phase
-from tllm.verify.steered import METHODS, PHASES, POSITIONS, Place, Steered, given_for
+from tllm.verify.patched import Patched, patch_changes
+from tllm.verify.reference import Change, Steers
+from tllm.verify.steered import METHODS, PHASES, POSITIONS, Place, Steered, changes, given_for
 
 MAX_TOKENS = 5
 
@@ -32,10 +34,21 @@ class Ask:
     seed: int | None = None
     max_tokens: int = MAX_TOKENS
     steering: tuple[Steered, ...] = ()
+    patches: tuple[Patched, ...] = ()
 
     def __str__(self) -> str:
         steered = f", steered {[str(each) for each in self.steering]}" if self.steering else ""
-        return f"prompt of {len(self.prompt)}, reads {self.reads}{steered}"
+        patched = f", patched {[str(each) for each in self.patches]}" if self.patches else ""
+        return f"prompt of {len(self.prompt)}, reads {self.reads}{steered}{patched}"
+
+    def changes(self, tokens: Sequence[int], hidden: int) -> Steers:
+        """What the reference does to its sequence: rows are patched, then steered."""
+        found: dict[Place, list[Change]] = {}
+        patches = patch_changes(self.patches, hidden, len(tokens))
+        for done in (patches, changes(self.steering, tokens, len(self.prompt))):
+            for place, more in done.items():
+                found.setdefault(place, []).extend(more)
+        return found
 
 
 @dataclass(frozen=True)
@@ -190,4 +203,48 @@ def steered_batch(
         )
         asks.append(Ask(common, "any", steering=tuple(several), max_tokens=3))
         asks.append(Ask(common, None, steering=tuple(several), n=2, seed=3, max_tokens=3))
+    return asks
+
+
+def patched_batch(
+    places: Sequence[Place],
+    prompts: Prompts,
+    vector: Tensor,
+    sizes: Mapping[Place, float] | None = None,
+) -> list[Ask]:
+    """Every place once, with what is patched changing in turn: rows of the prompt, of generated
+    tokens and of both; whole, mixed and some dimensions; rows and zeros; and steered as well.
+
+    Half of them share a prompt longer than a block with requests that are not patched.
+
+    Args:
+        vector, sizes: as of `steered_batch`.
+    """
+    chance = random.Random(5)
+    generator = torch.Generator().manual_seed(8)
+    common = prompts.pick(chance, prompts.block + 6)
+    asks = []
+    for number, place in enumerate(places):
+        shares = number % 2 == 1
+        prompt = common if shares else prompts.pick(chance, chance.randrange(5, 14))
+        size = (sizes or {}).get(place, 1.0)
+        last = len(prompt) - 1
+        positions = [(last,), (0, last // 2), (last + 2,), (last, last + 1)][number % 4]
+        rows = torch.randn(len(positions), len(vector), generator=generator)
+        mask = tuple(sorted(chance.sample(range(len(vector)), len(vector) // 3)))
+        patched = Patched(
+            place,
+            positions,
+            None if number % 5 == 4 else size * vector * rows,
+            0.4 if number % 3 == 1 else 1.0,
+            mask if number % 7 == 2 else None,
+        )
+        steering: tuple[Steered, ...] = ()
+        if number % 6 == 5:
+            direction = size * vector * torch.randn(len(vector), generator=generator)
+            steering = (Steered(place, "add", direction, {"scale": 0.5}),)
+        reads: Phase = "decode" if shares else "any"
+        asks.append(Ask(prompt, reads, steering=steering, patches=(patched,), max_tokens=4))
+        if number % 4 == 1:
+            asks.append(Ask(common, "decode", max_tokens=4))
     return asks

@@ -63,6 +63,7 @@ class PointFigures:
         exchanged: for each tensor, the error if every row were its neighbour's.
         steered: requests that were steered here and nowhere else.
         seen: of these, whose rows or tokens would be off by more than the limit without steering.
+        patched, patches_seen: the same of requests that were patched.
     """
 
     limit: float
@@ -72,6 +73,8 @@ class PointFigures:
     exchanged: list[float] = field(default_factory=list)
     steered: int = 0
     seen: int = 0
+    patched: int = 0
+    patches_seen: int = 0
 
     @property
     def power(self) -> float:

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tllm.verify.places import POINTS, BlockPlace, is_known, places_of
 
 Layer: TypeAlias = int | None
-Change: TypeAlias = tuple[str, Tensor, Mapping[str, float], Tensor]
-"""A way to steer, its vector [hidden], its parameters, and a mask [positions], False beyond
-its end."""
+Change: TypeAlias = tuple[str, Tensor, Mapping[str, Any], Tensor]
+"""A way to steer or patch, its vector or row [hidden], its parameters, and a mask [positions],
+False beyond its end."""
 Steers: TypeAlias = Mapping[tuple[str, Layer], Sequence[Change]]
 """(hook point, layer) -> what is done there, in order."""
 States: TypeAlias = dict[str, dict[Layer, Tensor]]
@@ -49,7 +49,11 @@ def _multiplied(h: Tensor, w: Tensor, factor: float) -> Tensor:
     return h - p * v + factor * p * v
 
 
-STEERED: dict[str, Callable[..., Tensor]] = {
+def _patched(h: Tensor, w: Tensor, alpha: float, dimensions: Tensor) -> Tensor:
+    return torch.where(dimensions.to(h.device), (1 - alpha) * h + alpha * w, h)
+
+
+CHANGED: dict[str, Callable[..., Tensor]] = {
     "add": lambda h, w, scale: h + scale * w,
     "norm_match": lambda h, w, scale: h + scale * h.norm(dim=1, keepdim=True) * w / w.norm(),
     "clamp": lambda h, w, **given: _clamped(
@@ -62,8 +66,9 @@ STEERED: dict[str, Callable[..., Tensor]] = {
     "ablate": lambda h, w: _projected(h, w, 0.0),
     "project": _projected,
     "multiply": _multiplied,
+    "patch": _patched,
 }
-"""The rows after each way of steering, from the rows before it and the vector as it was given."""
+"""The rows after each change, from the rows before it and the vector as it was given."""
 
 
 class Reference:
@@ -139,8 +144,8 @@ class Reference:
             for method, vector, given, mask in (steers or {}).get((point, layer), ()):
                 rows = torch.zeros(len(token_ids), dtype=torch.bool, device=arrived.device)
                 rows[: len(mask)] = mask[: len(token_ids)]
-                steered = STEERED[method](leaving, vector.to(arrived.device), **given)
-                leaving = torch.where(rows[:, None], steered, leaving)
+                changed = CHANGED[method](leaving, vector.to(arrived.device), **given)
+                leaving = torch.where(rows[:, None], changed, leaving)
             return (leaving - arrived).view_as(tensor)
 
         with self._hooked(visit):

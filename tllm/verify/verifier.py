@@ -20,6 +20,7 @@ from tllm.verify.batches import (
     Prompts,
     given_batch,
     mixed_batch,
+    patched_batch,
     plainly_steered_batch,
     steered_batch,
 )
@@ -30,9 +31,10 @@ from tllm.verify.certificate import (
     PointFigures,
     row_errors,
 )
+from tllm.verify.patched import Patched
 from tllm.verify.places import POINTS
 from tllm.verify.reference import Layer, States, Steers
-from tllm.verify.steered import Place, changes, steering_fields
+from tllm.verify.steered import Place, Steered, steering_fields
 from tllm.verify.tolerance import Tolerance
 
 PREEMPTED_AT = (3, 9, 21, 45, 93)
@@ -104,7 +106,7 @@ class Verifier:
         points: the hook points to look at; by default all that are tapped.
         tolerance: by default what rounding in the engine's dtype explains.
         given: the user's own prompts.
-        steered_layers: how many layers are steered at each hook point.
+        steered_layers: how many layers are steered, and patched, at each hook point.
         progress: hears what is done.
     """
 
@@ -171,7 +173,7 @@ class Verifier:
     # -- against transformers --------------------------------------------------------------------
 
     def compare(self, reference: Answers) -> None:
-        """Rows, tokens, log-probabilities and steering, against a reference."""
+        """Rows, tokens, log-probabilities, steering and patching, against a reference."""
         if not self.points:
             self._unchecked("the model has no hook points here")
             return
@@ -220,6 +222,7 @@ class Verifier:
         generator = torch.Generator().manual_seed(5)
         vector = (3 * torch.randn(self.hidden, generator=generator)).to(self.dtype).float()
         steering = steered_batch(steered, self.prompts, vector, sizes)
+        patching = patched_batch(steered, self.prompts, vector, sizes)
         middles = [self._middle(places, point) for point in self.points]
         alone = [place for place in middles if place is not None]
         simple = plainly_steered_batch(alone, self.prompts, vector, sizes)
@@ -231,6 +234,8 @@ class Verifier:
             ("every point", simple, False),
             ("steered", steering, False),
             ("steered, again", steering[-8:], True),
+            ("patched", patching, False),
+            ("patched, again", patching[-8:], True),
         ]
 
     def _middle(self, places: Sequence[Place], point: str) -> Place | None:
@@ -239,7 +244,8 @@ class Verifier:
         return having[len(having) // 2] if having else None
 
     def _steered_places(self, places: list[Place]) -> list[Place]:
-        """Those that are steered: at every hook point some layers, from the first to the last."""
+        """Those that are steered and patched: of every hook point some layers, from the first to
+        the last."""
         chosen: list[Place] = []
         for point in self.points:
             having = [place for place in places if place[0] == point]
@@ -249,7 +255,8 @@ class Verifier:
             if count < len(having):
                 layers = ", ".join(str(having[i][1]) for i in spread)
                 self.certificate.notes.append(
-                    f"{point}: steered in layers {layers}; --steered-layers {len(having)} for all"
+                    f"{point}: steered and patched in layers {layers}; "
+                    f"--steered-layers {len(having)} for all"
                 )
         return chosen
 
@@ -261,7 +268,8 @@ class Verifier:
         Args:
             why: there is none.
         """
-        rows = f"rows at {', '.join(self.points)}, and steering there" if self.points else "rows"
+        points = ", ".join(self.points)
+        rows = f"rows at {points}, steering and patching there" if self.points else "rows"
         self._unchecked(f"{rows}: {why}")
         mixed = mixed_batch(self.prompts, self._chunk)
         served = []
@@ -349,6 +357,7 @@ class Verifier:
             logprobs=0,
             output_kind=RequestOutputKind.FINAL_ONLY,
             capture=capture,
+            patch=[patched.entry for patched in ask.patches] or None,
             **steering_fields(ask.steering),
         )
 
@@ -364,15 +373,15 @@ class Verifier:
         new = list(served.completion.token_ids)
         if len(new) != served.ask.max_tokens:
             self._differs(served.difference("token", f"{len(new)} tokens were generated"))
-        steers = changes(served.ask.steering, served.passed, served.first)
-        states, logits = reference.run(served.passed, steers)
+        changes = served.ask.changes(served.passed, self.hidden)
+        states, logits = reference.run(served.passed, changes)
         chosen = logits[served.first - 1 :]
         self._compare_captures(figures, served, places, states)
         if served.ask.seed is None:
             self._compare_greedy(figures, served, chosen)
         self._compare_log_probabilities(served, chosen)
-        if len(served.ask.steering) == 1:
-            self._count_steered(served, places, states, chosen, reference)
+        if len(served.ask.steering) + len(served.ask.patches) == 1:
+            self._count_seen(served, places, states, chosen, reference)
 
     def _compare_greedy(self, figures: BatchFigures, served: Served, logits: Tensor) -> None:
         new = torch.tensor(list(served.completion.token_ids))
@@ -457,7 +466,7 @@ class Verifier:
                 )
             )
 
-    def _count_steered(
+    def _count_seen(
         self,
         served: Served,
         places: Sequence[Place],
@@ -465,10 +474,9 @@ class Verifier:
         logits: Tensor,
         reference: Answers,
     ) -> None:
-        """Whether the comparison would have failed had the steering not been done."""
-        [steered] = served.ask.steering
-        figures = self.certificate.points[steered.place[0]]
-        figures.steered += 1
+        """Whether the comparison would have failed had it not been steered, or patched."""
+        alone: Sequence[Steered | Patched] = (*served.ask.steering, *served.ask.patches)
+        figures = self.certificate.points[alone[0].place[0]]
         plain, plain_logits = reference.run(served.passed)
         plain_logits = plain_logits[served.first - 1 :]
         new = torch.tensor(list(served.completion.token_ids))[:, None]
@@ -481,12 +489,17 @@ class Verifier:
                 > self.tolerance.points[point]
                 for point, layer in places
             )
-        figures.seen += seen
+        if served.ask.patches:
+            figures.patched += 1
+            figures.patches_seen += seen
+        else:
+            figures.steered += 1
+            figures.seen += seen
 
     # -- what could not be compared --------------------------------------------------------------
 
     def _note_power(self) -> None:
-        """A limit that exchanged rows pass says nothing; nor does steering that nobody sees."""
+        """A limit that exchanged rows pass says nothing; nor do changes that nobody sees."""
         for point, figures in self.certificate.points.items():
             if not figures.rows:
                 self._unchecked(f"{point}: no rows were compared")
@@ -495,11 +508,16 @@ class Verifier:
                     f"{point}: rows of neighbouring tokens differ by {figures.power:.1e}, less "
                     f"than what is accepted ({figures.limit:.1e}); verify with --dtype float32"
                 )
-            elif point != "logits" and not figures.seen:
-                self._unchecked(
-                    f"{point}: of {figures.steered} ways of steering, none changed anything by "
-                    "more than is accepted"
-                )
+            elif point != "logits":
+                for count, seen, done in (
+                    (figures.steered, figures.seen, "ways of steering"),
+                    (figures.patched, figures.patches_seen, "patches"),
+                ):
+                    if not seen:
+                        self._unchecked(
+                            f"{point}: of {count} {done}, none changed anything by more than is "
+                            "accepted"
+                        )
 
     def _note_engine(self) -> None:
         """What the engine was not made to do."""
