@@ -26,7 +26,7 @@ class Workers:
     def __init__(self):
         self.groups, self.vectors = {}, {}
 
-    def put(self, vectors, groups):
+    def put(self, vectors, groups, gates):
         self.vectors |= vectors
         self.groups |= groups
         for operations in groups.values():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -71,6 +71,32 @@ class PatchedRow:
         return patched
 
 
+@dataclass
+class GatedChange:
+    """What is done to the rows of tokens `start` to `stop`, as much of it as scores say.
+
+    Attributes:
+        change: from rows `[tokens, hidden]` to what they are where the strength is 1.
+        probes: where rows are scored as they arrive, and how: from rows to `[tokens]`.
+        strength: from the scores of all probes to `[tokens]`, 0 to 1.
+        scores: of the last run, `[probes]` of `[tokens]`.
+    """
+
+    place: Place
+    change: Callable[[torch.Tensor], torch.Tensor]
+    probes: list[tuple[Place, Callable[[torch.Tensor], torch.Tensor]]]
+    strength: Callable[[list[torch.Tensor]], torch.Tensor]
+    start: int = 0
+    stop: int | None = None
+    scores: list[torch.Tensor] = field(default_factory=list)
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        strength = self.strength(self.scores)[:, None].clone()
+        inside = torch.zeros_like(strength)
+        inside[self.start : self.stop] = 1
+        return rows + inside * strength * (self.change(rows) - rows)
+
+
 class Reference:
     """The same model in `transformers`, float32, one sequence at a time."""
 
@@ -122,6 +148,7 @@ class Reference:
         places: Sequence[Place] = (),
         additions: Sequence[Addition] = (),
         patches: Sequence[PatchedRow] = (),
+        gated: Sequence[GatedChange] = (),
     ) -> tuple[torch.Tensor, dict[Place, torch.Tensor]]:
         """Logits `[tokens, vocab]`, and the states `[tokens, hidden]` that arrive at each place."""
         seen: dict[Place, torch.Tensor] = {}
@@ -130,6 +157,19 @@ class Reference:
             def touch(tensor):
                 seen[place] = tensor[0].clone()
                 return tensor
+
+            return touch
+
+        def look(change, number, score):
+            def touch(tensor):
+                change.scores[number] = score(tensor[0])
+                return tensor
+
+            return touch
+
+        def gate(change):
+            def touch(tensor):
+                return written(change.place, tensor, change.of(tensor[0])[None])
 
             return touch
 
@@ -159,10 +199,16 @@ class Reference:
         with ExitStack() as stack:
             for place in places:  # a capture reads what arrives, before what is done there
                 stack.enter_context(self._hooked(place, capture(place)))
+            for change in gated:  # so does a probe
+                change.scores = [torch.zeros(())] * len(change.probes)
+                for number, (place, score) in enumerate(change.probes):
+                    stack.enter_context(self._hooked(place, look(change, number, score)))
             for patched in patches:
                 stack.enter_context(self._hooked(patched.place, patch(patched)))
             for addition in additions:
                 stack.enter_context(self._hooked(addition.place, add(addition)))
+            for change in gated:
+                stack.enter_context(self._hooked(change.place, gate(change)))
             logits = self.model(torch.tensor([list(tokens)])).logits[0]
         return logits, seen
 

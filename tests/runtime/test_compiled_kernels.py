@@ -64,7 +64,7 @@ def test_rows_of_every_table_move_sixteen_bytes_at_a_time(name, choice):
 
 
 def test_rows_that_do_not_fill_sixteen_bytes_are_not_taken_for_aligned():
-    ptx = compiled(KERNELS["tap"], "bf16", 3588, "few rows")
+    ptx = compiled(KERNELS["tap"], "bf16", 3590, "few rows")  # nor do those of float32
     wide = re.findall(r"(?:ld|st)\.global\S*?\.v\d\.b\d+", ptx)
     assert not wide
 

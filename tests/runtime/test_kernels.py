@@ -15,9 +15,11 @@ import torch
 from tllm.runtime import ops
 from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation, Replacement
+from tllm.runtime.gates import Gates
 from tllm.runtime.kernels import candidates, contrast, row_plan, tap, tap_norm, token_choice
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
+from tllm.spec.conditions import SCORES, Gate, GateNumbers, parse_condition
 from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import METHODS, Coefficients
 from tllm.spec.tiers import Tiers
@@ -152,7 +154,8 @@ def taps_of(sites, hidden, dtype, device, second=MappingProxyType({})):
 
 
 def steering_tables(taps, keys, generator, dtype):
-    """Steering rows 0 to 3: nothing, a sum, a sum with three operations, one operation."""
+    """Steering rows 0 to 3: nothing, a sum, a sum with three operations of which one has a gate,
+    one operation with a gate."""
     count, hidden = taps.num_points, taps.hidden_size
     tables = torch.zeros(count, 4, int(Operation.SIZE), dtype=torch.int32)
     operations = torch.zeros(8, int(Operation.SIZE), dtype=torch.int32)
@@ -170,7 +173,9 @@ def steering_tables(taps, keys, generator, dtype):
         fill(table[2], 1, Coefficients(norm=0.7), 3 + HAS_SUM + CHAIN_UNIT * 4)
         fill(operations[4], 2, Coefficients(strength=0.9, low=-0.2, high=0.1))
         fill(operations[5], 3, Coefficients(add=1.5, component=-0.5))
+        operations[5, Operation.GATE] = 1 + 2
         fill(table[3], 4, Coefficients(strength=1.0, low=0.0, high=0.0), 1)
+        table[3, Operation.GATE] = 1 + 4
     sums = 2 * torch.randn(count, 4, hidden, generator=generator)
     tables, operations = tables.to(taps.device), operations.to(taps.device)
     vectors, sums = vectors.to(taps.device, dtype), sums.to(taps.device, dtype)
@@ -210,9 +215,34 @@ def patch_tables(taps, keys, generator, dtype):
     return sources, mask, patches, replacements  # to be kept alive
 
 
+def gates_at(keys, taps, generator):
+    """Conditions of steering rows 2 and 3: a score of each kind, hard and soft, and joints."""
+    gates = Gates(taps)
+    for name, vector in zip(
+        "abc", torch.randn(3, taps.hidden_size, generator=generator), strict=True
+    ):
+        gates.hold(name, vector.numpy())
+    place = "post_block", 0
+    first = [
+        Gate(0, *place, "a", bias=0.3, low=0.0),
+        Gate(1, *place, "b", score=1, low=-0.1, high=0.1),
+        Gate(2, *place, terms=(0, 1), every=False),
+    ]
+    second = [
+        Gate(0, *place, "c", score=2, low=0.2, soft=6.0, middle=0.2),
+        Gate(31, *place, "a", bias=-0.1, soft=-0.7, middle=0.4),
+        Gate(4, *place, terms=(0, 31), every=True),
+    ]
+    for row, judged in ((2, first), (3, second)):
+        gates.use(gates.place(row, {taps.index[key]: judged for key in keys}), 1)
+    gates.commit(4)
+    gates.forget_scores(16)
+    return gates
+
+
 class BusyTap:
-    """A tap whose two stages capture, patch, add and steer, other rows each in another way; with
-    the last seed only the second does."""
+    """A tap whose two stages capture, gate, patch, add and steer, other rows each in another way;
+    with the last seed only the second does."""
 
     rows = 9
 
@@ -231,6 +261,7 @@ class BusyTap:
             vectors = torch.randn(2, hidden, generator=generator)
             taps.set_additions(key, [1, 3], vectors.to(device))
         self._kept = steering_tables(taps, both[seed % 3 :], generator, dtype)
+        self.gates = gates_at(both[last:], taps, generator)
         self._kept += patch_tables(taps, both[last : 2 - seed % 2], generator, dtype)
         taps.plan[DESTINATION] = (2 * torch.randperm(20, generator=generator)[:16]).int()
         taps.plan[DESTINATION, ::3] = -1
@@ -249,7 +280,7 @@ def assert_same(results, dtype):
     # Triton's interpreter cuts bfloat16 off where devices round.
     tolerance = 1e-5 if dtype == torch.float32 else 2**-4
     for expected, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.fixture(params=[512, 8], ids=["few rows", "many rows"])
@@ -267,7 +298,11 @@ def test_tap(seed, dtype, fused):
     for run, device in ((tap.reference, "cpu"), (tap.launch, DEVICE)):
         busy = BusyTap(seed, dtype, device)
         run(busy.stream, busy.residual if fused else None, busy.descriptor, busy.taps.plan)
-        results.append((busy.arena.cpu(), busy.stream.cpu(), busy.residual.cpu()))
+        state = busy.gates.state.cpu()
+        results.append((busy.arena.cpu(), busy.stream.cpu(), busy.residual.cpu(), state))
+        judged = (busy.taps.plan[Column.STEER.plan_row, : busy.rows] > 1).cpu()
+        assert torch.equal(~state[: busy.rows, 0, 0].isnan(), judged)
+        assert state[busy.rows :].isnan().all()
     assert_same(results, dtype)
 
 
@@ -373,6 +408,41 @@ def test_rows_that_do_not_lie_side_by_side():
         busy.taps.plan,
     )
     assert torch.equal(normed[0], expected[0]) and torch.equal(added[0], expected[1])
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_each_score_is_its_formula(score):
+    """Of rows of every size, with the vector as the spec gives it."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, key = 48, (HookPoint.POST_BLOCK, 0)
+    w = torch.randn(hidden, generator=generator)
+    h = torch.randn(6, hidden, generator=generator) * torch.logspace(-3, 2, 6)[:, None]
+    h[5] = 0
+    probe = {"hook": "post_block", "layer": 0, "vector": w, "score": score, "bias": 0.25}
+    condition = parse_condition({"probe": probe, "above": 0.5}, "when")
+    direction = w / w.norm()
+    projected = torch.tanh((h @ direction)[:, None] * direction)
+    expected = {
+        "dot": h @ w,
+        "cosine": torch.cosine_similarity(h, w[None], eps=0),
+        "cast": torch.cosine_similarity(h, projected, eps=0),
+    }[score].nan_to_num() + 0.25
+    for run, device in ((tap.launch, DEVICE), (tap.reference, "cpu")):
+        taps = taps_of({key: None}, hidden, torch.float32, device)
+        numbers = GateNumbers()
+        number = numbers.number(condition)
+        gates = Gates(taps)
+        gates.hold(condition.vector_digest, condition.vector)
+        gates.use(gates.place(0, {0: numbers.gates([number])}), 1)
+        gates.commit(1)
+        taps.plan[Column.STEER.plan_row, :] = 0
+        taps.commit()
+        stream = h.to(device, copy=True)
+        run(stream, None, taps.descriptors[0], taps.plan)
+        strengths, scores = gates.state[:6, :, number].cpu().T
+        torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(strengths, (scores > 0.5).float())
+        assert torch.equal(stream.cpu(), h)
 
 
 @pytest.mark.parametrize("method", METHODS)

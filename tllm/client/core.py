@@ -24,7 +24,7 @@ from tllm.client.checked_params import CheckedParams
 from tllm.client.patching import KEPT, PatchComposer
 from tllm.client.request import Prepared, Uses, collect
 from tllm.client.results import Samples, attach_results, samples_of, set_result
-from tllm.client.steering import GLOBAL, MODULE, Composer, Facts, HeldByWorkers
+from tllm.client.steering import GLOBAL, MODULE, MONITOR, Composer, Facts, HeldByWorkers
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.engine.front import RefusedError
@@ -122,7 +122,8 @@ class Client:
         if self._shown is not None:
             return self._shown[1]
         return max(
-            (v for k, v in self._versions.items() if k.startswith((GLOBAL, MODULE))), default=0
+            (v for k, v in self._versions.items() if k.startswith((GLOBAL, MODULE, MONITOR))),
+            default=0,
         )
 
     def current(self) -> Steps[None]:
@@ -323,7 +324,8 @@ class Client:
                 return
             upload = self.held.upload(groups, self.facts, self._front_ends)
             operations = {digest: group.operations for digest, group in upload.groups.items()}
-            call = (self._holder, upload.vectors, operations, upload.released)
+            gates = {d: group.gates for d, group in upload.groups.items() if group.gates}
+            call = (self._holder, upload.vectors, operations, upload.released, gates)
             arrived = False
             try:
                 yield WorkerCall("update_steering", call)

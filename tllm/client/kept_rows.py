@@ -20,7 +20,7 @@ from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HookPoint
 from tllm.spec.patching import KeptRows
-from tllm.spec.tiers import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, numeric_array
 
 if TYPE_CHECKING:
     from tllm.client.core import Client

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from tllm.client.steering import Facts
 from tllm.spec.patching import KeptRows, Patch, PatchUse, RequestPatch, noise_rows
-from tllm.spec.tiers import FloatArray
+from tllm.spec.reading import FloatArray
 
 KEPT = "kept:"
 """The beginning of the keys under which the workers say which rows they keep."""

@@ -8,6 +8,7 @@ import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from tllm.client.calls import ALONE, Steps, WorkerCall
-from tllm.spec.groups import RequestSteering, SteeringGroup, compose, most_configurations
+from tllm.spec.conditions import (
+    MAX_GATES,
+    Condition,
+    NamedCondition,
+    check_order,
+    condition_described,
+    parse_condition,
+    signal_names,
+)
+from tllm.spec.groups import (
+    RequestSteering,
+    SteeringGroup,
+    compose,
+    gates_of,
+    most_configurations,
+)
 from tllm.spec.hooks import ModelPoints
 from tllm.spec.operations import LARGEST_FLOAT32, MAX_CLAMPS, MAX_OPERATIONS
 from tllm.spec.selection import Selection
@@ -25,8 +41,9 @@ from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
 if TYPE_CHECKING:
     from tllm.client.core import Client
 
-GLOBAL, MODULE = "steering", "module:"
-"""Keys under which the workers keep global steering, and the beginning of those of modules."""
+GLOBAL, MODULE, MONITOR = "steering", "module:", "monitor:"
+"""Keys under which the workers keep global steering, and the beginnings of those of modules and of
+monitors."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +94,14 @@ class Composer:
     Attributes:
         facts: None until the workers have told.
         everywhere: what is global.
-        modules: by name.
+        modules, monitors: by name.
     """
 
     def __init__(self) -> None:
         self.facts: Facts | None = None
         self.everywhere = Tiers()
         self.modules: dict[str, Tiers] = {}
+        self.monitors: dict[str, Condition] = {}
         self._composed: WeakKeyDictionary[RequestSteering, tuple[SteeringGroup, ...]] = (
             WeakKeyDictionary()
         )
@@ -91,6 +109,10 @@ class Composer:
 
     def learn(self, key: str, value: bytes | None) -> None:
         """Know what somebody has registered, or removed."""
+        self._composed.clear()
+        if key.startswith(MONITOR):
+            self._learn_monitor(key[len(MONITOR) :], value)
+            return
         tiers = Tiers() if value is None else pickle.loads(value)
         if key == GLOBAL:
             self.everywhere = tiers
@@ -99,7 +121,12 @@ class Composer:
             self.modules.pop(key[len(MODULE) :], None)
         else:
             self.modules[key[len(MODULE) :]] = tiers
-        self._composed.clear()
+
+    def _learn_monitor(self, name: str, value: bytes | None) -> None:
+        if value is None:
+            self.monitors.pop(name, None)
+        else:
+            self.monitors[name] = pickle.loads(value)
 
     def with_more(self, given: Mapping[str, Any], positions: Any, replace_all: bool) -> Tiers:
         """What is global, with entries in the place of those at the same hook and layer."""
@@ -137,6 +164,25 @@ class Composer:
             )
         return self.modules[name]
 
+    def monitor_of(self, name: str, given: Any) -> Condition:
+        """A monitor that somebody defines."""
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"monitor name {name!r}: give a text that is not empty")
+        condition = parse_condition(given, f"monitor {name!r}")
+        found = self._found(condition)
+        if isinstance(found, NamedCondition):
+            raise TypeError("a condition that was found has no name to look up")
+        return replace(found, name=name)
+
+    def monitor(self, name: str) -> Condition:
+        """A monitor that is there."""
+        if name not in self.monitors:
+            raise ValueError(
+                f"no monitor {name!r} is registered; registered are "
+                f"{', '.join(sorted(self.monitors)) or 'none'}"
+            )
+        return self.monitors[name]
+
     # -- one request ----------------------------------------------------------------------------
 
     def concerns(self, asked: RequestSteering | None) -> bool:
@@ -166,17 +212,34 @@ class Composer:
 
     def _checked(self, tiers: Tiers) -> Tiers:
         """The tiers with layers counted from 0; raises for what this engine does not have."""
-        from_end = False
+        changes = False
         for entry in tiers:
             self._check(entry)
-            from_end = from_end or (entry.layer is not None and entry.layer < 0)
-        if not from_end:
-            return tiers
+            changes = changes or self._located(entry) is not entry
+        return tiers.map(self._located) if changes else tiers
+
+    def _located(self, entry: SteeringEntry) -> SteeringEntry:
+        """An entry with layers counted from 0, and what its condition names found."""
         assert self.facts is not None
-        layers = self.facts.points.num_layers
-        return tiers.map(
-            lambda e: e if e.layer is None else replace(e, layer=e.layer % layers),
-        )
+        when = None if entry.when is None else self._found(entry.when)
+        from_end = entry.layer is not None and entry.layer < 0
+        if not from_end and when is entry.when:
+            return entry
+        layer = None if entry.layer is None else entry.layer % self.facts.points.num_layers
+        return replace(entry, layer=layer, when=when)
+
+    def _found(self, condition: Condition) -> Condition:
+        """A condition with layers counted from 0, and the monitors that it names."""
+        facts = self.facts
+        assert facts is not None
+        found = condition.found(facts.points, self.monitors)
+        for probe in found.probes():
+            if probe.vector.shape != (facts.hidden_size,):
+                raise ValueError(
+                    f"{condition.field}['probe']['vector'] has {probe.vector.size} numbers; the "
+                    f"model's hidden size is {facts.hidden_size}"
+                )
+        return found
 
     def _check(self, entry: SteeringEntry) -> None:
         facts, name = self.facts, entry.name
@@ -190,6 +253,10 @@ class Composer:
             facts.points.check(entry.point, entry.layer)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        if entry.when is not None:
+            located = self._located(entry)
+            assert located.when is not None
+            check_order(located.when, located.point, located.layer, facts.points, name)
         if entry.vector.shape != (facts.hidden_size,):
             raise ValueError(
                 f"{name} has {entry.vector.size} numbers; the model's hidden size is "
@@ -233,6 +300,13 @@ class Composer:
                 f"{what} adds up to {added:.3g} to the numbers of a row at {hook!r} of layer "
                 f"{layer}, and this model can use rows up to {self.facts.max_reach:.3g}; give "
                 "smaller scales, or smaller factors of modules"
+            )
+        gates = gates_of(groups)
+        signal_names(gates.values())
+        if len(gates) > MAX_GATES:
+            raise ValueError(
+                f"{what} has {len(gates)} distinct probes and joints of them as conditions; at "
+                f"most {MAX_GATES} are allowed: let entries share their conditions"
             )
         needed = most_configurations([group.use for group in groups])
         if needed > self.facts.max_configs:
@@ -400,6 +474,7 @@ class SteeringControl:
                 "enabled": facts.max_configs > 0,
                 "global": _described(composer.everywhere),
                 "modules": sorted(composer.modules),
+                "monitors": sorted(composer.monitors),
                 "vectors_on_device": vectors[0],
                 "requests": self._client.held.num_requests,
                 "max_steering_configs": facts.max_configs,
@@ -449,14 +524,46 @@ class SteeringControl:
 
         return self._run(steps())
 
-    def _change(self, key: str, made: Callable[[], Tiers | None]) -> Steps[None]:
+    def register_monitor(self, name: str, condition: Any) -> Any:
+        """Give a condition a name, for entries of steering that say `"when": name`.
+
+        Args:
+            condition: `{"probe": {"hook", "layer", "vector", "bias", "score"}, "above": 0.5}` or
+                another that an entry's `when` may be. A name that exists is defined anew: what
+                steers already keeps the old one, and so do modules and global steering, which have
+                it as it was when they were set.
+        """
+        composer = self._client.composer
+        made = partial(composer.monitor_of, name, condition)
+        return self._run(self._change(f"{MONITOR}{name}", made))
+
+    def unregister_monitor(self, name: str) -> Any:
+        """Forget a monitor; what steers with it keeps it."""
+        composer = self._client.composer
+
+        def removed() -> None:
+            composer.monitor(name)
+
+        return self._run(self._change(f"{MONITOR}{name}", removed))
+
+    def monitors(self) -> Any:
+        """What each registered monitor judges."""
+
+        def steps() -> Steps[dict[str, dict[str, Any]]]:
+            yield from self._client.current()
+            monitors = self._client.composer.monitors
+            return {name: condition_described(condition) for name, condition in monitors.items()}
+
+        return self._run(steps())
+
+    def _change(self, key: str, made: Callable[[], Tiers | Condition | None]) -> Steps[None]:
         """Register what `made` gives when everything that others have registered is known."""
         yield ALONE
         changed = False
         while not changed:
             yield from self._client.current()
-            tiers = made()
-            value = None if tiers is None else cloudpickle.dumps(tiers)
+            content = made()
+            value = None if content is None else cloudpickle.dumps(content)
             changed = yield from self._client.change(key, value)
 
 
@@ -492,11 +599,12 @@ def _described(tiers: Tiers) -> dict[str, Any]:
             places = described.setdefault(name, {})
             for entry in entries:
                 hook = places.setdefault(entry.point.value, {})
-                hook.setdefault(entry.layer, []).append(
-                    {
-                        "norm": float(np.linalg.norm(entry.vector)),
-                        "coefficients": entry.coefficients._asdict(),
-                        "positions": entry.positions.to_wire(),
-                    }
-                )
+                told = {
+                    "norm": float(np.linalg.norm(entry.vector)),
+                    "coefficients": entry.coefficients._asdict(),
+                    "positions": entry.positions.to_wire(),
+                }
+                if entry.when is not None:
+                    told["when"] = condition_described(entry.when)
+                hook.setdefault(entry.layer, []).append(told)
     return described

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tllm.runtime.steering import Steering
@@ -115,12 +116,14 @@ class HeldGroups:
         vectors: Mapping[str, Any],
         groups: Mapping[str, Any],
         released: Iterable[str],
+        gates: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Give up groups that a front end has no need of, then keep new ones for it.
 
         Args:
             vectors: float32 `[hidden]` by digest.
             groups: operations by digest.
+            gates: conditions of groups that have any, by digest.
         """
         held = self._held.setdefault(holder, set())
         gone = []
@@ -134,10 +137,13 @@ class HeldGroups:
             self._groups_of.subtract(self._vectors.pop(digest))
         unused = [digest for digest, users in self._groups_of.items() if not users]
         self._steering.drop(gone, unused)
-        self._steering.put(vectors, groups)
+        self._steering.put(vectors, groups, gates)
         for digest, operations in groups.items():
             if digest not in self._vectors:
-                self._vectors[digest] = frozenset(vector for _, _, vector, _ in operations)
+                judged = gates[digest].gates if digest in gates else ()
+                probes = (gate.vector for gate in judged if gate.vector)
+                used = (vector for _, _, vector, _ in operations)
+                self._vectors[digest] = frozenset((*used, *probes))
                 self._groups_of.update(self._vectors[digest])
             if digest not in held:
                 held.add(digest)

@@ -101,9 +101,10 @@ class WorkerCalls:
         vectors: Mapping[str, Any],
         groups: Mapping[str, Any],
         released: Iterable[str],
+        gates: Mapping[str, Any],
     ) -> None:
         """See `HeldGroups.put`."""
-        self._groups.put(holder, vectors, groups, released)
+        self._groups.put(holder, vectors, groups, released, gates)
 
     def keep_run(self, uid: str) -> tuple[int, int] | None:
         """Keep the rows of a run that has ended, for patches; the number of its tokens, and the

@@ -6,8 +6,7 @@ capture program, which add row, which steering row; its `neutral` value says tha
 rows of the plan, the fields and flags of a descriptor and the constants of the kernels derive from
 it. A new action is a member here, a branch in the tap's kernel, and one in its reference.
 
-A tap works in this order, whatever the order below is: capture, patch, add, steer, gate (which has
-no branch yet).
+A tap works in this order, whatever the order below is: capture, gate, patch, add, steer.
 """
 
 from __future__ import annotations
@@ -75,9 +74,12 @@ class Column(IntEnum):
     """The patch row, one for each patched token. `PATCHES`: int32 `[patch rows]`, the first
     replacement of each, or -1. `REPLACEMENTS`: int32 `[replacements, Replacement.SIZE]`, which are
     the same for every point."""
-    GATE = -1, ("GATES", "GATE_STATE"), True, False
-    """The gate row. Kept free for conditions that are judged in the forward pass: `GATES` for
-    probes and thresholds, `GATE_STATE` for what later points read."""
+    GATE = -1, ("GATES", "GATE_RECORDS", "GATE_STATE"), True, False
+    """Conditions are judged, before anything is changed. Which ones, the steering row says: they
+    are part of what a configuration does, and this column says nothing of a row yet. `GATES`: int32
+    `[steering rows]`, the first record of each at this point, or -1. `GATE_RECORDS`: int32
+    `[records, GateWord.SIZE]`, and `GATE_STATE`: float32 `[tokens, 2, MAX_GATES]`, strengths and
+    scores, which are the same for every point."""
 
     @property
     def flag(self) -> int:

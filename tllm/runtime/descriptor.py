@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 6
+LAYOUT_VERSION = 7
 
 
 class Descriptor(IntEnum):
@@ -42,8 +42,8 @@ def stage_field(name: str) -> int:
 class Operation(IntEnum):
     """Words of one steering operation, 32 bits each, the coefficients float32.
 
-    With `v` the vector and `p = h . v`, it computes
-    `h' = h + (ADD + NORM |h| + COMPONENT p + STRENGTH (clip(p, LOW, HIGH) - p)) v`.
+    With `v` the vector, `p = h . v` and `g` the strength of its gate (1 without), it computes
+    `h' = h + g (ADD + NORM |h| + COMPONENT p + STRENGTH (clip(p, LOW, HIGH) - p)) v`.
     """
 
     CHAIN = 0
@@ -58,7 +58,9 @@ class Operation(IntEnum):
     LOW = 6
     HIGH = 7
     COEFFICIENTS_END = 8
-    """Words from here on are free: an operation of 16 words begins where 64 bytes do."""
+    GATE = 9
+    """1 and the number of the gate that decides, 0 for none. Words from here on are free: an
+    operation of 16 words begins where 64 bytes do."""
     SIZE = 16
 
 
@@ -78,6 +80,37 @@ class Replacement(IntEnum):
     COUNT = 6
     """In the first of a patch row at a point: how many there are; they lie one after the other."""
     SIZE = 8
+
+
+class GateWord(IntEnum):
+    """Words of one record of a gate, 32 bits each; an address takes two, and what is not counted is
+    float32.
+
+    With `p` the vector and `s` the score, `p . h + BIAS` or what `SCORE` says in the place of the
+    product, the strength is 1 where `LOW < s < HIGH` and else 0; or, where `SOFT` is not 0,
+    `sigmoid(SOFT (s - MIDDLE))`. A record without a vector joins others: the least of their
+    strengths, or the greatest.
+    """
+
+    VECTOR = 0
+    """Address of a row `[hidden]` of float32; 0 for a joint of others."""
+    NUMBER = 2
+    """Where in a token's state strength and score go."""
+    COUNT = 3
+    """In the first of a steering row at a point: how many there are; they lie one after the
+    other."""
+    SCORE = 4
+    """What the product is: 0 the dot product, 1 the cosine, 2 the cosine with `tanh((p . h) p)`."""
+    TERMS = 5
+    """Of a joint: a bit for each gate that it joins."""
+    EVERY = 6
+    """Of a joint: whether all must hold."""
+    BIAS = 7
+    LOW = 8
+    HIGH = 9
+    SOFT = 10
+    MIDDLE = 11
+    SIZE = 16
 
 
 HAS_SUM = 128

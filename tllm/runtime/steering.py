@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,11 +18,13 @@ import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
+from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.kernels import token_choice
 from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
+from tllm.spec.conditions import PROBE, Gate, GroupGates
 from tllm.spec.operations import Coefficients
 
 GroupOperation = tuple[str, int | None, str, Coefficients]
@@ -43,6 +46,19 @@ class _Places:
     """Configurations that are in use."""
 
 
+@dataclass(frozen=True, eq=False)
+class _HeldGroup:
+    """A group as this worker does it.
+
+    Attributes:
+        operations: point, digest of the vector, what is done, and the number of its gate or -1.
+        gates: point and condition.
+    """
+
+    operations: list[tuple[int, str, Coefficients, int]]
+    gates: list[tuple[int, Gate]]
+
+
 @dataclass(eq=False)
 class _Configuration:
     """A row of the tables: the groups that apply to a token, in order."""
@@ -53,6 +69,8 @@ class _Configuration:
     chains: list[tuple[int, int]]
     """`(start, length)` of the operations after the entry's, at each point with several."""
     vectors: set[str]
+    gates: JudgedGates | None = None
+    """The conditions that are judged for it."""
     users: int = 0
 
 
@@ -127,6 +145,7 @@ class Steering:
 
     Attributes:
         choices: rows that depend on the token.
+        gates: what is judged for rows.
         users: rows that sequences have, each counted as often as it is had.
     """
 
@@ -140,7 +159,8 @@ class Steering:
         self._taps = taps
         self._resolve = resolve
         self.choices = TokenChoices(taps.device)
-        self._groups: dict[str, list[tuple[int, str, Coefficients]]] = {}
+        self.gates = Gates(taps)
+        self._groups: dict[str, _HeldGroup] = {}
         self._vectors: dict[str, int] = {}
         self._vector_users: Counter[str] = Counter()  # configurations
         self._dropped_vectors: set[str] = set()
@@ -168,17 +188,24 @@ class Steering:
         self,
         vectors: Mapping[str, npt.NDArray[np.float32]],
         groups: Mapping[str, Sequence[GroupOperation]],
+        gates: Mapping[str, GroupGates] = MappingProxyType({}),
     ) -> None:
         """Add vectors and groups by digest; those that are here are left alone.
 
-        Raises `ValueError` when a group names a hook point that this engine has no tap for.
+        Args:
+            gates: conditions of groups that have any.
+
+        Raises `ValueError` when a group names a hook point that this engine has no tap for, or a
+        condition is judged on another pipeline stage than what it decides on.
         """
         hidden = self._taps.hidden_size
         for digest, vector in vectors.items():
             if vector.shape != (hidden,):
                 raise ValueError(f"a steering vector has shape {vector.shape}, not ({hidden},)")
             self._dropped_vectors.discard(digest)
-            if digest not in self._vectors:
+            if digest.startswith(PROBE):
+                self.gates.hold(digest, vector)
+            elif digest not in self._vectors:
                 held = torch.from_numpy(np.array(vector)).to(self._taps.dtype)
                 row = self._free_vectors.pop() if self._free_vectors else len(self._vectors)
                 self._vectors[digest] = row
@@ -187,12 +214,39 @@ class Steering:
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
-            keys = [(self._resolve(hook, layer), v, c) for hook, layer, v, c in operations]
-            self._groups[digest] = [
-                (self._taps.index[key], vector, coefficients)
-                for key, vector, coefficients in keys
-                if key in self._taps.index  # else another pipeline stage has the layer
-            ]
+            self._groups[digest] = self._held_group(operations, gates.get(digest))
+
+    def _held_group(
+        self, operations: Sequence[GroupOperation], gates: GroupGates | None
+    ) -> _HeldGroup:
+        """A group as this worker does it: without what another pipeline stage does."""
+        of_each = [-1] * len(operations) if gates is None else gates.of_operations
+        index, found = self._taps.index, []
+        for (hook, layer, vector, coefficients), gate in zip(operations, of_each, strict=True):
+            key = self._resolve(hook, layer)
+            if key in index:
+                found.append((index[key], vector, coefficients, gate))
+        judged, points = [], {}
+        for each in () if gates is None else gates.gates:
+            key = self._resolve(each.hook, each.layer)
+            if key in index:
+                judged.append((index[key], each))
+                points[each.number] = index[key]
+        for point, _, _, number in found:
+            self._check_gate(point, number, points)
+        for point, each in judged:
+            for term in each.terms:
+                self._check_gate(point, term, points)
+        return _HeldGroup(found, judged)
+
+    def _check_gate(self, point: int, number: int, points: Mapping[int, int]) -> None:
+        """Refuse a gate that is not judged when it is needed."""
+        if number >= 0 and points.get(number, point + 1) > point:
+            raise ValueError(
+                "a condition is judged on another pipeline stage, or later in the network, than "
+                "what it decides on; give a probe in a layer of the same stage, at or before the "
+                "place that it gates, or start the engine with pipeline_parallel_size=1"
+            )
 
     def drop(self, groups: Iterable[str], vectors: Iterable[str]) -> None:
         """Forget groups that no new sequence will ask for, and vectors that none of the groups left
@@ -208,7 +262,7 @@ class Steering:
     def _free_dropped_vectors(self) -> None:
         for digest in [v for v in self._dropped_vectors if not self._vector_users[v]]:
             self._dropped_vectors.discard(digest)
-            if digest in self._vectors:
+            if not self.gates.let_go(digest) and digest in self._vectors:
                 self._free_vectors.append(self._vectors.pop(digest))
 
     @property
@@ -238,6 +292,7 @@ class Steering:
         if configuration.users == 0:
             configuration.places.users += 1
             self._stale = self._stale or configuration.places.users == 1
+            self._use_gates(configuration, 1)
         configuration.users += 1
         return configuration.row
 
@@ -251,9 +306,15 @@ class Steering:
         if configuration.users == 0:
             configuration.places.users -= 1
             self._stale = self._stale or configuration.places.users == 0
+            self._use_gates(configuration, -1)
             self._unused[groups] = None
             if any(digest not in self._groups for digest in groups):
                 self._remove(groups)
+
+    def _use_gates(self, configuration: _Configuration, more: int) -> None:
+        if configuration.gates is not None:
+            self.gates.use(configuration.gates, more)
+            self._stale = True
 
     def _configure(self, groups: tuple[str, ...]) -> _Configuration:
         if unknown := [digest for digest in groups if digest not in self._groups]:
@@ -264,18 +325,23 @@ class Steering:
         # At each point: what is added first, as one sum; then the other operations, in order.
         sums: dict[int, list[tuple[int, float]]] = {}
         operations: dict[int, list[npt.NDArray[np.int32]]] = {}
-        vectors = set()
+        vectors: set[str] = set()
+        judged: dict[int, dict[int, Gate]] = {}
         for digest in groups:
-            for point, vector, coefficients in self._groups[digest]:
+            for point, gate in self._groups[digest].gates:
+                judged.setdefault(point, {})[gate.number] = gate
+                vectors.update([gate.vector] if gate.vector else ())
+            for point, vector, coefficients, number in self._groups[digest].operations:
                 vectors.add(vector)
                 others = operations.setdefault(point, [])
-                if coefficients.only_adds and not others:
+                if coefficients.only_adds and not others and number < 0:
                     sums.setdefault(point, []).append((self._vectors[vector], coefficients.add))
                     continue
                 words = np.zeros(_WORDS, np.int32)
                 words[Operation.VECTOR] = self._vectors[vector]
                 floats = np.array(coefficients, np.float32)
                 words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
+                words[Operation.GATE] = number + 1
                 others.append(words)
         self._stale = True
         row = self._free_row()
@@ -298,7 +364,11 @@ class Steering:
         self._vector_users.update(vectors)
         points = tuple(operations)
         places = self._places.setdefault(points, _Places(np.array(points, np.int64)))
-        return _Configuration(row, places, chains, vectors)
+        gates = None
+        if judged:
+            in_order = {p: [at[n] for n in sorted(at)] for p, at in judged.items()}
+            gates = self.gates.place(row, in_order)
+        return _Configuration(row, places, chains, vectors, gates)
 
     def _free_row(self) -> int:
         if not self._free_rows and len(self._configurations) >= self._first_rows:
@@ -318,6 +388,8 @@ class Steering:
             self._new_sums.pop((point, configuration.row), None)
         for start, length in configuration.chains:
             self._chains.release(start, length)
+        if configuration.gates is not None:
+            self.gates.remove(configuration.gates)
         self._free_rows.append(configuration.row)
         self._vector_users.subtract(configuration.vectors)
         self._free_dropped_vectors()
@@ -333,6 +405,7 @@ class Steering:
         self._add_up()
         self._entries.commit()
         self._operations.commit()
+        self.gates.commit(self._first_rows)
         self._taps.set_steering(self._points_in_use())
         self._taps.note_write()
         self._stale = False

@@ -193,6 +193,23 @@ class Taps:
         """Which points (numbers of `index`) patch any row; all others do not look at the plan."""
         self._set_flag(Column.PATCH, points)
 
+    def set_gating(self, points: np.ndarray) -> None:
+        """Which points (numbers of `index`) judge any condition."""
+        self._set_flag(Column.GATE, points)
+
+    def place_gates(self, gates: torch.Tensor, records: torch.Tensor, state: torch.Tensor) -> None:
+        """Where conditions are read from, and what they give is kept, from the next commit on.
+
+        Args:
+            gates: int32 `[points, steering rows]`.
+            records: int32 `[records, GateWord.SIZE]`.
+            state: float32 `[tokens, 2, MAX_GATES]`.
+        """
+        points = range(self.num_points)
+        self._set_fields("GATES", points, gates)
+        self._set_fields("GATE_RECORDS", points, [records] * self.num_points)
+        self._set_fields("GATE_STATE", points, [state] * self.num_points)
+
     def place_patches(self, patches: torch.Tensor, replacements: torch.Tensor) -> None:
         """Where patches are read from, from the next commit on.
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias
 
+from tllm.spec.conditions import Gate, GateNumbers, GroupGates
 from tllm.spec.operations import Coefficients
+from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import Selection, stretch_starts
-from tllm.spec.tiers import FloatArray, SteeringEntry, SteeringPhase, Tiers, digest_of
+from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 
 _COEFFICIENTS = struct.Struct("<6d")
 
@@ -45,6 +47,8 @@ class RequestSteering:
         """Do now, once, what every request that asks this needs."""
         for entry in self.own:
             entry.largest  # noqa: B018 - computed once, when first looked at
+            if entry.when is not None and not entry.when.is_complete:
+                return  # what a monitor judges is known when the engine is asked
         for group in self.groups:
             group.digest  # noqa: B018
 
@@ -61,6 +65,7 @@ class SteeringGroup:
         operations: `(hook point, layer, digest of the vector, coefficients)`.
         vectors: float32 `[hidden]`, by digest.
         reach: the most that it adds to a number of a row, by hook point and layer.
+        gates: the conditions of its operations; None where all are done always.
     """
 
     phase: SteeringPhase
@@ -68,17 +73,32 @@ class SteeringGroup:
     operations: tuple[tuple[str, int | None, str, Coefficients], ...]
     vectors: Mapping[str, FloatArray] = field(compare=False, repr=False)
     reach: Mapping[tuple[str, int | None], float] = field(compare=False, repr=False)
+    gates: GroupGates | None = None
 
     @classmethod
     def of(
-        cls, phase: SteeringPhase, positions: Selection, entries: Sequence[SteeringEntry]
+        cls,
+        phase: SteeringPhase,
+        positions: Selection,
+        entries: Sequence[SteeringEntry],
+        numbers: GateNumbers,
     ) -> SteeringGroup:
-        """What these entries do, whatever tokens they name themselves."""
+        """What these entries do, whatever tokens they name themselves.
+
+        Args:
+            numbers: of the conditions of the request; theirs are all known.
+        """
         reach: dict[tuple[str, int | None], float] = defaultdict(float)
         for entry in entries:
             reach[entry.point.value, entry.layer] += entry.coefficients.reach(entry.largest)
         operations = tuple((e.point.value, e.layer, e.digest, e.coefficients) for e in entries)
-        return cls(phase, positions, operations, {e.digest: e.vector for e in entries}, reach)
+        vectors = {e.digest: e.vector for e in entries}
+        if all(e.when is None for e in entries):
+            return cls(phase, positions, operations, vectors, reach)
+        of_each = tuple(-1 if e.when is None else numbers.number(e.when) for e in entries)
+        gates = numbers.gates(number for number in of_each if number >= 0)
+        vectors |= {gate.vector: numbers.vectors[gate.vector] for gate in gates if gate.vector}
+        return cls(phase, positions, operations, vectors, reach, GroupGates(of_each, gates))
 
     @cached_property
     def digest(self) -> str:
@@ -87,6 +107,9 @@ class SteeringGroup:
             f"{hook}:{layer}:{digest}:".encode() + _COEFFICIENTS.pack(*coefficients)
             for hook, layer, digest, coefficients in self.operations
         ]
+        if self.gates is not None:
+            judged = [gate._replace(name="") for gate in self.gates.gates]
+            parts.append(repr((self.gates.of_operations, judged)).encode())
         return digest_of(b"".join(parts))
 
     @cached_property
@@ -141,7 +164,17 @@ def compose(parties: Sequence[Tiers]) -> tuple[SteeringGroup, ...]:
                 if not runs or runs[-1][0] != (phase, entry.positions):
                     runs.append(((phase, entry.positions), []))
                 runs[-1][1].append(entry)
-    return tuple(SteeringGroup.of(*tokens, entries) for tokens, entries in runs)
+    numbers = GateNumbers()
+    for condition in (entry.when for _, run in runs for entry in run):
+        if condition is not None:
+            numbers.number(condition)
+    return tuple(SteeringGroup.of(*tokens, entries, numbers) for tokens, entries in runs)
+
+
+def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:
+    """The conditions of a request's groups, by number."""
+    found = (gate for group in groups if group.gates is not None for gate in group.gates.gates)
+    return {gate.number: gate for gate in found}
 
 
 Configuration: TypeAlias = tuple[str, ...]

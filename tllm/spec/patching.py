@@ -15,7 +15,7 @@ import numpy as np
 from tllm.spec.changes import Changes
 from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import LARGEST_FLOAT32
-from tllm.spec.tiers import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, numeric_array
 
 KeptKind = Literal["run", "mean"]
 

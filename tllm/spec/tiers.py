@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from tllm.spec.conditions import Condition, parse_condition
 from tllm.spec.hooks import HookPoint
-from tllm.spec.operations import LARGEST_FLOAT32, METHODS, Coefficients, SteeringMethod
+from tllm.spec.operations import METHODS, Coefficients, SteeringMethod
+from tllm.spec.reading import (
+    FloatArray,
+    digest_of,
+    float_array,
+    hook_named,
+    layer_numbered,
+    scalar,
+    whole_number,
+)
 from tllm.spec.selection import Selection
 
 SteeringPhase = Literal["any", "prefill", "decode"]
-FloatArray = npt.NDArray[np.float32]
 
 TIER_FIELDS: Mapping[str, tuple[str, SteeringPhase, str]] = {
     "vectors": ("vectors", "any", "add"),
@@ -47,6 +52,7 @@ class SteeringEntry:
         layer: negative counts from the end; None for `lm_head_in`.
         vector: float32 `[hidden]`, of length 1 when the method takes a direction.
         positions: which tokens.
+        when: the condition on which it steers; None: always.
     """
 
     name: str
@@ -55,6 +61,7 @@ class SteeringEntry:
     vector: FloatArray
     coefficients: Coefficients
     positions: Selection
+    when: Condition | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -143,7 +150,7 @@ def parse_modules(given: Any, name: str = "steering_module_ref") -> tuple[tuple[
             and isinstance(given[0], str)
             and not isinstance(given[1], (str, Sequence))
         ):
-            return ((given[0], _scalar(given[1], f"{name}[1]")),)
+            return ((given[0], scalar(given[1], f"{name}[1]")),)
         if given and all(isinstance(each, (str, Sequence)) for each in given):
             return tuple(pair for each in given for pair in parse_modules(each, name))
     raise ValueError(
@@ -153,10 +160,6 @@ def parse_modules(given: Any, name: str = "steering_module_ref") -> tuple[tuple[
 
 
 # -- reading what users write ----------------------------------------------------------------------
-
-
-def digest_of(content: bytes | memoryview) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
@@ -171,7 +174,7 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
             f"{name} is empty; name at least one hook point and layer, or leave it out"
         )
     for hook, layers in given.items():
-        point = _hook(hook, name)
+        point = hook_named(hook, name)
         of_hook = f"{name}[{point.value!r}]"
         if not point.has_layer:
             for entry in _listed(layers):
@@ -182,20 +185,13 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
                 yield _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
 
 
-def _hook(hook: Any, name: str) -> HookPoint:
-    try:
-        return HookPoint.parse(hook)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
 def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
     """`(layer, entry)` pairs of one hook point."""
     if isinstance(given, Mapping) and "data" in given:
         yield from _unpacked(given, name)
         return
     if not isinstance(given, Mapping):
-        array = _array(given, name)
+        array = float_array(given, name)
         if array.ndim != 2:
             raise ValueError(
                 f"{name} has shape {list(array.shape)}; give {{layer: vector}}, a packed mapping, "
@@ -206,12 +202,12 @@ def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
     if not given:
         raise ValueError(f"{name} is empty; name at least one layer, or leave the hook point out")
     for layer, entry in given.items():
-        yield _layer(layer, name), entry
+        yield layer_numbered(layer, name), entry
 
 
 def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
     """Entries of the packed form: `dtype`, `shape`, `layer_indices`, base64 `data`, `scales`."""
-    allowed = {"dtype", "shape", "layer_indices", "data", "scales", "positions"}
+    allowed = {"dtype", "shape", "layer_indices", "data", "scales", "positions", "when"}
     if unknown := sorted(set(map(str, given)) - allowed):
         raise ValueError(f"{name} has unknown keys {unknown}; packed takes {sorted(allowed)}")
     for key in ("dtype", "shape", "layer_indices"):
@@ -222,7 +218,7 @@ def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
         raise ValueError(
             f"{name}['dtype']={dtype!r} is not known; choose one of {', '.join(_PACKED_DTYPES)}"
         )
-    shape = [_whole(size, f"{name}['shape']: ") for size in _list(given, "shape", name)]
+    shape = [whole_number(size, f"{name}['shape']: ") for size in _list(given, "shape", name)]
     raw = _bytes(given["data"], f"{name}['data']")
     needed = math.prod(shape) * np.dtype(_PACKED_DTYPES[dtype]).itemsize
     if len(shape) != 2 or min(shape) < 0 or len(raw) != needed:
@@ -234,7 +230,7 @@ def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
     if dtype == "bfloat16":
         values = (values.astype(np.uint32) << 16).view(np.float32)
     rows = values.reshape(shape)
-    layers = [_layer(layer, name) for layer in _list(given, "layer_indices", name)]
+    layers = [layer_numbered(layer, name) for layer in _list(given, "layer_indices", name)]
     scales = [1.0] * len(layers)
     if given.get("scales") is not None:
         scales = _list(given, "scales", name)
@@ -244,6 +240,8 @@ def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
             "give one of each for every row"
         )
     extra = {"positions": given["positions"]} if "positions" in given else {}
+    if given.get("when") is not None:
+        extra["when"] = parse_condition(given["when"], f"{name}['when']")
     for layer, row, scale in zip(layers, rows, scales, strict=True):
         yield layer, {"vector": row, "scale": scale, **extra}
 
@@ -264,19 +262,6 @@ def _list(given: Mapping[str, Any], key: str, name: str) -> list[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise ValueError(f"{name}[{key!r}]={value!r} is {type(value).__name__}; give a list")
     return value.tolist() if hasattr(value, "tolist") else list(value)
-
-
-def _layer(given: Any, name: str) -> int:
-    """The number of a layer, which a key of JSON gives as text."""
-    if isinstance(given, str) and re.fullmatch(r"\s*[+-]?\d+\s*", given):
-        return int(given)
-    return _whole(given, f"{name}: layer ")
-
-
-def _whole(given: Any, before: str) -> int:
-    if isinstance(given, bool) or not isinstance(given, Integral):
-        raise ValueError(f"{before}{given!r} is not a whole number")
-    return int(given)
 
 
 def _listed(given: Any) -> list[Any]:
@@ -303,11 +288,11 @@ def _entry(
             f"{name}['method']={named!r} is not known; choose one of {', '.join(METHODS)}"
         )
     method = METHODS[named]
-    allowed = {"vector", "method", "positions", *method.parameters}
+    allowed = {"vector", "method", "positions", "when", *method.parameters}
     if unknown := sorted(set(map(str, given)) - allowed):
         raise ValueError(f"{name} has unknown keys {unknown}; {named} takes {sorted(allowed)}")
     parameters = {
-        key: default if given.get(key) is None else _scalar(given[key], f"{name}[{key!r}]")
+        key: default if given.get(key) is None else scalar(given[key], f"{name}[{key!r}]")
         for key, default in method.parameters.items()
     }
     try:
@@ -317,27 +302,15 @@ def _entry(
     positions = Selection()
     if given.get("positions") is not None:
         positions = Selection.parse(given["positions"], f"{name}['positions']")
-    return SteeringEntry(
-        name, point, layer, _vector(given["vector"], name, method), coefficients, positions
-    )
-
-
-def _scalar(given: Any, name: str) -> float:
-    try:
-        if isinstance(given, (bool, np.bool_, str, bytes)):
-            raise TypeError
-        value = float(given)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}={given!r:.60} is not a number") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{name}={value} is not finite")
-    if abs(value) > LARGEST_FLOAT32:
-        raise ValueError(f"{name}={value} is beyond float32, in which steering is computed")
-    return value
+    when = given.get("when")
+    if when is not None and not isinstance(when, Condition):
+        when = parse_condition(when, f"{name}['when']")
+    vector = _vector(given["vector"], name, method)
+    return SteeringEntry(name, point, layer, vector, coefficients, positions, when)
 
 
 def _vector(given: Any, name: str, method: SteeringMethod) -> FloatArray:
-    array = _array(given, name)
+    array = float_array(given, name)
     if array.ndim != 1 or not array.size:
         raise ValueError(f"{name} has shape {list(array.shape)}; give one vector [hidden]")
     if method.unit:
@@ -347,32 +320,4 @@ def _vector(given: Any, name: str, method: SteeringMethod) -> FloatArray:
             raise ValueError(f"{name} is all zeros, which is no direction")
         array = (wide / length).astype(np.float32)
     array.setflags(write=False)
-    return array
-
-
-def _array(given: Any, name: str) -> FloatArray:
-    """A float32 copy of a list, an array, or a tensor on any device."""
-    with np.errstate(over="ignore"):
-        array = numeric_array(given, name).astype(np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
-    return array
-
-
-def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:
-    """A list, an array, or a tensor on any device, as an array of integers or floating-point
-    numbers; `ValueError` naming the field for anything else. It may share the memory of `given`."""
-    if isinstance(given, (str, bytes)) or not isinstance(given, (Iterable, np.ndarray)):
-        raise ValueError(f"{name} is {given!r}; give a list of numbers, an array or a tensor")
-    try:
-        if hasattr(given, "detach"):
-            given = given.detach().cpu()
-            given = (given.float() if given.is_floating_point() else given).numpy()
-        array = np.asarray(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is not an array of numbers: {error}") from None
-    if array.dtype.kind not in "iuf":
-        raise ValueError(
-            f"{name} is not an array of numbers: {array.dtype} is no kind of real number"
-        )
     return array

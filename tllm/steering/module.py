@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.tiers import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, numeric_array
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1

@@ -14,11 +14,13 @@ from tllm.runtime.descriptor import (
     HAS_SUM,
     STAGE_FIELDS,
     Descriptor,
+    GateWord,
     Operation,
     Replacement,
     stage_field,
 )
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
+from tllm.spec.conditions import MAX_GATES, SCORES
 
 if HAS_TRITON:
     import triton
@@ -35,10 +37,14 @@ if HAS_TRITON:
     SUMS = tl.constexpr(stage_field("SUMS"))
     PATCHES = tl.constexpr(stage_field("PATCHES"))
     REPLACEMENTS = tl.constexpr(stage_field("REPLACEMENTS"))
+    GATES = tl.constexpr(stage_field("GATES"))
+    GATE_RECORDS = tl.constexpr(stage_field("GATE_RECORDS"))
+    GATE_STATE = tl.constexpr(stage_field("GATE_STATE"))
     CAPTURE_FLAG = tl.constexpr(Column.PROGRAM.flag)
     ADD_FLAG = tl.constexpr(Column.ADD.flag)
     STEER_FLAG = tl.constexpr(Column.STEER.flag)
     PATCH_FLAG = tl.constexpr(Column.PATCH.flag)
+    GATE_FLAG = tl.constexpr(Column.GATE.flag)
     BITS = tl.constexpr(FLAG_BITS)
     MASK = tl.constexpr(2**FLAG_BITS - 1)
     UNIT = tl.constexpr(CHAIN_UNIT)
@@ -52,12 +58,28 @@ if HAS_TRITON:
     STRENGTH = tl.constexpr(int(Operation.STRENGTH))
     LOW = tl.constexpr(int(Operation.LOW))
     HIGH = tl.constexpr(int(Operation.HIGH))
+    GATE = tl.constexpr(int(Operation.GATE))
     REPLACEMENT_WORDS = tl.constexpr(int(Replacement.SIZE))
     SOURCE = tl.constexpr(int(Replacement.SOURCE))
     CHOSEN = tl.constexpr(int(Replacement.MASK))
     KEEP = tl.constexpr(int(Replacement.KEEP))
     SCALE = tl.constexpr(int(Replacement.SCALE))
     COUNT = tl.constexpr(int(Replacement.COUNT))
+    GATE_COUNT = tl.constexpr(MAX_GATES)
+    GATE_WORDS = tl.constexpr(int(GateWord.SIZE))
+    GATE_VECTOR = tl.constexpr(int(GateWord.VECTOR))
+    GATE_NUMBER = tl.constexpr(int(GateWord.NUMBER))
+    GATE_RECORD_COUNT = tl.constexpr(int(GateWord.COUNT))
+    GATE_SCORE = tl.constexpr(int(GateWord.SCORE))
+    GATE_TERMS = tl.constexpr(int(GateWord.TERMS))
+    GATE_EVERY = tl.constexpr(int(GateWord.EVERY))
+    GATE_BIAS = tl.constexpr(int(GateWord.BIAS))
+    GATE_LOW = tl.constexpr(int(GateWord.LOW))
+    GATE_HIGH = tl.constexpr(int(GateWord.HIGH))
+    GATE_SOFT = tl.constexpr(int(GateWord.SOFT))
+    GATE_MIDDLE = tl.constexpr(int(GateWord.MIDDLE))
+    COSINE = tl.constexpr(SCORES.index("cosine"))
+    CAST = tl.constexpr(SCORES.index("cast"))
     PLAN_DESTINATION = tl.constexpr(columns.DESTINATION)
     PLAN_PROGRAM = tl.constexpr(Column.PROGRAM.plan_row)
     PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
@@ -82,9 +104,10 @@ if HAS_TRITON:
         return _along(table + row.to(tl.int64) * HIDDEN, offsets, HIDDEN)
 
     @triton.jit
-    def _operate(value, vector, operation):
-        """One steering operation on a row `[BLOCK]`; padding stays 0."""
-        _, add, norm, component, strength, low, high = operation
+    def _operate(value, vector, operation, share):
+        """One steering operation on a row `[BLOCK]`, as much of it as its gate says; padding stays
+        0."""
+        _, add, norm, component, strength, low, high, _ = operation
         vector = vector.to(tl.float32)
         scale = add
         if norm != 0.0:
@@ -93,7 +116,7 @@ if HAS_TRITON:
             along = tl.sum(value * vector, axis=0)
             clipped = tl.minimum(tl.maximum(along, low), high)
             scale += component * along + strength * (clipped - along)
-        return value + scale * vector
+        return value + tl.where(share != 0.0, share * scale, 0.0) * vector
 
     @triton.jit
     def _operation(words, wanted):
@@ -107,7 +130,16 @@ if HAS_TRITON:
             tl.load(coefficients + STRENGTH, mask=wanted, other=0.0, eviction_policy="evict_last"),
             tl.load(coefficients + LOW, mask=wanted, other=0.0, eviction_policy="evict_last"),
             tl.load(coefficients + HIGH, mask=wanted, other=0.0, eviction_policy="evict_last"),
+            tl.load(words + GATE, mask=wanted, other=0, eviction_policy="evict_last"),
         )
+
+    @triton.jit
+    def _share(fields, operation):
+        """How much of an operation is done: the strength of its gate, all without one."""
+        gate = operation[7]
+        state = tl.load(fields + GATE_STATE, mask=gate > 0, other=0).to(tl.pointer_type(tl.float32))
+        at = state + tl.program_id(0).to(tl.int64) * (2 * GATE_COUNT) + gate - 1
+        return tl.load(at, mask=gate > 0, other=1.0)
 
     @triton.jit
     def _stage(fields):
@@ -181,7 +213,8 @@ if HAS_TRITON:
         )
         wanted = tl.where((either & CAPTURE_FLAG) != 0, destination, -1)
         wanted = tl.maximum(wanted, tl.where((either & ADD_FLAG) != 0, add_row, -1))
-        wanted = tl.maximum(wanted, tl.where((either & STEER_FLAG) != 0, steering_row, -1))
+        steers = (either & (STEER_FLAG | GATE_FLAG)) != 0
+        wanted = tl.maximum(wanted, tl.where(steers, steering_row, -1))
         wanted = tl.maximum(wanted, patch_row)
         planned = (destination, program, add_row, steering_row, patch_row)
         return flags, (arena, vectors, operations), addresses, planned, wanted
@@ -217,6 +250,73 @@ if HAS_TRITON:
     def _first_vector(vectors, found, offsets, inside, HIDDEN: tl.constexpr):
         """The vector of the first operation of a stage."""
         return _vector(vectors, found[4], (found[3] & (SUM - 1)) > 0, offsets, inside, HIDDEN)
+
+    @triton.jit
+    def _tanh(x):
+        """The series where the difference of two numbers near 1 would be all rounding."""
+        square = x * x
+        series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * 17.0 / 315.0)))
+        small = tl.exp(-2.0 * tl.abs(x))
+        far = (1.0 - small) / (1.0 + small)
+        return tl.where(tl.abs(x) < 0.1, series, tl.where(x < 0.0, -far, far))
+
+    @triton.jit
+    def _score(value, vector, words, floats):
+        """What a probe says of a row `[BLOCK]`."""
+        kind = tl.load(words + GATE_SCORE)
+        score = tl.sum(value * vector, axis=0)
+        if kind != 0:
+            if kind == CAST:
+                vector = _tanh(score * vector)
+                score = tl.sum(value * vector, axis=0)
+            squares = tl.sum(value * value, axis=0) * tl.sum(vector * vector, axis=0)
+            score = tl.where(squares > 0.0, score / tl.sqrt(squares), 0.0)
+        return score + tl.load(floats + GATE_BIAS)
+
+    @triton.jit
+    def _judge(value, fields, steering_row, offsets, inside, HIDDEN: tl.constexpr):
+        """Judge the conditions that a steering row has at one stage: score the row `[BLOCK]`, and
+        leave scores and strengths where later operations on this token find them.
+
+        Args:
+            fields: the descriptor, one word on for the second stage.
+        """
+        float_ptr = tl.pointer_type(tl.float32)
+        int_ptr = tl.pointer_type(tl.int32)
+        first = tl.load(tl.load(fields + GATES).to(int_ptr) + steering_row)
+        if first >= 0:
+            records = tl.load(fields + GATE_RECORDS).to(int_ptr) + first * GATE_WORDS
+            state = tl.load(fields + GATE_STATE).to(float_ptr)
+            state += tl.program_id(0).to(tl.int64) * (2 * GATE_COUNT)
+            numbers = tl.arange(0, GATE_COUNT)
+            held = tl.load(state + numbers)
+            scores = tl.load(state + GATE_COUNT + numbers)
+            for i in range(tl.load(records + GATE_RECORD_COUNT)):
+                words = records + i * GATE_WORDS
+                floats = words.to(float_ptr)
+                address = tl.load((words + GATE_VECTOR).to(tl.pointer_type(tl.int64)))
+                if address != 0:
+                    at = _along(address.to(float_ptr), offsets, HIDDEN)
+                    vector = tl.load(at, mask=inside, other=0.0)
+                    score = _score(value, vector, words, floats)
+                    low, high = tl.load(floats + GATE_LOW), tl.load(floats + GATE_HIGH)
+                    soft, middle = tl.load(floats + GATE_SOFT), tl.load(floats + GATE_MIDDLE)
+                    strength = tl.where((score > low) & (score < high), 1.0, 0.0)
+                    smooth = 1.0 / (1.0 + tl.exp(-soft * (score - middle)))
+                    strength = tl.where(soft != 0.0, smooth, strength)
+                else:
+                    joined = ((tl.load(words + GATE_TERMS) >> numbers) & 1) != 0
+                    least = tl.min(tl.where(joined, held, 1.0), axis=0)
+                    greatest = tl.max(tl.where(joined, held, 0.0), axis=0)
+                    strength = tl.where(tl.load(words + GATE_EVERY) != 0, least, greatest)
+                    score = strength
+                own = numbers == tl.load(words + GATE_NUMBER)
+                held = tl.where(own, strength, held)
+                scores = tl.where(own, score, scores)
+            tl.store(state + numbers, held)
+            tl.store(state + GATE_COUNT + numbers, scores)
+            # Operations of this stage read what other threads have just written.
+            tl.debug_barrier()
 
     @triton.jit
     def _patch(
@@ -274,7 +374,7 @@ if HAS_TRITON:
         HIDDEN: tl.constexpr,
         AHEAD: tl.constexpr,
     ):
-        """The stages of a tap on a row `[BLOCK]`, in turn: capture, patch, add, steer.
+        """The stages of a tap on a row `[BLOCK]`, in turn: capture, gate, patch, add, steer.
 
         Returns the row, and whether it changed. If AHEAD, `ahead` is what the first stage does and
         the vector of its first operation. Stages and operations are loops: a kernel this short
@@ -286,19 +386,20 @@ if HAS_TRITON:
         begin = _first(flags)
         end = tl.where((flags >> BITS) != 0, 2, 1)
         for stage in range(begin, end):
+            own = flags >> (BITS * stage)
             if AHEAD and stage == begin:
                 found, vector = ahead
             else:
                 fields = _stage(desc_ptr + stage)
-                own = flags >> (BITS * stage)
                 found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
                 vector = _first_vector(vectors, found, offsets, inside, HIDDEN)
             ring_offset, add, add_table, chain, operation, summed = found
             if ring_offset >= 0:
                 place = _row(arena, planned[0] + ring_offset, offsets, HIDDEN)
                 tl.store(place, value.to(dtype), mask=inside)
-            patches = ((flags >> (BITS * stage)) & PATCH_FLAG) != 0
-            if tl.where(patches, planned[4], -1) >= 0:
+            if tl.where((own & GATE_FLAG) != 0, planned[3], -1) >= 0:
+                _judge(value, desc_ptr + stage, planned[3], offsets, inside, HIDDEN)
+            if tl.where((own & PATCH_FLAG) != 0, planned[4], -1) >= 0:
                 value, patched = _patch(
                     value, desc_ptr + stage, planned[4], offsets, inside, HIDDEN, dtype
                 )
@@ -308,13 +409,15 @@ if HAS_TRITON:
                 value += tl.load(row, mask=inside, other=0.0).to(tl.float32)
                 changed = 1
             if chain > 0:
-                changed = 1
                 if (chain & SUM) != 0:
                     value += summed.to(tl.float32)
+                    changed = 1
                 count = chain & (SUM - 1)
                 following = operations + (chain // UNIT) * WORDS
                 for i in range(count):
-                    value = _operate(value, vector, operation)
+                    share = _share(desc_ptr + stage, operation)
+                    changed = tl.where(share != 0.0, 1, changed)
+                    value = _operate(value, vector, operation, share)
                     operation = _operation(following + i * WORDS, i + 1 < count)
                     vector = _vector(vectors, operation, i + 1 < count, offsets, inside, HIDDEN)
             # As the model's dtype holds it, as the next forward hook would see it.
@@ -435,9 +538,14 @@ def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _operate_reference(
-    rows: torch.Tensor, operation: torch.Tensor, vectors_at: int, dtype: torch.dtype
+    rows: torch.Tensor,
+    operation: torch.Tensor,
+    vectors_at: int,
+    dtype: torch.dtype,
+    share: torch.Tensor,
 ) -> torch.Tensor:
-    """One steering operation on float32 rows `[rows, hidden]`; see `Operation`."""
+    """One steering operation on float32 rows `[rows, hidden]`, `share` `[rows]` of it; see
+    `Operation`."""
     hidden = rows.shape[1]
     index = int(operation[Operation.VECTOR])
     vector = _at(vectors_at + index * hidden * dtype.itemsize, dtype, hidden).float()
@@ -446,7 +554,7 @@ def _operate_reference(
     along = rows @ vector
     scale = add + component * along + strength * (along.clamp(low, high) - along)
     scale = scale + norm * rows.norm(dim=1)
-    return rows + scale[:, None] * vector
+    return rows + torch.where(share != 0, share * scale, 0.0)[:, None] * vector
 
 
 def reference(
@@ -478,6 +586,8 @@ def reference(
         at_stage = {name: fields[stage_field(name) + stage] for name in STAGE_FIELDS}
         if flags & Column.PROGRAM.flag:
             _capture(value.to(dtype), plan, at_stage["RING_OFFSETS"], fields[Descriptor.ARENA])
+        if flags & Column.GATE.flag:
+            _judge_reference(value, plan, at, at_stage)
         if flags & Column.PATCH.flag:
             changed[_put(value, plan, at_stage, dtype)] = True
         if flags & Column.ADD.flag:
@@ -486,8 +596,7 @@ def reference(
             for row in plan[Column.STEER.plan_row].unique().tolist():
                 if row >= 0:
                     steered = (plan[Column.STEER.plan_row] == row).nonzero().squeeze(1)
-                    if _steer(value, steered, row, fields, at_stage, dtype):
-                        changed[steered] = True
+                    changed[_steer(value, steered, row, fields, at_stage, dtype, at)] = True
         value = value.to(dtype).float()
     at, written = at[changed], value[changed].to(dtype)
     if fused is not None:
@@ -507,6 +616,53 @@ def _capture(seen: torch.Tensor, plan: torch.Tensor, offsets_at: int, arena_at: 
         target = plan[columns.DESTINATION, at] + offset
         arena = _at(arena_at, seen.dtype, int(target.max()) + 1, seen.shape[1])
         arena[target] = seen[at]
+
+
+def _state_at(address: int, token: int) -> torch.Tensor:
+    """Strengths and scores `[2, MAX_GATES]` of a token."""
+    return _at(address + 4 * 2 * MAX_GATES * token, torch.float32, 2, MAX_GATES)
+
+
+def _judge_reference(
+    value: torch.Tensor, plan: torch.Tensor, at: torch.Tensor, at_stage: dict[str, int]
+) -> None:
+    """Judge the conditions of rows, the tokens `at` of the batch."""
+    hidden, size = value.shape[1], int(GateWord.SIZE)
+    rows = plan[Column.STEER.plan_row].tolist()
+    for row, token, h in zip(rows, at.tolist(), value, strict=True):
+        first = int(_at(at_stage["GATES"] + 4 * row, torch.int32, 1)) if row >= 0 else -1
+        if first < 0:
+            continue
+        strengths, scores = _state_at(at_stage["GATE_STATE"], token)
+        begin = at_stage["GATE_RECORDS"] + 4 * size * first
+        count = int(_at(begin, torch.int32, size)[GateWord.COUNT])
+        for words in _at(begin, torch.int32, count, size):
+            number = int(words[GateWord.NUMBER])
+            floats = words.view(torch.float32)
+            address = int(words[GateWord.VECTOR : GateWord.NUMBER].view(torch.int64))
+            if address:
+                kind = SCORES[int(words[GateWord.SCORE])]
+                score = score_of(h, _at(address, torch.float32, hidden), kind)
+                score = score + floats[GateWord.BIAS]
+                fires = (score > floats[GateWord.LOW]) & (score < floats[GateWord.HIGH])
+                soft = floats[GateWord.SOFT]
+                smooth = torch.sigmoid(soft * (score - floats[GateWord.MIDDLE]))
+                strengths[number], scores[number] = smooth if soft else fires, score
+            else:
+                terms = [n for n in range(MAX_GATES) if int(words[GateWord.TERMS]) >> n & 1]
+                joined = strengths[terms]
+                strengths[number] = joined.min() if words[GateWord.EVERY] else joined.max()
+                scores[number] = strengths[number]
+
+
+def score_of(h: torch.Tensor, vector: torch.Tensor, kind: str) -> torch.Tensor:
+    """What a probe says of a row `[hidden]`, without its bias."""
+    if kind == "dot":
+        return h @ vector
+    if kind == "cast":
+        vector = torch.tanh((h @ vector) * vector)
+    lengths = h.norm() * vector.norm()
+    return (h @ vector) / lengths if lengths > 0 else torch.zeros(())
 
 
 def _put(
@@ -557,20 +713,34 @@ def _steer(
     fields: list[int],
     at_stage: dict[str, int],
     dtype: torch.dtype,
-) -> bool:
-    """Do what a steering row says; False when it has nothing to do at this point."""
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Do what a steering row says; returns which of the rows `steered` have changed.
+
+    Args:
+        tokens: which of the batch the rows of `value` are.
+    """
     size, hidden = int(Operation.SIZE), value.shape[1]
     entry = _at(at_stage["STEERING"] + 4 * size * row, torch.int32, size)
     chain = int(entry[Operation.CHAIN])
+    changed = torch.zeros(len(steered), dtype=torch.bool)
     if chain & HAS_SUM:
         summed = at_stage["SUMS"] + row * hidden * dtype.itemsize
         value[steered] += _at(summed, dtype, hidden).float()
+        changed[:] = True
     operations = [entry] if chain & (HAS_SUM - 1) else []
     if (count := chain & (HAS_SUM - 1)) > 1:
         rest = fields[Descriptor.OPERATIONS] + 4 * size * (chain // CHAIN_UNIT)
         operations += list(_at(rest, torch.int32, count - 1, size))
     for operation in operations:
+        share = torch.ones(len(steered))
+        if gate := int(operation[Operation.GATE]):
+            state = at_stage["GATE_STATE"]
+            share = torch.stack(
+                [_state_at(state, token)[0, gate - 1] for token in tokens[steered].tolist()]
+            )
+        changed |= share != 0
         value[steered] = _operate_reference(
-            value[steered], operation, fields[Descriptor.VECTORS], dtype
+            value[steered], operation, fields[Descriptor.VECTORS], dtype, share
         )
-    return chain > 0
+    return steered[changed]

@@ -1,0 +1,388 @@
+"""Steering on a condition against `transformers`, in mixed batches; and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
+from engine.reference import HIDDEN, LAYERS, Addition, GatedChange
+from tllm.spec.hooks import HookPoint
+
+INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
+REQUESTS = 16 if INTERPRETED else 150
+TOKENS = 3 if INTERPRETED else 6
+PLACES = [(p.value, layer) for layer in range(LAYERS) for p in HookPoint if p.has_layer]
+PLACES.append(("lm_head_in", None))
+BORDER = 1e-4
+"""Scores this near to a threshold, relative to the row, may fall on either side of it."""
+
+
+def at(place, entry):
+    point, layer = place
+    return {point: entry if layer is None else {layer: entry}}
+
+
+def add(vector, scale):
+    return lambda h: h + scale * vector
+
+
+def ablate(vector, strength):
+    v = vector / vector.norm()
+    return lambda h: h - strength * (h @ v)[:, None] * v
+
+
+def norm_match(vector, scale):
+    v = vector / vector.norm()
+    return lambda h: h + scale * h.norm(dim=1, keepdim=True) * v
+
+
+METHODS = {
+    "add": (add, "scale"),
+    "ablate": (ablate, "strength"),
+    "norm_match": (norm_match, "scale"),
+}
+
+
+def dot(vector, bias):
+    return lambda h: h @ vector + bias
+
+
+def cosine(vector, bias):
+    return lambda h: torch.cosine_similarity(h, vector[None]) + bias
+
+
+def cast(vector, bias):
+    v = vector / vector.norm()
+
+    def score(h):
+        return torch.cosine_similarity(h, torch.tanh((h @ v)[:, None] * v)) + bias
+
+    return score
+
+
+SCORES = {"dot": dot, "cosine": cosine, "cast": cast}
+
+
+class Asked:
+    """Random requests that share prefixes, and what `transformers` is to do for each."""
+
+    def __init__(self, seed):
+        self.pick = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.prefixes = prompts_of([33, 64, 40], seed)
+        self.vectors = 3 * torch.randn(6, HIDDEN, generator=self.generator)
+        self.nearest = []
+
+    def probe(self, last):
+        """A condition on one probe at or before a place: as asked, and its score and strength."""
+        pick = self.pick
+        place = pick.choice(PLACES[: last + 1])
+        vector, kind = pick.choice(self.vectors), pick.choice(["dot", "dot", *SCORES])
+        bias = pick.choice([0.0, 0.05])
+        probe = {"hook": place[0], "vector": vector, "score": kind, "bias": bias}
+        if place[1] is not None:
+            probe["layer"] = pick.choice([place[1], place[1] - LAYERS])
+        low, high = {"dot": (-8.0, 9.0), "cosine": (-0.05, 0.06), "cast": (0.02, 0.3)}[kind]
+        middle = {"dot": 0.5, "cosine": 0.01, "cast": 0.1}[kind]
+        when, side = {"probe": probe}, pick.choice(["above", "below", "between", "soft"])
+        if side == "between":
+            when["between"] = [low, high]
+
+            def strength(s):
+                return ((s > low) & (s < high)).float()
+        elif side == "soft":
+            when |= {"below": middle, "soft": 0.8}
+
+            def strength(s):
+                return torch.sigmoid(0.8 * (middle - s))
+        else:
+            when[side] = middle
+
+            def strength(s):
+                return ((s > middle) == (side == "above")).float()
+
+        edges = {"between": [low, high], "soft": []}.get(side, [middle])
+        return when, (place, SCORES[kind](vector, bias)), strength, edges
+
+    def condition(self, last):
+        """A condition: as asked, its probes, and the strength from their scores."""
+        pick = self.pick
+        if pick.random() < 0.7:
+            when, probe, strength, edges = self.probe(last)
+            return when, [probe], lambda scores: strength(scores[0]), [edges]
+        parts = [self.probe(last) for _ in range(pick.randint(2, 3))]
+        every = pick.random() < 0.5
+        joined = torch.amin if every else torch.amax
+
+        def strength(scores):
+            each = [part[2](s) for part, s in zip(parts, scores, strict=True)]
+            return joined(torch.stack(each), 0)
+
+        terms = [part[0] for part in parts]
+        return (
+            {"all" if every else "any": terms},
+            [part[1] for part in parts],
+            strength,
+            [part[3] for part in parts],
+        )
+
+    def entry(self, prompt_len):
+        """Gated steering: field, mapping of it, and what it means."""
+        pick = self.pick
+        last = pick.randrange(len(PLACES))
+        place, vector = PLACES[last], pick.choice(self.vectors)
+        method, scale = pick.choice(list(METHODS)), pick.choice([0.5, 1.0, -0.7])
+        change, parameter = METHODS[method]
+        when, probes, strength, edges = self.condition(last)
+        entry = {"vector": vector, "method": method, parameter: scale, "when": when}
+        prefix, start, stop = pick.choice(
+            [
+                ("", 0, None),
+                ("", 0, None),
+                ("prefill_", 0, prompt_len),
+                ("decode_", prompt_len, None),
+            ]
+        )
+        gated = GatedChange(place, change(vector, scale), probes, strength, start, stop)
+        return f"{prefix}steering_vectors", at(place, entry), gated, edges
+
+    def request(self):
+        pick = self.pick
+        prompt = pick.choice(self.prefixes)[: pick.choice([20, 40, 64])]
+        prompt = prompt + [pick.randrange(1, 250) for _ in range(pick.choice([0, 1, 9]))]
+        asked, gated, edges, additions = {}, [], [], []
+        if pick.random() < 0.8:
+            entries = [self.entry(len(prompt)) for _ in range(pick.randint(1, 3))]
+            # As the tiers are done: both phases, prefill, decode.
+            entries.sort(key=lambda entry: ["st", "pr", "de"].index(entry[0][:2]))
+            for field, given, change, near in entries:
+                place = next(iter(given))
+                if place in asked.get(field, {}):
+                    continue
+                asked.setdefault(field, {}).update(given)
+                gated.append(change)
+                edges.append(near)
+        if pick.random() < 0.4:
+            point, layer = pick.choice(PLACES[:-1])
+            if point not in asked.get("steering_vectors", {}):
+                vector = pick.choice(self.vectors)
+                asked.setdefault("steering_vectors", {})[point] = {layer: vector}
+                additions = [Addition((point, layer), vector)]
+        more = {"logprobs": 1, "n": pick.choice([1, 1, 2])}
+        params = (greedy if more["n"] == 1 else sampled)(TOKENS, **asked, **more)
+        return SimpleNamespace(
+            prompt=prompt, params=params, gated=gated, edges=edges, additions=additions
+        )
+
+
+def is_near(request):
+    """Whether a score of the last run of the reference was so near to a threshold that rounding
+    decides."""
+    return any(
+        bool(((scores - edge).abs() < BORDER * scores.abs().clamp(min=1)).any())
+        for change, edges in zip(request.gated, request.edges, strict=True)
+        for scores, of_probe in zip(change.scores, edges, strict=True)
+        for edge in of_probe
+    )
+
+
+def assert_as_transformers(reference, request, output):
+    """Returns whether it was compared."""
+    for sample in output.outputs:
+        tokens = list(sample.token_ids)
+        logits, _ = reference.run(
+            [*request.prompt, *tokens][:-1], (), request.additions, (), request.gated
+        )
+        if is_near(request):
+            return False
+        expected = logits[len(request.prompt) - 1 :].log_softmax(-1)
+        ours = [step[token].logprob for step, token in zip(sample.logprobs, tokens, strict=True)]
+        theirs = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
+        assert ours == pytest.approx(theirs, abs=1e-3), request
+        if request.params.temperature == 0:
+            assert tokens == expected.argmax(-1).tolist(), request
+    return True
+
+
+GENERATOR = torch.Generator().manual_seed(11)
+V, P = 5 * torch.randn(2, HIDDEN, generator=GENERATOR)
+WHEN = {"probe": {"hook": "post_block", "layer": 0, "vector": P}, "above": 0.5}
+ENTRY = {"vector": V, "when": WHEN}
+
+
+def gated(change=None, place=("post_block", 1), start=0, stop=None, above=0.5):
+    """What `ENTRY` means."""
+    probes = [(("post_block", 0), dot(P, 0.0))]
+    strength = lambda scores: (scores[0] > above).float()  # noqa: E731
+    return GatedChange(place, change or add(V, 1.0), probes, strength, start, stop)
+
+
+def run_random(llm, reference, seed, count):
+    asked, compared = Asked(seed), []
+    fired = []
+    for _ in range(0, count, 16):
+        requests = [asked.request() for _ in range(min(16, count))]
+        outputs = generate(llm, [r.prompt for r in requests], [r.params for r in requests])
+        for request, output in zip(requests, outputs, strict=True):
+            compared.append(assert_as_transformers(reference, request, output))
+            fired += [float(c.strength(c.scores).mean()) for c in request.gated]
+    assert sum(compared) > 0.95 * len(compared) - 1
+    assert 0.2 < sum(fired) / len(fired) < 0.8  # conditions decide
+
+
+def test_random_requests_are_as_transformers_has_them(llm, reference):
+    """All hook points, scores and thresholds; prompts in chunks, cached prefixes, two samples;
+    beside plain and always steered requests."""
+    run_random(llm, reference, 0, REQUESTS)
+    generate(llm, [[1]], greedy(1))  # the engine says with its next step who has ended
+    (stats,) = llm.intervention_stats()
+    assert stats["steering_configurations"] == 0 and stats["running_sequences"] == 0
+
+
+def test_random_requests_that_preempt_each_other(tight_llm, reference):
+    run_random(tight_llm, reference, 1, REQUESTS // 3)
+
+
+def test_a_condition_sees_the_row_before_steering_at_its_own_place(llm, reference):
+    """And after all that was done before."""
+    [prompt] = prompts_of([12])
+    place = "post_block", 0
+    asked = {"post_block": {0: [{"vector": V, "scale": 3}, ENTRY]}, "post_attn": {0: V}}
+    [output] = generate(llm, [prompt], greedy(TOKENS, steering_vectors=asked))
+    additions = [Addition(place, 3 * V), Addition(("post_attn", 0), V)]
+    tokens = tokens_of([output])[0]
+    change = gated(place=place)
+    logits, _ = reference.run([*prompt, *tokens][:-1], (), additions, (), [change])
+    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == tokens
+    assert 0 < float(change.strength(change.scores).mean()) < 1
+
+
+def test_conditions_of_global_steering_of_modules_and_of_monitors(llm, reference):
+    [prompt] = prompts_of([30], seed=3)
+    plain = tokens_of(generate(llm, [prompt], greedy(TOKENS)))
+    llm.steering.register_monitor("refusal", WHEN)
+    assert llm.steering.monitors()["refusal"]["above"] == 0.5
+    named = {"post_block": {1: {"vector": V, "when": "refusal"}}}
+    twice = {"post_block": {1: ENTRY, -1: {**ENTRY, "scale": 2.0}}}
+    llm.steering.register_module("calm", {"vectors": named})
+    changes = [gated()]
+    found = [tokens_of(generate(llm, [prompt], greedy(TOKENS, steering_vectors=named)))]
+    found.append(tokens_of(generate(llm, [prompt], greedy(TOKENS, steering_module_ref="calm"))))
+    llm.steering.register_monitor("refusal", {**WHEN, "above": 1e9})
+    never = tokens_of(generate(llm, [prompt], greedy(TOKENS, steering_vectors=named)))
+    assert never == plain
+    found.append(tokens_of(generate(llm, [prompt], greedy(TOKENS, steering_module_ref="calm"))))
+    llm.steering.unregister_module("calm")
+    llm.steering.unregister_monitor("refusal")
+    llm.steering.set(vectors=twice)
+    assert llm.steering.status()["global"]["vectors"]["post_block"][1][0]["when"]["above"] == 0.5
+    both = tokens_of(generate(llm, [prompt], greedy(TOKENS)))
+    llm.steering.clear()
+    changes = {0: [gated()], 1: [gated(), gated(add(V, 2.0), ("post_block", 3))]}
+    for number, [tokens] in enumerate([found[0], both]):
+        logits, _ = reference.run([*prompt, *tokens][:-1], (), (), (), changes[number])
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == tokens
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(ValueError, match="no monitor 'refusal' is registered; registered are none"):
+        generate(llm, [prompt], greedy(1, steering_vectors=named))
+    with pytest.raises(ValueError, match="no monitor 'refusal' is registered"):
+        llm.steering.unregister_monitor("refusal")
+
+
+def test_blocks_are_shared_where_conditions_are_the_same(llm):
+    """Blocks of 32 tokens; what differs is only the condition."""
+    [prompt] = prompts_of([100], seed=9)
+    llm.reset_prefix_cache()
+
+    def cached(**when):
+        asked = {"steering_vectors": {"post_block": {1: {**ENTRY, "when": {**WHEN, **when}}}}}
+        [output] = generate(llm, [prompt], greedy(1, **asked if when else {}))
+        return output.num_cached_tokens
+
+    assert [cached(), cached()] == [0, 96]
+    assert [cached(above=0.5), cached(above=0.5, name="other")] == [0, 96]
+    assert [cached(above=0.6), cached(above=0.5), cached()] == [0, 96, 96]
+    assert [cached(soft=2.0), cached(soft=2.0), cached(probe={**WHEN["probe"], "bias": 1})] == [
+        0,
+        96,
+        0,
+    ]
+
+
+PROBE = WHEN["probe"]
+
+
+@pytest.mark.parametrize(
+    ("when", "sentence"),
+    [
+        ({"probe": {**PROBE, "layer": 2}}, "computes after post_block of layer 1; give a probe at"),
+        ({"probe": {**PROBE, "hook": "lm_head_in", "layer": None}}, "which the network computes"),
+        ({"probe": {**PROBE, "layer": 9}}, r"\['when'\]\['probe'\]: post_block has no layer 9"),
+        ({"probe": {**PROBE, "layer": None}}, "post_block needs a layer"),
+        ({"probe": {**PROBE, "hook": "middle"}}, "unknown hook point 'middle'"),
+        ({"probe": {**PROBE, "vector": [1.0, 2.0]}}, "has 2 numbers; the model's hidden size"),
+        ({"probe": {**PROBE, "vector": [0.0] * HIDDEN}}, "all zeros"),
+        ({"probe": {**PROBE, "vector": None}}, "has no 'vector'"),
+        ({"probe": {**PROBE, "bias": "x"}}, r"\['bias'\]='x' is not a number"),
+        ({"probe": {**PROBE, "score": "sum"}}, "choose one of"),
+        ({"probe": {**PROBE, "sae": "x"}}, "an SAE feature as a probe is not supported"),
+        ({"probe": {**PROBE, "layers": []}}, "a small MLP as a probe is not supported"),
+        ({"probe": {**PROBE, "more": 1}}, r"unknown keys \['more'\]; a probe takes"),
+        ({"probe": [1.0]}, "give a mapping with hook, layer and vector"),
+        ({"above": None}, r"none of above, below and between; give one"),
+        ({"below": 1.0}, r"\['above', 'below'\] of above, below and between"),
+        ({"above": None, "between": [2, 1]}, "give two numbers, the smaller first"),
+        ({"above": None, "between": [1, 2], "soft": 1.0}, "the threshold as above or below"),
+        ({"soft": -1.0}, "give a number above 0"),
+        ({"above": float("nan")}, "is not finite"),
+        ({"scope": "rest"}, r"\['scope'\]='rest' \(the rest of the sample\) is not supported"),
+        ({"scope": "conversation"}, "'conversation' .* is not supported"),
+        ({"scope": "somewhere"}, r"\['scope'\]='somewhere' is not known"),
+        ({"over": "prompt_mean"}, r"\['over'\]='prompt_mean' .* is not supported"),
+        ({"name": ""}, "is no name"),
+        ({"more": 1}, r"unknown keys \['more'\]; a condition takes"),
+        ({"all": [WHEN]}, r"has \['probe', 'all'\] of probe, all and any; give one of them"),
+    ],
+)
+def test_what_cannot_be_a_condition_is_refused_and_the_engine_goes_on(llm, when, sentence):
+    [prompt] = prompts_of([12])
+    asked = {"post_block": {1: {**ENTRY, "when": {**WHEN, **when}}}}
+    with pytest.raises(ValueError, match=sentence):
+        generate(llm, [prompt], greedy(TOKENS, steering_vectors=asked))
+    assert generate(llm, [prompt], greedy(1))
+
+
+@pytest.mark.parametrize(
+    ("when", "sentence"),
+    [
+        (7, "is int; give the name of a registered monitor, or a mapping"),
+        ("", "is empty"),
+        ({}, "has none of probe, all and any"),
+        ({"all": []}, "give a list of conditions"),
+        ({"any": [{}]}, r"\['any'\]\[0\] has none of probe"),
+        ({"any": [WHEN, "nobody"]}, "no monitor 'nobody' is registered"),
+        ({"any": [WHEN], "above": 1}, r"unknown keys \['above'\]"),
+    ],
+)
+def test_what_is_no_condition_is_refused(llm, when, sentence):
+    [prompt] = prompts_of([12])
+    with pytest.raises(ValueError, match=sentence):
+        asked = {"post_block": {1: {"vector": V, "when": when}}}
+        generate(llm, [prompt], greedy(TOKENS, steering_vectors=asked))
+
+
+def test_so_many_conditions_that_a_row_has_no_room_are_refused(llm):
+    [prompt] = prompts_of([12])
+    entries = [{"vector": V, "when": {**WHEN, "above": i}} for i in range(33)]
+    with pytest.raises(ValueError, match=r"33 distinct probes .* at most 32 are allowed"):
+        generate(llm, [prompt], greedy(1, steering_vectors={"post_block": {1: entries}}))
+    named = [{"vector": V, "when": {**WHEN, "above": i, "name": "sad"}} for i in range(2)]
+    with pytest.raises(ValueError, match="are called 'sad'; give each its own"):
+        generate(llm, [prompt], greedy(1, steering_vectors={"post_block": {1: named}}))
+    both = {"post_block": {1: entries[:32]}}
+    assert generate(llm, [prompt], greedy(1, steering_vectors=both))

@@ -1,0 +1,140 @@
+"""Conditions in a worker: what taps judge for each steering row, and what comes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.runtime.consecutive_places import ConsecutivePlaces
+from tllm.runtime.descriptor import GateWord
+from tllm.runtime.staged import StagedTable, room
+from tllm.runtime.taps import Taps
+from tllm.runtime.transfer import upload
+from tllm.spec.conditions import MAX_GATES, Gate
+
+_WORDS = int(GateWord.SIZE)
+
+
+@dataclass(eq=False)
+class JudgedGates:
+    """The gates of one steering row.
+
+    Attributes:
+        chains: `(first record, number of records)` by point.
+    """
+
+    row: int
+    chains: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Gates:
+    """The tables that taps read to judge conditions, and where they leave what they find.
+
+    Nothing is allocated before the first condition. What changes here reaches the device in
+    `commit`.
+    """
+
+    def __init__(self, taps: Taps) -> None:
+        self._taps = taps
+        self._vectors: dict[str, torch.Tensor] = {}
+        self._records_placed = ConsecutivePlaces()
+        self._points: Counter[int] = Counter()  # configurations in use that judge there
+        device = taps.device
+        self._table = StagedTable((taps.num_points, 0), 2, torch.int32, device, fill=-1)
+        self._records = StagedTable((0, _WORDS), 1, torch.int32, device)
+        self._state: torch.Tensor | None = None
+
+    # -- vectors -----------------------------------------------------------------------------------
+
+    def hold(self, digest: str, vector: npt.NDArray[np.float32]) -> None:
+        """Keep the vector of a probe, in float32, whatever the model's dtype is."""
+        if digest not in self._vectors:
+            self._vectors[digest] = upload(np.array(vector, np.float32), self._taps.device)
+
+    def let_go(self, digest: str) -> bool:
+        """Forget the vector of a probe; whether it was one."""
+        return self._vectors.pop(digest, None) is not None
+
+    # -- steering rows -----------------------------------------------------------------------------
+
+    def place(self, row: int, gates: Mapping[int, Sequence[Gate]]) -> JudgedGates:
+        """Judge these for a steering row.
+
+        Args:
+            gates: by point, terms before their joints.
+        """
+        judged = JudgedGates(row)
+        for point, at_point in gates.items():
+            first = self._records_placed.acquire(len(at_point))
+            judged.chains[point] = first, len(at_point)
+            for i, gate in enumerate(at_point):
+                words = self._words(gate)
+                words[GateWord.COUNT] = len(at_point)
+                self._records.stage(first + i, words)
+            self._table.stage((point, row), np.array(first, np.int32))
+        return judged
+
+    def remove(self, judged: JudgedGates) -> None:
+        """A steering row is nobody's any more."""
+        for point, (first, count) in judged.chains.items():
+            self._table.stage((point, judged.row), np.array(-1, np.int32))
+            self._records_placed.release(first, count)
+
+    def use(self, judged: JudgedGates, more: int) -> None:
+        """A steering row is used by sequences (`more` is 1), or by none any more (-1)."""
+        for point in judged.chains:
+            self._points[point] += more
+
+    def _words(self, gate: Gate) -> npt.NDArray[np.int32]:
+        words = np.zeros(_WORDS, np.int32)
+        if gate.vector:
+            address = np.array([self._vectors[gate.vector].data_ptr()], np.int64)
+            words[GateWord.VECTOR : GateWord.NUMBER] = address.view(np.int32)
+        words[GateWord.NUMBER] = gate.number
+        words[GateWord.SCORE] = gate.score
+        terms = np.array(sum(1 << term for term in gate.terms), np.uint32)
+        words[GateWord.TERMS] = terms.view(np.int32)
+        words[GateWord.EVERY] = gate.every
+        floats = np.array([gate.bias, gate.low, gate.high, gate.soft, gate.middle], np.float32)
+        words[GateWord.BIAS : GateWord.MIDDLE + 1] = floats.view(np.int32)
+        return words
+
+    # -- the device --------------------------------------------------------------------------------
+
+    def commit(self, rows: int) -> None:
+        """Bring what changed to the device. On the compute stream, before a forward pass.
+
+        Args:
+            rows: steering rows that there are.
+        """
+        if not self._records_placed.end:
+            return
+        moved = [
+            self._table.grow((self._taps.num_points, rows)),
+            self._records.grow((room(self._records_placed.end, 64), _WORDS)),
+        ]
+        if self._state is None:
+            shape = self._taps.plan.shape[1], 2, MAX_GATES
+            self._state = torch.full(shape, torch.nan, device=self._taps.device)
+        if any(moved):
+            self._taps.place_gates(self._table.tensor, self._records.tensor, self._state)
+        self._table.commit()
+        self._records.commit()
+        used: Iterable[int] = (point for point, users in self._points.items() if users)
+        self._taps.set_gating(np.array(sorted(used), np.int64))
+
+    @property
+    def state(self) -> torch.Tensor | None:
+        """Float32 `[tokens, 2, MAX_GATES]`: strengths and scores of the tokens of the last forward
+        pass. None before there was any condition."""
+        return self._state
+
+    def forget_scores(self, tokens: int) -> None:
+        """What was not judged anew is no number, for the first tokens of the batch."""
+        if self._state is not None:
+            self._state[:tokens].fill_(torch.nan)

@@ -1,0 +1,515 @@
+"""Conditions of steering: when an entry steers, and how much."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tllm.spec.hooks import HookPoint, ModelPoints
+from tllm.spec.reading import (
+    FloatArray,
+    digest_of,
+    float_array,
+    hook_named,
+    layer_numbered,
+    scalar,
+)
+
+MAX_GATES = 32
+"""The most probes, and joints of them, that one request may have, global steering together with its
+own."""
+SCORES = ("dot", "cosine", "cast")
+"""What a probe gives a row `h` with its vector `p`: `p . h`, `cos(p, h)`, or `cos(h, tanh(P h))`
+with `P = p pT / (p . p)` (CAST, arXiv 2409.05907); and the bias added to it."""
+
+PROBE = "probe:"
+"""What the digest of a probe's vector begins with, among those of steering vectors."""
+
+_DEEPEST = 8
+_NUMBERS = struct.Struct("<5d")
+_RANGES = ("above", "below", "between")
+
+
+class Gate(NamedTuple):
+    """A condition in a request, as taps judge it: a probe, or a joint of others.
+
+    Attributes:
+        number: which of the request's it is; those that a joint names have smaller ones.
+        hook, layer: where it is judged; a joint, where the last of its terms is.
+        vector: digest of the probe's vector; none for a joint.
+        score: index in `SCORES`.
+        bias, low, high, soft, middle: with the score `s`, bias included, its strength is 1 where
+            `low < s < high` and else 0; or `sigmoid(soft (s - middle))` where `soft` is not 0.
+        terms: numbers of those that a joint joins.
+        every: whether all of them must hold: its strength is then the least of theirs, else the
+            greatest.
+        name: of its signal, as the user gave it; "" for none.
+    """
+
+    number: int
+    hook: str
+    layer: int | None
+    vector: str = ""
+    score: int = 0
+    bias: float = 0.0
+    low: float = -math.inf
+    high: float = math.inf
+    soft: float = 0.0
+    middle: float = 0.0
+    terms: tuple[int, ...] = ()
+    every: bool = False
+    name: str = ""
+
+
+class GroupGates(NamedTuple):
+    """The conditions of a group.
+
+    Attributes:
+        of_operations: the number of the gate of each operation, -1 for none.
+        gates: what is judged for it, terms before joints.
+    """
+
+    of_operations: tuple[int, ...]
+    gates: tuple[Gate, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeCondition:
+    """A row's score decides.
+
+    Attributes:
+        field: where it was given, for messages.
+        name: of its signal; "" for none of its own.
+        layer: negative counts from the end.
+        vector: float32 `[hidden]`.
+        score: one of `SCORES`.
+        low, high, soft, middle: see `Gate`.
+    """
+
+    field: str
+    name: str
+    point: HookPoint
+    layer: int | None
+    vector: FloatArray
+    bias: float
+    score: str
+    low: float
+    high: float
+    soft: float
+    middle: float
+
+    is_complete = True
+
+    @cached_property
+    def vector_digest(self) -> str:
+        """Of the vector's content. Probes are kept in float32, whatever the model's dtype is."""
+        return f"{PROBE}{digest_of(self.vector.data)}"
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what is judged, whatever it is called."""
+        numbers = _NUMBERS.pack(self.bias, self.low, self.high, self.soft, self.middle)
+        place = f"{self.point.value}:{self.layer}:{self.score}:{self.vector_digest}:"
+        return digest_of(place.encode() + numbers)
+
+    def probes(self) -> Iterator[ProbeCondition]:
+        """Those that it is made of."""
+        yield self
+
+    def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
+        """The condition with its layer counted from 0. `ValueError` for a point without a tap."""
+        try:
+            points.check(self.point, self.layer)
+        except ValueError as error:
+            raise ValueError(f"{self.field}['probe']: {error}") from None
+        if self.layer is None or self.layer >= 0:
+            return self
+        return replace(self, layer=self.layer % points.num_layers)
+
+
+@dataclass(frozen=True, eq=False)
+class JointCondition:
+    """Several conditions, of which all must hold, or any.
+
+    Attributes:
+        field, name: as of a `ProbeCondition`.
+        every: whether all must hold.
+    """
+
+    field: str
+    name: str
+    terms: tuple[Condition, ...]
+    every: bool
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it names no monitor."""
+        return all(term.is_complete for term in self.terms)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what is judged, whatever it is called."""
+        return digest_of(repr((self.every, [term.digest for term in self.terms])).encode())
+
+    def probes(self) -> Iterator[ProbeCondition]:
+        """Those that it is made of."""
+        for term in self.terms:
+            yield from term.probes()
+
+    def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
+        """The same with its terms found."""
+        terms = tuple(term.found(points, monitors) for term in self.terms)
+        alike = all(ours is theirs for ours, theirs in zip(terms, self.terms, strict=True))
+        return self if alike else replace(self, terms=terms)
+
+
+@dataclass(frozen=True, eq=False)
+class NamedCondition:
+    """A condition that was registered under a name (`llm.steering.register_monitor`)."""
+
+    field: str
+    name: str
+
+    is_complete = False
+
+    @property
+    def digest(self) -> str:
+        """Nobody knows what it judges before it is found."""
+        raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
+
+    def probes(self) -> Iterator[ProbeCondition]:
+        """As `digest`."""
+        raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
+
+    def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
+        """What is registered under the name."""
+        if self.name not in monitors:
+            raise ValueError(
+                f"{self.field}: no monitor {self.name!r} is registered; registered are "
+                f"{', '.join(sorted(monitors)) or 'none'}. Use llm.steering.register_monitor"
+            )
+        return monitors[self.name].found(points, monitors)
+
+
+Condition = ProbeCondition | JointCondition | NamedCondition
+
+
+# -- in a request ----------------------------------------------------------------------------------
+
+
+class GateNumbers:
+    """Numbers the conditions of a request, those that judge alike together."""
+
+    def __init__(self) -> None:
+        self._gates: dict[str, Gate] = {}
+        self._needed: dict[int, frozenset[int]] = {}
+        self.vectors: dict[str, FloatArray] = {}
+
+    def number(self, condition: Condition) -> int:
+        """The number of a condition; it gets one if it has none."""
+        known = self._gates.get(condition.digest)
+        if known is not None:
+            if condition.name and not known.name:
+                self._gates[condition.digest] = known._replace(name=condition.name)
+            return known.number
+        assert not isinstance(condition, NamedCondition)
+        if isinstance(condition, JointCondition):
+            terms = tuple(map(self.number, condition.terms))
+            last = max(condition.probes(), key=lambda probe: order_of(probe.point, probe.layer))
+            gate = Gate(
+                len(self._gates),
+                last.point.value,
+                last.layer,
+                terms=terms,
+                every=condition.every,
+                name=condition.name,
+            )
+            self._needed[gate.number] = frozenset((gate.number,)).union(
+                *(self._needed[term] for term in terms)
+            )
+        else:
+            gate = Gate(
+                len(self._gates),
+                condition.point.value,
+                condition.layer,
+                condition.vector_digest,
+                SCORES.index(condition.score),
+                condition.bias,
+                condition.low,
+                condition.high,
+                condition.soft,
+                condition.middle,
+                name=condition.name,
+            )
+            self._needed[gate.number] = frozenset((gate.number,))
+            self.vectors[condition.vector_digest] = condition.vector
+        self._gates[condition.digest] = gate
+        return gate.number
+
+    def gates(self, numbers: Iterable[int]) -> tuple[Gate, ...]:
+        """What must be judged for these."""
+        needed = frozenset().union(*(self._needed[number] for number in numbers))
+        return tuple(gate for gate in self._gates.values() if gate.number in needed)
+
+
+def signal_names(gates: Iterable[Gate]) -> dict[int, str]:
+    """What the signals of a request are called, by the numbers of its gates: by their names, else
+    by their places.
+
+    Raises `ValueError` where two conditions have one name.
+    """
+    by_number = {gate.number: gate for gate in gates}
+    given: dict[str, int] = {}
+    for number, gate in sorted(by_number.items()):
+        if gate.name and given.setdefault(gate.name, number) != number:
+            raise ValueError(
+                f"two conditions of the request, with global steering, are called {gate.name!r}; "
+                "give each its own 'name'"
+            )
+    names = {number: name for name, number in given.items()}
+    for number, gate in sorted(by_number.items()):
+        if number not in names:
+            names[number] = _free_name(gate, set(names.values()))
+    return names
+
+
+def _free_name(gate: Gate, taken: set[str]) -> str:
+    """A name from the place of a gate."""
+    place = gate.hook if gate.layer is None else f"{gate.hook}:{gate.layer}"
+    if gate.terms:
+        place = f"{'all' if gate.every else 'any'}:{place}"
+    name, count = place, 1
+    while name in taken:
+        count += 1
+        name = f"{place}#{count}"
+    return name
+
+
+def order_of(point: HookPoint, layer: int | None) -> tuple[int, int]:
+    """Places in the order of the network compare as these do."""
+    return (1 << 30 if layer is None else layer, list(HookPoint).index(point))
+
+
+def check_order(
+    condition: Condition, point: HookPoint, layer: int | None, points: ModelPoints, name: str
+) -> None:
+    """Refuse a condition that is not known yet where it is to decide.
+
+    Args:
+        condition: found.
+        point, layer: of the entry that it gates.
+        name: of the entry, for messages.
+    """
+    for probe in condition.probes():
+        if order_of(probe.point, probe.layer) > order_of(point, layer):
+            raise ValueError(
+                f"{name}: its condition looks at {_place(probe.point, probe.layer)}, which the "
+                f"network computes after {_place(point, layer)}; give a probe at or before the "
+                "place that it gates"
+            )
+        if probe.layer == layer and _side_by_side(probe.point, point, layer, points):
+            raise ValueError(
+                f"{name}: in layer {layer} of {points.family} attention and MLP are computed side "
+                f"by side, and what {probe.point} says may not be known at {point}; give a probe "
+                "of an earlier layer, or of pre_attn"
+            )
+
+
+def _side_by_side(
+    first: HookPoint, second: HookPoint, layer: int | None, points: ModelPoints
+) -> bool:
+    """Whether neither of two points of a layer is computed from the other."""
+    attention = {HookPoint.ATTN_IN, HookPoint.ATTN_OUT}
+    mlp = {HookPoint.MLP_IN, HookPoint.MLP_OUT}
+    return first in attention and second in mlp and (HookPoint.POST_ATTN, layer) in points.missing
+
+
+def _place(point: HookPoint, layer: int | None) -> str:
+    return point.value if layer is None else f"{point.value} of layer {layer}"
+
+
+def condition_described(condition: Condition) -> dict[str, Any]:
+    """A condition for people: what it looks at, without the vectors."""
+    told: dict[str, Any] = {"name": condition.name} if condition.name else {}
+    if isinstance(condition, NamedCondition):
+        return told
+    if isinstance(condition, JointCondition):
+        kind = "all" if condition.every else "any"
+        return {**told, kind: [condition_described(term) for term in condition.terms]}
+    threshold: dict[str, Any] = {"above": condition.low, "below": condition.high}
+    if condition.low > -math.inf and condition.high < math.inf:
+        threshold = {"between": [condition.low, condition.high]}
+    probe = {
+        "hook": condition.point.value,
+        "layer": condition.layer,
+        "norm": float(np.linalg.norm(condition.vector)),
+        "bias": condition.bias,
+        "score": condition.score,
+    }
+    told |= {"probe": probe, **{k: x for k, x in threshold.items() if x not in _UNBOUND}}
+    return {**told, "soft": abs(condition.soft)} if condition.soft else told
+
+
+_UNBOUND = (-math.inf, math.inf)
+
+
+# -- reading what users write ----------------------------------------------------------------------
+
+
+def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
+    """A condition from what users write; `ValueError` naming the field that is wrong."""
+    if isinstance(given, str):
+        if not given:
+            raise ValueError(f"{field} is empty; give the name of a registered monitor")
+        return NamedCondition(field, given)
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"{field}={given!r:.60} is {type(given).__name__}; give the name of a registered "
+            "monitor, or a mapping with 'probe' and any of above, below, between"
+        )
+    _check_scope(given, field)
+    kinds = [kind for kind in ("probe", "all", "any") if given.get(kind) is not None]
+    if len(kinds) != 1:
+        raise ValueError(f"{field} has {kinds or 'none'} of probe, all and any; give one of them")
+    name = given.get("name", "")
+    if not isinstance(name, str) or ("name" in given and not name):
+        raise ValueError(f"{field}['name']={name!r} is no name; give a text that is not empty")
+    if kinds == ["probe"]:
+        return _probe_condition(given, field, name)
+    [kind] = kinds
+    _allow(given, {kind, "name", "scope", "over"}, field, f"a condition with {kind!r}")
+    terms = given[kind]
+    if isinstance(terms, (str, Mapping)) or not isinstance(terms, Sequence) or not terms:
+        raise ValueError(f"{field}[{kind!r}] is {terms!r:.60}; give a list of conditions")
+    if depth == _DEEPEST:
+        raise ValueError(f"{field} joins conditions more than {_DEEPEST} levels deep")
+    parsed = [
+        parse_condition(term, f"{field}[{kind!r}][{i}]", depth + 1) for i, term in enumerate(terms)
+    ]
+    return JointCondition(field, name, tuple(parsed), kind == "all")
+
+
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "scope": {
+        "next": "the following token",
+        "rest": "the rest of the sample",
+        "conversation": "later requests",
+    },
+    "over": {
+        "prompt_last": "the last token of the prompt",
+        "prompt_mean": "the mean of the prompt",
+    },
+}
+
+
+def _check_scope(given: Mapping[str, Any], field: str) -> None:
+    """Refuse scopes that are not there."""
+    for key, known in _REFUSED.items():
+        value = given.get(key, "token")
+        if isinstance(value, str) and value in known:
+            raise ValueError(
+                f"{field}[{key!r}]={value!r} ({known[value]}) is not supported; only 'token' is: "
+                "each row is judged for itself"
+            )
+        if value != "token":
+            raise ValueError(f"{field}[{key!r}]={value!r} is not known; give 'token'")
+
+
+def _probe_condition(given: Mapping[str, Any], field: str, name: str) -> ProbeCondition:
+    _allow(given, {"probe", "name", "scope", "over", "soft", *_RANGES}, field, "a condition")
+    probe = given["probe"]
+    if not isinstance(probe, Mapping):
+        raise ValueError(
+            f"{field}['probe'] is {type(probe).__name__}; give a mapping with hook, layer and "
+            "vector"
+        )
+    inner = f"{field}['probe']"
+    for key, what in (("sae", "an SAE feature"), ("layers", "a small MLP")):
+        if key in probe:
+            raise ValueError(
+                f"{inner}[{key!r}]: {what} as a probe is not supported; give a vector (for an SAE "
+                "feature, its row of the encoder's weight, with the bias)"
+            )
+    _allow(probe, {"hook", "layer", "vector", "bias", "score"}, inner, "a probe")
+    for key in ("hook", "vector"):
+        if probe.get(key) is None:
+            raise ValueError(f"{inner} has no {key!r}; give a hook point, a layer and a vector")
+    point, layer = hook_named(probe["hook"], inner), probe.get("layer")
+    if point.has_layer == (layer is None):
+        has = (
+            "needs a layer; give its index, negative from the end"
+            if point.has_layer
+            else ("belongs to no layer; leave it out")
+        )
+        raise ValueError(f"{inner}: {point} {has}")
+    score = probe.get("score", SCORES[0])
+    if score not in SCORES:
+        raise ValueError(f"{inner}['score']={score!r} is not known; choose one of {SCORES}")
+    low, high, soft, middle = _range(given, field)
+    return ProbeCondition(
+        field,
+        name,
+        point,
+        None if layer is None else layer_numbered(layer, inner),
+        _vector(probe["vector"], f"{inner}['vector']", unit=score != "dot"),
+        scalar(probe.get("bias", 0.0), f"{inner}['bias']"),
+        score,
+        low,
+        high,
+        soft,
+        middle,
+    )
+
+
+def _range(given: Mapping[str, Any], field: str) -> tuple[float, float, float, float]:
+    """Which scores fire: `low`, `high`, `soft` and `middle` of a `Gate`."""
+    chosen = [key for key in _RANGES if given.get(key) is not None]
+    if len(chosen) != 1:
+        raise ValueError(
+            f"{field} has {chosen or 'none'} of above, below and between; give one of them"
+        )
+    [key] = chosen
+    soft = 0.0
+    if given.get("soft") is not None:
+        soft = scalar(given["soft"], f"{field}['soft']")
+        if soft <= 0 or key == "between":
+            raise ValueError(
+                f"{field}['soft']={soft:g} with {key}: give a number above 0, and the threshold as "
+                "above or below"
+            )
+    if key == "between":
+        edges = float_array(given[key], f"{field}['between']")
+        if edges.shape != (2,) or not edges[0] < edges[1]:
+            raise ValueError(
+                f"{field}['between'] is {given[key]!r:.60}; give two numbers, the smaller first"
+            )
+        return float(edges[0]), float(edges[1]), 0.0, 0.0
+    threshold = scalar(given[key], f"{field}[{key!r}]")
+    if key == "above":
+        return threshold, math.inf, soft, threshold
+    return -math.inf, threshold, -soft, threshold
+
+
+def _vector(given: Any, name: str, *, unit: bool) -> FloatArray:
+    array = float_array(given, name)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"{name} has shape {list(array.shape)}; give one vector [hidden]")
+    wide = array.astype(np.float64)
+    length = float(np.sqrt(wide @ wide))
+    if length == 0:
+        raise ValueError(f"{name} is all zeros, which tells no rows apart")
+    if unit:
+        array = (wide / length).astype(np.float32)
+    array.setflags(write=False)
+    return array
+
+
+def _allow(given: Mapping[str, Any], allowed: Iterable[str], name: str, what: str) -> None:
+    if unknown := sorted(set(map(str, given)) - set(allowed)):
+        raise ValueError(f"{name} has unknown keys {unknown}; {what} takes {sorted(allowed)}")

@@ -1,0 +1,89 @@
+"""Reading what users write: numbers, arrays, layers and hook points, with errors that name the
+field."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tllm.spec.hooks import HookPoint
+from tllm.spec.operations import LARGEST_FLOAT32
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def digest_of(content: bytes | memoryview) -> str:
+    """What stands for a content."""
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def hook_named(hook: Any, name: str) -> HookPoint:
+    """The hook point of a name."""
+    try:
+        return HookPoint.parse(hook)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def layer_numbered(given: Any, name: str) -> int:
+    """The number of a layer, which a key of JSON gives as text."""
+    if isinstance(given, str) and re.fullmatch(r"\s*[+-]?\d+\s*", given):
+        return int(given)
+    return whole_number(given, f"{name}: layer ")
+
+
+def whole_number(given: Any, before: str) -> int:
+    """A whole number; `before` begins the message where it is none."""
+    if isinstance(given, bool) or not isinstance(given, Integral):
+        raise ValueError(f"{before}{given!r} is not a whole number")
+    return int(given)
+
+
+def scalar(given: Any, name: str) -> float:
+    """A finite number that float32 holds."""
+    try:
+        if isinstance(given, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        value = float(given)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name}={given!r:.60} is not a number") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{name}={value} is not finite")
+    if abs(value) > LARGEST_FLOAT32:
+        raise ValueError(f"{name}={value} is beyond float32, in which steering is computed")
+    return value
+
+
+def float_array(given: Any, name: str) -> FloatArray:
+    """A float32 copy of a list, an array, or a tensor on any device."""
+    with np.errstate(over="ignore"):
+        array = numeric_array(given, name).astype(np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
+    return array
+
+
+def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:
+    """A list, an array, or a tensor on any device, as an array of integers or floating-point
+    numbers; `ValueError` naming the field for anything else. It may share the memory of `given`."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, (Iterable, np.ndarray)):
+        raise ValueError(f"{name} is {given!r}; give a list of numbers, an array or a tensor")
+    try:
+        if hasattr(given, "detach"):
+            given = given.detach().cpu()
+            given = (given.float() if given.is_floating_point() else given).numpy()
+        array = np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is not an array of numbers: {error}") from None
+    if array.dtype.kind not in "iuf":
+        raise ValueError(
+            f"{name} is not an array of numbers: {array.dtype} is no kind of real number"
+        )
+    return array
