@@ -335,6 +335,34 @@ def test_global_steering_is_the_administrators(server, client):
     assert server.get("/v1/interventions").json()[0]["rows_steered"] > 0
 
 
+@pytest.mark.parametrize("route", ["completions", "chat"])
+def test_beams_are_steered_by_phase(server, client, route):
+    """One beam is greedy search: the tokens that it has grown by are generated ones."""
+    vector = (2.0 * torch.randn(128, generator=torch.Generator().manual_seed(3))).tolist()
+    spec = {"post_block": {"2": vector}}
+    fields = ("steering_vectors", "prefill_steering_vectors", "decode_steering_vectors")
+
+    def ask(**asked):
+        more = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True, **asked}}
+        if route == "completions":
+            return client.completions.create(**WORDS | more).choices[0].text
+        messages = [{"role": "user", "content": PROMPT}]
+        answer = client.chat.completions.create(model="demo", messages=messages, **more)
+        return answer.choices[0].message.content
+
+    greedy = {field: ask(**{field: spec}) for field in fields}
+    assert len({*greedy.values(), ask()}) == 4
+    for field in fields:
+        assert ask(**{field: spec}, use_beam_search=True) == greedy[field]
+    try:
+        for field in fields:
+            tier = field.replace("steering_", "")
+            server.post("/v1/steering/set", {tier: spec, "replace": True})
+            assert ask(use_beam_search=True) == ask() == greedy[field]
+    finally:
+        server.post("/v1/steering/clear", {})
+
+
 def test_modules_come_and_go(server):
     spec = {"post_block": {"1": [1.0] * 128}}
     body = {"name": "comes", "spec": spec}
@@ -362,7 +390,7 @@ def test_modules_come_and_go(server):
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
-        ({"use_beam_search": True, "capture": {"memory": {}}}, "beam search cannot be"),
+        ({"use_beam_search": True, "capture": {"memory": {}}}, "given with use_beam_search"),
         ({"stop_when": "x"}, "stop_when was given"),
     ],
 )

@@ -162,11 +162,15 @@ class AsyncClient:
         self._discarding: set[asyncio.Task[None]] = set()
         self.front = AsyncLLMFront(engine, self, client.check_positions)
 
-    async def admit(self, params: Any, request_id: str, *, streamed: bool) -> Prepared:
+    async def admit(
+        self, params: Any, request_id: str, *, streamed: bool, generated: int
+    ) -> Prepared:
         """Make a request ready."""
         results = request_id not in self.unwanted
         self.unwanted.discard(request_id)
-        steps = self._client.admit(params, request_id, results=results, streamed=streamed)
+        steps = self._client.admit(
+            params, request_id, results=results, streamed=streamed, generated=generated
+        )
         return await self.calls.run(steps)
 
     async def inputs(

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 from vllm.exceptions import VLLMClientError
@@ -95,7 +96,7 @@ class SyncRequests(Protocol):
 class AsyncRequests(Protocol):
     """Who decides what happens to the requests of an `AsyncLLM`."""
 
-    async def admit(self, params: Any, request_id: str, *, streamed: bool) -> Any:
+    async def admit(self, params: Any, request_id: str, *, streamed: bool, generated: int) -> Any:
         """Make a request ready (`AdmittedRequest`)."""
         ...
 
@@ -295,6 +296,11 @@ class OfflineFront:
         return bool(self.pooling_task == "classify")  # type: ignore[attr-defined]
 
 
+GENERATED: ContextVar[int] = ContextVar("tllm_generated", default=0)
+"""How many of the last tokens of the prompt that is added to an `AsyncLLM` were generated, as in a
+step of beam search over HTTP."""
+
+
 class AsyncLLMFront:
     """Stands before an `AsyncLLM`: `add_request` of that instance, and what it returns.
 
@@ -323,7 +329,10 @@ class AsyncLLMFront:
         streamed = isinstance(prompt, AsyncGenerator)
         try:
             request = await self._requests.admit(
-                _params_of(prompt, params), request_id, streamed=streamed
+                _params_of(prompt, params),
+                request_id,
+                streamed=streamed,
+                generated=GENERATED.get(),
             )
         except ValueError as error:
             if isinstance(error, VLLMClientError):

@@ -4,12 +4,14 @@ engine. What happens to a request is decided by whoever is given (`tllm.server`)
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from tllm.engine.front import GENERATED
 from tllm.engine.seams import overrides, uses
+from tllm.spec.request import EXTRA_ARG
 
 _OPENAI = "vllm.entrypoints.openai"
 _FOR = "fields of requests over HTTP, and results in the responses"
@@ -29,6 +31,12 @@ for _handler, _create in (
     )
     uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for", since="0.32")
     uses(_handler, "create_error_response", _FOR, takes="message err_type param", since="0.32")
+uses(
+    "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin",
+    "beam_search",
+    "each step of a beam is a request, called after the beam",
+    since="0.32",
+)
 uses(
     "vllm.plugins.endpoint_plugins.interface.EndpointPlugin",
     "attach_router init_state",
@@ -56,10 +64,34 @@ uses(
 
 
 @dataclass(frozen=True)
+class BeamSteps:
+    """Beam search of one HTTP request: each step of each beam is an engine request, whose prompt is
+    the prompt and the beam's tokens.
+
+    Attributes:
+        asked: what the HTTP request asks, as plain data.
+    """
+
+    asked: Mapping[str, Any]
+    _prompt_lens: dict[str, int] = field(default_factory=dict)
+
+    def generated(self, prompt: Mapping[str, Any], request_id: str) -> int:
+        """How many of a step's tokens the beam has generated.
+
+        Args:
+            request_id: `PROMPT-STEP-beam-NUMBER`.
+        """
+        length = len(prompt.get("decoder_prompt", prompt)["prompt_token_ids"])
+        name = request_id.rsplit("-", 3)[0]
+        return length - self._prompt_lens.setdefault(name, length)
+
+
+@dataclass(frozen=True)
 class Watch:
     """What is to be known of the engine requests of one HTTP request.
 
     Attributes:
+        beams: of beam search.
         admit: called with the prompt and parameters of each before the engine has it; what it
             raises, the handler's caller gets.
         outputs: the last output of each, by its id, in the order of the prompts.
@@ -67,6 +99,7 @@ class Watch:
 
     admit: Callable[[Any, Any], None] | None = None
     outputs: dict[str, Any] = field(default_factory=dict)
+    beams: BeamSteps | None = None
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("tllm_watch", default=None)
@@ -100,6 +133,8 @@ class WatchedEngine:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
         """As the engine's."""
         watch = WATCH.get()
+        if watch is not None and watch.beams is not None:
+            return self._step(watch.beams, prompt, sampling_params, request_id, kwargs)
         if watch is not None and watch.admit is not None:
             watch.admit(prompt, sampling_params)
         outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
@@ -107,6 +142,20 @@ class WatchedEngine:
             return outputs
         watch.outputs[request_id] = None
         return _noting(outputs, request_id, watch.outputs)
+
+    async def _step(
+        self, beams: BeamSteps, prompt: Any, params: Any, request_id: str, more: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """A step of one beam."""
+        if beams.asked:
+            params = params.clone()
+            params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: dict(beams.asked)}
+        token = GENERATED.set(beams.generated(prompt, request_id))
+        try:
+            async for output in self._engine.generate(prompt, params, request_id, **more):
+                yield output
+        finally:
+            GENERATED.reset(token)
 
 
 async def _noting(

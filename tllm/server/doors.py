@@ -14,12 +14,13 @@ from typing import Any
 
 from tllm.client.attached import Attached
 from tllm.client.core import BUILT_IN
-from tllm.engine.handlers import WATCH, Watch, is_error, note_outputs
+from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
 from tllm.server.fields import FieldError, asked_in
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
+from tllm.spec.request import EXTRA_ARG
 
 _DONE = "data: [DONE]"
 _RESULTS = ("capture_results", "consumer_results")
@@ -85,13 +86,16 @@ class Door:
             asked = asked_in(request.model_extra or {}, self._settings)
             asked |= await self._module_named_by_model(request, asked)
             _check_form(request, asked)
+            beams = BeamSteps(asked) if getattr(request, "use_beam_search", False) else None
             if not asked:
-                return await create(request, raw_request)
+                watch = None if beams is None else Watch(beams=beams)
+                return await _watched(create, request, raw_request, watch)
             caller = self._limits.caller({} if raw_request is None else raw_request.headers)
             self._limits.of(caller).check(asked)
-            watch = Watch(await self._row_check(asked, self._limits.of(caller)))
+            watch = Watch(await self._row_check(asked, self._limits.of(caller)), beams=beams)
             end = self._limits.begin(caller, asked)
-            request.vllm_xargs = {**(request.vllm_xargs or {}), "tllm": asked}
+            if beams is None:
+                request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: asked}
             response = await self._answered(create, request, raw_request, watch, asked, in_turns)
         except FieldError as error:
             end()
@@ -117,11 +121,8 @@ class Door:
     ) -> Any:
         """The handler's response, with the results that were asked for."""
         wanted = sorted({*asked.get("consumers", {}), *asked.get("capture", {})})
-        token = WATCH.set(watch if wanted else None)
-        try:
-            response = await create(request, raw_request)
-        finally:
-            WATCH.reset(token)
+        seen = watch if wanted or watch.beams is not None else None
+        response = await _watched(create, request, raw_request, seen)
         if not wanted or is_error(response):
             return response
         outputs = watch.outputs
@@ -257,6 +258,15 @@ class Door:
             yield event
 
 
+async def _watched(create: Any, request: Any, raw_request: Any, watch: Watch | None) -> Any:
+    """A handler's response, of whose engine requests something is to be known."""
+    token = WATCH.set(watch)
+    try:
+        return await create(request, raw_request)
+    finally:
+        WATCH.reset(token)
+
+
 def _nothing() -> None:
     """A request that asks for nothing has nothing to give back."""
 
@@ -295,16 +305,18 @@ async def _begun(turns: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerat
 
 def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
     """Refuse forms of requests that have no place for what is asked."""
-    if "tllm" in (request.vllm_xargs or {}):
+    if EXTRA_ARG in (request.vllm_xargs or {}):
         raise FieldError(
             "vllm_xargs",
-            "vllm_xargs['tllm'] was given; give what you ask as fields of the request's body",
+            f"vllm_xargs[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
+            "body",
         )
-    if asked and getattr(request, "use_beam_search", False):
+    of_rows = [name for name in ("capture", "consumers", "patch") if name in asked]
+    if of_rows and getattr(request, "use_beam_search", False):
         raise FieldError(
-            min(asked),
-            "use_beam_search: beam search cannot be steered or captured; leave out "
-            f"{', '.join(sorted(asked))}",
+            of_rows[0],
+            f"{of_rows[0]} was given with use_beam_search, but a beam is computed by many "
+            "requests; leave one of them out (steering may stay)",
         )
     field = next((name for name in ("capture", "consumers") if asked.get(name)), None)
     if field is not None and getattr(request, "background", False):
