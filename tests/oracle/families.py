@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -255,6 +256,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         _BASE
         | _LATENT
         | _EXPERTS
+        | _GROUPED
         | {
             "n_routed_experts": 4,
             "n_shared_experts": 1,
@@ -359,11 +361,18 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax_m2": (
         "minimax_m2",
-        _BASE | _HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16},
+        _BASE
+        | _HEAD_DIM
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16}
+        # vLLM asks for these, which transformers does not write.
+        | {"scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "phimoe": (
         "phimoe",
-        _BASE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+        _BASE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+        # As Microsoft's checkpoints name it; vLLM knows no other name.
+        | {"architectures": ["PhiMoEForCausalLM"]},
     ),
     "mimo_v2_flash": (
         "mimo_v2_flash",
@@ -381,7 +390,17 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_size": WINDOW,
             "swa_head_dim": 32,
             "swa_num_attention_heads": HEADS,
-            "swa_num_key_value_heads": KV_HEADS,
+            # transformers has twice as many of them where attention slides.
+            "swa_num_key_value_heads": 2 * KV_HEADS,
+            "swa_v_head_dim": 32,
+            "add_swa_attention_sink_bias": True,
+            "swa_rope_theta": 10000.0,
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {
+                kind: _ROPE["rope_parameters"] | {"partial_rotary_factor": 0.5}
+                for kind in ("sliding_attention", "full_attention")
+            },
         },
     ),
     "laguna": (
@@ -404,7 +423,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         | _EXPERTS
         | {"num_experts": 4, "num_shared_experts": 1}
         | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
-        | {"expert_hidden_dim": 64, "route_norm": True},
+        | {"expert_hidden_dim": 64, "route_norm": True, "qk_norm": True},
     ),
     "afmoe": (
         "afmoe",
@@ -455,7 +474,8 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             "expert_ffn_hidden_size": 64,
             "n_routed_experts": 4,
             "moe_topk": 2,
-            "zero_expert_num": 2,
+            # transformers writes weights of experts that compute nothing, and vLLM has none.
+            "zero_expert_num": 0,
             "zero_expert_type": "identity",
             "mla_scale_q_lora": True,
             "mla_scale_kv_lora": True,
@@ -573,6 +593,10 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_head_dim": 64,
             "adapter_rank": 16,
             "chunk_size": 16,
+            # transformers keeps time steps above it, and vLLM does not.
+            "time_step_min": 1e-30,
+            # As in every released one, which vLLM takes for granted.
+            "tie_word_embeddings": True,
         },
     ),
     "lfm2": (
@@ -643,6 +667,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             "num_kv_shared_layers": 0,
             "laurel_rank": 16,
             "activation_sparsity_pattern": [0.0] * LAYERS,
+            "tie_word_embeddings": True,
             "intermediate_size": [192] * LAYERS,
         },
     ),
@@ -662,7 +687,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": ("diffllama", _BASE | _HEAD_DIM),
     "jais2": ("jais2", _BASE | _HEAD_DIM),
     "ministral": ("ministral", _BASE | _HEAD_DIM | _SLIDING),
-    "ministral3": ("ministral3", _BASE | _HEAD_DIM | _ROPE),
+    "ministral3": ("ministral3", _BASE | _HEAD_DIM),
     "persimmon": ("persimmon", _BASE | {"num_key_value_heads": HEADS}),
     "vaultgemma": (
         "vaultgemma",
@@ -741,10 +766,69 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_SERVED_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # name -> (vLLM's architecture, the family whose checkpoint it is given, and what it asks for
+    # besides). `transformers` has no class of these: they are the same model as the other, or
+    # compute the same under the same names of weights.
+    "llama_first": ("LLaMAForCausalLM", "llama", {}),
+    "internlm3": ("InternLM3ForCausalLM", "llama", {}),
+    "iquest_coder": ("IQuestCoderForCausalLM", "llama", {}),
+    "telechat3": ("TeleChat3ForCausalLM", "llama", {}),
+    "solar": (
+        "SolarForCausalLM",
+        "llama",
+        {"bskcn_tv": [1.0, 1.0], "bskcn_1": [], "bskcn_2": [], "bskcn_3": [], "bskcn_4": []},
+    ),
+    "teleflm": ("TeleFLMForCausalLM", "llama", {"use_mup": False}),
+    "pangu_embedded": ("PanguEmbeddedForCausalLM", "llama", {"bias": False}),
+    "mimo": ("MiMoForCausalLM", "qwen2", {}),
+    "rnj1": ("Rnj1ForCausalLM", "gemma3", {}),
+    "orion": (
+        "OrionForCausalLM",
+        "stablelm",
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": _ROPE["rope_parameters"] | {"partial_rotary_factor": 1.0},
+        },
+    ),
+    "minicpm": (
+        "MiniCPMForCausalLM",
+        "granite",
+        {
+            "scale_emb": 2.0,
+            "scale_depth": 0.5 * LAYERS**0.5,
+            "attention_multiplier": (HIDDEN // HEADS) ** -0.5,
+            "dim_model_base": HIDDEN,
+            "num_experts": 0,
+        },
+    ),
+    "exaone_moe_first": ("ExaoneMoEForCausalLM", "exaone_moe", {}),
+    "nemotron_h_puzzle": ("NemotronHPuzzleForCausalLM", "nemotron_h", {}),
+    "mimo_v2": ("MiMoV2ForCausalLM", "mimo_v2_flash", {}),
+}
+for _name, (_architecture, _like, _more) in _SERVED_AS.items():
+    _kind, _values = (CONFIGS | SURVEYED)[_like]
+    SURVEYED[_name] = _kind, _values | _more | {"architectures": [_architecture]}
+
+LACKING = {
+    "mimo": "lm_head_in",
+    "minicpm": "lm_head_in",
+    "minicpm3": "lm_head_in",
+}
+"""A hook point that `transformers` has and vLLM has not: the tensor passes no module of its own."""
+
 
 _TOLERANCES = {
     # vLLM's Bloom has the exact GELU, transformers' has the approximation by tanh.
     "bloom": 1e-3,
+    # vLLM keeps the two parameters of its activation in bfloat16, and sums with them: 2^-8.
+    "apertus": 4e-3,
+}
+
+
+_ROTATED_BY_HEAD = {
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1", "minicpm3", "longcat_flash"),
+    *("lfm2", "lfm2_moe", "kimi_linear"),
 }
 
 
@@ -753,11 +837,21 @@ def tolerance(name: str) -> float:
     return _TOLERANCES.get(name, 2e-5)
 
 
+def served_dtype(name: str) -> torch.dtype:
+    """What vLLM computes in, on a CPU."""
+    # Its kernel of gated delta nets for CPUs has no other dtype.
+    needs_bfloat16 = name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    return torch.bfloat16 if needs_bfloat16 else torch.float32
+
+
 def engine_arguments(name: str) -> dict[str, Any]:
     """What vLLM must be told to compute what `transformers` computes."""
-    if name == "cohere2":
+    if name in ("cohere2", "cohere2_moe"):
         # With the same window, vLLM's Cohere 2 sees one token more.
         return {"hf_overrides": {"sliding_window": WINDOW - 1}}
+    if name in _ROTATED_BY_HEAD and not torch.cuda.is_available():
+        # vLLM's rotary kernel for CPUs takes a row of heads [rows, heads, size] for one head.
+        return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
     if "text_config" in (CONFIGS | SURVEYED)[name][1]:
         return {"limit_mm_per_prompt": {"image": 0, "video": 0}}
     return {}
@@ -835,5 +929,22 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
             parameter.copy_(parameter.to(variant.dtype))
+        for path, tensor in model.state_dict().items():
+            if path.endswith(_ZERO.get(name, "no such weight")):
+                tensor.zero_()
     model.save_pretrained(folder)
+    if "architectures" in values:  # which transformers fills in itself
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | _named(values)))
     return folder
+
+
+_ZERO = {
+    # vLLM's router for CPUs leaves it out where experts are scored by a softmax.
+    "ernie4_5_moe": "e_score_correction_bias",
+}
+
+
+def _named(values: dict[str, Any]) -> dict[str, Any]:
+    """What `transformers` would not write as it was given."""
+    return {"architectures": values["architectures"]}

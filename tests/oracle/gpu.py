@@ -1,6 +1,7 @@
 """The oracle on a CUDA machine: vLLM's V2 runner, compiled, with CUDA graphs, in bfloat16.
 
     PYTHONPATH=. python -m tests.oracle.gpu --dtype bfloat16
+    PYTHONPATH=. python -m tests.oracle.gpu --families new --cache DIR  # for the survey's page
 
 The reference stays `transformers` in float32 on the CPU. Both sides have the same weights, because
 every weight is rounded to the served dtype before it is saved. Without CUDA the same runs on the
@@ -10,6 +11,7 @@ V1 runner: that is how the tolerances were first measured.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -19,11 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tllm.verify.tolerance import UNITS, Tolerance
+
+if TYPE_CHECKING:
+    from .survey import Finding
 
 HAS_CUDA = torch.cuda.is_available()
 os.environ |= {
@@ -40,6 +45,14 @@ FAMILIES = (
     *("qwen2", "llama", "olmo2", "phi3", "gpt2", "gemma3", "gemma2", "mistral", "qwen3"),
     *("opt", "starcoder2", "stablelm", "falcon", "glm4", "cohere", "mixtral", "qwen3_moe"),
 )
+
+NEW = (
+    *("deepseek_v3", "gpt_oss", "qwen3_next", "glm4_moe", "gemma4", "llama4", "qwen2_moe"),
+    *("nemotron_h", "nemotron_h_moe", "granitemoehybrid", "jamba", "falcon_h1", "lfm2"),
+    # These run on a GPU only.
+    *("mamba", "falcon_mamba", "minimax_m2", "laguna"),
+)
+"""`--families new`: the most used ones that only the survey knows, and what no CPU runs."""
 
 # FlashAttention takes heads of 64, and not of 32 everywhere.
 WIDTH = 2
@@ -59,14 +72,19 @@ class Line:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--families", nargs="+", default=FAMILIES)
+    parser.add_argument("--families", nargs="+", default=FAMILIES, help="names, or `new`")
+    parser.add_argument("--cache", type=Path, help="keep what was found for the survey's page")
     parser.add_argument("--cudagraph-mode", help="vLLM's own choice by default")
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture graphs")
     given = parser.parse_args(arguments)
     dtype = getattr(torch, given.dtype)
+    families = NEW if given.families == ["new"] else given.families
+    if given.cache:
+        given.cache.mkdir(parents=True, exist_ok=True)
 
     from .families import Variant
     from .reference_process import ReferenceProcess
+    from .survey import Finding
 
     engine: dict[str, Any] = {"dtype": given.dtype, "enforce_eager": given.eager}
     if HAS_CUDA:
@@ -77,65 +95,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table(dtype)
     with tempfile.TemporaryDirectory() as root:
         reference = ReferenceProcess(Path(root), Variant(WIDTH, dtype))
-        for family in given.families:
+        for family in families:
+            finding = Finding(family, "GPU", dtype=given.dtype)
             try:
-                for line in serve(family, dtype, reference, engine):
+                for line in serve(finding, dtype, reference, engine):
                     table.add(line)
             except Exception as error:  # the other families are still of interest
                 traceback.print_exc()
                 first_line = str(error).partition("\n")[0]
                 note = f"{type(error).__name__}: {first_line}"
                 table.add(Line(family, "", note=note, failed=True))
+                finding.failure = note
+            if given.cache and (finding.worst or finding.failure):
+                finding.write(given.cache)
         reference.close()
     table.close()
     return int(table.failed)
 
 
 def serve(
-    family: str, dtype: torch.dtype, reference: Any, engine: dict[str, Any]
+    finding: Finding, dtype: torch.dtype, reference: Any, engine: dict[str, Any]
 ) -> Iterator[Line]:
-    """Serve one family; yields a line for each batch."""
+    """Serve the family of `finding`, which is filled in; yields a line for each batch."""
     from tllm.verify.batches import mixed_batch, patched_batch, steered_batch
     from tllm.verify.steered import PHASES
 
     from .differential import CHUNK, prompts_of, serving, written_batch
-    from .families import SURVEYED
+    from .families import LACKING, SURVEYED
 
+    family = finding.family
     if _has_experts(family) and (why := _why_no_experts()):
         yield Line(family, "", note=f"skipped: {why}")
         return
     accepted = Tolerance.of(dtype)
     checkpoint = reference.checkpoint(family)
+    config = json.loads((checkpoint / "config.json").read_text())
+    finding.architecture = config["architectures"][0]
     roomy = family in SURVEYED
     with serving(family, reference, checkpoint, seeded=HAS_CUDA, roomy=roomy, **engine) as served:
+        finding.describe(served.llm.intervention_stats()[0]["model_points"])
+        served.places = [place for place in served.places if place[0] != LACKING.get(family)]
         for batch in ("mixed", "mixed, again"):
             with served.consumers():
                 report = served.compare(mixed_batch(prompts_of(served.vocab), CHUNK), accepted)
             report.check(roomy or report.preemptions > 0, "nothing was preempted")
             if batch == "mixed, again" and not roomy:
                 report.check(report.cached_tokens > 0, "the prefix cache served nothing")
-            yield _line(family, batch, report)
+            yield _line(finding, batch, report)
         writes = [(place, phase) for place in served.places for phase in PHASES]
         with served.consumers(writer=True):
             report = served.compare(written_batch(writes, served.vocab), accepted)
         for problem in served.refusals():
             report.check(False, problem)
-        yield _line(family, "written", report)
+        yield _line(finding, "written", report)
         with served.consumers():
             report = served.compare(
                 steered_batch(served.places, prompts_of(served.vocab), served.vector), accepted
             )
-            yield _line(family, "steered", report)
+            yield _line(finding, "steered", report)
             report = served.compare(
                 patched_batch(served.places, prompts_of(served.vocab), served.vector), accepted
             )
-        yield _line(family, "patched", report)
+        yield _line(finding, "patched", report)
 
 
-def _line(family: str, batch: str, report: Any) -> Line:
+def _line(finding: Finding, batch: str, report: Any) -> Line:
+    finding.add(report)
     for problem in report.problems[:10]:
-        print(f"{family}, {batch}: {problem}", file=sys.stderr)
-    return Line(family, batch, report, failed=bool(report.problems))
+        print(f"{finding.family}, {batch}: {problem}", file=sys.stderr)
+    return Line(finding.family, batch, report, failed=bool(report.problems))
 
 
 def _has_experts(family: str) -> bool:

@@ -1,11 +1,12 @@
 """What vLLM's text-generation architectures are to tLLM: tapped and right, or refused, and why.
 
-    PYTHONPATH=. python -m tests.oracle.survey --cache DIR [--families NAME ...] [--write]
+    PYTHONPATH=. python -m tests.oracle.survey --cache DIR [--families [NAME ...]] [--write]
 
 Each family is a tiny random model. It is served in a process of its own, in a mixed batch, and
 compared with `transformers` in float32: rows at every hook point of every layer that has it,
 tokens, and steering at one place of each point. What was found is kept in `--cache`, a JSON file a
-family; `--write` makes `doc/reference/models.md` of all that is there.
+family; `--write` makes `doc/reference/models.md` of all that is there (`--families` without a name
+surveys nothing more). `python -m tests.oracle.gpu --cache DIR` puts what a GPU found there, too.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from tllm.spec.hooks import HookPoint, ModelPoints, ranges
+from tllm.verify.tolerance import Tolerance
 
-from .families import CONFIGS, SURVEYED, tolerance
+from .families import CONFIGS, LACKING, SURVEYED, Variant, served_dtype, tolerance
 
 DOCUMENT = Path(__file__).parents[2] / "doc" / "reference" / "models.md"
 TIMEOUT_S = 400
@@ -44,6 +46,7 @@ class Finding:
     refusal: why it has no hook points.
     problems: what was wrong, in words.
     failure: why the model could not be run at all.
+    dtype: in which vLLM computed.
     plain: how far untouched vLLM's log-probabilities are from transformers', where something was
         wrong or refused.
     """
@@ -61,12 +64,37 @@ class Finding:
     refusal: str = ""
     problems: list[str] = field(default_factory=list)
     failure: str = ""
+    dtype: str = "float32"
     plain: float | None = None
     seconds: float = 0.0
 
     @property
     def is_right(self) -> bool:
         return not (self.problems or self.failure or self.refusal)
+
+    def describe(self, points: ModelPoints) -> None:
+        """Fill in what the resolver said of the served model."""
+        self.found_as = points.family
+        self.num_layers = points.num_layers
+        self.reasons = points.reasons
+        if not points.points:
+            self.refusal = points.reasons["post_block"]
+        self.layers = {
+            point.value: [layer for layer in points.layers(point) if layer is not None]
+            for point in points.points
+        }
+
+    def add(self, report: Any) -> None:
+        """Count in what a comparison of a batch found."""
+        self.problems += report.problems[:5]
+        self.rows += report.rows
+        self.tokens += report.tokens
+        for point, error in report.worst.items():
+            self.worst[point] = max(error, self.worst.get(point, 0.0))
+
+    def write(self, cache: Path) -> None:
+        name = self.runner.split()[0].lower()
+        (cache / f"{self.family}-{name}.json").write_text(json.dumps(asdict(self)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     for family in given.families:
         finding = examined_apart(family, given.runner)
-        (given.cache / f"{family}-{given.runner}.json").write_text(json.dumps(asdict(finding)))
+        finding.write(given.cache)
         wrong += not (finding.is_right or finding.refusal)
         print(_line(finding), flush=True)
     if given.write:
@@ -139,7 +167,9 @@ def examine(family: str, runner: str) -> Finding:
     began = time.monotonic()
     finding = Finding(family, _RUNNERS[runner])
     with tempfile.TemporaryDirectory() as root:
-        reference = ReferenceProcess(Path(root))
+        dtype = served_dtype(family)
+        finding.dtype = str(dtype).removeprefix("torch.")
+        reference = ReferenceProcess(Path(root), Variant(dtype=dtype))
         checkpoint = reference.checkpoint(family)
         config = json.loads((checkpoint / "config.json").read_text())
         finding.architecture = config["architectures"][0]
@@ -153,7 +183,6 @@ def examine(family: str, runner: str) -> Finding:
 
 def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool) -> None:
     from tllm.verify.batches import mixed_batch, steered_batch
-    from tllm.verify.tolerance import Tolerance
 
     from .differential import CHUNK, prompts_of, serving
 
@@ -164,30 +193,24 @@ def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool
         checkpoint,
         seeded=seeded,
         roomy=True,
-        dtype="float32",
+        dtype=finding.dtype,
         enforce_eager=True,
     ) as served:
         points: ModelPoints = served.llm.intervention_stats()[0]["model_points"]
-        finding.found_as = points.family
-        finding.num_layers = points.num_layers
-        finding.reasons = points.reasons
-        if not points.points:
-            finding.refusal = points.reasons["post_block"]
+        finding.describe(points)
+        if finding.refusal:
             return
-        finding.layers = {
-            point.value: [layer for layer in points.layers(point) if layer is not None]
-            for point in points.points
-        }
         finding.problems = served.refusals()
         found = {(point.value, layer) for point in points.points for layer in points.layers(point)}
-        lacking = [place for place in served.places if place not in found]
+        lacking = [
+            place
+            for place in served.places
+            if place not in found and place[0] != LACKING.get(family)
+        ]
         if lacking:
             finding.problems.append(f"not found, and transformers has them: {lacking}")
         served.places = [place for place in served.places if place in found]
-        limit = tolerance(family)
-        # Two logits are compared to find the likeliest token, and both may be off.
-        regret = 2 * limit if limit > tolerance("") else 0.0
-        accepted = Tolerance(dict.fromkeys([*served.points, "logits"], limit), regret)
+        accepted = _accepted(family, served.points)
         steered = list({point: (point, layer) for point, layer in served.places}.values())
         for batch in (
             mixed_batch(prompts_of(served.vocab), CHUNK),
@@ -195,11 +218,19 @@ def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool
         ):
             with served.consumers():
                 report = served.compare(batch, accepted)
-            finding.problems += report.problems[:5]
-            finding.rows += report.rows
-            finding.tokens += report.tokens
-            for point, error in report.worst.items():
-                finding.worst[point] = max(error, finding.worst.get(point, 0.0))
+            finding.add(report)
+
+
+def _accepted(family: str, points: Sequence[str]) -> Tolerance:
+    """The errors that rounding explains, and what the family is known to differ by."""
+    import torch
+
+    if served_dtype(family) != torch.float32:
+        return Tolerance.of(served_dtype(family))
+    limit = tolerance(family)
+    # Two logits are compared to find the likeliest token, and both may be off.
+    regret = 2 * limit if limit > tolerance("") else 0.0
+    return Tolerance(dict.fromkeys([*points, "logits"], limit), regret)
 
 
 def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
@@ -215,7 +246,7 @@ def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
     given = {key: value for key, value in ENGINE.items() if key not in ("hook_points", *SMALL)}
     llm = LLM(
         str(checkpoint),
-        dtype="float32",
+        dtype=str(served_dtype(family)).removeprefix("torch."),
         enforce_eager=True,
         **given,
         **engine_arguments(family),
@@ -272,19 +303,19 @@ on a GPU in bfloat16. Numbers of layers are those of the tiny model.
 
 def document(findings: Sequence[Finding]) -> str:
     """`doc/reference/models.md`."""
-    from vllm.model_executor.models import registry
-
-    served = registry._TEXT_GENERATION_MODELS | registry._TRANSFORMERS_SUPPORTED_MODELS
     by_family: dict[str, dict[str, Finding]] = {}
     for finding in findings:
         by_family.setdefault(finding.family, {})[finding.runner] = finding
     right, refused, differing, failed = [], [], [], []
+    seen = {finding.architecture for finding in findings}
+    architectures = set()
     for family, on in sorted(by_family.items()):
         ran = [finding for finding in on.values() if not finding.failure]
         first = next(iter(ran or on.values()))
+        seen.add(_architecture(family) if family in ALL else family)
         name = f"`{first.architecture}` ({family})" if first.architecture else family
         if not ran:
-            failed.append(f"| {name} | {first.failure} |")
+            failed.append(f"| {_name(family)} | {first.failure} |")
         elif first.refusal:
             refused.append(f"| {name} | {first.refusal} |")
         elif any(finding.is_right for finding in ran):
@@ -292,18 +323,15 @@ def document(findings: Sequence[Finding]) -> str:
                 _error_cell(on.get(runner)) for runner in (*_RUNNERS.values(), "GPU")
             )
             right.append(f"| {name} | {first.found_as} | {_points_cell(first)} | {cells} |")
+            architectures.add(first.architecture)
         else:
             worst = max(first.worst.values(), default=0.0)
             differing.append(f"| {name} | {worst:.0e} | {first.plain or 0.0:.0e} |")
-    surveyed = {finding.architecture for finding in findings}
-    tested = sorted({_architecture(family) for family in CONFIGS} - surveyed)
-    surveyed |= set(tested)
-    rest = [name for name in served if name not in surveyed and name.endswith(("LM", "Model"))]
-    known = [name for name in rest if _has_row(served[name][0])]
-    unknown = [name for name in rest if name not in known]
+    tested = sorted({_architecture(family) for family in CONFIGS} - seen)
+    seen |= set(tested)
     parts = [
         _HEAD.format(version=_version()),
-        f"## Right: {len(right)}",
+        f"## Right: {len(architectures) + len(tested)} architectures",
         "",
         "| Architecture | Family | Hook points | V1, CPU | V2, CPU | GPU |",
         "|---|---|---|---|---|---|",
@@ -321,22 +349,64 @@ def document(findings: Sequence[Finding]) -> str:
             ("Architecture", "Largest error of a row", "Untouched vLLM"),
             differing,
         ),
-        *_table("Not run on a CPU", "", ("Architecture", "What vLLM said"), failed),
-        "",
-        "## Not compared",
-        "",
-        "These have rows in the table, written from vLLM's source. Nobody has compared them with "
-        "`transformers` on this version, or `transformers` has no such model:",
-        "",
-        ", ".join(f"`{name}`" for name in known) + ".",
-        "",
-        "These are looked at when they are loaded: tapped where they verifiably compute as Llama "
-        "does, and refused otherwise:",
-        "",
-        ", ".join(f"`{name}`" for name in unknown) + ".",
+        *_table(
+            "Not run on a CPU",
+            "vLLM itself does not start them here, or stops. `python -m tests.oracle.gpu "
+            "--families NAME` compares them on a GPU.",
+            ("Architecture", "What vLLM said"),
+            failed,
+        ),
+        *_not_compared(seen),
         "",
     ]
     return "\n".join(parts)
+
+
+def _not_compared(seen: set[str]) -> list[str]:
+    """What vLLM serves, or served, beside what was `seen`."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from vllm.model_executor.models import registry
+
+    served = registry._TEXT_GENERATION_MODELS | registry._TRANSFORMERS_SUPPORTED_MODELS
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    rows = [
+        f"| `{name}` | {_said_by_the_table(served[name][0])} | "
+        f"{'no tiny model of it was made' if name in known else 'no reference here'} |"
+        for name in served
+        if name not in seen and name.endswith(("LM", "Model"))
+    ]
+    gone = [
+        f"`{name}` (until {version})"
+        for name, version in registry._PREVIOUSLY_SUPPORTED_MODELS.items()
+        if name not in seen and name.endswith("LM")
+    ]
+    return [
+        *_table(
+            "Not compared",
+            "Rows of the table were written from vLLM's source. A model without one is tapped "
+            "where its blocks verifiably compute as Llama's do, which is looked at when it is "
+            "loaded, and refused otherwise. *No reference here*: `transformers` knows the model "
+            "only as code that comes with its weights, or not at all.",
+            ("Architecture", "What tLLM makes of it", "Why it was not compared"),
+            rows,
+        ),
+        "",
+        "## No longer served by vLLM",
+        "",
+        ", ".join(gone) + ".",
+    ]
+
+
+def _said_by_the_table(module: str) -> str:
+    """What the table of families says of a model that this module of vLLM implements."""
+    from tllm.models.families import FAMILIES
+
+    short = module.rpartition(".")[2]
+    for row in FAMILIES:
+        if short in (row.stack.split(".")[0], row.block.split(".")[0], row.name):
+            reason = row.layout[HookPoint.POST_BLOCK]
+            return f"refused: {reason}" if isinstance(reason, str) else "tapped, by its row"
+    return "looked at when it is loaded"
 
 
 def _table(title: str, text: str, columns: Sequence[str], rows: Sequence[str]) -> list[str]:
@@ -348,24 +418,27 @@ def _table(title: str, text: str, columns: Sequence[str], rows: Sequence[str]) -
 
 
 def _architecture(family: str) -> str:
-    """The class of `transformers` that a family of the oracle is of."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """The architecture that vLLM is given for a family of the oracle."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
-    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[ALL[family][0]])
+    model_type, values = ALL[family]
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if "text_config" in values:
+        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return str(values["architectures"][0] if "architectures" in values else classes[model_type])
+
+
+def _name(family: str) -> str:
+    return f"`{_architecture(family)}` ({family})" if family in ALL else family
 
 
 def _version() -> str:
     import vllm
 
     return ".".join(vllm.__version__.split(".")[:2])
-
-
-def _has_row(module: str) -> bool:
-    """Whether the table has a row for a stack or a block of this module of vLLM."""
-    from tllm.models.families import FAMILIES
-
-    tapped = [row for row in FAMILIES if not isinstance(row.layout[HookPoint.POST_BLOCK], str)]
-    return any(module in (row.stack.split(".")[0], row.block.split(".")[0]) for row in tapped)
 
 
 def _error_cell(finding: Finding | None) -> str:
@@ -375,7 +448,8 @@ def _error_cell(finding: Finding | None) -> str:
         return "not run"
     if not finding.is_right:
         return "differs"
-    return f"{max(finding.worst.values()):.0e}"
+    computed_in = "" if finding.dtype == "float32" or finding.runner == "GPU" else " (bfloat16)"
+    return f"{max(finding.worst.values()):.0e}{computed_in}"
 
 
 def _points_cell(finding: Finding) -> str:

@@ -9,7 +9,7 @@ import pytest
 from .survey import Finding, document, examined_apart
 
 #: One of each kind of block that the other tests of the oracle have not.
-FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h")
+FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h", "deepseek_v3", "lfm2")
 
 
 @pytest.mark.skipif(

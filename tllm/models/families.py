@@ -615,7 +615,8 @@ FAMILIES = (
             (True, _without(SEQUENTIAL_SANDWICH, _TWO_MLPS, HookPoint.MLP_IN)),
         )
     ),
-    _of("minicpm", "MiniCPM", SCALED),
+    # What leaves its final norm is divided before the LM head reads it.
+    _of("minicpm", "MiniCPM", SCALED, norm=None),
     _of("hyperclovax", "HyperCLOVAX", SCALED),
     _of("granitemoe", "GraniteMoe", SCALED_EXPERTS),
     _of("granitemoeshared", "GraniteMoeShared", SCALED_EXPERTS),
