@@ -213,8 +213,9 @@ _STATES = {
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    # As in every released one; vLLM's kernel for CPUs does not take 32.
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
 }
 _MAMBA = {
     "vocab_size": VOCAB,
@@ -372,7 +373,8 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         _BASE
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
         # As Microsoft's checkpoints name it; vLLM knows no other name.
-        | {"architectures": ["PhiMoEForCausalLM"]},
+        | {"architectures": ["PhiMoEForCausalLM"]}
+        | {"attention_bias": True, "lm_head_bias": True},
     ),
     "mimo_v2_flash": (
         "mimo_v2_flash",
@@ -386,7 +388,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         | {
             "hybrid_layer_pattern": [1, 1, 0],
             "moe_layer_freq": [0, 1, 1],
-            "layernorm_epsilon": 1e-6,
+            "layernorm_epsilon": 1e-5,
             "sliding_window_size": WINDOW,
             "swa_head_dim": 32,
             "swa_num_attention_heads": HEADS,
@@ -603,6 +605,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         "lfm2",
         _BASE
         | {
+            "tie_word_embeddings": True,
             "layer_types": ["conv", "full_attention", "conv"],
             "block_auto_adjust_ff_dim": False,
             # vLLM asks for these, which transformers does not write.
@@ -617,6 +620,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         _BASE
         | _EXPERTS
         | {
+            "tie_word_embeddings": True,
             "layer_types": ["conv", "full_attention", "conv"],
             "num_experts": 4,
             "num_dense_layers": 1,

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python -m tests.oracle.survey --cache DIR [--families [NAME ...]] [--write]
 
-Each family is a tiny random model. It is served in a process of its own, in a mixed batch, and
+Each family is a tiny random model. It is served apart from this process, in a mixed batch, and
 compared with `transformers` in float32: rows at every hook point of every layer that has it,
 tokens, and steering at one place of each point. What was found is kept in `--cache`, a JSON file a
 family; `--write` makes `doc/reference/models.md` of all that is there (`--families` without a name
@@ -18,16 +18,23 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
 
 from tllm.spec.hooks import HookPoint, ModelPoints, ranges
 from tllm.verify.tolerance import Tolerance
 
 from .families import CONFIGS, LACKING, SURVEYED, Variant, served_dtype, tolerance
+
+if TYPE_CHECKING:
+    from .reference_process import ReferenceProcess
 
 DOCUMENT = Path(__file__).parents[2] / "doc" / "reference" / "models.md"
 TIMEOUT_S = 400
@@ -108,12 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.child:
         import tests.conftest  # noqa: F401  chooses the runner
 
-        print(json.dumps(asdict(examine(given.families[0], given.runner))))
+        for finding in _examined_here(given.families, given.runner):
+            print(json.dumps(asdict(finding)), flush=True)
         return 0
     given.cache.mkdir(parents=True, exist_ok=True)
     wrong = 0
-    for family in given.families:
-        finding = examined_apart(family, given.runner)
+    for finding in examined(given.families, given.runner):
         finding.write(given.cache)
         wrong += not (finding.is_right or finding.refusal)
         print(_line(finding), flush=True)
@@ -125,9 +132,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(wrong > 0)
 
 
-def examined_apart(family: str, runner: str) -> Finding:
-    """`examine` in a process of its own, which may die or hang."""
-    command = [sys.executable, "-m", __spec__.name, "--child", "--families", family]
+_RUNNERS = {"v1": "V1 CPU", "v2": "V2 CPU"}
+
+
+def examined(families: Sequence[str], runner: str) -> Iterator[Finding]:
+    """What was found of each family, in a process that is replaced when it dies or hangs."""
+    left = list(families)
+    while left:
+        with tempfile.TemporaryFile("w+") as errors:
+            with _child(left, runner, errors) as child:
+                assert child.stdout is not None
+                for line in _lines_in_time(child):
+                    if line.startswith('{"family"'):
+                        left.pop(0)
+                        yield Finding(**json.loads(line))
+            if child.returncode and left:
+                errors.seek(0)
+                why = _why(errors.read()) or f"exit status {child.returncode}"
+                yield Finding(left.pop(0), _RUNNERS[runner], failure=why)
+
+
+def _child(families: Sequence[str], runner: str, errors: IO[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", __spec__.name, "--child", "--families", *families]
     command += ["--runner", runner, "--cache", os.devnull]
     tests = Path(__file__).parents[1]
     paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -136,47 +162,63 @@ def examined_apart(family: str, runner: str) -> Finding:
         "TLLM_TEST_RUNNER": runner,
         "PYTHONPATH": os.pathsep.join(paths),
     }
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Finding(family, _RUNNERS[runner], failure=f"not done in {TIMEOUT_S} s")
-    if done.returncode:
-        raised = [
-            line
-            for line in done.stderr.splitlines()
-            if re.match(r"(\[rank0\]: )?[\w.]*Error: ", line)
-        ]
-        why = raised[0] if raised else f"exit status {done.returncode}"
-        return Finding(family, _RUNNERS[runner], failure=why.removeprefix("[rank0]: ")[:300])
-    return Finding(**json.loads(done.stdout.splitlines()[-1]))
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+    )
 
 
-_RUNNERS = {"v1": "V1 CPU", "v2": "V2 CPU"}
+def _lines_in_time(child: subprocess.Popen[str]) -> Iterator[str]:
+    """What the child prints; it is killed when it says nothing for `TIMEOUT_S`."""
+    assert child.stdout is not None
+    while True:
+        watch = threading.Timer(TIMEOUT_S, child.kill)
+        watch.start()
+        line = child.stdout.readline()
+        watch.cancel()
+        if not line:
+            return
+        yield line
 
 
-def examine(family: str, runner: str) -> Finding:
-    """Serve a family in this process and compare it with transformers."""
+def _why(errors: str) -> str:
+    """The error that ended a process, as it printed it; "" where it printed none."""
+    raised = re.findall(r"^(?:\[rank0\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE)
+    if not raised:
+        return ""
+    places = re.findall(r'File ".*?([^/]+)", line (\d+)', errors)
+    where = f" ({places[-1][0]}, line {places[-1][1]})" if ":" not in raised[0] else ""
+    return f"{raised[0]}{where}"[:300]
+
+
+def _examined_here(families: Sequence[str], runner: str) -> Iterator[Finding]:
+    """Serve each family in this process and compare it with transformers."""
     from vllm.model_executor.models import registry
 
     from .reference_process import ReferenceProcess
 
     # vLLM looks at a model class in a process of its own, to keep CUDA out of this one: 8 s.
     registry._run_in_subprocess = lambda look: look()
+    with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
+        references: dict[torch.dtype, ReferenceProcess] = {}
+        for family in families:
+            dtype = served_dtype(family)
+            if dtype not in references:
+                variant = Variant(dtype=dtype)
+                references[dtype] = ReferenceProcess(Path(root) / str(dtype), variant)
+                stack.callback(references[dtype].close)
+            yield _examine(family, runner, references[dtype])
+
+
+def _examine(family: str, runner: str, reference: ReferenceProcess) -> Finding:
     began = time.monotonic()
     finding = Finding(family, _RUNNERS[runner])
-    with tempfile.TemporaryDirectory() as root:
-        dtype = served_dtype(family)
-        finding.dtype = str(dtype).removeprefix("torch.")
-        reference = ReferenceProcess(Path(root), Variant(dtype=dtype))
-        checkpoint = reference.checkpoint(family)
-        config = json.loads((checkpoint / "config.json").read_text())
-        finding.architecture = config["architectures"][0]
-        _compare(finding, reference, checkpoint, seeded=runner == "v2")
-        if finding.problems or finding.refusal:
-            finding.plain = _plain_error(family, reference, checkpoint)
-        reference.close()
+    finding.dtype = str(served_dtype(family)).removeprefix("torch.")
+    checkpoint = reference.checkpoint(family)
+    config = json.loads((checkpoint / "config.json").read_text())
+    finding.architecture = config["architectures"][0]
+    _compare(finding, reference, checkpoint, seeded=runner == "v2")
+    if finding.problems or finding.refusal:
+        finding.plain = _plain_error(family, reference, checkpoint)
     finding.seconds = round(time.monotonic() - began, 1)
     return finding
 
@@ -200,13 +242,10 @@ def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool
         finding.describe(points)
         if finding.refusal:
             return
+        served.places = [place for place in served.places if place[0] != LACKING.get(family)]
         finding.problems = served.refusals()
         found = {(point.value, layer) for point in points.points for layer in points.layers(point)}
-        lacking = [
-            place
-            for place in served.places
-            if place not in found and place[0] != LACKING.get(family)
-        ]
+        lacking = [place for place in served.places if place not in found]
         if lacking:
             finding.problems.append(f"not found, and transformers has them: {lacking}")
         served.places = [place for place in served.places if place in found]
@@ -223,8 +262,6 @@ def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool
 
 def _accepted(family: str, points: Sequence[str]) -> Tolerance:
     """The errors that rounding explains, and what the family is known to differ by."""
-    import torch
-
     if served_dtype(family) != torch.float32:
         return Tolerance.of(served_dtype(family))
     limit = tolerance(family)
@@ -235,7 +272,6 @@ def _accepted(family: str, points: Sequence[str]) -> Tolerance:
 
 def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
     """The largest difference of log-probabilities between untouched vLLM and transformers."""
-    import torch
     from vllm import LLM, SamplingParams
 
     from tllm.verify.batches import mixed_batch
