@@ -5,6 +5,8 @@ import base64
 import hashlib
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import time
@@ -18,11 +20,14 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from tllm.cli import app
 from tllm.cli import serving as serve
 from tllm.client.results import ConsumerResult
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.engine.launch import engine_parser
 from tllm.ports import Payload
 from tllm.server import document, plugin
 from tllm.server.fields import FIELDS, FieldError, asked_in
@@ -31,6 +36,8 @@ from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.server.state import ServerState
+
+ROOT = Path(__file__).parents[2]
 
 
 def counters(error=None):
@@ -321,6 +328,32 @@ def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):
     assert environment["VLLM_PLUGINS"] == "other,tllm"
     assert ServerSettings.model_validate_json(environment[VARIABLE]) == settings
     assert "secret" not in serve.shown(arguments, environment)
+
+
+@pytest.mark.parametrize("example", ["Dockerfile", "tllm.service"])
+def test_the_examples_for_production_are_commands_that_vllm_takes(example, monkeypatch, tmp_path):
+    text = (ROOT / "examples" / "serving" / example).read_text().replace("\\\n", " ")
+    if example == "Dockerfile":
+        lists = re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", text, re.M)
+        command = [part for each in lists for part in json.loads(each)]
+    else:
+        line = re.search(r"^ExecStart=\S*/(tllm serve .*)$", text, re.M)[1]
+        for theirs in ("/etc/tllm-limits.json", "/var/lib/tllm/probe.safetensors"):
+            line = line.replace(theirs, str(tmp_path / Path(theirs).name))
+        (tmp_path / "tllm-limits.json").write_text(json.dumps({"default": {"capture": False}}))
+        save_file({"weight": torch.ones(8)}, tmp_path / "probe.safetensors")
+        command = shlex.split(line)
+    assert command[:2] == ["tllm", "serve"]
+    given = []
+    monkeypatch.setattr(serve, "run", lambda *command: given.append(command))
+    monkeypatch.setenv("TLLM_ADMIN_API_KEY", "secret")
+    result = CliRunner().invoke(app, command[1:])
+    assert not result.exit_code, result.output
+    ((arguments, environment),) = given
+    assert ServerSettings.model_validate_json(environment[VARIABLE]).admin_api_key == "secret"
+    parsed, rest = engine_parser("vllm serve").parse_known_args(arguments[5:])
+    assert parsed.max_model_len == 4096
+    assert {each for each in rest if each.startswith("-")} <= {"--host", "--port"}
 
 
 @pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls=x", "--additional-config"])
