@@ -56,4 +56,5 @@ def test_what_is_wrong_is_refused_and_nothing_is_left(served):
     assert "capture['disc']" in consumer
     for worker in saved["stats"]:
         assert worker["running_sequences"] == 0
+        assert worker["results_kept"] == 0  # of the one that was left, too, whose were promised
         assert worker["consumers"] == {"filesystem": "ok", "memory": "ok"}

@@ -141,8 +141,8 @@ class SyncClient:
         """The engine begins a step, with which the workers hear of what is over."""
         self._client.over.clear()
         if self._given_up:
-            call = WorkerCall("take_results", (self._given_up,))
-            self._given_up = _still_pending(self.calls.ask(call))
+            given_up, self._given_up = self._given_up, []
+            self.calls.ask(WorkerCall("discard_results", (given_up,)))
 
 
 class AsyncClient:
@@ -237,7 +237,7 @@ class AsyncClient:
 
     async def _discard(self, prompt_id: str) -> None:
         try:
-            await self.calls.ask(WorkerCall("take_results", ([prompt_id],)))
+            await self.calls.ask(WorkerCall("discard_results", ([prompt_id],)))
         except Exception as error:  # the engine is going down
             logger.debug("results of an aborted request were not discarded: %s", error)
 
@@ -253,17 +253,6 @@ def pending(outputs: Iterable[Any]) -> list[Any]:
         output
         for output in outputs
         if "tllm_request" in vars(output) and output.tllm_request.results.pending
-    ]
-
-
-def _still_pending(answers: Iterable[Any]) -> list[str]:
-    """Prompts of which a worker has promised a result that it has not made."""
-    return [
-        prompt_id
-        for prompt_id, samples in (item for answer in answers for item in answer.items())
-        if any(
-            said["status"] == "pending" for results in samples.values() for said in results.values()
-        )
     ]
 
 

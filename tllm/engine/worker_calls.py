@@ -147,6 +147,10 @@ class WorkerCalls:
         """Results of finished prompts; those not made within `wait_s` seconds are pending."""
         return self._session.pop_results(prompt_ids, tokens or {}, wait_s)
 
+    def discard_results(self, prompt_ids: list[str]) -> None:
+        """Prompts were given up: nobody will come for their results, made or promised."""
+        self._session.discard_results(prompt_ids)
+
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
         """Which prompts were to be steered or patched and could not be; each is told once."""
         return self._session.not_steered(prompt_ids)

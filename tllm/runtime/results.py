@@ -145,6 +145,16 @@ class Results:
                 self._kept[prompt_id] = {sample: r for sample, r in left.items() if r}
         return found
 
+    def discard(self, prompt_ids: Iterable[str]) -> None:
+        """Nobody will come for the results of prompts, made or promised."""
+        for prompt_id in prompt_ids:
+            self._kept.pop(prompt_id, None)
+
+    @property
+    def num_kept(self) -> int:
+        """How many prompts have results that nobody came for yet."""
+        return len(self._kept)
+
     def _ask(self, owner: BoundConsumer, info: RequestInfo, step: int) -> Any:
         context = owner.context.at(step)
         return self._dispatcher.call(owner, owner.consumer.on_request_finished, info, context)

@@ -153,3 +153,13 @@ class RunningSequences:
         for prompt_id in asked:
             self.results.conclude_late(prompt_id, tokens.get(prompt_id) or {}, self.consumers.step)
         return self.results.pop(asked, wait_s) | waiting
+
+    def discard_results(self, prompt_ids: list[str]) -> None:
+        """Nobody will come for what consumers say of prompts, which were given up."""
+        wanted = set(prompt_ids)
+        for sequence in list(self.slots):
+            if sequence.info.prompt_id in wanted:
+                self._conclude(sequence)
+        for prompt_id in prompt_ids:
+            self.results.conclude_late(prompt_id, {}, self.consumers.step)
+        self.results.discard(prompt_ids)

@@ -161,6 +161,11 @@ class Session:
         self.steps.end()
         return self.sequences.pop_results(prompt_ids, tokens, wait_s)
 
+    def discard_results(self, prompt_ids: list[str]) -> None:
+        """Nobody will come for the results of prompts; see `RunningSequences.discard_results`."""
+        self.steps.end()
+        self.sequences.discard_results(prompt_ids)
+
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
         """Which of these prompts were to be steered or patched and could not be, told once."""
         failed = self._assignments.failed
@@ -235,6 +240,7 @@ class Session:
             "ring_rows": self._ring.capacity,
             "ring_rows_in_use": self._ring.in_use,
             "results_forgotten": self._results.forgotten,
+            "results_kept": self._results.num_kept,
             "steering_configurations": self.steering.rows_in_use,
             "steering_mib": self.steering.vector_bytes / 2**20,
             "patch_mib": self.patching.kept_bytes / 2**20,
