@@ -66,9 +66,11 @@ def queued_chat(llm: Any) -> Any:
     return [len(names), llm.wait_for_completion(use_tqdm=False)]
 
 
+ENCODED = ("embed", "token_embed", "classify", "token_classify", None)
+
+
 def encoded(llm: Any) -> Any:
-    tasks = ("embed", "token_embed", "classify", "token_classify", None)
-    return [answer_of(partial(encoded_as, task), llm) for task in tasks]
+    return [answer_of(partial(encoded_as, task), llm) for task in ENCODED]
 
 
 def encoded_as(task: str | None, llm: Any) -> Any:
@@ -374,9 +376,21 @@ async def versioned_async(engine: Any) -> Any:
     return await engine.get_weight_version()
 
 
-async def encoded_async(engine: Any, params: Any = None) -> Any:
-    params = params or vllm.PoolingParams(task="embed")
+TASKS = {"generator": "embed", "embedder": "embed"}
+"""What a kind of model is asked for; the others classify."""
+
+
+def pooling_of(kind: str, params: Any = PoolingParams) -> Any:
+    """Parameters for what a kind of model is for."""
+    return partial(params, task=TASKS.get(kind, "classify"))
+
+
+async def encoded_async(engine: Any, params: Any) -> Any:
     return [await last(engine.encode(text, params, f"encoded-{text}")) for text in TEXTS]
+
+
+async def encoded_as_kind(kind: str, engine: Any) -> Any:
+    return await encoded_async(engine, pooling_of(kind, vllm.PoolingParams)())
 
 
 async def async_steered_alike(ask: Any, params: Any, engine: Any) -> None:
@@ -428,13 +442,13 @@ def asked(call: Any) -> dict[str, Any]:
 
 # In the order of the calls: what may leave an engine otherwise than it was comes last.
 ONLINE: dict[str, Method] = {
-    "from_engine_args": Method(each(KINDS[:2], lambda e: e.model_config.model)),
+    "from_engine_args": Method(each(KINDS, lambda e: e.model_config.model)),
     "from_vllm_config": Method(asked(lambda e: e.model_config.model)),
     "generate": Method(asked(streamed), both_async("generator", streamed, sampling)),
     "add_request": Method(asked(queued_one), both_async("generator", queued_one, sampling)),
     "encode": Method(
-        each(KINDS[:2], encoded_async),
-        both_async("embedder", encoded_async, partial(PoolingParams, task="embed")),
+        {kind: partial(encoded_as_kind, kind) for kind in KINDS},
+        [check for kind in POOLING for check in both_async(kind, encoded_async, pooling_of(kind))],
     ),
     "abort": Method(asked(aborted), [("its rows and slots are free", "generator", freed)]),
     "check_admission": Method(asked(lambda e: e.check_admission())),
@@ -606,7 +620,7 @@ def test_rows_of_a_cross_encoder_are_those_of_transformers(pairs, arguments):
 def online(arguments, offline):
     """What vLLM's and our asynchronous engine answered, and what its checks raised."""
     found, raised = {}, {}
-    given = {kind: AsyncEngineArgs(**arguments[kind]) for kind in KINDS[:2]}
+    given = {kind: AsyncEngineArgs(**arguments[kind]) for kind in KINDS}
 
     async def ask(kind: str, engine: Any) -> dict[str, Answer]:
         try:
@@ -625,7 +639,7 @@ def online(arguments, offline):
                     try:
                         await asyncio.wait_for(shown(engine), 120)
                     except Exception as error:
-                        raised[name, says] = error
+                        raised[name, kind, says] = error
 
     async def compare() -> None:
         theirs = await ask("generator", TheirAsyncLLM.from_engine_args(given["generator"]))
@@ -634,16 +648,18 @@ def online(arguments, offline):
         await check("generator", engine)
         ours = await ask("generator", engine)
         found.update({(name, "generator"): (theirs[name], ours[name]) for name in theirs})
-        consumer = register_consumer("logging")
-        engine = AsyncLLM.from_engine_args(given["embedder"])
-        await check("embedder", engine)
-        raised["read_stats", "embedder"] = None if await consumer.read_stats() else "no statistics"
-        ours = await ask("embedder", engine)
-        # Of an embedder, what vLLM's other class said is enough.
-        encoded_by_llm = Answer(**offline["encode", "embedder"][0].value[0])
-        found["encode", "embedder"] = encoded_by_llm, ours["encode"]
-        name = "from_engine_args", "embedder"
-        found[name] = offline[name][0], ours["from_engine_args"]
+        for kind in POOLING:
+            consumer = register_consumer("logging")
+            engine = AsyncLLM.from_engine_args(given[kind])
+            await check(kind, engine)
+            raised["read_stats", kind] = None if await consumer.read_stats() else "no statistics"
+            ours = await ask(kind, engine)
+            # Of models that pool, what vLLM's other class said is enough.
+            by_llm = offline["encode", kind][0].value[ENCODED.index(pooling_of(kind)().task)]
+            found["encode", kind] = Answer(**by_llm), ours["encode"]
+            name = "from_engine_args", kind
+            found[name] = offline[name][0], ours["from_engine_args"]
+            clear_consumers()
 
     try:
         asyncio.run(compare())

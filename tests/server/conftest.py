@@ -15,13 +15,31 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tllm.engine import launch
+
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "model"
 KEY = "the admin key"
+_TLLM = [sys.executable, "-c", "from tllm.cli import app; app()"]
+
+
+def interventions(folder: Path) -> list[str]:
+    """Arguments of `tllm serve`: an administrator, consumers, and a key that may do little."""
+    probe = folder / "probe.safetensors"
+    save_file({"weight": torch.tensor([1.0, *[0.0] * 126, -1.0])}, probe)
+    limits = folder / "limits.json"
+    little = {"rows": 20, "requests": 1, "consumers": False}
+    limits.write_text(json.dumps({"keys": {"little": little}}))
+    arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
+    return [*arguments, "--consumer", "logging", "--consumer", f"probe:path={probe},layer=1"]
 
 
 class Server:
     """A running server.
+
+    Args:
+        more: further arguments.
+        plain: whether it is vLLM's alone, with nothing of tLLM's.
 
     Attributes:
         url: its address.
@@ -30,30 +48,27 @@ class Server:
 
     key = KEY
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *more: str, plain: bool = False) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        self.plain = plain
         self.log = folder / "server.log"
-        probe = folder / "probe.safetensors"
-        save_file({"weight": torch.tensor([1.0, *[0.0] * 126, -1.0])}, probe)
-        command = [sys.executable, "-c", "from tllm.cli import app; app()", "serve", str(MODEL)]
-        command += ["--admin-api-key", KEY, "--hook-points", "all", "--consumer", "logging"]
-        limits = folder / "limits.json"
-        little = {"rows": 20, "requests": 1, "consumers": False}
-        limits.write_text(json.dumps({"keys": {"little": little}}))
-        command += ["--limits", str(limits), "--consumer", f"probe:path={probe},layer=1"]
+        serve = [sys.executable, "-m", launch.module()] if plain else _TLLM
+        command = [*serve, "serve", str(MODEL), *(() if plain else interventions(folder))]
         command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         # Few blocks: requests that are long, and many, are preempted.
         command += ["--block-size", "32", "--num-gpu-blocks-override", "32"]
-        command += ["--api-server-count", "2"]  # they must agree in everything
+        command += ["--api-server-count", "2", *more]  # they must agree in everything
         environment = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }
+        if plain:
+            environment["VLLM_PLUGINS"] = ""
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

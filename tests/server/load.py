@@ -77,10 +77,12 @@ class Truth:
             torch.testing.assert_close(rows, self._rows[prompt], rtol=1e-4, atol=1e-4)
 
 
-async def good(client: httpx.AsyncClient, truth: Truth, choose: random.Random) -> str:
+async def good(client: httpx.AsyncClient, truth: Truth, choose: random.Random, plain: bool) -> str:
     """A request that must be answered, and rightly."""
     prompt, vector = choose.randrange(len(PROMPTS)), choose.randrange(len(truth.vectors))
     captured, streamed, n = choose.random() < 0.4, choose.random() < 0.5, 1
+    if plain:
+        vector, captured = 0, False
     body = {"model": "demo", "prompt": PROMPTS[prompt], "max_tokens": TOKENS, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "stream": streamed, "n": n}
     if vector:
@@ -89,7 +91,7 @@ async def good(client: httpx.AsyncClient, truth: Truth, choose: random.Random) -
     if captured:
         options = {"hooks": {"post_block": [1]}, "positions": "all_prompt"}
         body["capture"] = {"memory": options}
-    if choose.random() < 0.3:
+    if choose.random() < 0.3 and not plain:
         body["consumers"] = {"probe": {}}
     if not streamed:
         answer = await client.post("/v1/completions", json=body)
@@ -111,12 +113,13 @@ async def good(client: httpx.AsyncClient, truth: Truth, choose: random.Random) -
     return "good"
 
 
-async def leaving(client: httpx.AsyncClient, choose: random.Random) -> str:
+async def leaving(client: httpx.AsyncClient, choose: random.Random, plain: bool) -> str:
     """A request whose client leaves after some events."""
     body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 200, "stream": True}
     body["ignore_eos"] = True
-    body["capture"] = {"memory": {"hooks": {"post_block": "all"}, "positions": "all"}}
-    body["steering_vectors"] = {"post_block": {"2": [choose.random()] * 128}}
+    if not plain:
+        body["capture"] = {"memory": {"hooks": {"post_block": "all"}, "positions": "all"}}
+        body["steering_vectors"] = {"post_block": {"2": [choose.random()] * 128}}
     count = choose.randrange(6)
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -127,26 +130,26 @@ async def leaving(client: httpx.AsyncClient, choose: random.Random) -> str:
     return "left"
 
 
-async def bad(client: httpx.AsyncClient, choose: random.Random) -> str:
+async def bad(client: httpx.AsyncClient, choose: random.Random, plain: bool) -> str:
     """A request that must be refused."""
-    asked, status = choose.choice(BAD)
+    asked, status = choose.choice(BAD[-2:] if plain else BAD)
     body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 4} | asked
     answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == status, (asked, answer.text)
     return "refused"
 
 
-async def work(url: str, truth: Truth, seed: int, until: float, counts: Counter[str]) -> None:
+async def work(server: Server, truth: Truth, seed: int, until: float, counts: Counter[str]) -> None:
     choose = random.Random(seed)
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
         while time.monotonic() < until:
             kind = choose.random()
             if kind < 0.7:
-                done = await good(client, truth, choose)
+                done = await good(client, truth, choose, server.plain)
             elif kind < 0.85:
-                done = await leaving(client, choose)
+                done = await leaving(client, choose, server.plain)
             else:
-                done = await bad(client, choose)
+                done = await bad(client, choose, server.plain)
             counts[done] += 1
 
 
@@ -154,62 +157,82 @@ def held(server: Server) -> dict[str, float]:
     """What the server's processes hold, and what the workers say is in use."""
     root = psutil.Process(server.process.pid)
     processes = [root, *root.children(recursive=True)]
-    (stats,) = server.get("/v1/interventions").json()
-    in_use = ("running_sequences", "ring_rows_in_use", "steering_configurations")
-    return {
-        "MiB": sum(each.memory_info().rss for each in processes) / 2**20,
+    own = {title(each): each.memory_full_info().uss / 2**20 for each in processes}
+    found = {
+        **{f"MiB {name}": size for name, size in own.items()},
+        "MiB": sum(own.values()),
         "threads": sum(each.num_threads() for each in processes),
         "descriptors": sum(each.num_fds() for each in processes),
         "shared files": len(list(Path("/dev/shm").glob("tllm-*"))),
-        "requests": server.get("/v1/steering").json()["requests"],
-        **{name: stats[name] for name in in_use},
     }
+    if server.plain:
+        return found
+    workers = server.get("/v1/interventions").json()
+    in_use = ("running_sequences", "ring_rows_in_use", "steering_configurations", "results_kept")
+    found |= {name: sum(stats[name] for stats in workers) for name in in_use}
+    return found | {"requests": server.get("/v1/steering").json()["requests"]}
+
+
+def title(process: psutil.Process) -> str:
+    """A name for a process, as vLLM titles it."""
+    first = process.cmdline()[:1] or [process.name()]
+    return Path(first[0]).name if first[0].startswith("/") else first[0].replace("VLLM::", "")
 
 
 def settled(server: Server) -> dict[str, float]:
     """The same once the last clients are gone."""
     for _ in range(100):
         found = held(server)
-        if not (found["running_sequences"] or found["requests"]):
+        if not (found.get("running_sequences") or found.get("requests")):
             return found
         time.sleep(0.2)
     return found
 
 
-async def run(url: str, truth: Truth, clients: int, seconds: float, seed: int) -> Counter[str]:
+async def run(server: Server, truth: Truth, clients: int, seconds: float, seed: int) -> Counter:
     counts: Counter[str] = Counter()
     until = time.monotonic() + seconds
     await asyncio.gather(
-        *(work(url, truth, clients * seed + i, until, counts) for i in range(clients))
+        *(work(server, truth, clients * seed + i, until, counts) for i in range(clients))
     )
     return counts
+
+
+def check(first: dict[str, float], last: dict[str, float]) -> None:
+    """Nothing is left of requests that have ended.
+
+    Args:
+        first: what was held once pools, caches and threads were there.
+    """
+    for name in ("requests", "running_sequences", "ring_rows_in_use", "results_kept"):
+        assert not last.get(name), name
+    assert last["threads"] <= first["threads"] + 4, "threads are left"
+    assert last["descriptors"] <= first["descriptors"] + 16, "descriptors are left"
+    assert last["shared files"] <= first["shared files"] + 2, "shared memory is left"
+    assert last["MiB"] <= 1.05 * first["MiB"] + 32, "memory grows"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--clients", type=int, default=64)
-    arguments = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--plain", action="store_true", help="vLLM alone, and plain requests")
+    arguments, more = parser.parse_known_args()
     truth = Truth()
     truth.compute()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder))
+        server = Server(Path(folder), *more, plain=arguments.plain)
         try:
             server.wait()
-            rounds = 4
-            for number in range(rounds):
-                part = arguments.seconds / rounds
-                counts = asyncio.run(run(server.url, truth, arguments.clients, part, number))
-                after = settled(server)
-                print(dict(counts), {name: round(value) for name, value in after.items()})
-                if number == 1:  # pools, caches and threads are there
-                    before = after
-            for name in ("requests", "running_sequences", "ring_rows_in_use"):
-                assert after[name] == 0, name
-            assert after["threads"] <= before["threads"] + 4, "threads are left"
-            assert after["descriptors"] <= before["descriptors"] + 16, "descriptors are left"
-            assert after["shared files"] <= before["shared files"] + 2, "shared memory is left"
-            assert after["MiB"] <= 1.05 * before["MiB"] + 32, "memory grows"
+            seen = []
+            for number in range(arguments.rounds):
+                part = arguments.seconds / arguments.rounds
+                counts = asyncio.run(run(server, truth, arguments.clients, part, number))
+                seen.append(settled(server))
+                rounded = {name: round(value) for name, value in seen[-1].items()}
+                print(dict(counts), rounded, flush=True)
+            check(seen[1], seen[-1])
             print("all answers were right, and nothing is left of them")
         finally:
             server.process.terminate()

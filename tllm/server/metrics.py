@@ -66,6 +66,7 @@ WORKER = (
         "Sequences that were to be steered and could not be",
     ),
     Figure("tllm:results_forgotten", "results_forgotten", True, "Results that nobody came for"),
+    Figure("tllm:results_kept", "results_kept", False, "Prompts whose results nobody came for yet"),
     Figure("tllm:running_sequences", "running_sequences", False, "Sequences that run"),
 )
 """Of each worker."""
