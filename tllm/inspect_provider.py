@@ -1,0 +1,221 @@
+"""Inspect's model provider: `inspect eval TASK --model tllm/MODEL -M steering=happy.gguf`.
+
+It talks to `tllm serve`, which it starts if no server is named. It imports nothing of tLLM's, so a
+machine that only evaluates needs neither vLLM nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+from inspect_ai.model import GenerateConfig, ModelCall, ModelOutput, modelapi
+from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
+
+FIELDS = (
+    "consumers",
+    "capture",
+    "steering_vectors",
+    "prefill_steering_vectors",
+    "decode_steering_vectors",
+    "steering_clamps",
+    "prefill_steering_clamps",
+    "decode_steering_clamps",
+    "steering_module_ref",
+    "steering_name",
+    "steering_positions",
+    "patch",
+)
+"""Fields of requests that can be given as model arguments."""
+
+_RESULTS = ("capture_results", "consumer_results")
+_START = [sys.executable, "-c", "from tllm.cli import app; app()", "serve"]
+
+
+@modelapi(name="tllm")
+class TLLMAPI(OpenAICompatibleAPI):
+    """Chats with a model that is steered, captured from, and read by consumers.
+
+    A sample's own fields are in its `GenerateConfig(extra_body=...)`, and come before those given
+    here. Results are in `ModelOutput.metadata`, as the server's answer has them: those of the first
+    choice, and of all choices in `samples`.
+
+    Args:
+        model_name: as the server serves it, or what a server is started with.
+        base_url: of a server that runs, with `/v1`; else `TLLM_BASE_URL`, else one is started.
+        api_key: of the server; else `TLLM_API_KEY`.
+        steering: the name of a registered module, or, for a server that is started here, a file.
+        strength: what the module's vectors are multiplied with.
+        start_timeout: seconds to wait for a server that is started here.
+        more: fields of requests (`FIELDS`); arguments of Inspect's client (`stream`,
+            `emulate_tools`, ...); and options of `tllm serve`, with `_` for `-`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        config: GenerateConfig = GenerateConfig(),  # noqa: B008 -- as Inspect's own
+        steering: str | None = None,
+        strength: float = 1.0,
+        start_timeout: float = 1200.0,
+        **more: Any,
+    ) -> None:
+        self._asked = {name: more.pop(name) for name in FIELDS if name in more}
+        theirs = {name: more.pop(name) for name in _OF_THE_CLIENT if name in more}
+        url = base_url or os.environ.get("TLLM_BASE_URL")
+        self._server: StartedServer | None = None
+        if url is None:
+            self._server = StartedServer(model_name, steering, more, start_timeout)
+            url = f"{self._server.url}/v1"
+        else:
+            _check_running(url, steering, more)
+        if steering is not None:
+            self._asked["steering_name"] = [module_name(steering), strength]
+        super().__init__(
+            model_name,
+            base_url=url,
+            api_key=api_key or os.environ.get("TLLM_API_KEY", "none"),
+            config=config,
+            service="tllm",
+            **theirs,
+        )
+
+    def service_model_name(self) -> str:
+        """The model as the server knows it."""
+        return str(self.model_name)
+
+    def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
+        """Arguments of the request, with our fields in its body."""
+        params: dict[str, Any] = super().completion_params(config, tools)
+        params["extra_body"] = self._asked | (params.get("extra_body") or {})
+        return params
+
+    def resolve_stream(self, config: GenerateConfig) -> bool:
+        """Answers with results are not streamed: Inspect's reader of streams would drop them."""
+        asked = self._asked | (config.extra_body or {})
+        if asked.get("capture") or asked.get("consumers"):
+            return False
+        return bool(super().resolve_stream(config))
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Inspect's, with results in the output's metadata."""
+        if self._server is not None:
+            await anyio.to_thread.run_sync(self._server.wait)
+        answer = await super().generate(*args, **kwargs)
+        if isinstance(answer, tuple) and isinstance(answer[0], ModelOutput):
+            _put_results(*answer)
+        return answer
+
+    async def aclose(self) -> None:
+        """Close the client, and end a server that was started here."""
+        await super().aclose()
+        if self._server is not None:
+            await anyio.to_thread.run_sync(self._server.stop)
+
+
+_OF_THE_CLIENT = ("stream", "emulate_tools", "responses_api", "strict_tools", "client_timeout")
+
+
+class StartedServer:
+    """A server of this process, which ends with it.
+
+    Attributes:
+        url: its address.
+    """
+
+    def __init__(
+        self, model: str, steering: str | None, options: Mapping[str, Any], timeout_s: float
+    ) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._until = time.monotonic() + timeout_s
+        self._log = Path(tempfile.mkdtemp(prefix="tllm-inspect-")) / "server.log"
+        command = [*_START, model, "--host", "127.0.0.1", "--port", str(port)]
+        if steering is not None:
+            if not Path(steering).is_file():
+                raise ValueError(
+                    f"steering={steering!r} is no file; give one, or the base_url of a server "
+                    "where a module of that name is registered"
+                )
+            command += ["--steering-module", f"{module_name(steering)}={steering}"]
+        command += flags(options)
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        self.stop = weakref.finalize(self, _stop, self._process)
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        while self._process.poll() is None and time.monotonic() < self._until:
+            try:
+                with urllib.request.urlopen(f"{self.url}/health", timeout=10):
+                    self._until = float("inf")
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+        self.stop()
+        last = self._log.read_text(errors="replace")[-4000:]
+        raise RuntimeError(f"tllm serve does not answer; the end of {self._log}:\n{last}")
+
+
+def module_name(steering: str) -> str:
+    """The name that a file's module is registered under: the file's own, without its ending."""
+    return Path(steering).stem if Path(steering).is_file() else steering
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """Options of `tllm serve` as arguments of its command line."""
+    found = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                found += [flag, str(each)]
+    return found
+
+
+def _check_running(url: str, steering: str | None, more: Mapping[str, Any]) -> None:
+    """Refuse what only a server that is started here could do."""
+    if more:
+        raise ValueError(
+            f"{', '.join(sorted(more))}: options of a server, but the one at {url} runs already; "
+            "leave them out, or leave out base_url (TLLM_BASE_URL) to have one started"
+        )
+    if steering is not None and Path(steering).is_file():
+        raise ValueError(
+            f"steering={steering!r} is a file, and the server at {url} runs already; register the "
+            "module there (--steering-module NAME=FILE), and give its name"
+        )
+
+
+def _put_results(output: ModelOutput, call: ModelCall) -> None:
+    response = call.response or {}
+    choices: Any = response.get("choices") or []
+    samples = [{name: each[name] for name in _RESULTS if name in each} for each in choices]
+    if any(samples):
+        more = {"samples": samples} if len(samples) > 1 else {}
+        output.metadata = {**(output.metadata or {}), **samples[0], **more}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
