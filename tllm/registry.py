@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from importlib.metadata import entry_points
 from typing import Any
 
 from tllm.consumers.base import Consumer
 
 ENTRY_POINT_GROUP = "tllm.consumers"
+
+_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
+"""Commas between the options of a spec string; those of a list are inside."""
 
 
 class Registry:
@@ -59,8 +63,8 @@ def consumer_from_spec(spec: str) -> Consumer:
     """A consumer from `name` or `name:key=value,key=value`.
 
     The name is one of the entry-point group `tllm.consumers`; it names a function that takes the
-    keys as keyword arguments and returns a consumer. Values are numbers, `true`, `false`, `null`,
-    or text.
+    keys as keyword arguments and returns a consumer. Values are JSON (numbers, `true`, `false`,
+    `null`, lists such as `[0,4]`), or text.
     """
     name, _, rest = spec.partition(":")
     known = available_consumers()
@@ -70,7 +74,7 @@ def consumer_from_spec(spec: str) -> Consumer:
             f"{', '.join(sorted(known)) or 'none'}"
         )
     options: dict[str, Any] = {}
-    for item in filter(None, rest.split(",")):
+    for item in filter(None, _OUTSIDE_BRACKETS.split(rest)):
         key, separator, value = item.partition("=")
         if not separator:
             raise ValueError(f"{item!r} in {spec!r} is not key=value")

@@ -73,6 +73,7 @@ def run(processes: Any, tmp_path: Path) -> Callable[[Path], str]:
         "doc/getting-started/write-your-first-consumer.md",
         "doc/guides/capture.md",
         "doc/guides/controlled-generation.md",
+        "doc/guides/lenses.md",
         "doc/guides/patching.md",
         "doc/guides/speculative-decoding.md",
         "doc/guides/steering.md",

@@ -18,6 +18,7 @@ from vllm.v1.engine.core_client import SyncMPClient
 
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.consumers.lens import LensConsumer
 from tllm.ports import ConsumerFlow, Logits, PerToken, ResidualStream
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66)), list(range(70, 90))]
@@ -144,7 +145,17 @@ def main(model: str, output: str, options: str) -> None:
     for reader in readers:
         llm.unregister_consumer(reader)
     after = llm.generate(prompts, params, use_tqdm=False)
+    try:
+        llm.register_consumer(LensConsumer([1, -1], top_k=2))
+        params = SamplingParams(
+            temperature=0, max_tokens=2, ignore_eos=True, detokenize=False, consumers={"lens": {}}
+        )
+        [looked] = llm.generate(prompts[:1], params, use_tqdm=False)
+        lens = looked.consumer_results["lens"].payload
+    except ValueError as error:
+        lens = str(error)
     saved = {
+        "lens": lens,
         "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
         "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],
         "rows": [

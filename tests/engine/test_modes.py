@@ -45,6 +45,26 @@ def asked_additions(prompt):
     ]
 
 
+def check_lens(payload, mode, reference):
+    """Ranks that share the LM head give the lens together; stages are refused."""
+    if mode == "two pipeline stages":
+        assert (
+            "this engine has 2 pipeline stages; start it with pipeline_parallel_size=1" in payload
+        )
+        return
+    prompt = modes.PROMPTS[0]
+    tokens = [*prompt, *reference.greedy(prompt, 1)]
+    places = [("post_block", 1), ("post_block", 3)]
+    _, states = reference.run(tokens, places)
+    model = reference.model
+    with torch.no_grad():
+        rows = torch.stack([states[place] for place in places], 1)
+        best = model.lm_head(model.model.norm(rows)).log_softmax(-1).topk(2)
+    assert payload["token_ids"].positions.tolist() == list(range(len(tokens)))
+    assert payload["token_ids"].values.tolist() == best.indices.tolist()
+    assert abs(torch.from_numpy(payload["logprobs"].values) - best.values).max() < 2e-4
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
     options, environment = MODES[mode]
@@ -81,6 +101,7 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
             for position, row in zip(positions, rows, strict=True):
                 assert error_of(row, expected[name][position]) < RELATIVE
         assert set(saved["rows"][i]) == {*modes.READERS}
+    check_lens(saved["lens"], mode, reference)
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"
     assert saved["dead"] == (None if in_process else "EngineDeadError")

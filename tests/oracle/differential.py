@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.consumers.lens import LensConsumer
 from tllm.ports import Phase
 from tllm.verify.batches import Ask, Prompts
 from tllm.verify.places import POINTS
@@ -225,6 +226,39 @@ class Engine:
             for completion in output.outputs:
                 self._compare_sequence(report, ask, completion, tolerance)
         return report
+
+    def lens(self, report: Report, tolerance: float) -> str | None:
+        """Compare the logit lens of the last layer with the model's own log-probabilities; why
+        there is none, if it was refused."""
+        try:
+            self.llm.register_consumer(LensConsumer(self.layers - 1, top_k=3))
+        except ValueError as error:
+            return str(error)
+        prompts = [[5, 9, 4, 7], [8, 3]]
+        params = SamplingParams(
+            temperature=0, max_tokens=3, ignore_eos=True, detokenize=False, consumers={"lens": {}}
+        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        self.llm.unregister_consumer("lens")
+        for prompt, output in zip(prompts, outputs, strict=True):
+            passed = [*prompt, *output.outputs[0].token_ids][:-1]
+            _, logits = self.reference.run(self.family, passed, {}, {})
+            expected = logits.float().log_softmax(-1)
+            result = output.consumer_results["lens"]
+            if not report.check(result.status == "ok", f"lens: {result.error}"):
+                continue
+            found = torch.from_numpy(result.payload["logprobs"].values[:, 0])
+            named = torch.from_numpy(result.payload["token_ids"].values[:, 0]).long()
+            report.check(len(found) == len(passed), f"lens: {len(found)} of {len(passed)} rows")
+            for kind, wanted in (
+                ("best", expected.topk(3).values),
+                ("named", expected.gather(1, named)),
+            ):
+                error = float((found - wanted).abs().max() / logits.abs().max())
+                report.worst["lens"] = max(report.worst["lens"], error)
+                report.check(error <= tolerance, f"lens, {kind}: off by {error:.2e}")
+        return None
 
     def _compare_sequence(
         self, report: Report, ask: Ask, completion: Any, tolerance: Tolerance

@@ -30,6 +30,8 @@ KINDS = {
     "mixtral": "mixture of experts",
 }
 COMPILED = ("qwen2", "olmo2")
+WITHOUT_LENS: tuple[str, ...] = ()
+"""Families whose final norm or LM head is not understood, and refused."""
 _ONE_OF_EACH_KIND = pytest.mark.skipif(
     RUNNER == "v2", reason=f"interpreted kernels are slow; v2 runs only {', '.join(KINDS)}"
 )
@@ -108,6 +110,15 @@ def test_steered_rows_and_tokens_are_those_of_transformers_with_hooks(
         report = engine.compare(asks, accepted)
     assert_agrees(report)
     assert report.cached_tokens
+
+
+def test_the_lens_of_the_last_layer_says_what_the_model_says(
+    engine: Engine, accepted: Tolerance
+) -> None:
+    report = Report()
+    refused = engine.lens(report, accepted.points["logits"])
+    assert_agrees(report)
+    assert (refused is not None) == (engine.family in WITHOUT_LENS), refused
 
 
 def test_points_that_the_family_lacks_are_refused_with_those_it_has(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from entry_points import declared_in
 from safetensors.torch import save_file
 
 from tllm.engine import launch
@@ -31,7 +32,8 @@ def interventions(folder: Path) -> list[str]:
     little = {"rows": 20, "requests": 1, "consumers": False}
     limits.write_text(json.dumps({"keys": {"little": little}}))
     arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
-    return [*arguments, "--consumer", "logging", "--consumer", f"probe:path={probe},layer=1"]
+    consumers = ["logging", f"probe:path={probe},layer=1", "lens:layers=[0,-1],top_k=3"]
+    return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
 
 
 class Server:
@@ -63,7 +65,9 @@ class Server:
         command += ["--block-size", "32", "--num-gpu-blocks-override", "32"]
         command += ["--api-server-count", "2", *more]  # they must agree in everything
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                [declared_in(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+            ),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }

@@ -257,6 +257,42 @@ def test_scores_come_beside_the_tokens_as_they_stream(client, model):
         assert len(decoded(whole["values"])) == len(prompt) + 59
 
 
+def test_a_lens_streams_beside_a_probe(client, server, model):
+    asked = {"consumers": {"probe": {}, "lens": {"positions": "all_generated", "top_k": 2}}}
+    body = {"model": "demo", "prompt": PROMPT, "temperature": 0}
+    events = list(
+        client.completions.create(
+            **body, max_tokens=40, stream=True,
+            extra_body=asked | {"ignore_eos": True, "return_token_ids": True},
+        )
+    )  # fmt: skip
+    choices = [choice for event in events for choice in event.choices]
+    tokens = [token for choice in choices for token in choice.token_ids or ()]
+    results = [choice.consumer_results for choice in choices if hasattr(choice, "consumer_results")]
+    streamed = {
+        name: [p for each in results if name in each for p in each[name]["positions"]]
+        for name in asked["consumers"]
+    }
+    prompt = model[1](PROMPT)["input_ids"]
+    passed = len(prompt) + len(tokens) - 1
+    # Each at its own pace, and each position once; what is new at the end comes with the whole.
+    assert streamed["probe"] == list(range(len(streamed["probe"])))
+    assert streamed["lens"] == list(range(len(prompt), len(prompt) + len(streamed["lens"])))
+    whole = events[-1].samples[0]["consumer_results"]["lens"]["payload"]
+    assert whole["layers"] == [0, 5]
+    ids, logprobs = (decoded(whole[name]["values"]) for name in ("token_ids", "logprobs"))
+    assert logprobs.shape == (passed - len(prompt), 2, 2)
+    for name, wanted in (("token_ids", ids), ("logprobs", logprobs)):
+        found = [row for result in results if "lens" in result for row in result["lens"][name]]
+        assert found == wanted[: len(found)].tolist()
+    # The last layer's best token is the one that was drawn.
+    assert ids[:, 1, 0].tolist() == tokens[1:]
+    with torch.no_grad():
+        logits = model[0](torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) : -1]
+    expected = logits.log_softmax(-1).topk(2).values
+    torch.testing.assert_close(logprobs[:, 1], expected, rtol=1e-3, atol=1e-3)
+
+
 def test_scores_stream_in_chats_and_responses_too(client):
     asked = {"consumers": {"probe": {}}, "ignore_eos": True}
     chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}

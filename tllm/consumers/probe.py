@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
 from tllm.consumers.base import Consumer
+from tllm.consumers.token_rows import TokenRows
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -21,11 +19,7 @@ from tllm.ports import (
     PortBundle,
     RequestInfo,
     ResidualStream,
-    RowMeta,
 )
-
-FloatArray = npt.NDArray[np.float32]
-IntArray = npt.NDArray[np.int32]
 
 
 class ProbeConsumer(Consumer):
@@ -95,7 +89,7 @@ class ProbeConsumer(Consumer):
             )
         self._weight = self._weight.to(ctx.device)
         self._bias = self._bias.to(ctx.device)
-        self._scores = _Scores()
+        self._scores = TokenRows()
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
         """Its scores may be asked for while it runs."""
@@ -106,7 +100,7 @@ class ProbeConsumer(Consumer):
         """Score the rows; only this thread waits for them."""
         rows = bundle.entries["hidden"].float()
         scores = rows @ self._weight.mT if self._weight.dim() == 2 else rows @ self._weight
-        self._scores.add(bundle.meta, (scores + self._bias).cpu().numpy())
+        self._scores.add(bundle.meta, {"values": (scores + self._bias).cpu().numpy()})
 
     def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, PerToken]]:
         """Scores of sequences that run, as far as they are known.
@@ -117,93 +111,16 @@ class ProbeConsumer(Consumer):
         Returns:
             By prompt and sample; what is not there has no new scores, or has ended.
         """
-        return self._scores.so_far(since)
+        found = self._scores.so_far(since)
+        return {
+            prompt_id: {sample: rows["values"] for sample, (_, rows) in samples.items()}
+            for prompt_id, samples in found.items()
+        }
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> PerToken | None:
         """The sequence's scores."""
-        return self._scores.take(request)
-
-
-class _Scores:
-    """Scores of the running sequences.
-
-    Adding is one append, whatever the number of rows. They are sorted by sequence only when one
-    of them ends: each row once.
-    """
-
-    def __init__(self) -> None:
-        self._unsorted: list[tuple[RowMeta, FloatArray]] = []
-        self._by_slot: dict[int, list[tuple[IntArray, FloatArray]]] = {}
-        #: By prompt and sample: in which slot it runs.
-        self._slots: dict[str, dict[int, int]] = {}
-        #: Rows are added on the consumer's thread, and asked for on the engine's.
-        self._lock = threading.Lock()
-
-    def begin(self, request: RequestInfo) -> None:
-        """A sequence runs."""
-        with self._lock:
-            self._slots.setdefault(request.prompt_id, {})[request.sample_index] = request.slot
-
-    def add(self, meta: RowMeta, scores: FloatArray) -> None:
-        """Add the scores of a bundle."""
-        with self._lock:
-            self._unsorted.append((meta, scores))
-
-    def take(self, request: RequestInfo) -> PerToken | None:
-        """Everything of a sequence that has ended, by position; None when there is nothing."""
-        with self._lock:
-            self._sort()
-            pieces = self._by_slot.pop(request.slot, None)
-            samples = self._slots.get(request.prompt_id, {})
-            if samples.get(request.sample_index) == request.slot:
-                del samples[request.sample_index]
-            if not samples:
-                self._slots.pop(request.prompt_id, None)
-        return None if pieces is None else _joined(pieces)
-
-    def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, PerToken]]:
-        """What there is of sequences that run, from a position on."""
-        found: dict[str, dict[int, PerToken]] = {}
-        with self._lock:
-            self._sort()
-            for prompt_id, samples in since.items():
-                slots = self._slots.get(prompt_id, {})
-                for sample in samples.keys() & slots.keys():
-                    new = _from(self._by_slot.get(slots[sample], ()), samples[sample])
-                    if new:
-                        found.setdefault(prompt_id, {})[sample] = _joined(new)
-        return found
-
-    def _sort(self) -> None:
-        added, self._unsorted = self._unsorted, []
-        if not added:
-            return
-        slots = np.concatenate([meta.slots for meta, _ in added])
-        order = np.argsort(slots, kind="stable")
-        positions = np.concatenate([meta.positions for meta, _ in added])[order]
-        scores = np.concatenate([scores for _, scores in added])[order]
-        owners, first = np.unique(slots[order], return_index=True)
-        pieces = zip(np.split(positions, first[1:]), np.split(scores, first[1:]), strict=True)
-        for slot, piece in zip(owners.tolist(), pieces, strict=True):
-            self._by_slot.setdefault(slot, []).append(piece)
-
-
-def _from(
-    pieces: Sequence[tuple[IntArray, FloatArray]], first: int
-) -> list[tuple[IntArray, FloatArray]]:
-    """The rows of pieces from a position on; the last pieces are looked at first, and only they."""
-    found = []
-    for positions, scores in reversed(pieces):
-        kept = positions >= first
-        if not kept.any():
-            break
-        found.append((positions[kept], scores[kept]))
-    return found[::-1]
-
-
-def _joined(pieces: Sequence[tuple[IntArray, FloatArray]]) -> PerToken:
-    positions = np.concatenate([positions for positions, _ in pieces])
-    return PerToken(positions, np.concatenate([scores for _, scores in pieces]))
+        found = self._scores.take(request)
+        return None if found is None else found["values"]
 
 
 def _load(path: Path) -> tuple[torch.Tensor, torch.Tensor | None]:

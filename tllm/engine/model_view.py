@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,9 +81,13 @@ def max_batch_tokens(vllm_config: Any) -> int:
 
 
 def describe(
-    vllm_config: Any, model: torch.nn.Module, sites: ModelSites, device: torch.device
+    vllm_config: Any, sites: ModelSites, device: torch.device, head: LmHead | str | None
 ) -> ModelView:
-    """What consumers may know of the model."""
+    """What consumers may know of the model.
+
+    Args:
+        head: see `lm_head`.
+    """
     norm = None
     weight: torch.Tensor | None = None
     eps: float | None = None
@@ -100,10 +105,11 @@ def describe(
             return output[0] if isinstance(output, tuple) else output
 
     config = vllm_config.model_config
+    vocab_size = config.get_vocab_size()
     return ModelView(
         hidden_size=sites.hidden_size,
         num_layers=sites.points.num_layers,
-        vocab_size=config.get_vocab_size(),
+        vocab_size=vocab_size,
         dtype=config.dtype,
         device=device,
         final_norm=norm,
@@ -112,7 +118,20 @@ def describe(
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         **_place_of_worker(vllm_config),
         name=str(config.served_model_name or config.model),
+        **_lm_head_port(head, vocab_size),
     )
+
+
+def _lm_head_port(head: LmHead | str | None, vocab_size: int) -> dict[str, Any]:
+    """The LM head as consumers may use it."""
+    if isinstance(head, LmHead):
+        return {
+            "lm_head": partial(head.dense_logits, vocab=vocab_size),
+            "lm_head_is_shared": head.reduce is not None,
+        }
+    if head is None:
+        head = "the LM head is on the last pipeline stage, and in models that generate"
+    return {"lm_head_refusal": head}
 
 
 def _place_of_worker(vllm_config: Any) -> dict[str, Any]:
@@ -151,8 +170,6 @@ def lm_head(
     model: torch.nn.Module,
     sites: ModelSites,
     device: torch.device,
-    *,
-    refusal: str | None,
 ) -> LmHead | str | None:
     """The LM head as candidates need it, or why candidates cannot be projected on it.
 
@@ -161,8 +178,6 @@ def lm_head(
     """
     if not is_last_stage() or vllm_config.model_config.runner_type != "generate":
         return None
-    if refusal is not None:
-        return refusal
     root = model.get_language_model() if hasattr(model, "get_language_model") else model
     processors = [m for m in root.modules() if isinstance(m, LogitsProcessor)]
     if len(processors) != 1:

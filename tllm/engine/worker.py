@@ -132,11 +132,12 @@ class InterventionWorker(_Base):
     def _session(self, model: torch.nn.Module, taps: Taps, guidance_refusal: str | None) -> Session:
         config, sites, options = self.vllm_config, self._sites, self._options
         row_bytes = sites.hidden_size * config.model_config.dtype.itemsize
+        head = model_view.lm_head(config, model, sites, self.device)
         return Session(
             taps,
             lambda site, layer: sites.points.check(HookPoint.parse(site), layer),
-            model_view.describe(config, model, sites, self.device),
-            lm_head=model_view.lm_head(config, model, sites, self.device, refusal=guidance_refusal),
+            model_view.describe(config, sites, self.device, head),
+            lm_head=head if head is None else guidance_refusal or head,
             samples=model_view.is_last_stage(),
             max_sequences=config.scheduler_config.max_num_seqs,
             max_programs=_MAX_PROGRAMS,

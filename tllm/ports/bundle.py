@@ -51,6 +51,11 @@ class ModelView:
             pipeline rank without it.
         final_norm_weight, final_norm_eps: its scale `[hidden]` (as multiplied: Gemma's
             1 + w is folded in) and epsilon when it is an RMS norm; None otherwise.
+        lm_head: from final states `[rows, hidden]`, as `final_norm` gives them, to the model's
+            logits float32 `[rows, vocab]`, with its bias, scale and soft cap; None where it is not
+            known, and `lm_head_refusal` says why. It reads the whole LM head.
+        lm_head_is_shared: other tensor-parallel ranks hold parts of it. `lm_head` is then a
+            collective: every rank has to call it with the same rows, in `same_step` or `next_step`.
         max_requests: the most sequences that run at once.
         worker: name of this worker, unique in the engine (and among data-parallel engines).
         first_rank: whether it is the first of its tensor-parallel group; the others have the
@@ -73,6 +78,9 @@ class ModelView:
     stage: int = 0
     num_stages: int = 1
     name: str = ""
+    lm_head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    lm_head_refusal: str = "the LM head is not known"
+    lm_head_is_shared: bool = False
 
 
 class ResidualWriter(ABC):

@@ -34,16 +34,21 @@ class LiveScores:
         known = self._interventions.consumers
         return [name for name in wanted if name in known and METHOD in known[name].remote_methods]
 
-    async def ask(self, consumers: list[str], prompt_id: str, since: dict[int, int]) -> Any:
-        """New scores of a prompt's samples, `PerToken` by consumer and sample."""
-        for name in consumers:
-            self._wanted.setdefault(name, {})[prompt_id] = since
+    async def ask(self, prompt_id: str, since: Mapping[str, dict[int, int]]) -> dict[str, Any]:
+        """New scores of a prompt's samples, by consumer and sample: a `PerToken`, or a mapping that
+        has some.
+
+        Args:
+            since: the first position of interest, by consumer and sample.
+        """
+        for name, samples in since.items():
+            self._wanted.setdefault(name, {})[prompt_id] = samples
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
         if self._pump is None or self._pump.done():
             self._pump = asyncio.ensure_future(self._run())
         found = await asyncio.shield(self._next)
-        return {name: found[name].get(prompt_id, {}) for name in consumers if name in found}
+        return {name: found[name].get(prompt_id, {}) for name in since if name in found}
 
     async def _run(self) -> None:
         while self._next is not None:
@@ -77,7 +82,9 @@ class StreamScores:
         self._live = live
         self._noted = noted
         self._wanted = wanted
-        self._had: dict[tuple[str, int], int] = {}
+        #: The first position that is not given yet, by prompt, sample and consumer: each has its
+        #: own pace.
+        self._had: dict[tuple[str, int, str], int] = {}
 
     async def beside(self, event: str, num_samples: int) -> str:
         """An event of completions or chats, each of its choices with its new scores."""
@@ -94,7 +101,7 @@ class StreamScores:
         return f"data: {json.dumps(body)}\n\n" if changed else event
 
     async def of(self, prompt: int, sample: int) -> dict[str, Any]:
-        """`{"positions", "values"}` by consumer, of what is new."""
+        """What is new, by consumer: `positions`, and `values` or those of a mapping by name."""
         outputs = list(self._noted.values())
         output = outputs[prompt] if outputs else None
         if output is None:
@@ -103,30 +110,44 @@ class StreamScores:
         self._wanted = self._live.of(self._wanted)
         if not self._wanted:
             return {}
-        key = output.tllm_request.prompt_id, sample
-        since = self._had.get(key, 0)
+        prompt_id = output.tllm_request.prompt_id
+        since = {name: self._had.get((prompt_id, sample, name), 0) for name in self._wanted}
         if output.finished:
             found = _final(output, sample, self._wanted)
         else:
-            found = await self._live.ask(self._wanted, key[0], {sample: since})
+            asked = {name: {sample: first} for name, first in since.items()}
+            found = await self._live.ask(prompt_id, asked)
         given = {}
         for name, samples in found.items():
-            scores = samples.get(sample)
-            if scores is None:
-                continue
-            new = scores.positions >= since
-            if new.any():
-                positions = scores.positions[new].tolist()
-                given[name] = {"positions": positions, "values": scores.values[new].tolist()}
-                self._had[key] = positions[-1] + 1
+            new = _from(samples.get(sample), since[name])
+            if new:
+                given[name] = new
+                self._had[prompt_id, sample, name] = new["positions"][-1] + 1
         return given
 
 
-def _final(output: Any, sample: int, wanted: list[str]) -> dict[str, dict[int, PerToken]]:
+def _from(found: Any, first: int) -> dict[str, Any]:
+    """What was found of the tokens from a position on, as it stands in an event; nothing where
+    there is none. What does not belong to tokens is given as it is."""
+    parts = {"values": found} if isinstance(found, PerToken) else dict(found or {})
+    of_tokens = {name: part for name, part in parts.items() if isinstance(part, PerToken)}
+    if not of_tokens:
+        return {}
+    positions = next(iter(of_tokens.values())).positions
+    new = positions >= first
+    if not new.any():
+        return {}
+    arrays = {name: part.values[new].tolist() for name, part in of_tokens.items()}
+    return {"positions": positions[new].tolist(), **parts, **arrays}
+
+
+def _final(output: Any, sample: int, wanted: list[str]) -> dict[str, dict[int, Any]]:
     """What the last output of a request says of a sample."""
     return {
         name: {sample: result.payload}
         for each in output.outputs
         for name, result in each.consumer_results.items()
-        if each.index == sample and name in wanted and isinstance(result.payload, PerToken)
+        if each.index == sample
+        and name in wanted
+        and isinstance(result.payload, (PerToken, Mapping))
     }

@@ -1,0 +1,254 @@
+"""Features of sparse autoencoders against the published formulas, in plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.asking import generate, greedy, prompts_of, sampled
+from engine.reference import HIDDEN, LAYERS
+from tllm.consumers.sae import NO_FEATURE, SaeConsumer
+from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+
+INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
+FEATURES, K = 40, 6
+HOOK = "blocks.2.hook_resid_post"
+PLACE = ("post_block", 2)
+
+
+def weights_of(architecture):
+    """Random weights, by the names in SAELens's files."""
+    generator = torch.Generator().manual_seed(6)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    found = {
+        "W_enc": 0.2 * normal(HIDDEN, FEATURES),
+        "W_dec": normal(FEATURES, HIDDEN) * torch.linspace(0.2, 3, FEATURES)[:, None],
+        "b_dec": normal(HIDDEN),
+    }
+    if architecture == "gated":
+        return found | {name: normal(FEATURES) for name in ("b_gate", "b_mag", "r_mag")}
+    found["b_enc"] = normal(FEATURES)
+    if architecture == "jumprelu":
+        found["threshold"] = normal(FEATURES).abs() + 0.5
+    return found
+
+
+SINCE_6 = {"d_in": HIDDEN, "d_sae": FEATURES, "dtype": "float32", "metadata": {"hook_name": HOOK}}
+BEFORE_6 = {
+    "d_in": HIDDEN,
+    "d_sae": FEATURES,
+    "dtype": "float32",
+    "hook_name": HOOK,
+    "hook_layer": 2,
+    "activation_fn_str": "relu",
+    "finetuning_scaling_factor": False,
+}
+CONFIGS = {
+    "standard": SINCE_6 | {"architecture": "standard"},
+    "of old, without its name": BEFORE_6 | {"normalize_activations": False},
+    "jumprelu": SINCE_6 | {"architecture": "jumprelu", "apply_b_dec_to_input": False},
+    "topk": SINCE_6 | {"architecture": "topk", "k": K},
+    "topk, scaled": SINCE_6
+    | {"architecture": "topk", "k": K, "rescale_acts_by_decoder_norm": True},
+    "topk of old": BEFORE_6 | {"activation_fn_str": "topk", "activation_fn_kwargs": {"k": K}},
+    "gated": SINCE_6 | {"architecture": "gated"},
+    "layer norm": SINCE_6 | {"architecture": "standard", "normalize_activations": "layer_norm"},
+    "rescaled": SINCE_6
+    | {"architecture": "jumprelu", "normalize_activations": "constant_norm_rescale"},
+}
+
+
+def architecture_of(config):
+    if config.get("activation_fn_str") == "topk":
+        return "topk"
+    return config.get("architecture", "standard")
+
+
+def saved(folder, config, weights=None):
+    folder.mkdir()
+    weights = weights_of(architecture_of(config)) if weights is None else weights
+    save_file(weights, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder
+
+
+def published(config, x):
+    """What SAELens's classes compute."""
+    architecture, weights = architecture_of(config), weights_of(architecture_of(config))
+    if config.get("normalize_activations") == "layer_norm":
+        x = x - x.mean(dim=-1, keepdim=True)
+        x = x / (x.std(dim=-1, keepdim=True) + 1e-5)
+    if config.get("normalize_activations") == "constant_norm_rescale":
+        x = x * (HIDDEN**0.5 / x.norm(dim=-1, keepdim=True))
+    x = x - weights["b_dec"] * config.get("apply_b_dec_to_input", True)
+    if architecture == "gated":
+        active = (x @ weights["W_enc"] + weights["b_gate"] > 0).float()
+        scaled = weights["W_enc"] * weights["r_mag"].exp()
+        return active * (x @ scaled + weights["b_mag"]).relu()
+    before = x @ weights["W_enc"] + weights["b_enc"]
+    if config.get("rescale_acts_by_decoder_norm"):
+        before = before * weights["W_dec"].norm(dim=-1)
+    if architecture == "topk":
+        best = before.topk(K, dim=-1)
+        return torch.zeros_like(before).scatter_(-1, best.indices, best.values.relu())
+    found = before.relu()
+    if architecture == "jumprelu":
+        found = found * (before > weights["threshold"]).float()
+    return found
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_encoders_compute_the_published_formulas(name, tmp_path):
+    config = CONFIGS[name]
+    found = SparseAutoencoder.load(saved(tmp_path / "sae", config))
+    assert found.config.place == PLACE
+    rows = 3 * torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = published(config, rows)
+    assert 0 < (wanted > 0).float().mean() < 1
+    torch.testing.assert_close(found.encode(rows), wanted, rtol=1e-5, atol=1e-4)
+    if architecture_of(config) != "topk":
+        some = found.only([7, 3])
+        torch.testing.assert_close(some.encode(rows), wanted[:, [7, 3]], rtol=1e-5, atol=1e-4)
+
+
+def assert_active(payload, wanted, positions, top_k):
+    """The most active features of `wanted` `[tokens, features]`, at these positions."""
+    wanted = wanted[list(positions)]
+    for part in payload.values():
+        assert part.positions.tolist() == list(positions)
+    values = torch.from_numpy(payload["values"].values)
+    features = torch.from_numpy(payload["features"].values).long()
+    torch.testing.assert_close(values, wanted.topk(top_k).values, rtol=1e-4, atol=1e-3)
+    named = wanted.gather(1, features.clamp(min=0)).where(features != NO_FEATURE, 0.0)
+    torch.testing.assert_close(values, named, rtol=1e-4, atol=1e-3)
+    assert ((features == NO_FEATURE) == (values == 0)).all()
+    # What lies at a threshold to the last digits may be counted or not.
+    counted = torch.from_numpy(payload["active"].values)
+    assert ((counted - (wanted > 0).sum(-1)).abs() <= 1).all()
+
+
+@pytest.fixture
+def truth(reference):
+    """`truth(tokens, config)`: how active each feature is in each token."""
+
+    def features(tokens, config, place=PLACE):
+        _, states = reference.run(tokens, [place])
+        return published(config, states[place])
+
+    return features
+
+
+def tokens_of(output, sample):
+    return [*output.prompt_token_ids, *sample.token_ids][:-1]
+
+
+@pytest.mark.parametrize("name", ["jumprelu"] if INTERPRETED else ["topk", "jumprelu", "gated"])
+def test_active_features_of_a_mixed_batch(llm, truth, name, tmp_path):
+    config = CONFIGS[name]
+    llm.register_consumer(SaeConsumer(saved(tmp_path / "sae", config), top_k=8))
+    prompts = prompts_of([5, 30, 4], seed=1)
+    asked = [
+        sampled(4, n=2, consumers={"sae": {}}),
+        greedy(3, consumers={"sae": {"top_k": 3, "positions": "all_prompt"}}),
+        greedy(3),
+    ]
+    several, prompt_only, plain = generate(llm, prompts, asked)
+    for sample in several.outputs:
+        tokens = tokens_of(several, sample)
+        payload = sample.consumer_results["sae"].payload
+        assert_active(payload, truth(tokens, config), range(len(tokens)), 8)
+    payload = prompt_only.consumer_results["sae"].payload
+    assert_active(payload, truth(prompts[1], config), range(len(prompts[1])), 3)
+    assert plain.consumer_results == {}
+
+
+def test_chosen_features_of_sequences_that_are_preempted(tight_llm, truth, tmp_path, monkeypatch):
+    monkeypatch.setattr("tllm.consumers.sae._CHUNK_BYTES", 4 * FEATURES * 3)  # three rows at once
+    for name in ("standard", "topk"):
+        folder = saved(tmp_path / name, CONFIGS[name])
+        tight_llm.register_consumer(SaeConsumer(folder, features=[9, 2, 31], consumer_id=name))
+    wanted = {"standard": {"positions": "all_generated"}, "topk": {}}
+    prompts = prompts_of([33] * (3 if INTERPRETED else 7), seed=7)
+    outputs = generate(tight_llm, prompts, greedy(3 if INTERPRETED else 40, consumers=wanted))
+    for output in outputs:
+        tokens = tokens_of(output, output.outputs[0])
+        for name, start in (("standard", len(output.prompt_token_ids)), ("topk", 0)):
+            payload = output.consumer_results[name].payload
+            assert payload["features"] == [9, 2, 31]
+            assert payload["values"].positions.tolist() == list(range(start, len(tokens)))
+            expected = truth(tokens, CONFIGS[name])[start:, [9, 2, 31]]
+            found = torch.from_numpy(payload["values"].values)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_the_layer_and_hook_point_may_be_told(llm, truth, tmp_path):
+    config = SINCE_6 | {"architecture": "standard", "metadata": {"hook_name": "model.layers.2"}}
+    folder = saved(tmp_path / "sae", config)
+    with pytest.raises(ValueError, match=r"'model\.layers\.2', which is no hook point here; give"):
+        SaeConsumer(folder)
+    llm.register_consumer(SaeConsumer(folder, layer=-1, site="mlp_out", top_k=2))
+    [output] = generate(llm, prompts_of([6]), greedy(2, consumers={"sae": {}}))
+    tokens = tokens_of(output, output.outputs[0])
+    wanted = truth(tokens, config, ("mlp_out", LAYERS - 1))
+    assert_active(output.consumer_results["sae"].payload, wanted, range(len(tokens)), 2)
+
+
+def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
+    more = weights_of("standard") | {"W_skip": torch.ones(2)}
+    less = {name: w for name, w in weights_of("standard").items() if name != "b_enc"}
+    other = weights_of("standard") | {"b_enc": torch.zeros(3)}
+    plain = CONFIGS["standard"]
+    for number, (config, weights, message) in enumerate(
+        (
+            (plain | {"architecture": "matching_pursuit"}, None, "is 'matching_pursuit', which"),
+            (plain | {"activation_fn": "tanh-relu"}, None, "activation_fn is 'tanh-relu'"),
+            (plain | {"normalize_activations": True}, None, "whose factor is not in the file"),
+            (plain | {"reshape_activations": "hook_z"}, None, "reshape_activations is 'hook_z'"),
+            (plain | {"architecture": "topk"}, None, "k=None is not known"),
+            (plain | {"d_sae": "many"}, None, "d_sae='many'; a whole number was expected"),
+            (plain, more, "not known is W_skip"),
+            (plain, less, "missing is b_enc"),
+            (plain, other, r"b_enc has shape \[3\], and cfg.json says d_in=128, d_sae=40"),
+        )
+    ):
+        folder = saved(tmp_path / str(number), config, weights or weights_of("standard"))
+        with pytest.raises(ValueError, match=message):
+            SparseAutoencoder.load(folder)
+    with pytest.raises(ValueError, match=r"is no folder of SAELens; give one with cfg\.json"):
+        SaeConsumer(tmp_path)
+
+
+def test_what_cannot_be_had_is_refused(llm, tmp_path):
+    folder = saved(tmp_path / "sae", CONFIGS["standard"])
+    narrow = SINCE_6 | {"d_in": 64, "architecture": "standard"}
+    weights = weights_of("standard")
+    weights |= {"W_enc": weights["W_enc"][:64].clone(), "b_dec": weights["b_dec"][:64].clone()}
+    for consumer, message in (
+        (SaeConsumer(folder, layer=7), "layer=7; this model has layers 0 to 3"),
+        (SaeConsumer(saved(tmp_path / "narrow", narrow, weights)), "is for rows of 64 numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.register_consumer(consumer)
+    for arguments, message in (
+        ({"features": [40]}, "features has 40; this autoencoder has features 0 to 39"),
+        ({"features": []}, r"features=\[\] is not known"),
+        ({"top_k": 0}, "top_k=0 is not allowed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SaeConsumer(folder, **arguments)
+    llm.register_consumer(SaeConsumer(folder, top_k=3))
+    llm.register_consumer(SaeConsumer(folder, features=[1], consumer_id="one"))
+    for options, message in (
+        ({"sae": {"top_k": 4}}, "give a whole number from 1 to 3"),
+        ({"one": {"top_k": 1}}, r"registered with features=\[1\], which are all given"),
+        ({"sae": {"features": [1]}}, r"unknown options \['features'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(llm, prompts_of([5]), greedy(2, consumers=options))

@@ -1,0 +1,168 @@
+"""Lenses: what a model would say if it stopped at a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers, whole_number
+from tllm.consumers.translators import SITES, Translator, TranslatorFile
+from tllm.ports import ConsumerContext, PerToken, Place
+from tllm.spec.hooks import HookPoint
+
+_CHUNK_BYTES = 64 * 2**20
+"""Logits that are there at once: vLLM's memory profile knows nothing of us."""
+
+
+class LensConsumer(ReadoutConsumer):
+    """The best next tokens that the rows of each layer give, through the model's own final norm and
+    LM head: logit lens; with fitted maps before the norm, tuned lens or Jacobian lens.
+
+    A request asks with `SamplingParams(consumers={"lens": options})`; `layers`, `positions` and
+    `top_k` may be chosen among those of the consumer. It is given a mapping: `layers`, a list, and
+    `token_ids` and `logprobs`, each a `PerToken` with values `[rows, layers, top_k]`, best first.
+
+    Args:
+        layers: `"all"` (all that `path` has), an index or a list; negative counts from the end.
+        path: of a fitted lens: a folder of `tuned-lens`, or a file of `jacobian-lens`. None: the
+            logit lens.
+        site: hook point whose rows are read, `post_block` unless told. A fitted lens has its own.
+        top_k: tokens for each layer and position.
+        positions: see `ReadoutConsumer`.
+        window: see `ReadoutConsumer`. On GPUs with tensor parallelism it has to be `same_step`.
+        consumer_id: its name, for a second one in the same engine.
+    """
+
+    known_options = ("layers", "top_k")
+    ranks = "all"  # which may hold parts of the LM head
+
+    def __init__(
+        self,
+        layers: Any = "all",
+        *,
+        path: str | Path | None = None,
+        site: str | None = None,
+        top_k: int = 5,
+        positions: Any = "all",
+        window: ReadoutWindow = "out_of_band",
+        consumer_id: str = "lens",
+    ) -> None:
+        super().__init__(positions=positions, window=window)
+        self.consumer_id = consumer_id
+        self._top_k = whole_number("top_k", top_k)
+        self._layers = layers
+        self._path = None if path is None else Path(path).resolve()
+        self._fitted: tuple[int, ...] | None = None
+        own = "post_block"
+        if self._path is not None:
+            file = TranslatorFile(self._path)
+            self._fitted, own = tuple(file.layers), SITES[file.kind]
+        self._site = HookPoint.parse(own if site is None else site)
+        if self._path is not None and self._site.value != own:
+            raise ValueError(
+                f"site={site!r}, but the lens in path={str(path)!r} was fitted on {own}; leave "
+                "site out"
+            )
+        if not self._site.has_layer:
+            raise ValueError(f"site={site!r} belongs to no layer, and is read after the final norm")
+
+    def _chosen(self, options: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+        """The layers of a request, in its order."""
+        offered = chosen_layers("layers", self._layers, num_layers)
+        if self._fitted is not None:
+            if self._layers == "all":
+                offered = self._fitted
+            if missing := sorted(set(offered) - set(self._fitted)):
+                raise ValueError(
+                    f"layers={self._layers!r}: the lens in path={str(self._path)!r} has no layer "
+                    f"{missing[0]}; it has {', '.join(map(str, self._fitted))}"
+                )
+        if "layers" not in options or options["layers"] == "all":
+            return offered
+        name = f"consumers[{self.consumer_id!r}]['layers']"
+        chosen = chosen_layers(name, options["layers"], num_layers)
+        if missing := sorted(set(chosen) - set(offered)):
+            raise ValueError(
+                f"{name} has {missing[0]}, and the consumer was registered with layers "
+                f"{', '.join(map(str, offered))}; choose of these"
+            )
+        return chosen
+
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """Also `top_k`: no more than the consumer computes."""
+        super().validate_options(options)
+        if "top_k" in options:
+            name = f"consumers[{self.consumer_id!r}]['top_k']"
+            whole_number(name, options["top_k"], self._top_k)
+
+    def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
+        """Its layers at the lens's hook point."""
+        return tuple((self._site.value, layer) for layer in self._chosen(options, num_layers))
+
+    def start(self, ctx: ConsumerContext) -> None:
+        """Put the maps where the rows are. Raises `ValueError` where the model's own final norm and
+        LM head cannot be used."""
+        super().start(ctx)
+        model = ctx.model
+        self._num_layers = model.num_layers
+        if model.num_stages > 1:
+            raise ValueError(
+                "a lens needs the rows of all layers where the LM head is, and this engine has "
+                f"{model.num_stages} pipeline stages; start it with pipeline_parallel_size=1"
+            )
+        if model.final_norm is None or model.lm_head is None:
+            why = "the final norm is not known" if model.lm_head else model.lm_head_refusal
+            raise ValueError(f"a lens is not possible with this model: {why}")
+        if model.lm_head_is_shared and ctx.device.type == "cuda" and self._window != "same_step":
+            raise ValueError(
+                f"window={self._window!r}: the LM head is shared by tensor-parallel ranks, which "
+                "compute its logits together; give window='same_step'"
+            )
+        whole_number("top_k", self._top_k, model.vocab_size)
+        self._final_norm, self._lm_head, self._dtype = model.final_norm, model.lm_head, model.dtype
+        self._chunk = max(1, _CHUNK_BYTES // (4 * model.vocab_size))
+        self._translators = self._load(self._chosen({}, model.num_layers), ctx)
+
+    def _load(self, layers: Sequence[int], ctx: ConsumerContext) -> dict[int, Translator]:
+        if self._path is None:
+            return {}
+        file = TranslatorFile(self._path)
+        if file.hidden_size != ctx.model.hidden_size:
+            raise ValueError(
+                f"the lens in path={str(self._path)!r} is for hidden size {file.hidden_size}, and "
+                f"the model's is {ctx.model.hidden_size}; give one that was fitted on this model"
+            )
+        return {layer: file.layers[layer].to(ctx.device) for layer in layers}
+
+    def read_out(self, rows: torch.Tensor, places: tuple[Place, ...]) -> Mapping[str, torch.Tensor]:
+        """The best tokens of each layer, and their log-probabilities."""
+        states = rows
+        if self._translators:
+            translated = [
+                self._translators[layer](rows[:, i].float())
+                for i, (_, layer) in enumerate(places)
+                if layer is not None
+            ]
+            states = torch.stack(translated, 1).to(self._dtype)
+        ids, logprobs = [], []
+        for part in states.reshape(-1, rows.shape[-1]).split(self._chunk):
+            logits = self._lm_head(self._final_norm(part.contiguous()))
+            best, tokens = logits.topk(self._top_k)
+            ids.append(tokens.to(torch.int32))
+            logprobs.append(best - logits.logsumexp(-1, keepdim=True))
+        shape = len(rows), len(places), self._top_k
+        return {
+            "token_ids": torch.cat(ids).reshape(shape),
+            "logprobs": torch.cat(logprobs).reshape(shape),
+        }
+
+    def given(self, options: Mapping[str, Any], found: Mapping[str, PerToken]) -> Any:
+        """As many of them as the request asked for."""
+        count = options.get("top_k", self._top_k)
+        best = {
+            name: PerToken(each.positions, each.values[..., :count]) for name, each in found.items()
+        }
+        return {"layers": list(self._chosen(options, self._num_layers)), **best}

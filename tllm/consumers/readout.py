@@ -1,0 +1,208 @@
+"""The base of consumers that compute a few numbers for every token, where the rows are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import torch
+
+from tllm.consumers.base import Consumer
+from tllm.consumers.token_rows import TokenRows
+from tllm.ports import (
+    ConsumerContext,
+    ConsumerFlow,
+    CpuExport,
+    PerToken,
+    Place,
+    PortBundle,
+    RequestInfo,
+    ResidualStream,
+    RowMeta,
+)
+from tllm.ports.base import Ranks, require_one_of
+from tllm.spec.selection import Selection
+
+ReadoutWindow = Literal["out_of_band", "same_step"]
+
+_ENDS = "end"
+_ROWS = "rows"
+
+
+class ReadoutConsumer(Consumer):
+    """Computes something of the rows of the requests that name it, on a side stream.
+
+    Only what `read_out` returns leaves the device. It is sorted by sequence on the host, comes back
+    with the request's output, and is given while the request streams.
+
+    Args:
+        positions: the tokens of a sequence that are read, unless its request says: anything that
+            `SamplingParams(capture=...)` takes as positions.
+        window: `out_of_band`, beside the next forward pass; `same_step`, before the step's tokens
+            are drawn.
+    """
+
+    on_request_only = True
+    remote_methods = ("so_far",)
+
+    #: What a request may say beside `enabled` and `positions`.
+    known_options: Sequence[str] = ()
+
+    #: Which ranks of a tensor-parallel group `read_out` is called on; all have the same rows.
+    ranks: Ranks = "first"
+
+    def __init__(self, *, positions: Any = "all", window: ReadoutWindow = "out_of_band") -> None:
+        Selection.parse(positions)
+        require_one_of("window", window, get_args(ReadoutWindow))
+        self._positions = positions
+        self._window = window
+
+    @abstractmethod
+    def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
+        """The hook points that a request with these options reads; `ValueError` for what it cannot
+        have."""
+
+    @abstractmethod
+    def read_out(self, rows: torch.Tensor, places: tuple[Place, ...]) -> Mapping[str, torch.Tensor]:
+        """What is wanted of `rows` `[rows, places, hidden]`, on the device: by name, `[rows, ...]`.
+
+        Nothing here may wait for the device.
+        """
+
+    @abstractmethod
+    def given(self, options: Mapping[str, Any], found: Mapping[str, PerToken]) -> Any:
+        """What a request with these options is given of what was read of its tokens: a `PerToken`,
+        or a mapping that has some."""
+
+    def flows(self) -> Sequence[ConsumerFlow]:
+        """The way to the host; no rows of everybody's."""
+        writes = [CpuExport.write(channel=channel) for channel in (_ROWS, _ENDS)]
+        return [ConsumerFlow(writes=writes)]
+
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """Which options there are; `places` checks what depends on the model."""
+        known = ("enabled", "positions", *self.known_options)
+        if unknown := sorted(set(options) - set(known)):
+            raise ValueError(
+                f"consumers[{self.consumer_id!r}] has unknown options {unknown}; it takes "
+                f"{', '.join(known)}"
+            )
+        if "positions" in options:
+            Selection.parse(options["positions"], f"consumers[{self.consumer_id!r}]['positions']")
+
+    def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
+        """One flow for all hook points."""
+        positions = options.get("positions", self._positions)
+        return _flows(
+            self.places(options, num_layers), Selection.parse(positions), self._window, self.ranks
+        )
+
+    def start(self, ctx: ConsumerContext) -> None:
+        """Nothing is known yet."""
+        self._found = TokenRows()
+        #: Slots of sequences that had rows.
+        self._read: set[int] = set()
+        self._answers = ctx.model.first_rank
+
+    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
+        """What is found may be asked for while it runs."""
+        self._found.begin(request)
+
+    @torch.inference_mode()
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        """Compute, and send what was found to the host."""
+        found = self.read_out(bundle.entries["rows"], bundle.reads[0].places)
+        self._read.update(request.slot for request in bundle.meta.requests)
+        if self._answers:
+            ctx.export(_ROWS, found, bundle.meta)
+
+    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
+        """A promise: what was found is on its way. None for a sequence that had no such token."""
+        if request.slot not in self._read:
+            self._found.take(request)
+            return None
+        self._read.remove(request.slot)
+        promise: Future[Any] = Future()
+        if self._answers:
+            ctx.export(_ENDS, {}, attach=(request, promise))
+        else:
+            promise.set_result(None)
+        return promise
+
+    def on_export(
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any = None,
+    ) -> None:
+        """What was found is on the host, or all of a sequence that has ended."""
+        if channel == _ROWS:
+            assert meta is not None
+            self._found.add(meta, {name: tensor.numpy() for name, tensor in tensors.items()})
+            return
+        request, promise = attached
+        found = self._found.take(request)
+        promise.set_result(None if found is None else self.given(request.options, found))
+
+    def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, Any]]:
+        """What was found of sequences that run, as far as it is on the host.
+
+        Args:
+            since: the first position of interest, by the id of a prompt and its sample.
+
+        Returns:
+            By prompt and sample; what is not there has nothing new, or has ended.
+        """
+        found = self._found.so_far(since)
+        return {
+            prompt_id: {
+                sample: self.given(request.options, rows)
+                for sample, (request, rows) in samples.items()
+            }
+            for prompt_id, samples in found.items()
+        }
+
+
+def whole_number(name: str, given: Any, most: int | None = None) -> int:
+    """`given`, if it is a whole number from 1 on."""
+    if type(given) is not int or given < 1 or (most is not None and given > most):
+        allowed = "from 1 on" if most is None else f"from 1 to {most}"
+        raise ValueError(f"{name}={given!r} is not allowed; give a whole number {allowed}")
+    return given
+
+
+def chosen_layers(name: str, given: Any, num_layers: int) -> tuple[int, ...]:
+    """Layers as users write them, counted from the start: `"all"`, an index, or a list of them."""
+    if given == "all":
+        return tuple(range(num_layers))
+    listed = [given] if type(given) is int else given
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise ValueError(f"{name}={given!r} is not known; give 'all', a layer, or a list of layers")
+    for layer in listed:
+        if type(layer) is not int or not -num_layers <= layer < num_layers:
+            raise ValueError(
+                f"{name} has {layer!r}; this model has layers 0 to {num_layers - 1}, or "
+                f"{-num_layers} to -1 counting from the end"
+            )
+    return tuple(dict.fromkeys(layer % num_layers for layer in listed))
+
+
+@lru_cache(1024)
+def _flows(
+    places: tuple[Place, ...], positions: Selection, window: ReadoutWindow, ranks: Ranks
+) -> tuple[ConsumerFlow, ...]:
+    """Remembered: flows are asked for with every request."""
+    return (
+        ConsumerFlow(
+            reads=[ResidualStream.read_block(places, role="rows")],
+            window=window,
+            bundle_key=("engine_step_id",),
+            delivery="device_lease",
+            positions=positions,
+            ranks=ranks,
+        ),
+    )

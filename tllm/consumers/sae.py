@@ -1,0 +1,166 @@
+"""Sparse autoencoders: which features are active in each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, whole_number
+from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+from tllm.ports import ConsumerContext, PerToken, Place
+from tllm.spec.hooks import HookPoint
+
+_CHUNK_BYTES = 64 * 2**20
+"""Activations that are there at once: vLLM's memory profile knows nothing of us."""
+
+NO_FEATURE = -1
+"""In the place of a feature where fewer are active than there is room for."""
+
+
+class SaeConsumer(ReadoutConsumer):
+    """The active features of a sparse autoencoder in each token, or those of some chosen features.
+
+    A request asks with `SamplingParams(consumers={"sae": options})`; `positions` and `top_k` may be
+    chosen. It is given a mapping:
+
+    - of the most active ones: `features` and `values`, each a `PerToken` with values
+      `[rows, top_k]`, the most active first and `NO_FEATURE` with 0 where no more are active; and
+      `active`, a `PerToken` with the number of active features.
+    - of chosen ones: `features`, the list, and `values`, a `PerToken` with `[rows, features]`.
+
+    Args:
+        path: a folder as SAELens saves it, with `cfg.json` and `sae_weights.safetensors`.
+        layer, site: where it reads, unless where it was trained. `ValueError` for a hook of
+            training that we do not have, unless both are given.
+        top_k: features for each token.
+        features: these ones, instead of the most active.
+        positions, window: see `ReadoutConsumer`.
+        consumer_id: its name, for a second one in the same engine.
+    """
+
+    known_options = ("top_k",)
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        layer: int | None = None,
+        site: str | None = None,
+        top_k: int = 10,
+        features: int | Sequence[int] | None = None,
+        positions: Any = "all",
+        window: ReadoutWindow = "out_of_band",
+        consumer_id: str = "sae",
+    ) -> None:
+        super().__init__(positions=positions, window=window)
+        self.consumer_id = consumer_id
+        self._path = Path(path).resolve()
+        config = SparseAutoencoder.read_config(self._path)
+        own = config.place
+        if own is None and (layer is None or site is None):
+            raise ValueError(
+                f"path={str(path)!r} was trained on {config.hook_name!r}, which is no hook point "
+                "here; give the layer= and site= that it is to read"
+            )
+        trained_site, trained_layer = own or (site, layer)
+        point = HookPoint.parse(site or trained_site or "")
+        self._place = point.value, trained_layer if layer is None else layer
+        self._features = _listed(features, config.d_sae)
+        self._top_k = whole_number("top_k", top_k)
+        if self._features is None:
+            self._top_k = min(self._top_k, config.d_sae)
+
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """Also `top_k`: no more than the consumer computes."""
+        super().validate_options(options)
+        if "top_k" not in options:
+            return
+        name = f"consumers[{self.consumer_id!r}]['top_k']"
+        if self._features is not None:
+            raise ValueError(
+                f"{name} was given, and the consumer was registered with features="
+                f"{list(self._features)}, which are all given; leave it out"
+            )
+        whole_number(name, options["top_k"], self._top_k)
+
+    def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
+        """The one that it reads."""
+        site, layer = self._place
+        if layer is not None and HookPoint(site).has_layer:
+            if not -num_layers <= layer < num_layers:
+                raise ValueError(
+                    f"layer={layer}; this model has layers 0 to {num_layers - 1}, or {-num_layers} "
+                    "to -1 counting from the end"
+                )
+            layer %= num_layers
+        return ((site, layer if HookPoint(site).has_layer else None),)
+
+    def start(self, ctx: ConsumerContext) -> None:
+        """Put the encoder where the rows are."""
+        super().start(ctx)
+        self.places({}, ctx.model.num_layers)
+        found = SparseAutoencoder.load(self._path)
+        config = found.config
+        if config.d_in != ctx.model.hidden_size:
+            raise ValueError(
+                f"path={str(self._path)!r} is for rows of {config.d_in} numbers, and the model's "
+                f"hidden size is {ctx.model.hidden_size}; give one that was trained on this model"
+            )
+        if self._features is not None and config.architecture != "topk":
+            found = found.only(self._features)
+        self._chunk = max(1, _CHUNK_BYTES // (4 * found.config.d_sae))
+        self._autoencoder = found.to(ctx.device)
+        # TransformerLens leaves models with RMS norms as they are.
+        self._centered = config.centered and ctx.model.final_norm_weight is None
+        self._columns = None
+        if self._features is not None and config.architecture == "topk":
+            self._columns = torch.tensor(self._features, device=ctx.device)
+
+    def read_out(self, rows: torch.Tensor, places: tuple[Place, ...]) -> Mapping[str, torch.Tensor]:
+        """What is active, and how much."""
+        parts = [self._read_part(part) for part in rows[:, 0].split(self._chunk)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _read_part(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._centered:
+            rows = rows.float() - rows.float().mean(-1, keepdim=True)
+        activations = self._autoencoder.encode(rows).float()
+        if self._features is not None:
+            chosen = activations if self._columns is None else activations[:, self._columns]
+            return {"values": chosen}
+        values, features = activations.topk(self._top_k)
+        active = values > 0
+        return {
+            "features": torch.where(active, features, NO_FEATURE).to(torch.int32),
+            "values": torch.where(active, values, 0.0),
+            "active": (activations > 0).sum(-1, dtype=torch.int32),
+        }
+
+    def given(self, options: Mapping[str, Any], found: Mapping[str, PerToken]) -> Any:
+        """As many of them as the request asked for."""
+        if self._features is not None:
+            return {"features": list(self._features), **found}
+        count = options.get("top_k", self._top_k)
+        best = {
+            name: PerToken(found[name].positions, found[name].values[:, :count])
+            for name in ("features", "values")
+        }
+        return {**best, "active": found["active"]}
+
+
+def _listed(features: Any, count: int) -> tuple[int, ...] | None:
+    """Chosen features, each once."""
+    if features is None:
+        return None
+    listed = [features] if type(features) is int else features
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise ValueError(f"features={features!r} is not known; give a feature, or a list of them")
+    for feature in listed:
+        if type(feature) is not int or not 0 <= feature < count:
+            raise ValueError(
+                f"features has {feature!r}; this autoencoder has features 0 to {count - 1}"
+            )
+    return tuple(dict.fromkeys(listed))

@@ -1,0 +1,242 @@
+"""Sparse autoencoders from files of SAELens, and which of their features are active."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tllm.ports import Place
+
+Architecture = Literal["standard", "jumprelu", "topk", "gated"]
+Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
+
+_NEEDED: Mapping[str, Sequence[str]] = {
+    "standard": ("W_enc", "b_enc", "b_dec"),
+    "jumprelu": ("W_enc", "b_enc", "b_dec", "threshold"),
+    "topk": ("W_enc", "b_enc", "b_dec"),
+    "gated": ("W_enc", "b_dec", "b_gate", "b_mag", "r_mag"),
+}
+_DECODING = ("W_dec", "scaling_factor", "finetuning_scaling_factor")
+"""What a file may hold beside that, and encoding does not need."""
+
+_SITES = {
+    "hook_resid_pre": "pre_attn",
+    "hook_resid_mid": "post_attn",
+    "hook_resid_post": "post_block",
+    "hook_attn_out": "attn_out",
+    "hook_mlp_out": "mlp_out",
+}
+"""Hook points by their names in TransformerLens."""
+
+_HOOK_NAME = re.compile(r"blocks\.(\d+)\.(\w+)")
+
+
+@dataclass(frozen=True)
+class AutoencoderConfig:
+    """What `cfg.json` says of an encoder.
+
+    Attributes:
+        architecture: which formula.
+        d_in, d_sae: size of a row, and number of features.
+        subtract_b_dec: the decoder's bias is taken off the row first.
+        normalization: what is done to the row before that.
+        k: of `topk`.
+        scaled_by_decoder: features are scaled by the norm of their decoder's row (`topk`).
+        hook_name: where it was trained, as TransformerLens names it.
+        centered: it was trained on rows without their mean (`center_writing_weights`), which
+            concerns models with layer norms.
+    """
+
+    architecture: Architecture
+    d_in: int
+    d_sae: int
+    subtract_b_dec: bool
+    normalization: Normalization
+    k: int | None
+    scaled_by_decoder: bool
+    hook_name: str | None
+    centered: bool
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> AutoencoderConfig:
+        """`cfg.json` of SAELens before and since 6.0. Raises `ValueError` for what is not known,
+        by its name."""
+        known = {**given, **(given.get("metadata") or {})}
+        activation = known.get("activation_fn_str", known.get("activation_fn") or "relu")
+        architecture = known.get("architecture", "standard")
+        if architecture == "standard" and activation == "topk":
+            architecture = "topk"
+        _require("architecture", architecture, get_args(Architecture))
+        of_it = ("topk", "relu") if architecture == "topk" else ("relu",)
+        _require("activation_fn", activation, of_it)
+        normalization: Any = known.get("normalize_activations") or "none"
+        if normalization in (True, "expected_average_only_in"):
+            raise ValueError(
+                "normalize_activations is 'expected_average_only_in', whose factor is not in the "
+                "file; fold it into the weights with SAELens "
+                "(fold_activation_norm_scaling_factor), and save it again"
+            )
+        _require("normalize_activations", normalization, get_args(Normalization))
+        _require("reshape_activations", known.get("reshape_activations") or "none", ("none",))
+        k = known.get("k", (known.get("activation_fn_kwargs") or {}).get("k"))
+        if architecture == "topk" and (type(k) is not int or k < 1):
+            raise ValueError(f"k={k!r} is not known; a topk autoencoder has a whole number")
+        for size in ("d_in", "d_sae"):
+            if type(known.get(size)) is not int:
+                raise ValueError(f"{size}={known.get(size)!r}; a whole number was expected")
+        how = known.get("model_from_pretrained_kwargs") or {}
+        return cls(
+            architecture,
+            known["d_in"],
+            known["d_sae"],
+            bool(known.get("apply_b_dec_to_input", True)),
+            normalization,
+            k if architecture == "topk" else None,
+            bool(known.get("rescale_acts_by_decoder_norm", False)),
+            known.get("hook_name", known.get("hook_point")),
+            bool(how.get("center_writing_weights", False)),
+        )
+
+    @property
+    def place(self) -> Place | None:
+        """The hook point that it was trained on, as we name it; None for one we do not have."""
+        match = _HOOK_NAME.fullmatch(self.hook_name or "")
+        if match is None or match[2] not in _SITES:
+            return None
+        return _SITES[match[2]], int(match[1])
+
+
+@dataclass(frozen=True)
+class SparseAutoencoder:
+    """The encoder of a sparse autoencoder.
+
+    Attributes:
+        weights: by their names in the file; `W_dec` is left out.
+        scale: `[features]`, what features are scaled by; None for nothing.
+    """
+
+    config: AutoencoderConfig
+    weights: Mapping[str, torch.Tensor]
+    scale: torch.Tensor | None = None
+
+    @staticmethod
+    def read_config(folder: Path) -> AutoencoderConfig:
+        """What `cfg.json` of a folder says. Raises `ValueError` naming the folder."""
+        file = folder / "cfg.json"
+        if not file.is_file() or not (folder / "sae_weights.safetensors").is_file():
+            raise ValueError(
+                f"path={str(folder)!r} is no folder of SAELens; give one with cfg.json and "
+                "sae_weights.safetensors"
+            )
+        try:
+            return AutoencoderConfig.parse(json.loads(file.read_text()))
+        except ValueError as error:
+            raise ValueError(f"path={str(folder)!r}: {error}") from None
+
+    @classmethod
+    def load(cls, folder: Path) -> SparseAutoencoder:
+        """The encoder in a folder of SAELens (`cfg.json` and `sae_weights.safetensors`)."""
+        config = cls.read_config(folder)
+        try:
+            with safe_open(folder / "sae_weights.safetensors", framework="pt") as file:
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"path={str(folder)!r}: its weights cannot be read: {error}") from None
+        if "log_threshold" in found:
+            found["threshold"] = found.pop("log_threshold").exp()
+        needed = _NEEDED[config.architecture]
+        missing = sorted(set(needed) - set(found))
+        unknown = sorted(set(found) - {*needed, *_DECODING})
+        if missing or unknown:
+            raise ValueError(
+                f"path={str(folder)!r}: a {config.architecture} autoencoder has "
+                f"{', '.join((*needed, 'W_dec'))}; "
+                + (f"missing is {missing[0]}" if missing else f"not known is {unknown[0]}")
+            )
+        weights = {name: found[name] for name in needed}
+        for name, tensor in weights.items():
+            wanted = {"W_enc": (config.d_in, config.d_sae), "b_dec": (config.d_in,)}
+            if tensor.shape != wanted.get(name, (config.d_sae,)):
+                raise ValueError(
+                    f"path={str(folder)!r}: {name} has shape {list(tensor.shape)}, and cfg.json "
+                    f"says d_in={config.d_in}, d_sae={config.d_sae}"
+                )
+        scale = None
+        if config.scaled_by_decoder:
+            if "W_dec" not in found:
+                raise ValueError(
+                    f"path={str(folder)!r}: rescale_acts_by_decoder_norm needs W_dec, which is "
+                    "missing"
+                )
+            scale = found["W_dec"].norm(dim=-1)
+        return cls(config, weights, scale)
+
+    def to(self, device: torch.device) -> SparseAutoencoder:
+        """The same on a device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def only(self, features: Sequence[int]) -> SparseAutoencoder:
+        """Some features of it. Not of `topk`, where the others decide which are active."""
+        assert self.config.architecture != "topk"
+        kept = torch.tensor(features)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[..., kept] if tensor.shape[-1] == self.config.d_sae else tensor
+
+        weights = {n: t if n == "b_dec" else cut(t) for n, t in self.weights.items()}
+        scale = None if self.scale is None else cut(self.scale)
+        return SparseAutoencoder(replace(self.config, d_sae=len(features)), weights, scale)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SparseAutoencoder:
+        weights = {name: change(tensor) for name, tensor in self.weights.items()}
+        return replace(
+            self, weights=weights, scale=None if self.scale is None else change(self.scale)
+        )
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """How active each feature is, `[rows, features]`, in the dtype of the weights.
+
+        - standard: `relu(x W_enc + b_enc)`.
+        - jumprelu: the same where `x W_enc + b_enc > threshold`, and 0 elsewhere.
+        - topk: `relu` of the k largest, and 0 elsewhere.
+        - gated: `relu(x (W_enc exp(r_mag)) + b_mag)` where `x W_enc + b_gate > 0`.
+
+        x is the row, normalised if the config says so, without `b_dec` if it says so.
+        """
+        weights, config = self.weights, self.config
+        x = self._normalised(rows.to(weights["W_enc"].dtype))
+        if config.subtract_b_dec:
+            x = x - weights["b_dec"]
+        if config.architecture == "gated":
+            dots = x @ weights["W_enc"]
+            magnitude = (dots * weights["r_mag"].exp() + weights["b_mag"]).relu()
+            return torch.where(dots + weights["b_gate"] > 0, magnitude, 0.0)
+        before = x @ weights["W_enc"] + weights["b_enc"]
+        if self.scale is not None:
+            before = before * self.scale
+        if config.architecture == "jumprelu":
+            return torch.where(before > weights["threshold"], before.relu(), 0.0)
+        if config.k is not None:
+            best, features = before.topk(min(config.k, config.d_sae), dim=-1)
+            return torch.zeros_like(before).scatter_(-1, features, best.relu())
+        return before.relu()
+
+    def _normalised(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.normalization == "layer_norm":
+            x = x - x.mean(-1, keepdim=True)
+            return x / (x.std(-1, keepdim=True) + 1e-5)
+        if self.config.normalization == "constant_norm_rescale":
+            return x * (self.config.d_in**0.5 / x.norm(dim=-1, keepdim=True))
+        return x
+
+
+def _require(name: str, given: Any, known: Sequence[str]) -> None:
+    if given not in known:
+        raise ValueError(f"{name} is {given!r}, which is not known; known are {', '.join(known)}")

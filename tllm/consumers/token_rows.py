@@ -1,0 +1,128 @@
+"""Values of the tokens of running sequences, on the host, until the sequences end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tllm.ports import PerToken, RequestInfo, RowMeta
+
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+"""By name, `[rows, ...]`."""
+
+Since: TypeAlias = Mapping[str, Mapping[int, int]]
+"""The first position of interest, by the id of a prompt and its sample."""
+
+
+@dataclass
+class _Piece:
+    """Some rows of one sequence."""
+
+    positions: npt.NDArray[np.int32]
+    arrays: Arrays
+
+    def after(self, first: int) -> _Piece | None:
+        """Those from a position on; None when there are none."""
+        kept = self.positions >= first
+        if not kept.any():
+            return None
+        return _Piece(self.positions[kept], {name: a[kept] for name, a in self.arrays.items()})
+
+
+class TokenRows:
+    """Values by token of the running sequences.
+
+    Adding is one append, whatever the number of rows. They are sorted by sequence only when one
+    of them ends, or is asked for: each row once.
+    """
+
+    def __init__(self) -> None:
+        self._unsorted: list[tuple[RowMeta, Arrays]] = []
+        self._by_slot: dict[int, list[_Piece]] = {}
+        #: By prompt and sample.
+        self._running: dict[str, dict[int, RequestInfo]] = {}
+        #: Rows are added on one thread, and asked for on another.
+        self._lock = threading.Lock()
+
+    def begin(self, request: RequestInfo) -> None:
+        """A sequence runs."""
+        with self._lock:
+            self._running.setdefault(request.prompt_id, {})[request.sample_index] = request
+
+    def add(self, meta: RowMeta, arrays: Arrays) -> None:
+        """Add the values of a bundle, `[rows, ...]` each."""
+        with self._lock:
+            self._unsorted.append((meta, arrays))
+
+    def take(self, request: RequestInfo) -> dict[str, PerToken] | None:
+        """Everything of a sequence that has ended, by position; None when there is nothing."""
+        with self._lock:
+            self._sort()
+            pieces = self._by_slot.pop(request.slot, None)
+            samples = self._running.get(request.prompt_id, {})
+            known = samples.get(request.sample_index)
+            if known is not None and known.slot == request.slot:
+                del samples[request.sample_index]
+            if not samples:
+                self._running.pop(request.prompt_id, None)
+        return None if pieces is None else _joined(pieces)
+
+    def so_far(self, since: Since) -> dict[str, dict[int, tuple[RequestInfo, dict[str, PerToken]]]]:
+        """What there is of sequences that run, from a position on; what is not there has nothing
+        new, or has ended."""
+        found: dict[str, dict[int, tuple[RequestInfo, dict[str, PerToken]]]] = {}
+        with self._lock:
+            self._sort()
+            for prompt_id, samples in since.items():
+                running = self._running.get(prompt_id, {})
+                for sample in samples.keys() & running.keys():
+                    request = running[sample]
+                    new = _from(self._by_slot.get(request.slot, ()), samples[sample])
+                    if new:
+                        found.setdefault(prompt_id, {})[sample] = request, _joined(new)
+        return found
+
+    def _sort(self) -> None:
+        added, self._unsorted = self._unsorted, []
+        # Bundles of different flows may have values of different shapes.
+        groups: dict[tuple[Any, ...], list[tuple[RowMeta, Arrays]]] = {}
+        for meta, arrays in added:
+            shape = tuple((name, array.shape[1:]) for name, array in arrays.items())
+            groups.setdefault(shape, []).append((meta, arrays))
+        for group in groups.values():
+            slots = np.concatenate([meta.slots for meta, _ in group])
+            order = np.argsort(slots, kind="stable")
+            positions = np.concatenate([meta.positions for meta, _ in group])[order]
+            joined = {
+                name: np.concatenate([arrays[name] for _, arrays in group])[order]
+                for name in group[0][1]
+            }
+            owners, first = np.unique(slots[order], return_index=True)
+            edges = [*first.tolist(), len(order)]
+            for slot, start, stop in zip(owners.tolist(), edges, edges[1:], strict=False):
+                piece = {name: array[start:stop] for name, array in joined.items()}
+                self._by_slot.setdefault(slot, []).append(_Piece(positions[start:stop], piece))
+
+
+def _from(pieces: Sequence[_Piece], first: int) -> list[_Piece]:
+    """The rows of pieces from a position on; the last pieces are looked at first, and only they."""
+    found: list[_Piece] = []
+    for piece in reversed(pieces):
+        new = piece.after(first)
+        if new is None:
+            break
+        found.append(new)
+    return found[::-1]
+
+
+def _joined(pieces: Sequence[_Piece]) -> dict[str, PerToken]:
+    positions = np.concatenate([piece.positions for piece in pieces])
+    return {
+        name: PerToken(positions, np.concatenate([piece.arrays[name] for piece in pieces]))
+        for name in pieces[0].arrays
+    }
