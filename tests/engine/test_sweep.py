@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
+import importlib.util
 import os
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from engine.asking import prompts_of
 from engine.reference import PatchedRow
 from tllm.client.generation import SyncGeneration
 from tllm.patching import Sweep
+from tllm.patching.heatmap import Heatmap
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 HOOKS = ["post_block", "mlp_out"]
@@ -99,14 +103,68 @@ def test_where_the_last_token_leaves_the_last_block_all_is_recovered(llm):
         clean, corrupt, hooks="post_block", positions=[2, -1], answers=(5, 9)
     )
     assert sweep.layers == (0, 1, 2, 3) and sweep.metrics == ("recovered",)
-    assert sweep.tensor[0, 0, 3, 1] == pytest.approx(1.0, abs=1e-4)
-    assert not sweep.tensor[0, 0, :, 0].any()
+    assert sweep.tensor.shape == (4, 2), "layers and positions, of one pair and one hook point"
+    assert sweep.tensor[3, 1] == pytest.approx(1.0, abs=1e-4)
+    assert not sweep.tensor[:, 0].any()
     [best] = sweep.top(1)
     assert (best["position"], best["token"]) == (11, corrupt[11])
     assert best["recovered"] == float(sweep.tensor.max())
     assert len(sweep.rows) == 8 and sweep.top(2, smallest=True)[0]["recovered"] <= 0
     with pytest.raises(ValueError, match="metric='kl' was not measured"):
         sweep.top(metric="kl")
+
+
+def test_windows_of_layers_are_patched_together(llm, reference):
+    """Of three layers; those at the ends have fewer. The bar hears of every experiment."""
+    [clean], [corrupt] = pairs_of([7], first=4)
+    told = []
+    sweep = llm.patching.sweep(
+        clean, corrupt, hooks="mlp_out", positions=[4, 6], metric=["logit_diff", "kl"],
+        answers=(5, 9), window=3, progress=lambda done, total: told.append((done, total)),
+    )  # fmt: skip
+    assert told[-1] == (9, 9) and sweep.computed == 8 and sweep.window == 3
+    places = [("mlp_out", layer) for layer in range(4)]
+    _, states = reference.run(clean, places)
+    runs = [logprobs_of(reference, prompt) for prompt in (clean, corrupt)]
+    for name, measure in measures_of(*runs, (5, 9)).items():
+        if name not in sweep.values:
+            continue
+        for layer in range(4):
+            window = [place for place in places if abs(place[1] - layer) <= 1]
+            for column, position in enumerate([4, 6]):
+                patches = [PatchedRow(place, position, states[place][position]) for place in window]
+                expected = measure(logprobs_of(reference, corrupt, patches))
+                found = sweep.values[name][0, 0, layer, column]
+                assert found == pytest.approx(expected, rel=2e-3, abs=2e-3)
+    assert 0 <= sweep.noise_floor["logit_diff"] < 1e-3
+    assert np.abs(sweep.values["logit_diff"] - sweep.corrupt["logit_diff"]).max() > 0.05
+
+
+def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
+    values = {"kl": np.array([[[[0, 1.0], [-2.0, np.nan]]]], np.float32).repeat(2, 0)}
+    ends = {"kl": np.zeros(2, np.float32)}
+    tokens = ((7, 8), (7, 9))
+    sweep = Sweep(("post_block",), (0, 3), (0, 1), values, ends, ends, tokens, False, 8)
+    sweep.heatmap(tmp_path / "mean.png", labels=["a story", "of two"])
+    sweep.heatmap(tmp_path / "one.png", pair=1)
+    drawn = Heatmap("kl", ("post_block",), (0, 3), ("0", "1"), values["kl"][0])
+    with Image.open(tmp_path / "one.png") as picture:
+        cells = [
+            [picture.getpixel(drawn.cell(0, layer, position)) for position in range(2)]
+            for layer in range(2)
+        ]
+    white, half, blue, grey = (247, 247, 247), cells[0][1], (33, 102, 172), (220, 220, 220)
+    assert cells == [[white, half], [blue, grey]]
+    assert half[0] > half[2], "red above 0"
+    for arguments, message in (
+        ({"labels": ["one"]}, "labels has 1 entries for 2 positions"),
+        ({"metric": "logprob"}, "was not measured; measured were kl"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sweep.heatmap(tmp_path / "no.png", **arguments)
+    uneven = dataclasses.replace(sweep, tokens=((7, 8), (7, 8, 9)))
+    with pytest.raises(ValueError, match=r"different numbers of tokens.*give pair=, from 0 to 1"):
+        uneven.heatmap(tmp_path / "no.png")
 
 
 def test_the_prefix_before_the_patched_position_is_computed_once(llm, monkeypatch):
@@ -124,7 +182,8 @@ def test_the_prefix_before_the_patched_position_is_computed_once(llm, monkeypatc
     llm.patching.sweep(
         clean, corrupt, hooks="post_block", layers=0, positions=[70, 99], metric="kl"
     )
-    assert seen == [[0], [64], [64, 96]], "the clean run, the corrupt one, the experiments"
+    # The last one patches the row before the first difference, which changes nothing.
+    assert seen == [[0], [64], [64, 96, 64]], "the clean run, the corrupt one, the experiments"
 
 
 def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
@@ -132,6 +191,13 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
     ends = {"kl": np.zeros(1, np.float32)}
     sweep = Sweep(("post_block",), (0, 1), (0, -1), values, ends, ends, ((7, 8),), False, 4)
     assert [row["position"] for row in sweep.rows] == [0, 1, 0, 1]
+    try:
+        frame = sweep.frame
+    except ImportError:  # the suite's environment has no pandas; a user's may
+        assert importlib.util.find_spec("pandas") is None
+    else:
+        columns = ["pair", "hook", "layer", "position", "token", "kl"]
+        assert list(frame.columns) == columns and frame["kl"].tolist() == [0, 1, 2, 3]
     assert torch.equal(sweep.tensor.flatten(), torch.arange(4.0))
     find = builtins.__import__
 
@@ -159,6 +225,7 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         ({"positions": [12]}, "12 is out of range"),
         ({"hooks": "lm_head_in"}, "belongs to no layer"),
         ({"layers": 7}, "has no layer 7"),
+        ({"window": 0}, "window=0 is not allowed; give 1 or more layers"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(llm, change, sentence):

@@ -14,6 +14,7 @@ from rich.markup import escape
 import tllm
 from tllm.cli import capture as capturing
 from tllm.cli import serving
+from tllm.cli import sweep as sweeping
 from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
 from tllm.cli.store import app as store_app
@@ -235,6 +236,86 @@ def capture(
         raise typer.BadParameter(str(error)) from None
     capturing.render(summary, job, console)
     raise typer.Exit(1 if summary.failures else 0)
+
+
+@app.command()
+def sweep(
+    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    clean: Annotated[
+        str | None, typer.Option(help="The prompt that gives the right answer.")
+    ] = None,
+    corrupt: Annotated[
+        str | None, typer.Option(help="The one that differs in what matters, of as many tokens.")
+    ] = None,
+    right: Annotated[str | None, typer.Option(help="The right next token, as text.")] = None,
+    wrong: Annotated[str | None, typer.Option(help="A wrong next token, as text.")] = None,
+    pairs: Annotated[
+        Path | None,
+        typer.Option(help="JSON Lines with 'clean', 'corrupt' and 'answers', in their place."),
+    ] = None,
+    hooks: Annotated[str, typer.Option(help="Hook points, with commas between.")] = "post_block",
+    layers: Annotated[str | None, typer.Option(help="Such as 0,4,-1; all unless told.")] = None,
+    positions: Annotated[str | None, typer.Option(help="Such as 3,-1; all unless told.")] = None,
+    metric: Annotated[
+        str, typer.Option(help="logit_diff, logprob, recovered, kl; with commas between.")
+    ] = "recovered",
+    noising: Annotated[
+        bool, typer.Option(help="Put rows of the corrupt run into the clean one.")
+    ] = False,
+    window: Annotated[int, typer.Option(help="Layers that are patched together.")] = 1,
+    top: Annotated[int, typer.Option(help="Experiments to print.")] = 10,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a row for each experiment, as JSON Lines.")
+    ] = None,
+    heatmap: Annotated[Path | None, typer.Option(help="Draw a PNG.")] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
+    ] = None,
+) -> None:
+    """Patch one row at a time of one prompt into another, and say where it matters."""
+    console = Console()
+    try:
+        if pairs is not None:
+            if any(each is not None for each in (clean, corrupt, right, wrong)):
+                raise ValueError("--pairs has all prompts and answers; leave the others out")
+            all_clean, all_corrupt, answers = sweeping.read_pairs(pairs)
+        elif clean is None or corrupt is None:
+            raise ValueError("give --clean and --corrupt, or --pairs")
+        else:
+            all_clean, all_corrupt = [clean], [corrupt]
+            given = [each for each in (right, wrong) if each is not None]
+            answers = [list[str | int](given)] if given else None
+        job = sweeping.SweepJob(
+            model,
+            all_clean,
+            all_corrupt,
+            answers,
+            hooks.split(","),
+            layers=None if layers is None else _numbers("--layers", layers),
+            positions=None if positions is None else _numbers("--positions", positions),
+            metrics=metric.split(","),
+            noising=noising,
+            window=window,
+            engine=dict(map(_argument, engine_arg or ())),
+        )
+        found, texts = sweeping.run(job, console)
+        sweeping.render(found, texts, top, console)
+        if out is not None:
+            sweeping.write(found, texts, out)
+        if heatmap is not None:
+            sweeping.draw(found, texts, heatmap)
+    except (ValueError, OSError, ImportError) as error:
+        Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers as a command line gives them."""
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give whole numbers with commas between") from None
 
 
 def _positions(text: str) -> Any:

@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
-from tllm.client.patching import KEPT, PatchComposer
+from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect
 from tllm.client.results import Samples, attach_results, samples_of, set_result
 from tllm.client.steering import GLOBAL, MODULE, MONITOR, Composer, Facts, HeldByWorkers
@@ -34,7 +34,7 @@ from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.groups import SteeringGroup
 from tllm.spec.hooks import HookPoint
-from tllm.spec.patching import PatchUse, check_patch_positions
+from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
 from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 
 logger = logging.getLogger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -11,15 +12,14 @@ import numpy as np
 
 from tllm.client.calls import ALONE, Steps, WorkerCall
 from tllm.client.generation import AsyncGeneration, Generation, SyncGeneration, Work
-from tllm.client.patching import KEPT
-from tllm.client.sweeping import PromptPair, Sweeping
+from tllm.client.sweeping import Progress, PromptPair, Sweeping
 from tllm.consumers.base import Consumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.params import SamplingParams
 from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HookPoint
-from tllm.spec.patching import KeptRows
+from tllm.spec.patching import KEPT, KeptRows
 from tllm.spec.reading import FloatArray, numeric_array
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class PatchingControl:
         metric: Any = "recovered",
         answers: Any = None,
         noising: bool = False,
+        window: int = 1,
+        progress: Progress | None = None,
     ) -> Any:
         """Patch one row at a time, at every hook point, layer and position, and measure the next
         token. Rows of the clean run are put into the corrupt one (denoising).
@@ -120,6 +122,9 @@ class PatchingControl:
             answers: `(right, wrong)` next tokens, ids or text of one token each, or a list with a
                 pair for each pair of prompts; of `logprob` the right one is enough.
             noising: put rows of the corrupt run into the clean one instead.
+            window: rows of so many consecutive layers are patched together, at one position; the
+                layer in the result is the middle one.
+            progress: called with how many experiments are done, and of how many.
 
         Returns:
             A `tllm.patching.Sweep`.
@@ -131,8 +136,11 @@ class PatchingControl:
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
             places = self.places(hooks, layers)
-            sweeping = Sweeping(self, pairs, places, positions, measures, noising)
-            return (yield from sweeping.work())
+            if type(window) is not int or window < 1:
+                raise ValueError(f"window={window!r} is not allowed; give 1 or more layers")
+            sweeping = Sweeping(self, pairs, places, positions, measures, noising, window, progress)
+            sweep: Sweep = yield from sweeping.work()
+            return replace(sweep, single_pair=not _are_several(clean))
 
         return self._generation.do(work())
 
@@ -327,6 +335,10 @@ class PatchingControl:
                 point, at = points.check(point, layer)
                 found.append((point.value, at))
         return list(dict.fromkeys(found))
+
+    def layers_of(self, hook: str) -> tuple[int | None, ...]:
+        """The layers that have a hook point."""
+        return self._client.facts.points.layers(HookPoint.parse(hook))
 
     def tokens(self, prompt: Any) -> list[int]:
         """The token ids of a prompt."""

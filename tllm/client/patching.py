@@ -8,11 +8,8 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from tllm.client.steering import Facts
-from tllm.spec.patching import KeptRows, Patch, PatchUse, RequestPatch, noise_rows
+from tllm.spec.patching import KEPT, KeptRows, Patch, PatchUse, RequestPatch, noise_rows
 from tllm.spec.reading import FloatArray
-
-KEPT = "kept:"
-"""The beginning of the keys under which the workers say which rows they keep."""
 
 
 class PatchComposer:

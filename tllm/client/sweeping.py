@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 512
 """Requests whose log-probabilities are held at once."""
+
+_WATCHED = 64
+"""The same where somebody is told of each part."""
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Told how many experiments are done, and of how many."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,13 @@ class PromptPair:
 
 
 class _Experiment(NamedTuple):
+    """One row patched, or those of a window of layers; `places` is empty for what changes nothing,
+    which is there to be compared with."""
+
     pair: int
     hook: int
     layer: int
-    place: tuple[str, int | None]
+    places: tuple[tuple[str, int | None], ...]
     number: int
     position: int
 
@@ -63,7 +72,8 @@ class Sweeping:
         control: keeps the rows of runs.
         places: hook points by layer.
         positions: None for all.
-        noising: see `Sweep`.
+        noising, window: see `Sweep`.
+        progress: called as the sweep goes on.
     """
 
     def __init__(
@@ -74,11 +84,15 @@ class Sweeping:
         positions: Sequence[int] | None,
         measures: Measures,
         noising: bool,
+        window: int = 1,
+        progress: Progress | None = None,
     ) -> None:
         self._control = control
         self._pairs = pairs
         self._measures = measures
         self._noising = noising
+        self._window = window
+        self._progress = progress
         self._places = list(places)
         self._hooks = tuple(dict.fromkeys(hook for hook, _ in places))
         self._layers = tuple(sorted({layer for _, layer in places if layer is not None}))
@@ -102,7 +116,7 @@ class Sweeping:
         bases = [pair.clean if self._noising else pair.corrupt for pair in pairs]
         yield control.ensure(NextTokenConsumer())
         asked = [self._asked(i) for i in range(len(pairs))]
-        kept, outputs = yield from control.runs(sources, self._places, asked=asked)
+        kept, outputs = yield from control.runs(sources, self._read(), asked=asked)
         try:
             of_sources = list(map(_logprobs, outputs))
             params = [self._params(asked[i]) for i in range(len(pairs))]
@@ -110,13 +124,16 @@ class Sweeping:
             clean, corrupt = (of_bases, of_sources) if self._noising else (of_sources, of_bases)
             found = _Found(self, clean, corrupt)
             found.fill(of_bases)
-            experiments = list(self._experiments())
-            for low in range(0, len(experiments), _AT_ONCE):
-                part = experiments[low : low + _AT_ONCE]
+            experiments = [*self._experiments(), *self._idle()]
+            size = _AT_ONCE if self._progress is None else _WATCHED
+            for low in range(0, len(experiments), size):
+                part = experiments[low : low + size]
                 patched = [self._params(asked[e.pair], self._patch(e, kept)) for e in part]
                 outputs = yield Generation([bases[e.pair] for e in part], patched)
                 for experiment, output in zip(part, outputs, strict=True):
                     found.enter(experiment, _logprobs(output))
+                if self._progress is not None:
+                    self._progress(low + len(part), len(experiments))
         finally:
             yield from control.forget(kept)
         return Sweep(
@@ -128,7 +145,9 @@ class Sweeping:
             found.of(corrupt),
             tuple(map(tuple, bases)),
             self._noising,
-            len(experiments),
+            len(experiments) - len(pairs),
+            window=self._window,
+            noise_floor=found.noise_floor,
         )
 
     def _experiments(self) -> Iterator[_Experiment]:
@@ -138,7 +157,31 @@ class Sweeping:
                 position = given + length if given < 0 else given
                 if pair.differs_from <= position < length:
                     for place in self._places:
-                        yield _Experiment(number, *self.at(place), place, index, position)
+                        around = self._around(place)
+                        yield _Experiment(number, *self.at(place), around, index, position)
+
+    def _idle(self) -> Iterator[_Experiment]:
+        """For each pair, one in which nothing is changed, in the batches of the others: the row
+        before the first difference, which is the same in both runs; else nothing is patched."""
+        for number, pair in enumerate(self._pairs):
+            position = pair.differs_from - 1
+            around = self._around(self._places[0]) if position >= 0 else ()
+            yield _Experiment(number, 0, 0, around, _Found.NOWHERE, position)
+
+    def _around(self, place: tuple[str, int | None]) -> tuple[tuple[str, int | None], ...]:
+        """The window of layers that has a place in its middle; fewer at the ends of the model."""
+        hook, layer = place
+        assert layer is not None
+        low = layer - (self._window - 1) // 2
+        return tuple(
+            (hook, each)
+            for each in self._control.layers_of(hook)
+            if each is not None and low <= each < low + self._window
+        )
+
+    def _read(self) -> list[tuple[str, int | None]]:
+        """Every place whose rows are put somewhere."""
+        return list(dict.fromkeys(each for place in self._places for each in self._around(place)))
 
     def at(self, place: tuple[str, int | None]) -> tuple[int, int]:
         """Where a place is in the values."""
@@ -158,12 +201,12 @@ class Sweeping:
         )
 
     @staticmethod
-    def _patch(experiment: _Experiment, kept: Sequence[KeptRows]) -> list[dict[str, Any]]:
-        hook, layer = experiment.place
-        source = {"run": kept[experiment.pair]}
+    def _patch(experiment: _Experiment, kept: Sequence[KeptRows]) -> list[dict[str, Any]] | None:
+        source, positions = {"run": kept[experiment.pair]}, [experiment.position]
         return [
-            {"hook": hook, "layer": layer, "positions": [experiment.position], "source": source}
-        ]
+            {"hook": hook, "layer": layer, "positions": positions, "source": source}
+            for hook, layer in experiment.places
+        ] or None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -191,7 +234,14 @@ class Sweeping:
 
 
 class _Found:
-    """The values of a sweep as they come in; log-probabilities are let go."""
+    """The values of a sweep as they come in; log-probabilities are let go.
+
+    Attributes:
+        noise_floor: by metric, the largest change where nothing was changed.
+    """
+
+    NOWHERE = -1
+    """In the place of a position: what was found there is of no experiment of the user's."""
 
     def __init__(
         self, sweeping: Sweeping, clean: Sequence[FloatArray], corrupt: Sequence[FloatArray]
@@ -201,6 +251,8 @@ class _Found:
         self.values = {
             name: np.full(sweeping.shape, np.nan, np.float32) for name in sweeping.metrics
         }
+        self.noise_floor = dict.fromkeys(sweeping.metrics, 0.0)
+        self._unpatched: dict[str, FloatArray] = {}
 
     def of(self, runs: Sequence[FloatArray]) -> dict[str, FloatArray]:
         """By metric, `[pairs]`."""
@@ -211,13 +263,18 @@ class _Found:
 
     def fill(self, bases: Sequence[FloatArray]) -> None:
         """Enter what is known beforehand."""
-        measured = self.of(bases)
+        measured = self._unpatched = self.of(bases)
         for at in self._sweeping.unchanged():
             for name, values in self.values.items():
                 values[at] = measured[name][at[0]]
 
     def enter(self, experiment: _Experiment, logprobs: FloatArray) -> None:
         """What came of an experiment."""
+        if experiment.number == self.NOWHERE:
+            for name, value in self._measure(logprobs, experiment.pair).items():
+                change = abs(value - float(self._unpatched[name][experiment.pair]))
+                self.noise_floor[name] = max(self.noise_floor[name], change)
+            return
         at = experiment.pair, experiment.hook, experiment.layer, experiment.number
         for name, value in self._measure(logprobs, experiment.pair).items():
             self.values[name][at] = value

@@ -84,6 +84,10 @@ class Consumer(ABC):
     def start(self, ctx: ConsumerContext) -> None:
         """Called once in the worker before anything else: allocate here."""
 
+    def on_weights_changed(self, ctx: ConsumerContext) -> None:
+        """The model's weights were replaced: `ctx.model` is of the new ones, and what was taken of
+        the one given to `start` is old. All rows computed with the old ones were handed out."""
+
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Check `SamplingParams(consumers={consumer_id: options})` in the user's process.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -12,6 +12,8 @@ from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers
 from tllm.consumers.translators import SITES, Translator, TranslatorFile
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint
+
+RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 _CHUNK_BYTES = 64 * 2**20
 """Logits that are there at once: vLLM's memory profile knows nothing of us."""
@@ -122,9 +124,19 @@ class LensConsumer(ReadoutConsumer):
                 "compute its logits together; give window='same_step'"
             )
         whole_number("top_k", self._top_k, model.vocab_size)
-        self._final_norm, self._lm_head, self._dtype = model.final_norm, model.lm_head, model.dtype
+        self._dtype = model.dtype
+        self._use(model.final_norm, model.lm_head)
         self._chunk = max(1, _CHUNK_BYTES // (4 * model.vocab_size))
         self._translators = self._load(self._chosen({}, model.num_layers), ctx)
+
+    def on_weights_changed(self, ctx: ConsumerContext) -> None:
+        """Through the new norm and LM head; a fitted lens stays as it is."""
+        if ctx.model.final_norm is None or ctx.model.lm_head is None:
+            raise RuntimeError(f"the new weights have no lens: {ctx.model.lm_head_refusal}")
+        self._use(ctx.model.final_norm, ctx.model.lm_head)
+
+    def _use(self, final_norm: RowMap, lm_head: RowMap) -> None:
+        self._final_norm, self._lm_head = final_norm, lm_head
 
     def _load(self, layers: Sequence[int], ctx: ConsumerContext) -> dict[int, Translator]:
         if self._path is None:

@@ -73,17 +73,18 @@ class Seam:
 _register: list[Seam] = []
 
 
-def overrides(path: str, why: str, *, takes: str = "") -> Callable[[_F], _F]:
+def overrides(path: str, why: str, *, takes: str = "", since: str = "0") -> Callable[[_F], _F]:
     """Declare that the decorated method stands in the place of vLLM's.
 
     Args:
         path: vLLM's, `module.Class.method`.
         why: what for.
         takes: parameters that it must have beside those of ours, separated by blanks.
+        since: the first version of vLLM that has it.
     """
 
     def declare(function: _F) -> _F:
-        _register.append(Seam(path, why, function, tuple(takes.split())))
+        _register.append(Seam(path, why, function, tuple(takes.split()), since))
         return function
 
     return declare

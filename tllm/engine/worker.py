@@ -70,6 +70,7 @@ class InterventionWorker(_Base):
     session: Session
     _note: Path | None
     _attachment: RunnerAttachment
+    _guidance_refusal: str | None
     _sites: ModelSites
     _options: EngineOptions
     _answers: AnswerWriter
@@ -106,8 +107,8 @@ class InterventionWorker(_Base):
                 config=self.vllm_config.model_config.hf_text_config,
             )
             attachment = V2Attachment if self.use_v2_model_runner else V1Attachment
-            refusal = attachment.guidance_refusal(self.model_runner)
-            self.session = self._session(model, self._taps(), refusal)
+            self._guidance_refusal = attachment.guidance_refusal(self.model_runner)
+            self.session = self._session(model, self._taps())
         self._answers = AnswerWriter(self.session.result_memory)
         self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
         self._attachment = attachment(self.model_runner, self.session)
@@ -129,7 +130,7 @@ class InterventionWorker(_Base):
         taps.install(self._norms(installed))
         return taps
 
-    def _session(self, model: torch.nn.Module, taps: Taps, guidance_refusal: str | None) -> Session:
+    def _session(self, model: torch.nn.Module, taps: Taps) -> Session:
         config, sites, options = self.vllm_config, self._sites, self._options
         row_bytes = sites.hidden_size * config.model_config.dtype.itemsize
         head = model_view.lm_head(config, model, sites, self.device)
@@ -137,7 +138,7 @@ class InterventionWorker(_Base):
             taps,
             lambda site, layer: sites.points.check(HookPoint.parse(site), layer),
             model_view.describe(config, sites, self.device, head),
-            lm_head=head if head is None else guidance_refusal or head,
+            lm_head=head if head is None else self._guidance_refusal or head,
             samples=model_view.is_last_stage(),
             max_sequences=config.scheduler_config.max_num_seqs,
             max_programs=_MAX_PROGRAMS,
@@ -224,6 +225,56 @@ class InterventionWorker(_Base):
                 spec,
                 spec.sample_index(new.req_id),
                 new.num_computed_tokens,
+            )
+
+    @overrides(
+        "vllm.v1.worker.gpu_worker.Worker.reload_weights",
+        "what was made of the old weights goes with them",
+    )
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        self.session.synchronize()
+        super().reload_weights(*args, **kwargs)
+        self._note_weights()
+
+    @overrides(
+        "vllm.v1.worker.gpu_worker.Worker.start_weight_update",
+        "consumers are done with the old weights before they go",
+        since="0.32",
+    )
+    def start_weight_update(self) -> None:
+        self.session.synchronize()
+        super().start_weight_update()
+
+    @overrides(
+        "vllm.v1.worker.gpu_worker.Worker.finish_weight_update",
+        "what was made of the old weights goes with them",
+        since="0.32",
+    )
+    def finish_weight_update(self) -> None:
+        super().finish_weight_update()
+        self._note_weights()
+
+    @overrides(
+        "vllm.v1.worker.gpu_worker.Worker.sleep",
+        "consumers are done with the model before its memory is taken away",
+    )
+    def sleep(self, level: int = 1) -> None:
+        self.session.synchronize()
+        super().sleep(level)
+
+    @torch.inference_mode()
+    def _note_weights(self) -> None:
+        """The model has other weights: what was made of the old ones is made anew, or dropped."""
+        model = self.model_runner.get_model()
+        head = model_view.lm_head(self.vllm_config, model, self._sites, self.device)
+        self.session.weights_changed(
+            model_view.describe(self.vllm_config, self._sites, self.device, head),
+            head if head is None else self._guidance_refusal or head,
+        )
+        if dropped := self._calls.drop_runs():
+            logger.warning(
+                "the model's weights were replaced: %d runs that were kept for patches are dropped",
+                dropped,
             )
 
     @overrides(

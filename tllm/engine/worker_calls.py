@@ -15,6 +15,7 @@ from tllm.engine.options import EngineOptions
 from tllm.engine.registered import HeldGroups, Registered
 from tllm.models.sites import ModelSites
 from tllm.runtime.session import Session
+from tllm.spec.patching import KEPT
 
 
 class WorkerCalls:
@@ -132,6 +133,20 @@ class WorkerCalls:
         if PatchRunsConsumer.consumer_id in self._consumers:
             self._session.call_consumer(PatchRunsConsumer.consumer_id, "take", uid)
         self._session.patching.drop(uid)
+
+    def drop_runs(self) -> int:
+        """Forget all runs, since the weights that they were computed with are gone, and let front
+        ends know; how many there were."""
+        dropped = 0
+        for key, (_, value) in self._registered.since(0).items():
+            if value is None or not key.startswith(KEPT):
+                continue
+            kept = cloudpickle.loads(value)
+            if kept.kind == "run":
+                self._session.patching.drop(kept.uid)
+                self._registered.put(key, None)
+                dropped += 1
+        return dropped
 
     def free_patch_bytes(self) -> int:
         """How much more may be kept for patches."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,12 @@ class Sweep:
         noising: rows of the corrupt run were put into the clean one; else the other way round.
         computed: experiments that were computed. Those before the first token that differs change
             nothing, and are not.
+        window: rows of so many consecutive layers were patched together; `layers` are the middle
+            ones.
+        noise_floor: by metric, by how much a prompt's value changes when it is computed again among
+            the experiments, and a row is replaced by an equal one: what is not above it says
+            nothing.
+        single_pair: the prompts were one pair, and not a list with one.
     """
 
     hooks: tuple[str, ...]
@@ -36,6 +43,9 @@ class Sweep:
     tokens: tuple[tuple[int, ...], ...]
     noising: bool
     computed: int
+    window: int = 1
+    noise_floor: Mapping[str, float] = field(default_factory=dict)
+    single_pair: bool = False
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -44,8 +54,12 @@ class Sweep:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Of the first metric, `[pairs, hooks, layers, positions]`."""
-        return torch.from_numpy(self.values[self.metrics[0]])
+        """Of the first metric: `[layers, positions]`, for several hooks `[hooks, layers,
+        positions]`, and for a list of pairs with the pairs before that."""
+        found = torch.from_numpy(self.values[self.metrics[0]])
+        if len(self.hooks) == 1:
+            found = found[:, 0]
+        return found[0] if self.single_pair else found
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -93,10 +107,47 @@ class Sweep:
             metric: the first one by default.
             smallest: the smallest values instead.
         """
+        name = self._known(metric)
+        measured = [row for row in self._rows() if not np.isnan(row[name])]
+        return sorted(measured, key=lambda row: row[name], reverse=not smallest)[:n]
+
+    def heatmap(
+        self,
+        path: str | Path,
+        *,
+        metric: str | None = None,
+        pair: int | None = None,
+        labels: Sequence[str] | None = None,
+    ) -> None:
+        """Draw a PNG: layers from top to bottom, positions from left to right, a part for each hook
+        point.
+
+        Args:
+            metric: the first one by default.
+            pair: which pair of prompts; None: the mean of all. They have to have as many tokens.
+            labels: what is written under the positions, in place of their numbers.
+
+        Raises `ImportError` where Pillow is not installed.
+        """
+        from tllm.patching.heatmap import Heatmap
+
+        values = self.values[self._known(metric)]
+        if pair is None and len(values) > 1 and len({len(each) for each in self.tokens}) > 1:
+            raise ValueError(
+                "the pairs have different numbers of tokens, so that their positions have no mean; "
+                f"give pair=, from 0 to {len(values) - 1}"
+            )
+        chosen = values.mean(0) if pair is None else values[pair]
+        names = list(map(str, self.positions)) if labels is None else list(labels)
+        if len(names) != len(self.positions):
+            raise ValueError(f"labels has {len(names)} entries for {len(self.positions)} positions")
+        Heatmap(self._known(metric), self.hooks, self.layers, names, chosen).save(Path(path))
+
+    def _known(self, metric: str | None) -> str:
+        """A metric that was measured; the first one by default."""
         name = self.metrics[0] if metric is None else metric
         if name not in self.values:
             raise ValueError(
                 f"metric={name!r} was not measured; measured were {', '.join(self.metrics)}"
             )
-        measured = [row for row in self._rows() if not np.isnan(row[name])]
-        return sorted(measured, key=lambda row: row[name], reverse=not smallest)[:n]
+        return name

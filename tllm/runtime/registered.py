@@ -102,6 +102,14 @@ class RegisteredConsumers:
         for sequence in self.slots:
             self.introduce(sequence, [owner])
 
+    def weights_changed(self, model: ModelView) -> None:
+        """Tell all consumers that the model has other weights."""
+        self.model = model
+        for owner in self:
+            owner.context.model = model
+            context = owner.context.at(self.step)
+            self.dispatcher.call(owner, owner.consumer.on_weights_changed, context)
+
     def get(self, consumer_id: str) -> BoundConsumer:
         """The consumer of that id; raises `ValueError` with those that there are."""
         owner = self.by_id.get(consumer_id)

@@ -258,6 +258,10 @@ class Guidance:
         """Why candidates cannot be guided here; None when they can."""
         return self._head if isinstance(self._head, str) else None
 
+    def set_head(self, head: LmHead | str | None) -> None:
+        """The LM head has other weights."""
+        self._head = head
+
     def set_flows(self, flows: Sequence[BoundFlow]) -> None:
         """The flows of the consumers that are registered now."""
         self._guides = [

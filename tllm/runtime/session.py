@@ -181,6 +181,16 @@ class Session:
         for owner in self.consumers:
             self._dispatcher.flush(owner)
 
+    def weights_changed(self, model: ModelView, lm_head: LmHead | str | None) -> None:
+        """The model has other weights. What was computed with the old ones was handed out.
+
+        Args:
+            model, lm_head: of the new ones.
+        """
+        self._model = model
+        self._guidance.set_head(lm_head)
+        self.consumers.weights_changed(model)
+
     def close(self) -> None:
         """The engine ends."""
         self.unregister()

@@ -24,6 +24,10 @@ _SOURCES = ("tensor", "zero", "mean", "noise", "run")
 _MOST_SEEDS = 2**63
 
 
+KEPT = "kept:"
+"""The beginning of the keys under which the workers say which rows they keep."""
+
+
 @dataclass(frozen=True)
 class KeptRows:
     """Rows that the workers keep under a name, for patches to refer to.

@@ -86,6 +86,12 @@ class ESampConsumer(Consumer):
         if ctx.model.final_norm is not None or not self.config.needs_final_norm:
             self._worker = ESampWorker(self.config, ctx)
 
+    @torch.inference_mode()
+    def on_weights_changed(self, ctx: ConsumerContext) -> None:
+        """Distillers go on learning, through the new norm."""
+        if self._worker is not None:
+            self._worker.renew_norm(ctx.model)
+
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
         """Reserve a distiller."""
         if self._worker is not None:

@@ -95,7 +95,7 @@ class ESampWorker:
         self._table = SlotTable(
             config.slots, config.on_full == "grow", config.scope, config.persist
         )
-        norm = _final_norm(model) if config.needs_final_norm else Identity()
+        self._norm = norm = _final_norm(model) if config.needs_final_norm else Identity()
         self._bank = DistillerBank(
             Layout(model.hidden_size, config.rank),
             config.slots,
@@ -120,6 +120,13 @@ class ESampWorker:
         self._guide_plan: GuidePlan | None = None
         if on_cuda:
             self._warm_up(ctx)
+
+    def renew_norm(self, model: ModelView) -> None:
+        """Take over the final norm of new weights, where CUDA graphs look for it."""
+        if isinstance(self._norm, RmsNorm) and model.final_norm_weight is not None:
+            self._norm.weight.copy_(model.final_norm_weight)
+        if isinstance(self._norm, CallableNorm) and model.final_norm is not None:
+            self._norm.function = model.final_norm
 
     def join(self, request: RequestInfo) -> None:
         """A sequence will need a distiller."""

@@ -1,0 +1,52 @@
+"""`tllm sweep`: one pair in an engine, and what is asked wrongly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from PIL import Image
+
+ENGINE = [
+    *("--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true"),
+    *("--engine-arg", "max_model_len=64", "--engine-arg", "num_gpu_blocks_override=64"),
+    *("--engine-arg", "disable_log_stats=true"),
+]
+
+
+def test_a_pair_is_swept_written_and_drawn(invoke, tiny_model, tmp_path):
+    out, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
+    asked = ["--clean", "a story", "--corrupt", "a stXry", "--right", "a", "--wrong", "b"]
+    more = ["--metric", "logit_diff,kl", "--layers", "0,-1", "--out", str(out), "--top", "3"]
+    status, text, error = invoke(
+        "sweep", tiny_model, *asked, *more, "--heatmap", str(picture), *ENGINE
+    )
+    assert (status, error.count("Error")) == (0, 0), text + error
+    assert "logit_diff: clean" in text and "experiments" in text
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * 7
+    last = rows[-1]
+    assert (last["layer"], last["position"], last["text"]) == (3, 6, "y")
+    assert last["kl"] == pytest.approx(0, abs=1e-4), "the last token of the last block is the clean"
+    assert max(abs(row["kl"]) for row in rows) > 1e-3
+    with Image.open(picture) as drawn:
+        assert drawn.format == "PNG"
+
+
+def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text('{"clean": "a", "corrupt": "b", "answers": ["c"]}\n{"clean": "a"}\n')
+    some = tmp_path / "some.jsonl"
+    some.write_text(
+        '{"clean": "a", "corrupt": "b", "answers": ["c"]}\n{"clean": "a", "corrupt": "d"}'
+    )
+    for asked, message in (
+        ([], "give --clean and --corrupt, or --pairs"),
+        (["--pairs", str(lines)], "line 2: give an object with 'clean' and 'corrupt'"),
+        (["--pairs", str(some)], "1 of 2 lines have 'answers'; give all"),
+        (["--pairs", str(lines), "--right", "a"], "--pairs has all prompts and answers"),
+        (["--clean", "a", "--corrupt", "b", "--layers", "first"], "give whole numbers"),
+    ):
+        status, _, error = invoke("sweep", "no-model", *asked)
+        assert status == 2
+        assert message in " ".join(error.split())

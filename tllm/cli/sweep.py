@@ -1,0 +1,139 @@
+"""`tllm sweep`: which layers and positions carry what differs between two prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tllm.patching import Sweep
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """What to sweep.
+
+    Attributes:
+        model: a path or a name on the Hugging Face hub.
+        clean, corrupt: the prompts of each pair.
+        answers: the right and the wrong next token, for each pair.
+        hooks, layers, positions: as `llm.patching.sweep` takes them.
+        metrics: names.
+        noising, window: see there.
+        engine: further arguments of `tllm.LLM`.
+    """
+
+    model: str
+    clean: Sequence[str]
+    corrupt: Sequence[str]
+    answers: Sequence[Sequence[str | int]] | None
+    hooks: Sequence[str]
+    layers: Sequence[int] | None = None
+    positions: Sequence[int] | None = None
+    metrics: Sequence[str] = ("recovered",)
+    noising: bool = False
+    window: int = 1
+    engine: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_pairs(path: Path) -> tuple[list[str], list[str], list[list[str | int]] | None]:
+    """Clean prompts, corrupt ones, and their answers where all lines have them, of JSON Lines with
+    `clean`, `corrupt` and `answers`. Raises `ValueError` naming the line that is wrong."""
+    clean: list[str] = []
+    corrupt: list[str] = []
+    answers: list[list[str | int]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+        found = [entry.get(key) for key in ("clean", "corrupt")] if isinstance(entry, dict) else []
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) < 2:
+            raise ValueError(
+                f"{path}, line {number}: give an object with 'clean' and 'corrupt', and 'answers' "
+                "if the metric compares any"
+            )
+        clean.append(texts[0])
+        corrupt.append(texts[1])
+        if "answers" in entry:
+            answers.append(list(entry["answers"]))
+    if answers and len(answers) < len(clean):
+        raise ValueError(f"{path}: {len(answers)} of {len(clean)} lines have 'answers'; give all")
+    if not clean:
+        raise ValueError(f"{path} has no lines")
+    return clean, corrupt, answers or None
+
+
+def run(job: SweepJob, console: Console) -> tuple[Sweep, list[list[str]]]:
+    """Sweep, with a bar of the experiments; what came of it, and the text of the tokens."""
+    from tllm import LLM
+
+    llm = LLM(job.model, **job.engine)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("experiments", total=None)
+        sweep = llm.patching.sweep(
+            list(job.clean),
+            list(job.corrupt),
+            hooks=list(job.hooks),
+            layers=job.layers,
+            positions=job.positions,
+            metric=list(job.metrics),
+            answers=job.answers,
+            noising=job.noising,
+            window=job.window,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    tokenizer = llm.get_tokenizer()
+    return sweep, [[tokenizer.decode([token]) for token in tokens] for tokens in sweep.tokens]
+
+
+def render(sweep: Sweep, texts: Sequence[Sequence[str]], top: int, console: Console) -> None:
+    """Print the two runs, and the experiments with the largest values."""
+    for name in sweep.metrics:
+        clean, corrupt = sweep.clean[name].mean(), sweep.corrupt[name].mean()
+        floor = sweep.noise_floor[name]
+        console.print(
+            f"{name}: clean {clean:.3f}, corrupt {corrupt:.3f}, noise {floor:.1e}", highlight=False
+        )
+    table = Table()
+    for column in ("pair", "hook", "layer", "position", "token", *sweep.metrics):
+        table.add_column(column, justify="left" if column in ("hook", "token") else "right")
+    for row in sweep.top(top):
+        token = repr(texts[row["pair"]][row["position"]])
+        values = [f"{row[name]:.3f}" for name in sweep.metrics]
+        where = [str(row[key]) for key in ("pair", "hook", "layer", "position")]
+        table.add_row(*where, escape(token), *values)
+    console.print(table)
+
+
+def write(sweep: Sweep, texts: Sequence[Sequence[str]], path: Path) -> None:
+    """Write a row for each experiment, as JSON Lines."""
+    with path.open("w", encoding="utf-8") as file:
+        for row in sweep.rows:
+            text = texts[row["pair"]][row["position"]]
+            file.write(json.dumps({**row, "text": text}) + "\n")
+
+
+def draw(sweep: Sweep, texts: Sequence[Sequence[str]], path: Path) -> None:
+    """Draw the heatmap; the tokens are under the positions where there is one pair."""
+    labels = None
+    if len(texts) == 1:
+        labels = [f"{position} {texts[0][position]}" for position in sweep.positions]
+    sweep.heatmap(path, labels=labels)
