@@ -1,7 +1,7 @@
 """Which layer and position carry the mood of a story: activation patching on the demo model.
 
     python examples/mood_patching.py
-    python examples/mood_patching.py --pairs 40
+    python examples/mood_patching.py --pairs 40 --plot doc/guides/patching_mood.png
 
 Two openings differ in one word, which makes the story happy or sad; both go on with the hero's
 name. Of the happy run one row at a time is put into the sad one: by how much does that bring back
@@ -37,6 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo/model")
     parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--plot", type=Path, help="draw the first pair, as a PNG")
     arguments = parser.parse_args()
     llm = LLM(
         arguments.model, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**28, seed=0
@@ -65,6 +66,10 @@ def main() -> None:
                 ends = {word: "mood word", last[row["pair"]]: "last token"}
                 shares[ends.get(position, "between")].append(row["recovered"])
         print(f"{layer:7} " + " ".join(f"{np.mean(each):10.2f}" for each in shares.values()))
+    if arguments.plot is not None:
+        tokens = [llm.get_tokenizer().decode([token]) for token in sweep.tokens[0]]
+        labels = [*tokens, *[""] * (len(sweep.positions) - len(tokens))]
+        sweep.heatmap(arguments.plot, pair=0, labels=labels)
     best = sweep.top(1)[0]
     print(f"the most: pair {best['pair']}, layer {best['layer']}, position {best['position']}")
 

@@ -1,5 +1,7 @@
 """The consumer as an engine drives it: predict, guide, train, finish, recycle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from esamp_driver import HIDDEN, Driver, make_request
@@ -70,6 +72,25 @@ def test_each_sample_is_guided_by_its_own_prediction_of_a_distiller_that_learned
         torch.testing.assert_close(step.delta, wanted, rtol=1e-3, atol=1e-3)
         for prompt, distiller in expected.items():
             distiller.train(step.source[rows[prompt]], step.target[rows[prompt]])
+    assert step.delta.any()
+
+
+def test_the_final_norm_of_new_weights_is_taken_over():
+    driver = make_driver()
+    running = samples("a", 2)
+    expected = ExpectedDistiller(driver)
+    driver.begin(*running)
+    for number in range(6):
+        if number == 3:
+            weight = torch.linspace(3.0, 0.2, HIDDEN)
+            driver.ctx.model = replace(driver.ctx.model, final_norm_weight=weight)
+            driver.consumer.on_weights_changed(driver.ctx)
+            expected.head_norm = expected.target_norm = RmsNorm(weight.clone(), 1e-6)
+        step = driver.step(running)
+        predictions = expected.predict(step.source)
+        wanted = expected_delta(step.candidates, predictions, 0.5)
+        torch.testing.assert_close(step.delta, wanted, rtol=1e-3, atol=1e-3)
+        expected.train(step.source, step.target)
     assert step.delta.any()
 
 
