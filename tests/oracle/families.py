@@ -228,6 +228,27 @@ _MAMBA = {
     "tie_word_embeddings": False,
 }
 
+_CLIP = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "projection_dim": 64,
+}
+_SIGLIP = _CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
+_QWEN3_VISION = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": HIDDEN,
+    "deepstack_visual_indexes": [0, 1],
+    "num_position_embeddings": 16,
+}
+
 SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     # Only the survey runs these.
     "gpt_oss": (
@@ -717,15 +738,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_vl",
         {
             "text_config": _BASE | _HEAD_DIM | _INTERLEAVED_ROPE,
-            "vision_config": {
-                "depth": 2,
-                "hidden_size": 64,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "out_hidden_size": HIDDEN,
-                "deepstack_visual_indexes": [0, 1],
-                "num_position_embeddings": 16,
-            },
+            "vision_config": _QWEN3_VISION,
         },
     ),
     "gemma3_mm": (
@@ -750,20 +763,139 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         "llava",
         {
             "text_config": _BASE | {"model_type": "llama"},
+            "vision_config": _CLIP,
+            "image_token_index": 150,
+        },
+    ),
+    "qwen2_vl": (
+        "qwen2_vl",
+        {
+            "text_config": _BASE | _MULTIMODAL_ROPE,
             "vision_config": {
-                "model_type": "clip_vision_model",
+                "depth": 2,
+                "embed_dim": 64,
+                "hidden_size": HIDDEN,
+                "num_heads": 2,
+                "mlp_ratio": 2,
+            },
+        },
+    ),
+    "qwen3_vl_moe": (
+        "qwen3_vl_moe",
+        {
+            "text_config": _BASE
+            | _HEAD_DIM
+            | _INTERLEAVED_ROPE
+            | _EXPERTS
+            | {"num_experts": 4, "decoder_sparse_step": 1},
+            "vision_config": _QWEN3_VISION,
+        },
+    ),
+    "gemma4_mm": (
+        "gemma4",
+        {
+            "text_config": {
+                **_BASE,
+                **_HEAD_DIM,
+                **_SLIDING,
+                "vocab_size_per_layer_input": VOCAB,
+                "hidden_size_per_layer_input": 32,
+                "pad_token_id": 0,
+                "per_layer_config": {},
+            },
+            "image_token_id": 150,
+            "video_token_id": 151,
+            "audio_token_id": 152,
+            "vision_config": {
                 "hidden_size": 64,
                 "intermediate_size": 64,
                 "num_hidden_layers": 2,
                 "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+            },
+        },
+    ),
+    "paligemma": (
+        "paligemma",
+        {
+            "text_config": CONFIGS["gemma"][1] | {"model_type": "gemma"},
+            "vision_config": _SIGLIP,
+            "projection_dim": HIDDEN,
+            "image_token_index": 150,
+        },
+    ),
+    "llava_next": (
+        "llava_next",
+        {
+            "text_config": _BASE | {"model_type": "llama"},
+            "vision_config": _CLIP,
+            "image_token_index": 150,
+        },
+    ),
+    "llava_onevision": (
+        "llava_onevision",
+        {
+            "text_config": _BASE | {"model_type": "qwen2"},
+            "vision_config": _SIGLIP,
+            "image_token_index": 150,
+            "video_token_index": 151,
+        },
+    ),
+    "mistral3": (
+        "mistral3",
+        {
+            "text_config": _BASE | _HEAD_DIM | {"model_type": "mistral", "sliding_window": None},
+            "vision_config": {
+                "model_type": "pixtral",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "head_dim": 32,
                 "image_size": 28,
                 "patch_size": 14,
-                "projection_dim": 64,
             },
             "image_token_index": 150,
         },
     ),
-    "hrm_text": ("hrm_text", _BASE | _HEAD_DIM),
+    "idefics3": (
+        "idefics3",
+        {
+            "text_config": _BASE | {"model_type": "llama"},
+            "vision_config": {key: value for key, value in _SIGLIP.items() if key != "model_type"},
+            "scale_factor": 1,
+            "image_token_id": 150,
+        },
+    ),
+    "internvl": (
+        "internvl",
+        {
+            "text_config": _BASE | {"model_type": "qwen2"},
+            "vision_config": {
+                "model_type": "internvl_vision",
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "image_size": [28, 28],
+                "patch_size": [14, 14],
+            },
+            "image_token_id": 150,
+        },
+    ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {
+            "text_config": CONFIGS["cohere2"][1] | {"model_type": "cohere2"},
+            "vision_config": _SIGLIP,
+            "image_token_id": 150,
+        },
+    ),
+    "qwen3_5_mm": (
+        "qwen3_5",
+        {"text_config": _BASE | _HEAD_DIM | _HYBRID | _DELTA, "vision_config": _QWEN3_VISION},
+    ),
     "kimi_linear": (
         "kimi_linear",
         _BASE | _LATENT | _EXPERTS | _HYBRID | {"num_experts": 4, "n_routed_experts": 4},
@@ -810,6 +942,8 @@ _SERVED_AS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "nemotron_h_puzzle": ("NemotronHPuzzleForCausalLM", "nemotron_h", {}),
     "mimo_v2": ("MiMoV2ForCausalLM", "mimo_v2_flash", {}),
 }
+CHECKPOINT_OF = {name: like for name, (_, like, _) in _SERVED_AS.items()}
+"""The family whose checkpoint it is given, where `transformers` has no class of its own."""
 for _name, (_architecture, _like, _more) in _SERVED_AS.items():
     _kind, _values = (CONFIGS | SURVEYED)[_like]
     SURVEYED[_name] = _kind, _values | _more | {"architectures": [_architecture]}
@@ -844,7 +978,7 @@ def tolerance(name: str) -> float:
 def served_dtype(name: str) -> torch.dtype:
     """What vLLM computes in, on a CPU."""
     # Its kernel of gated delta nets for CPUs has no other dtype.
-    needs_bfloat16 = name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+    needs_bfloat16 = name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_mm")
     return torch.bfloat16 if needs_bfloat16 else torch.float32
 
 
@@ -853,6 +987,11 @@ def engine_arguments(name: str) -> dict[str, Any]:
     if name in ("cohere2", "cohere2_moe"):
         # With the same window, vLLM's Cohere 2 sees one token more.
         return {"hf_overrides": {"sliding_window": WINDOW - 1}}
+    if name == "cohere2_vision":
+        return {
+            "hf_overrides": {"text_config": {"sliding_window": WINDOW - 1}},
+            "limit_mm_per_prompt": {"image": 0, "video": 0},
+        }
     if name in _ROTATED_BY_HEAD and not torch.cuda.is_available():
         # vLLM's rotary kernel for CPUs takes a row of heads [rows, heads, size] for one head.
         return {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
@@ -921,7 +1060,7 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
     if (folder / "config.json").exists():
         return folder
     model_type, values = variant.config(name)
-    torch.manual_seed(sum(name.encode()))
+    torch.manual_seed(_SEEDS.get(name, sum(name.encode())))
     config = AutoConfig.for_model(model_type, **values)
     model = kind_of(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -943,9 +1082,14 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
     return folder
 
 
+# What leaves a delta net is divided by its norm: where that is near zero for a row, every rounding
+# of bfloat16 is magnified. With these seeds, chosen with `transformers` alone, none is.
+_SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1}
 _ZERO = {
     # vLLM's router for CPUs leaves it out where experts are scored by a softmax.
     "ernie4_5_moe": "e_score_correction_bias",
+    # vLLM loads it, and does not add it.
+    "phimoe": "lm_head.bias",
 }
 
 

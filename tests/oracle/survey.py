@@ -5,8 +5,9 @@
 Each family is a tiny random model. It is served apart from this process, in a mixed batch, and
 compared with `transformers` in float32: rows at every hook point of every layer that has it,
 tokens, and steering at one place of each point. What was found is kept in `--cache`, a JSON file a
-family; `--write` makes `doc/reference/models.md` of all that is there (`--families` without a name
-surveys nothing more). `python -m tests.oracle.gpu --cache DIR` puts what a GPU found there, too.
+family; `--write` adds what is there to `findings.jsonl`, and makes `doc/reference/models.md` of all
+of it (`--families` without a name surveys nothing more). `python -m tests.oracle.gpu --cache DIR`
+puts what a GPU found there, too. Multimodal models, and Qwen 3.5, need torchvision.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ import torch
 from tllm.spec.hooks import HookPoint, ModelPoints, ranges
 from tllm.verify.tolerance import Tolerance
 
-from .families import CONFIGS, LACKING, SURVEYED, Variant, served_dtype, tolerance
+from .families import CHECKPOINT_OF, CONFIGS, LACKING, SURVEYED, Variant, served_dtype, tolerance
 
 if TYPE_CHECKING:
     from .reference_process import ReferenceProcess
 
 DOCUMENT = Path(__file__).parents[2] / "doc" / "reference" / "models.md"
+FINDINGS = Path(__file__).with_name("findings.jsonl")
 TIMEOUT_S = 400
 ALL = CONFIGS | SURVEYED
 
@@ -125,11 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wrong += not (finding.is_right or finding.refusal)
         print(_line(finding), flush=True)
     if given.write:
-        findings = [
-            Finding(**json.loads(path.read_text())) for path in sorted(given.cache.glob("*.json"))
-        ]
-        DOCUMENT.write_text(document(findings))
+        found = {(one.family, one.runner): one for one in kept()}
+        for path in given.cache.glob("*.json"):
+            one = Finding(**json.loads(path.read_text()))
+            found[one.family, one.runner] = one
+        lines = [json.dumps(asdict(found[key])) for key in sorted(found)]
+        FINDINGS.write_text("\n".join(lines) + "\n")
+        DOCUMENT.write_text(document(kept()))
     return int(wrong > 0)
+
+
+def kept() -> list[Finding]:
+    """What the page was last written of."""
+    return [Finding(**json.loads(line)) for line in FINDINGS.read_text().splitlines()]
 
 
 _RUNNERS = {"v1": "V1 CPU", "v2": "V2 CPU"}
@@ -263,11 +273,15 @@ def _compare(finding: Finding, reference: Any, checkpoint: Path, *, seeded: bool
 def _accepted(family: str, points: Sequence[str]) -> Tolerance:
     """The errors that rounding explains, and what the family is known to differ by."""
     if served_dtype(family) != torch.float32:
-        return Tolerance.of(served_dtype(family))
+        # A delta net divides by norms and multiplies gates in it, too: with 48 random runs and
+        # steering, `transformers` in bfloat16 is off from itself in float32 by up to 1.1 of the
+        # limits of other models (Qwen 2: 0.95), and vLLM may be as far off on the other side.
+        dense = Tolerance.of(served_dtype(family))
+        limits = {point: 2 * limit for point, limit in dense.points.items()}
+        return Tolerance(limits, regret=2 * limits["logits"])
     limit = tolerance(family)
     # Two logits are compared to find the likeliest token, and both may be off.
-    regret = 2 * limit if limit > tolerance("") else 0.0
-    return Tolerance(dict.fromkeys([*points, "logits"], limit), regret)
+    return Tolerance(dict.fromkeys([*points, "logits"], limit), regret=2 * limit)
 
 
 def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:
@@ -334,6 +348,10 @@ in one mixed batch, against `transformers` with forward hooks, one request at a 
 the rows of every hook point of every layer, tokens, and steering at one place of each point. The
 error is the largest of any row, relative to the largest value of its tensor; on a CPU in float32,
 on a GPU in bfloat16. Numbers of layers are those of the tiny model.
+
+*given NAME*: `transformers` has no class of it. Its tiny model is one of NAME, which computes the
+same in this configuration, and vLLM serves it with the class of the architecture that is named.
+An empty cell was not run.
 """
 
 
@@ -349,9 +367,9 @@ def document(findings: Sequence[Finding]) -> str:
         ran = [finding for finding in on.values() if not finding.failure]
         first = next(iter(ran or on.values()))
         seen.add(_architecture(family) if family in ALL else family)
-        name = f"`{first.architecture}` ({family})" if first.architecture else family
+        name = _name(family, first.architecture)
         if not ran:
-            failed.append(f"| {_name(family)} | {first.failure} |")
+            failed.append(f"| {name} | {first.failure} |")
         elif first.refusal:
             refused.append(f"| {name} | {first.refusal} |")
         elif any(finding.is_right for finding in ran):
@@ -467,8 +485,10 @@ def _architecture(family: str) -> str:
     return str(values["architectures"][0] if "architectures" in values else classes[model_type])
 
 
-def _name(family: str) -> str:
-    return f"`{_architecture(family)}` ({family})" if family in ALL else family
+def _name(family: str, architecture: str) -> str:
+    given = f", given {CHECKPOINT_OF[family]}" if family in CHECKPOINT_OF else ""
+    architecture = architecture or (_architecture(family) if family in ALL else "")
+    return f"`{architecture}` ({family}{given})" if architecture else family
 
 
 def _version() -> str:

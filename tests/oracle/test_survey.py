@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from .survey import Finding, document, examined
+from .survey import DOCUMENT, Finding, document, examined, kept
 
 #: One of each kind of block that the other tests of the oracle have not.
 FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h", "deepseek_v3", "lfm2")
@@ -50,3 +50,7 @@ def test_document_says_what_was_found_and_where() -> None:
     assert "| `WrongForCausalLM` (wrong) | 1e-01 | 2e-01 |" in text
     assert "| absent | no kernel |" in text
     assert "`SolarForCausalLM`" in text
+
+
+def test_page_is_what_was_found() -> None:
+    assert DOCUMENT.read_text() == document(kept()), "python -m tests.oracle.survey --write"
