@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conftest import MODEL, Server
 from test_serving import decoded, states, steered_tokens
 
+from tllm.shared_memory import FOLDER, NAME
+
 PROMPTS = [
     "One day Mia went to the garden.",
     "Ben had a red kite.",
@@ -163,7 +165,7 @@ def held(server: Server) -> dict[str, float]:
         "MiB": sum(own.values()),
         "threads": sum(each.num_threads() for each in processes),
         "descriptors": sum(each.num_fds() for each in processes),
-        "shared files": len(list(Path("/dev/shm").glob("tllm-*"))),
+        "shared files": len(shared_files({each.pid for each in processes})),
     }
     if server.plain:
         return found
@@ -171,6 +173,12 @@ def held(server: Server) -> dict[str, float]:
     in_use = ("running_sequences", "ring_rows_in_use", "steering_configurations", "results_kept")
     found |= {name: sum(stats[name] for stats in workers) for name in in_use}
     return found | {"requests": server.get("/v1/steering").json()["requests"]}
+
+
+def shared_files(processes: set[int]) -> list[Path]:
+    """Files in shared memory that some processes own."""
+    found = [(path, NAME.fullmatch(path.name)) for path in FOLDER.iterdir()]
+    return [path for path, told in found if told and int(told.group(2)) in processes]
 
 
 def title(process: psutil.Process) -> str:
