@@ -1,0 +1,1 @@
+"""Does ESamp find more? Pass@k on problems that take a chain of reasoning."""

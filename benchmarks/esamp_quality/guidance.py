@@ -1,0 +1,118 @@
+"""Ways of guiding that ESamp is compared with, and one that is tried: ordinary consumers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.esamp_quality.settings import Setting
+from tllm.consumers.base import Consumer
+from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
+from tllm.ports import (
+    Candidates,
+    ConsumerContext,
+    ConsumerFlow,
+    PortBundle,
+    ResidualStream,
+    Sampler,
+)
+
+
+class MatchedESamp(ESampConsumer):
+    """ESamp without what only changes the temperature.
+
+    Where the distiller is flatter than the model, `beta (l - d)` has a part that lies along `l`:
+    it sharpens, as a lower temperature does. With p the distribution that would be drawn from, the
+    part is `a (l - E_p[l])`, where `a = Cov_p(l, delta) / Var_p(l)`; here it is taken away.
+    """
+
+    consumer_id = "esamp"
+
+    @torch.inference_mode()
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> Tensor | None:
+        delta = super().guide(candidates, ctx)
+        if delta is None:
+            return None
+        logits = candidates.logits
+        p = logits.softmax(-1)
+        known = p > 0
+        centred = torch.where(known, logits, 0)
+        centred = centred - (p * centred).sum(-1, keepdim=True)
+        covariance = (p * centred * delta).sum(-1, keepdim=True)
+        variance = (p * centred.square()).sum(-1, keepdim=True)
+        along = torch.where(variance > 1e-6, covariance / variance.clamp(min=1e-6), 0)
+        return torch.where(known, delta - along * centred, 0)
+
+
+class Noise(Consumer):
+    """Contrast with the model's own state and a random error: `beta (l - d)`, as ESamp's, with
+    errors that say nothing.
+
+    Args:
+        beta: strength.
+        size: root of the mean square of an error's elements.
+    """
+
+    consumer_id = "noise"
+
+    def __init__(self, beta: float, size: float) -> None:
+        self.beta = beta
+        self.size = size
+
+    def flows(self) -> Sequence[ConsumerFlow]:
+        return [
+            ConsumerFlow(
+                reads=[ResidualStream.read(site="lm_head_in", phase="decode", role="state")],
+                writes=[Sampler.write(phase="decode")],
+                window="same_step",
+                delivery="device_lease",
+            )
+        ]
+
+    def start(self, ctx: ConsumerContext) -> None:
+        self._states: Tensor | None = None
+        self._rows: dict[int, int] = {}
+        self._generator = torch.Generator(ctx.device).manual_seed(0)
+
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        self._states = bundle.entries["state"]
+        self._rows = {slot: row for row, slot in enumerate(bundle.meta.slots.tolist())}
+
+    @torch.inference_mode()
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> Tensor | None:
+        states, self._states = self._states, None
+        if states is None:
+            return None
+        error = torch.randn(
+            states.shape, generator=self._generator, device=states.device, dtype=torch.float32
+        )
+        wrong = (states.float() + self.size * error).to(states.dtype)
+        index = [self._rows.get(slot, -1) for slot in candidates.meta.slots.tolist()]
+        rows = torch.tensor(index, dtype=torch.int32, device=states.device)
+        delta = self.beta * (candidates.logits - candidates.project(wrong, rows))
+        return torch.where(delta.isfinite(), delta, 0)
+
+
+def consumer_of(setting: Setting, error: float) -> Consumer | None:
+    """What guides.
+
+    Args:
+        error: the mean square of the distiller's errors, where noise is to be as large.
+    """
+    if setting.kind == "plain":
+        return None
+    if setting.kind == "noise":
+        return Noise(setting.beta, error**0.5)
+    config = ESampConsumerConfig(
+        beta=setting.beta,
+        source_layer=setting.layer,
+        lr=setting.lr,
+        scope="shared" if setting.kind == "shared" else "prompt",
+        # An untrained distiller says what the final norm makes of its row.
+        train=setting.kind != "lens",
+        persist=setting.kind == "waves",
+        slots=256,
+    )
+    return MatchedESamp(config) if setting.kind == "matched" else ESampConsumer(config)

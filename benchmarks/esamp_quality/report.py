@@ -1,0 +1,98 @@
+"""Results as a table, and as frontiers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.esamp_quality.scores import KS, Scores, interval
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Results, one a line."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def table(results: Sequence[dict[str, Any]]) -> Table:
+    """Every setting: those of a kind together, best Pass@64 first."""
+    shown = Table("setting", *(f"Pass@{k}" for k in KS), "95%", "distinct", "valid", "s")
+    best = {kind: max(_last(r) for r in results if r["kind"] == kind) for kind in _kinds(results)}
+    for result in sorted(results, key=lambda r: (-best[r["kind"]], r["kind"], -_last(r))):
+        scores = Scores.of(result)
+        ks = [k for k in KS if k <= scores.samples]
+        low, high = interval(scores.pass_at(ks[-1]))
+        shown.add_row(
+            result["name"],
+            *(f"{100 * scores.pass_at(k).mean():.1f}" if k in ks else "" for k in KS),
+            f"{100 * low:.1f} to {100 * high:.1f}",
+            f"{scores.distinct.mean():.2f}",
+            f"{100 * scores.valid.mean() / scores.samples:.1f}",
+            f"{result['seconds']:.0f}",
+        )
+    return shown
+
+
+def against(results: Sequence[dict[str, Any]]) -> Table:
+    """Each kind at its best setting, for each k, minus plain sampling at *its* best; the interval
+    is of the paired difference over problems."""
+    ks = [k for k in KS if k <= results[0]["samples"]]
+    shown = Table("kind", *(f"Pass@{k} - plain" for k in ks), "distinct - plain")
+    plain = [Scores.of(r) for r in results if r["kind"] == "plain"]
+    for kind in _kinds(results):
+        if kind == "plain":
+            continue
+        ours = [Scores.of(r) for r in results if r["kind"] == kind]
+        cells = [
+            _difference([s.pass_at(k) for s in ours], [s.pass_at(k) for s in plain], 100)
+            for k in ks
+        ]
+        cells.append(_difference([s.distinct for s in ours], [s.distinct for s in plain], 1))
+        shown.add_row(kind, *cells)
+    return shown
+
+
+def _difference(ours: Sequence[Any], plain: Sequence[Any], unit: float) -> str:
+    one, other = (max(each, key=lambda values: values.mean()) for each in (ours, plain))
+    low, high = interval(unit * (one - other))
+    return f"{unit * (one - other).mean():+.1f} [{low:+.1f}, {high:+.1f}]"
+
+
+def _kinds(results: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(result["kind"] for result in results))
+
+
+def _last(result: dict[str, Any]) -> float:
+    scores = Scores.of(result)
+    return float(scores.pass_at(min(KS[-1], scores.samples)).mean())
+
+
+def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Pass@64 and distinct right solutions against Pass@1: a point a setting."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for kind in _kinds(results):
+        scores = [Scores.of(r) for r in results if r["kind"] == kind]
+        most = min(KS[-1], scores[0].samples)
+        marker = "o" if kind == "plain" else "^"
+        left.plot(
+            [100 * s.pass_at(1).mean() for s in scores],
+            [100 * s.pass_at(most).mean() for s in scores],
+            marker,
+            label=kind,
+        )
+        right.plot(
+            [100 * s.pass_at(1).mean() for s in scores],
+            [s.distinct.mean() for s in scores],
+            marker,
+            label=kind,
+        )
+    left.set(xlabel="Pass@1, %", ylabel=f"Pass@{most}, %")
+    right.set(xlabel="Pass@1, %", ylabel=f"distinct right solutions in {most} samples")
+    left.legend()
+    figure.savefig(path)
