@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from entry_points import declared_in
 from safetensors.torch import save_file
 
 from tllm.engine import launch
+from tllm.server.settings import VARIABLE, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "model"
@@ -36,12 +39,23 @@ def interventions(folder: Path) -> list[str]:
     return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
 
 
+def flags_of_the_guide() -> list[str]:
+    """What the guide gives to `vllm serve`, on a CPU."""
+    text = (ROOT / "doc" / "guides" / "serving.md").read_text()
+    (block,) = re.findall(r"^VLLM_PLUGINS=tllm vllm serve MODEL(.*?)^```$", text, re.M | re.S)
+    given = shlex.split(block.replace("\\\n", " "))
+    (worker,) = re.findall(r"On a CPU the worker is `(.*?)`", text)
+    given[given.index("--worker-cls") + 1] = worker
+    return given
+
+
 class Server:
     """A running server.
 
     Args:
         more: further arguments.
         plain: whether it is vLLM's alone, with nothing of tLLM's.
+        by_hand: whether it is `vllm serve` with the flags that the guide gives.
 
     Attributes:
         url: its address.
@@ -50,15 +64,19 @@ class Server:
 
     key = KEY
 
-    def __init__(self, folder: Path, *more: str, plain: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *more: str, plain: bool = False, by_hand: bool = False
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.plain = plain
         self.log = folder / "server.log"
-        serve = [sys.executable, "-m", launch.module()] if plain else _TLLM
-        command = [*serve, "serve", str(MODEL), *(() if plain else interventions(folder))]
+        ours = interventions(folder)
+        serve = [sys.executable, "-m", launch.module()] if plain or by_hand else _TLLM
+        given = [] if plain else flags_of_the_guide() if by_hand else ours
+        command = [*serve, "serve", str(MODEL), *given]
         command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         # Few blocks: requests that are long, and many, are preempted.
@@ -71,8 +89,11 @@ class Server:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }
-        if plain:
-            environment["VLLM_PLUGINS"] = ""
+        if plain or by_hand:
+            environment["VLLM_PLUGINS"] = "tllm" if by_hand else ""
+        if by_hand:
+            settings = ServerSettings(admin_api_key=KEY, consumers=(ours[-1],))
+            environment[VARIABLE] = settings.model_dump_json()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 

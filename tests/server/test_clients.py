@@ -1,11 +1,14 @@
 """The documents' clients run against the server as they stand there."""
 
+import asyncio
 import re
 import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import openai
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +41,26 @@ def test_the_guides_client_runs(server, client):
     found = {}
     exec(code, found)
     assert found["answer"].choices[0].capture_results["memory"]["status"] == "ok"
+
+
+def test_the_asynchronous_client_streams_steered_tokens_and_their_rows(server, client):
+    asked = {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}}
+    asked |= {"steering_vectors": {"post_block": {"2": [3.0] * 128}}, "ignore_eos": True}
+    body = {"model": "demo", "prompt": "Ben had a red kite.", "temperature": 0, "max_tokens": 6}
+
+    async def stream():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as opened:
+            events = await opened.completions.create(**body, stream=True, extra_body=asked)
+            return [event async for event in events]
+
+    events = asyncio.run(stream())
+    whole = client.completions.create(**body, extra_body=asked)
+    text = "".join(choice.text for event in events for choice in event.choices)
+    assert text == whole.choices[0].text
+    assert (
+        text != client.completions.create(**body, extra_body={"ignore_eos": True}).choices[0].text
+    )
+    assert events[-1].capture_results == whole.capture_results
 
 
 def test_the_readmes_curl_line_captures(server):

@@ -330,6 +330,17 @@ def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):
     assert "secret" not in serve.shown(arguments, environment)
 
 
+def test_a_dry_run_prints_the_command():
+    arguments = ["serve", "MODEL", "--max-model-len", "9", "--admin-api-key", "secret", "--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert not result.exit_code, result.output
+    words = shlex.split(result.output)
+    assert words[0] == "VLLM_PLUGINS=tllm"
+    assert words[words.index("serve") + 1] == "MODEL"
+    assert words[-2:] == ["--max-model-len", "9"]
+    assert "secret" not in result.output
+
+
 @pytest.mark.parametrize("example", ["Dockerfile", "tllm.service"])
 def test_the_examples_for_production_are_commands_that_vllm_takes(example, monkeypatch, tmp_path):
     text = (ROOT / "examples" / "serving" / example).read_text().replace("\\\n", " ")

@@ -32,8 +32,9 @@ TIMES = 6
 
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory):
-    """A server with two replicas of the model."""
-    running = Server(tmp_path_factory.mktemp("replicas"), "--data-parallel-size", "2")
+    """A server with two replicas of the model, started as `vllm serve` is."""
+    folder = tmp_path_factory.mktemp("replicas")
+    running = Server(folder, "--data-parallel-size", "2", by_hand=True)
     try:
         running.wait()
         yield running
