@@ -66,11 +66,9 @@ def queued_chat(llm: Any) -> Any:
     return [len(names), llm.wait_for_completion(use_tqdm=False)]
 
 
-ENCODED = ("embed", "token_embed", "classify", "token_classify", None)
-
-
 def encoded(llm: Any) -> Any:
-    return [answer_of(partial(encoded_as, task), llm) for task in ENCODED]
+    tasks = ("embed", "token_embed", "classify", "token_classify", None)
+    return [answer_of(partial(encoded_as, task), llm) for task in tasks]
 
 
 def encoded_as(task: str | None, llm: Any) -> Any:
@@ -654,11 +652,8 @@ def online(arguments, offline):
             await check(kind, engine)
             raised["read_stats", kind] = None if await consumer.read_stats() else "no statistics"
             ours = await ask(kind, engine)
-            # Of models that pool, what vLLM's other class said is enough.
-            by_llm = offline["encode", kind][0].value[ENCODED.index(pooling_of(kind)().task)]
-            found["encode", kind] = Answer(**by_llm), ours["encode"]
-            name = "from_engine_args", kind
-            found[name] = offline[name][0], ours["from_engine_args"]
+            theirs = await ask(kind, TheirAsyncLLM.from_engine_args(given[kind]))
+            found.update({(name, kind): (theirs[name], ours[name]) for name in theirs})
             clear_consumers()
 
     try:
