@@ -120,16 +120,15 @@ class ReadoutConsumer(Consumer):
             ctx.export(_ROWS, found, bundle.meta)
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
-        """A promise: what was found is on its way. None for a sequence that had no such token."""
-        if request.slot not in self._read:
+        """A promise: what was found is on its way. None for a sequence that had no such token, and
+        where another rank answers."""
+        had_rows = request.slot in self._read
+        self._read.discard(request.slot)
+        if not had_rows or not self._answers:
             self._found.take(request)
             return None
-        self._read.remove(request.slot)
         promise: Future[Any] = Future()
-        if self._answers:
-            ctx.export(_ENDS, {}, attach=(request, promise))
-        else:
-            promise.set_result(None)
+        ctx.export(_ENDS, {}, attach=(request, promise))
         return promise
 
     def on_export(

@@ -19,6 +19,10 @@ Since: TypeAlias = Mapping[str, Mapping[int, int]]
 """The first position of interest, by the id of a prompt and its sample."""
 
 
+_Key: TypeAlias = tuple[str, int]
+"""A sequence: its prompt, and which sample of it."""
+
+
 @dataclass
 class _Piece:
     """Some rows of one sequence."""
@@ -43,7 +47,9 @@ class TokenRows:
 
     def __init__(self) -> None:
         self._unsorted: list[tuple[RowMeta, Arrays]] = []
-        self._by_slot: dict[int, list[_Piece]] = {}
+        #: By sequence, and not by slot: one that has ended may still be asked for what it had when
+        #: another has its slot.
+        self._pieces: dict[_Key, list[_Piece]] = {}
         #: By prompt and sample.
         self._running: dict[str, dict[int, RequestInfo]] = {}
         #: Rows are added on one thread, and asked for on another.
@@ -63,11 +69,9 @@ class TokenRows:
         """Everything of a sequence that has ended, by position; None when there is nothing."""
         with self._lock:
             self._sort()
-            pieces = self._by_slot.pop(request.slot, None)
+            pieces = self._pieces.pop(_key(request), None)
             samples = self._running.get(request.prompt_id, {})
-            known = samples.get(request.sample_index)
-            if known is not None and known.slot == request.slot:
-                del samples[request.sample_index]
+            samples.pop(request.sample_index, None)
             if not samples:
                 self._running.pop(request.prompt_id, None)
         return None if pieces is None else _joined(pieces)
@@ -82,7 +86,7 @@ class TokenRows:
                 running = self._running.get(prompt_id, {})
                 for sample in samples.keys() & running.keys():
                     request = running[sample]
-                    new = _from(self._by_slot.get(request.slot, ()), samples[sample])
+                    new = _from(self._pieces.get(_key(request), ()), samples[sample])
                     if new:
                         found.setdefault(prompt_id, {})[sample] = request, _joined(new)
         return found
@@ -95,18 +99,26 @@ class TokenRows:
             shape = tuple((name, array.shape[1:]) for name, array in arrays.items())
             groups.setdefault(shape, []).append((meta, arrays))
         for group in groups.values():
-            slots = np.concatenate([meta.slots for meta, _ in group])
-            order = np.argsort(slots, kind="stable")
+            numbers: dict[_Key, int] = {}
+            owners = []
+            for meta, _ in group:
+                own = [numbers.setdefault(_key(each), len(numbers)) for each in meta.requests]
+                owners.append(np.array(own, np.int32)[meta.request_index])
+            owner = np.concatenate(owners)
+            order = np.argsort(owner, kind="stable")
             positions = np.concatenate([meta.positions for meta, _ in group])[order]
             joined = {
                 name: np.concatenate([arrays[name] for _, arrays in group])[order]
                 for name in group[0][1]
             }
-            owners, first = np.unique(slots[order], return_index=True)
-            edges = [*first.tolist(), len(order)]
-            for slot, start, stop in zip(owners.tolist(), edges, edges[1:], strict=False):
+            edges = np.searchsorted(owner[order], np.arange(len(numbers) + 1)).tolist()
+            for key, start, stop in zip(numbers, edges, edges[1:], strict=False):
                 piece = {name: array[start:stop] for name, array in joined.items()}
-                self._by_slot.setdefault(slot, []).append(_Piece(positions[start:stop], piece))
+                self._pieces.setdefault(key, []).append(_Piece(positions[start:stop], piece))
+
+
+def _key(request: RequestInfo) -> _Key:
+    return request.prompt_id, request.sample_index
 
 
 def _from(pieces: Sequence[_Piece], first: int) -> list[_Piece]:

@@ -1,0 +1,57 @@
+"""Values of tokens on the host, by sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tllm.consumers.token_rows import TokenRows
+from tllm.ports import RequestInfo, RowMeta
+
+
+def request(prompt: str, slot: int, sample: int = 0) -> RequestInfo:
+    return RequestInfo(prompt, prompt, sample, 1, slot, 2)
+
+
+def meta(requests: list[RequestInfo], index: list[int], positions: list[int]) -> RowMeta:
+    numbers = [np.array(each, np.int32) for each in (index, positions)]
+    return RowMeta(tuple(requests), *numbers, np.zeros(len(index), np.int64))
+
+
+def values(*given: float) -> dict[str, np.ndarray]:
+    return {"values": np.array(given, np.float32)}
+
+
+def test_a_sequence_is_never_given_what_another_had_in_its_slot() -> None:
+    """One has ended and was not taken yet when the next begins in its slot, and ends first."""
+    rows, first, second = TokenRows(), request("first", 3), request("second", 3)
+    rows.begin(first)
+    rows.add(meta([first], [0, 0], [0, 1]), values(1, 2))
+    rows.begin(second)
+    assert rows.so_far({"second": {0: 0}}) == {}
+    assert rows.take(second) is None
+    taken = rows.take(first)
+    assert taken is not None and taken["values"].values.tolist() == [1, 2]
+    assert rows.take(first) is None
+
+
+def test_bundles_are_sorted_by_sequence_whatever_their_order_and_shape() -> None:
+    rows = TokenRows()
+    one, other, wide = request("one", 0), request("other", 1), request("wide", 2, sample=1)
+    for each in (one, other, wide):
+        rows.begin(each)
+    rows.add(meta([other, one], [0, 1, 1], [5, 0, 1]), values(50, 0, 1))
+    rows.add(meta([wide], [0], [7]), {"values": np.array([[1, 2, 3]], np.float32)})
+    rows.add(meta([one, other], [0, 1], [2, 6]), values(2, 60))
+    new = rows.so_far({"one": {0: 1}, "wide": {1: 0}, "other": {1: 0}})
+    assert set(new) == {"one", "wide"}
+    assert new["one"][0][1]["values"].positions.tolist() == [1, 2]
+    for each, positions, found in (
+        (one, [0, 1, 2], [0, 1, 2]),
+        (other, [5, 6], [50, 60]),
+        (wide, [7], [[1, 2, 3]]),
+    ):
+        taken = rows.take(each)
+        assert taken is not None
+        assert taken["values"].positions.tolist() == positions
+        assert taken["values"].values.tolist() == found
+    assert rows.so_far({"one": {0: 0}}) == {}
