@@ -156,6 +156,11 @@ def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     white, half, blue, grey = (247, 247, 247), cells[0][1], (33, 102, 172), (220, 220, 220)
     assert cells == [[white, half], [blue, grey]]
     assert half[0] > half[2], "red above 0"
+    none = np.full((2, 1, 2, 3), np.nan, np.float32)
+    longer = dataclasses.replace(sweep, positions=(0, 1, 2), values={"kl": none})
+    none[..., :2] = values["kl"]
+    longer.heatmap(tmp_path / "longer.png", pair=1)
+    assert (tmp_path / "longer.png").read_bytes() == (tmp_path / "one.png").read_bytes()
     for arguments, message in (
         ({"labels": ["one"]}, "labels has 1 entries for 2 positions"),
         ({"metric": "logprob"}, "was not measured; measured were kl"),

@@ -141,7 +141,11 @@ class Sweep:
         names = list(map(str, self.positions)) if labels is None else list(labels)
         if len(names) != len(self.positions):
             raise ValueError(f"labels has {len(names)} entries for {len(self.positions)} positions")
-        Heatmap(self._known(metric), self.hooks, self.layers, names, chosen).save(Path(path))
+        # Of a shorter prompt than others, only the positions that it has.
+        kept = [i for i in range(len(names)) if not np.isnan(chosen[..., i]).all()]
+        labels = [names[i] for i in kept]
+        chosen = chosen[..., kept]
+        Heatmap(self._known(metric), self.hooks, self.layers, labels, chosen).save(Path(path))
 
     def _known(self, metric: str | None) -> str:
         """A metric that was measured; the first one by default."""
