@@ -147,8 +147,9 @@ def main(model: str, output: str, options: str) -> None:
     after = llm.generate(prompts, params, use_tqdm=False)
     try:
         llm.register_consumer(LensConsumer([1, -1], top_k=2))
+        wanted = {"lens": {}, "steering": {"enabled": False}}
         params = SamplingParams(
-            temperature=0, max_tokens=2, ignore_eos=True, detokenize=False, consumers={"lens": {}}
+            temperature=0, max_tokens=2, ignore_eos=True, detokenize=False, consumers=wanted
         )
         [looked] = llm.generate(prompts[:1], params, use_tqdm=False)
         lens = looked.consumer_results["lens"].payload
