@@ -140,6 +140,8 @@ class EngineProcess:
                 stats = dict(self.consumer.read_stats())
                 stats.pop("loss_per_prompt", None)  # grows with every prompt ever served
                 counters["stats"] = stats
+            if benchmark.steered is not None and benchmark.steered.gated:
+                counters["signals"] = judged_and_fired(outputs)
             if self.capturing is not None:
                 counters["capture"] = self.capturing.counters(outputs, seconds)
         found = {
@@ -172,6 +174,16 @@ class EngineProcess:
             if benchmark.steered is not None:  # the others' belong to consumers that come and go
                 self._distinct[benchmark.name] = distinct
         return [distinct[i % len(distinct)] for i in range(prompts)]
+
+
+def judged_and_fired(outputs: list[Any]) -> dict[str, int]:
+    """How many tokens conditions were judged for, and for how many they held."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    signals = [signal for sample in samples for signal in sample.signals.values()]
+    return {
+        "judged": sum(len(signal.positions) for signal in signals),
+        "fired": sum(len(signal.fired) for signal in signals),
+    }
 
 
 class StepTimes:

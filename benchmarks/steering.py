@@ -23,13 +23,19 @@ def steering_for(benchmark: Benchmark) -> list[dict[str, Any]]:
         vector = generator.standard_normal(shape.hidden, dtype=np.float32)
         return {"vector": 0.01 * vector, "method": steered.method}
 
+    def condition() -> dict[str, Any]:
+        vector = generator.standard_normal(shape.hidden, dtype=np.float32)
+        probe = {"hook": "pre_attn", "layer": 0, "vector": vector}
+        return {"when": {"probe": probe, "above": 0.0, "name": "gate"}} if steered.gated else {}
+
+    conditions = [condition() for _ in range(steered.configurations)]
     return [
         {
             "steering_vectors": {
                 "post_block": {
-                    layer: [operation() for _ in range(steered.vectors)] for layer in layers
+                    layer: [operation() | when for _ in range(steered.vectors)] for layer in layers
                 }
             }
         }
-        for _ in range(steered.configurations)
+        for when in conditions
     ]

@@ -96,12 +96,15 @@ class Steered:
         vectors: at each of them, each with an operation of its own.
         configurations: distinct ways of steering, dealt out to the prompts in turn.
         method: of every operation (`tllm.spec.operations.METHODS`).
+        gated: each configuration has a condition of its own, judged where the first layer begins,
+            that decides on all its operations; it holds for about half of the rows.
     """
 
     layers: int | None = None
     vectors: int = 1
     configurations: int = 1
     method: str = "add"
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ STEERED = {
     "clamps": Steered(method="ablate"),
     "32-configs": Steered(configurations=32),
     "128-configs": Steered(configurations=128),
+    "128-gates": Steered(configurations=128, gated=True),
 }
 
 

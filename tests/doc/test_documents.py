@@ -72,6 +72,7 @@ def run(processes: Any, tmp_path: Path) -> Callable[[Path], str]:
         "README.md",
         "doc/getting-started/write-your-first-consumer.md",
         "doc/guides/capture.md",
+        "doc/guides/conditional-steering.md",
         "doc/guides/controlled-generation.md",
         "doc/guides/lenses.md",
         "doc/guides/patching.md",

@@ -76,7 +76,7 @@ class Asked:
         self.generator = torch.Generator().manual_seed(seed)
         self.prefixes = prompts_of([33, 64, 40], seed)
         self.vectors = 3 * torch.randn(6, HIDDEN, generator=self.generator)
-        self.nearest = []
+        self.names = 0
 
     def probe(self, last):
         """A condition on one probe at or before a place: as asked, and its score and strength."""
@@ -89,7 +89,11 @@ class Asked:
             probe["layer"] = pick.choice([place[1], place[1] - LAYERS])
         low, high = {"dot": (-8.0, 9.0), "cosine": (-0.05, 0.06), "cast": (0.02, 0.3)}[kind]
         middle = {"dot": 0.5, "cosine": 0.01, "cast": 0.1}[kind]
-        when, side = {"probe": probe}, pick.choice(["above", "below", "between", "soft"])
+        self.names += 1
+        when, side = (
+            {"probe": probe, "name": f"p{self.names}"},
+            pick.choice(["above", "below", "between", "soft"]),
+        )
         if side == "between":
             when["between"] = [low, high]
 
@@ -124,8 +128,9 @@ class Asked:
             return joined(torch.stack(each), 0)
 
         terms = [part[0] for part in parts]
+        self.names += 1
         return (
-            {"all" if every else "any": terms},
+            {"all" if every else "any": terms, "name": f"p{self.names}"},
             [part[1] for part in parts],
             strength,
             [part[3] for part in parts],
@@ -155,7 +160,7 @@ class Asked:
         pick = self.pick
         prompt = pick.choice(self.prefixes)[: pick.choice([20, 40, 64])]
         prompt = prompt + [pick.randrange(1, 250) for _ in range(pick.choice([0, 1, 9]))]
-        asked, gated, edges, additions = {}, [], [], []
+        asked, gated, edges, additions, whens = {}, [], [], [], []
         if pick.random() < 0.8:
             entries = [self.entry(len(prompt)) for _ in range(pick.randint(1, 3))]
             # As the tiers are done: both phases, prefill, decode.
@@ -167,6 +172,8 @@ class Asked:
                 asked.setdefault(field, {}).update(given)
                 gated.append(change)
                 edges.append(near)
+                [entry] = given[place].values() if place != "lm_head_in" else [given[place]]
+                whens.append(entry["when"])
         if pick.random() < 0.4:
             point, layer = pick.choice(PLACES[:-1])
             if point not in asked.get("steering_vectors", {}):
@@ -176,7 +183,12 @@ class Asked:
         more = {"logprobs": 1, "n": pick.choice([1, 1, 2])}
         params = (greedy if more["n"] == 1 else sampled)(TOKENS, **asked, **more)
         return SimpleNamespace(
-            prompt=prompt, params=params, gated=gated, edges=edges, additions=additions
+            prompt=prompt,
+            params=params,
+            gated=gated,
+            edges=edges,
+            additions=additions,
+            whens=whens,
         )
 
 
@@ -206,7 +218,31 @@ def assert_as_transformers(reference, request, output):
         assert ours == pytest.approx(theirs, abs=1e-3), request
         if request.params.temperature == 0:
             assert tokens == expected.argmax(-1).tolist(), request
+        assert_signals(request, sample, output.num_cached_tokens)
     return True
+
+
+def assert_signals(request, sample, cached):
+    """Scores and strengths of every token that was computed, and of no other."""
+    names = set()
+    for change, when in zip(request.gated, request.whens, strict=True):
+        terms, scores = [when], change.scores
+        if "probe" not in when:
+            terms = [*(when.get("all") or when["any"]), when]
+            scores = [*scores, change.strength(scores)]
+        for term, expected in zip(terms, scores, strict=True):
+            names.add(term["name"])
+            signal = sample.signals[term["name"]]
+            judged = torch.arange(len(expected))[change.start : change.stop]
+            found = signal.positions.tolist()
+            assert found == sorted(set(found)) and set(found) <= set(judged.tolist())
+            missing = set(judged.tolist()) - set(found)
+            assert missing <= set(range(max(cached, len(request.prompt) * (sample.index > 0))))
+            assert signal.scores == pytest.approx(expected[signal.positions].numpy(), abs=2e-3)
+        strengths = change.strength(change.scores)[signal.positions]
+        assert signal.strengths == pytest.approx(strengths.numpy(), abs=2e-3)
+        assert signal.fired.tolist() == signal.positions[strengths.numpy() > 0.5].tolist()
+    assert set(sample.signals) == names
 
 
 GENERATOR = torch.Generator().manual_seed(11)

@@ -26,7 +26,7 @@ from engine.asking import (
 )
 from engine.ngram import drafting_llm
 from engine.recorder import Recorder
-from engine.reference import HIDDEN, Addition, PatchedRow
+from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
 from tllm.consumers.logging import LoggingConsumer
@@ -370,3 +370,33 @@ def test_guidance_is_refused(drafting):
         drafting.register_consumer(ESampConsumer())
     (output,) = generate(drafting, prompts_of([4]), few(4))
     assert len(output.outputs[0].token_ids) == 4
+
+
+def test_conditions_judge_each_token_and_tell_of_none_that_was_rejected(
+    drafting, reference, drafts
+):
+    """Some of the requests have one; a rejected draft was judged, and is nobody's."""
+    prompts = prompts_of(LENGTHS, seed=7)
+    probe = {"hook": "post_block", "layer": 0, "vector": W}
+    when = {"probe": probe, "above": 0.5, "name": "gate"}
+    asked = {"post_block": {1: {"vector": 0.3 * V, "when": when}}}
+    params = [few(36, steering_vectors=asked if i % 2 else None) for i in range(len(prompts))]
+    for i, output in enumerate(generate(drafting, prompts, params)):
+        tokens = [*prompts[i], *output.outputs[0].token_ids][:-1]
+        change = GatedChange(
+            AT, lambda h: h + 0.3 * V, [(("post_block", 0), lambda h: h @ W)], fires_above_half
+        )
+        logits, _ = reference.run(tokens, gated=[change] if i % 2 else [])
+        likeliest = logits[len(prompts[i]) - 1 :, FEW].argmax(-1)
+        assert [FEW[token] for token in likeliest] == list(output.outputs[0].token_ids)
+        if i % 2:
+            signal = output.outputs[0].signals["gate"]
+            assert signal.positions.tolist() == list(range(len(tokens)))
+            assert signal.scores == pytest.approx(change.scores[0].numpy(), abs=2e-3)
+        else:
+            assert output.outputs[0].signals == {}
+    drafts.assert_some_came_true()
+
+
+def fires_above_half(scores):
+    return (scores[0] > 0.5).float()

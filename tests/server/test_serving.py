@@ -175,6 +175,32 @@ def test_steering_by_request(server, client, model, way):
     assert plain.choices[0].token_ids == steered_tokens(model, ids, 3, torch.zeros(128), 8)
 
 
+@pytest.mark.parametrize("way", ["request", "module"])
+def test_steering_on_a_condition_and_its_signals(server, client, model, way):
+    """One that always holds, and one that never does."""
+    vector, p = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    probe = {"hook": "post_block", "layer": 1, "vector": p.tolist()}
+    ids = model[1](PROMPT)["input_ids"]
+    for edge, steered in ((-1e9, 2 * vector), (1e9, torch.zeros(128))):
+        when = {"probe": probe, "above": edge, "name": "gate"}
+        spec = {"post_block": {"3": {"vector": (2 * vector).tolist(), "when": when}}}
+        asked = {"steering_vectors": spec}
+        if way == "module":
+            body = {"name": "gated", "spec": spec}
+            assert server.post("/v1/steering/modules/register", body).is_success
+            asked = {"steering_name": "gated"}
+        asked |= {"return_token_ids": True, "ignore_eos": True}
+        answer = client.completions.create(**WORDS, max_tokens=8, extra_body=asked)
+        tokens = answer.choices[0].token_ids
+        assert tokens == steered_tokens(model, ids, 3, steered, 8)
+        signal = answer.choices[0].consumer_results["signals"]["payload"]["gate"]
+        at, scores = decoded(signal["positions"]).long(), decoded(signal["scores"])
+        assert at.tolist()[-7:] == list(range(len(ids), len(ids) + 7))
+        assert decoded(signal["fired"]).tolist() == (at.tolist() if edge < 0 else [])
+        expected = (states(model, [*ids, *tokens], 1) @ p)[at]
+        torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_chats_and_responses_are_steered_too(server, client):
     chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
     spec = {"post_block": {"2": [5.0] * 128}}

@@ -27,12 +27,14 @@ from tllm.client.results import Samples, attach_results, samples_of, set_result
 from tllm.client.steering import GLOBAL, MODULE, MONITOR, Composer, Facts, HeldByWorkers
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
 from tllm.params import PoolingParams, asked_of, plain
 from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
-from tllm.spec.groups import SteeringGroup
+from tllm.spec.conditions import signal_names
+from tllm.spec.groups import SteeringGroup, gates_of
 from tllm.spec.hooks import HookPoint
 from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
 from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
@@ -40,7 +42,10 @@ from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 logger = logging.getLogger(__name__)
 
 #: Consumers of every engine, made when a request names them for the first time.
-BUILT_IN: Mapping[str, Callable[[], Consumer]] = {"memory": MemoryConsumer}
+BUILT_IN: Mapping[str, Callable[[], Consumer]] = {
+    "memory": MemoryConsumer,
+    SignalsConsumer.consumer_id: SignalsConsumer,
+}
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
 _MAX_PLACED = 4096
@@ -282,14 +287,17 @@ class Client:
         if not self.is_current:
             yield from self.current()
         asked = asked_of(params) if asked is None else asked
+        groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
+        if first is None and self.composer.concerns(asked.steering):
+            groups = self.composer.groups(asked.steering)
+        if results and groups:
+            asked = _with_signals(asked, groups)
         for name, make in BUILT_IN.items():
             if name in asked.consumers and name not in self.consumers:
                 yield ALONE
                 if name not in self.consumers:  # it may have come meanwhile
                     yield from self._add(make(), False)
-        groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
-        if first is None and self.composer.concerns(asked.steering):
-            groups = self.composer.groups(asked.steering)
+        if first is None and groups:
             yield from self.bring(groups)
         if asked.patch is not None and streamed:
             raise ValueError(
@@ -531,6 +539,16 @@ class Client:
                     logger.exception("consumer %r raised in on_result", name)
                     text = f"{type(error).__name__}: {error}"
                     set_result(output, sample, name, replace(result, status="error", error=text))
+
+
+def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:
+    """What is asked, and what the conditions of its steering made of each token."""
+    names = signal_names(gates_of(groups).values())
+    if not names:
+        return asked
+    name = SignalsConsumer.consumer_id
+    options = {**asked.consumers.get(name, {}), "names": names}
+    return replace(asked, consumers={**asked.consumers, name: options})
 
 
 def _pooled(params: Any, spec: RequestSpec) -> vllm.PoolingParams:

@@ -98,7 +98,7 @@ def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any
 def rows_read(flow: ConsumerFlow, field: str) -> list[RowsRead]:
     """The rows that a flow reads."""
     # Rows of a flow that reads the logits are sampled from: the cache never holds those.
-    if not flow.reads or flow.reads_port("logits"):
+    if not flow.reads or flow.reads_port("logits") or flow.prompt_rows == "computed":
         return []
     positions = flow.selection
     if flow.phase != "any":

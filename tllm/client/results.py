@@ -17,6 +17,8 @@ Status = Literal["ok", "partial_error", "error", "pending"]
 
 #: The consumer whose results are an output's `activations`.
 _MEMORY = "memory"
+#: The one whose results are the `signals`.
+_SIGNALS = "signals"
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,9 @@ def attach_results(
         lengths: how many tokens were generated, by sample, when it has ended.
 
     Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
-    of `captures`, the consumers that the request asked to capture; and `activations`, what the
-    consumer `memory` captured (None when it captured nothing).
+    of `captures`, the consumers that the request asked to capture; `activations`, what the
+    consumer `memory` captured (None when it captured nothing); and `signals`, from the name of a
+    condition of steering to what it made of each token.
     """
     prompt_len = len(output.prompt_token_ids or ())
     named = list(captures)
@@ -211,7 +214,13 @@ def hand_on(pooled: Iterable[Any], outputs: Sequence[Any]) -> Any:
     known = {output.request_id: output for output in pooled}
     for output in outputs:
         theirs = known[output.request_id]
-        for name in ("consumer_results", "capture_results", "activations", "tllm_request"):
+        for name in (
+            "consumer_results",
+            "capture_results",
+            "activations",
+            "signals",
+            "tllm_request",
+        ):
             value = getattr(theirs, name)
             setattr(output, name, value)
             if name != "tllm_request":
@@ -232,6 +241,7 @@ def _set(target: Any, results: Mapping[str, ConsumerResult], captures: Iterable[
     target.consumer_results = results
     target.capture_results = {name: results[name] for name in captures if name in results}
     target.activations = results[_MEMORY].payload if _MEMORY in results else None
+    target.signals = (results[_SIGNALS].payload if _SIGNALS in results else None) or {}
 
 
 def _final(

@@ -8,6 +8,7 @@ from tllm.ports.payload import Payload, PerToken, RequestResult, in_order
 from tllm.ports.request_meta import RequestInfo, RequestMeta, RowMeta
 from tllm.ports.residual_stream import ResidualStream
 from tllm.ports.sampler import Candidates, Sampler
+from tllm.ports.signals import Signals
 from tllm.ports.token_target import TokenTarget
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ResidualWriter",
     "RowMeta",
     "Sampler",
+    "Signals",
     "TokenTarget",
     "Window",
     "in_order",

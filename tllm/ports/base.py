@@ -12,7 +12,7 @@ from tllm.spec.selection import Selection
 Phase = Literal["prefill", "decode", "any"]
 Window = Literal["same_step", "next_step", "background", "out_of_band"]
 Delivery = Literal["bundle", "device_lease"]
-PromptRows = Literal["each_sample", "once"]
+PromptRows = Literal["each_sample", "once", "computed"]
 Ranks = Literal["all", "first"]
 BundleKey = Literal["engine_step_id", "phase", "request_id", "prompt_id"]
 
@@ -80,7 +80,8 @@ class ConsumerFlow:
         label: text of the consumer's own, given back as `PortBundle.label`; rows of flows with
             different labels never share a bundle.
         prompt_rows: with n > 1, prompt rows are given for `each_sample`, or `once` (as those of
-            sample 0; the other samples may then use the prefix cache).
+            sample 0; the other samples may then use the prefix cache), or only those that are
+            `computed` anyway: the prefix cache serves what it has.
         ranks: `all` ranks of a tensor-parallel group have the same rows and are all called;
             `first`: only one of them is.
         split_by_stage: the hook points may lie on several pipeline stages; each stage is given
@@ -127,6 +128,11 @@ class ConsumerFlow:
             raise ValueError(
                 f"roles must differ within a flow, but {duplicates} are used more than once; "
                 "give each read and write its own role="
+            )
+        if self.reads_port("signals") and self.window != "same_step":
+            raise ValueError(
+                f"window={self.window!r} with Signals.read(): they are there in the step itself; "
+                "use window='same_step'"
             )
         phases = {read.phase for read in self.reads if read.port == "residual_stream"}
         if len(phases) > 1:

@@ -129,6 +129,9 @@ class Frame:
     sampled: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
     """`[tokens]` int64, the token after each."""
+    signals: torch.Tensor | None = field(default=None, init=False)
+    """`[tokens or more, 2, MAX_GATES]` float32, until the next forward pass; None: no condition was
+    ever judged."""
     rejected: npt.NDArray[np.bool_] | None = field(default=None, init=False)
     """`[tokens]`, the drafts that turned out not to be their sequence's; None: there are none."""
     undecided: bool = field(default=False, init=False)

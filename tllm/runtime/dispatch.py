@@ -23,6 +23,7 @@ from tllm.runtime.ring import Span
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
 from tllm.runtime.transfer import upload
+from tllm.spec.conditions import MAX_GATES
 
 logger = logging.getLogger(__name__)
 
@@ -337,6 +338,8 @@ class Dispatcher:
             assert frame.logits is not None
             index = frame.batch.logits_index
             parts = [self._rows_of(frame.logits, index[piece.batch_rows]) for piece in group]
+        elif read.port == "signals":
+            parts = [self._signals(frame, piece) for piece in group]
         else:
             return None
         if len(parts) > 1:
@@ -350,6 +353,13 @@ class Dispatcher:
         if not block:
             found = found[:, 0]
         return found if piece.selection is None else found[self._on_device(piece.selection)]
+
+    def _signals(self, frame: Frame, piece: FlowRows) -> torch.Tensor:
+        """Of another pipeline stage, no numbers."""
+        if frame.signals is None:
+            shape = len(piece.batch_rows), 2, MAX_GATES
+            return torch.full(shape, torch.nan, device=self._device)
+        return self._rows_of(frame.signals, piece.batch_rows)
 
     def _rows_of(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
         """Rows of a tensor that was allocated on the compute stream, on the current one."""

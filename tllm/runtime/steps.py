@@ -201,7 +201,10 @@ class Steps:
         if frame.undecided:  # handed out in `end`
             return
         self._bundled = True
+        frame.signals = self.steering.gates.state
         self.dispatcher.before_sampling(self._flows, frame)
+        if any(flow.flow.reads_port("signals") for flow in self._flows):
+            self.steering.gates.forget_scores(int(frame.batch.counts.sum()))
 
     @property
     def guidance_width(self) -> int:

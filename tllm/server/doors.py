@@ -14,6 +14,7 @@ from typing import Any
 
 from tllm.client.attached import Attached
 from tllm.client.core import BUILT_IN
+from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
 from tllm.server.fields import FieldError, asked_in
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
@@ -21,8 +22,10 @@ from tllm.server.live import LiveScores, StreamScores
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
 from tllm.spec.request import EXTRA_ARG
+from tllm.spec.tiers import parse_modules
 
 _DONE = "data: [DONE]"
+_STEERING_FIELDS = ("steering_vectors", "steering_clamps")
 _RESULTS = ("capture_results", "consumer_results")
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
@@ -121,6 +124,8 @@ class Door:
     ) -> Any:
         """The handler's response, with the results that were asked for."""
         wanted = sorted({*asked.get("consumers", {}), *asked.get("capture", {})})
+        if watch.beams is None and await self._has_condition(asked):
+            wanted.append(SignalsConsumer.consumer_id)
         seen = watch if wanted or watch.beams is not None else None
         response = await _watched(create, request, raw_request, seen)
         if not wanted or is_error(response):
@@ -139,6 +144,21 @@ class Door:
             _put(results, choice)
         _put(samples[0], response)
         return response
+
+    async def _has_condition(self, asked: Mapping[str, Any]) -> bool:
+        """Whether the steering that a request brings or names has conditions: their signals are
+        among its results."""
+        if any(
+            _is_conditional(asked[field]) for field in asked if field.endswith(_STEERING_FIELDS)
+        ):
+            return True
+        named = asked.get("steering_module_ref")
+        if named is None:
+            return False
+        modules = await self._interventions.steering.modules()
+        return any(
+            _is_conditional(modules[name]) for name, _ in parse_modules(named) if name in modules
+        )
 
     async def _row_check(
         self, asked: Mapping[str, Any], limits: Limits
@@ -265,6 +285,15 @@ async def _watched(create: Any, request: Any, raw_request: Any, watch: Watch | N
         return await create(request, raw_request)
     finally:
         WATCH.reset(token)
+
+
+def _is_conditional(steering: Any) -> bool:
+    """Whether an entry of steering has a condition."""
+    if isinstance(steering, Mapping):
+        return "when" in steering or any(map(_is_conditional, steering.values()))
+    if not isinstance(steering, list) or not steering or not isinstance(steering[0], Mapping):
+        return False  # of numbers, maybe a hundred thousand
+    return any(map(_is_conditional, steering))
 
 
 def _nothing() -> None:

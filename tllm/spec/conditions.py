@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Gate(NamedTuple):
         terms: numbers of those that a joint joins.
         every: whether all of them must hold: its strength is then the least of theirs, else the
             greatest.
-        name: of its signal, as the user gave it; "" for none.
+        names: of its signal, as the user gave them: what is judged alike is judged once.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Gate(NamedTuple):
     middle: float = 0.0
     terms: tuple[int, ...] = ()
     every: bool = False
-    name: str = ""
+    names: tuple[str, ...] = ()
 
 
 class GroupGates(NamedTuple):
@@ -215,8 +215,9 @@ class GateNumbers:
         """The number of a condition; it gets one if it has none."""
         known = self._gates.get(condition.digest)
         if known is not None:
-            if condition.name and not known.name:
-                self._gates[condition.digest] = known._replace(name=condition.name)
+            if condition.name and condition.name not in known.names:
+                names = *known.names, condition.name
+                self._gates[condition.digest] = known._replace(names=names)
             return known.number
         assert not isinstance(condition, NamedCondition)
         if isinstance(condition, JointCondition):
@@ -228,7 +229,7 @@ class GateNumbers:
                 last.layer,
                 terms=terms,
                 every=condition.every,
-                name=condition.name,
+                names=(condition.name,) if condition.name else (),
             )
             self._needed[gate.number] = frozenset((gate.number,)).union(
                 *(self._needed[term] for term in terms)
@@ -245,7 +246,7 @@ class GateNumbers:
                 condition.high,
                 condition.soft,
                 condition.middle,
-                name=condition.name,
+                names=(condition.name,) if condition.name else (),
             )
             self._needed[gate.number] = frozenset((gate.number,))
             self.vectors[condition.vector_digest] = condition.vector
@@ -258,28 +259,28 @@ class GateNumbers:
         return tuple(gate for gate in self._gates.values() if gate.number in needed)
 
 
-def signal_names(gates: Iterable[Gate]) -> dict[int, str]:
-    """What the signals of a request are called, by the numbers of its gates: by their names, else
-    by their places.
+def signal_names(gates: Iterable[Gate]) -> dict[str, int]:
+    """What the signals of a request are called, each with the number of its gate: as their
+    conditions are named, else by their places.
 
     Raises `ValueError` where two conditions have one name.
     """
     by_number = {gate.number: gate for gate in gates}
-    given: dict[str, int] = {}
+    names: dict[str, int] = {}
     for number, gate in sorted(by_number.items()):
-        if gate.name and given.setdefault(gate.name, number) != number:
-            raise ValueError(
-                f"two conditions of the request, with global steering, are called {gate.name!r}; "
-                "give each its own 'name'"
-            )
-    names = {number: name for name, number in given.items()}
+        for name in gate.names:
+            if names.setdefault(name, number) != number:
+                raise ValueError(
+                    f"two conditions of the request, with global steering, are called {name!r}; "
+                    "give each its own 'name'"
+                )
     for number, gate in sorted(by_number.items()):
-        if number not in names:
-            names[number] = _free_name(gate, set(names.values()))
+        if not gate.names:
+            names[_free_name(gate, names)] = number
     return names
 
 
-def _free_name(gate: Gate, taken: set[str]) -> str:
+def _free_name(gate: Gate, taken: Container[str]) -> str:
     """A name from the place of a gate."""
     place = gate.hook if gate.layer is None else f"{gate.hook}:{gate.layer}"
     if gate.terms:

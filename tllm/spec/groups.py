@@ -108,7 +108,7 @@ class SteeringGroup:
             for hook, layer, digest, coefficients in self.operations
         ]
         if self.gates is not None:
-            judged = [gate._replace(name="") for gate in self.gates.gates]
+            judged = [gate._replace(names=()) for gate in self.gates.gates]
             parts.append(repr((self.gates.of_operations, judged)).encode())
         return digest_of(b"".join(parts))
 

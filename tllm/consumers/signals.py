@@ -1,0 +1,151 @@
+"""What conditions of steering made of each token: `output.outputs[i].signals`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tllm.consumers.base import Consumer
+from tllm.consumers.token_rows import TokenRows
+from tllm.ports import (
+    ConsumerContext,
+    ConsumerFlow,
+    CpuExport,
+    Payload,
+    PerToken,
+    PortBundle,
+    RequestInfo,
+    RequestMeta,
+    RowMeta,
+    Signals,
+)
+
+_ROWS, _END = "rows", "end"
+
+
+@dataclass(frozen=True, eq=False)
+class Signal(Payload):
+    """What one condition made of the tokens that it was judged for.
+
+    Attributes:
+        positions: int32 `[tokens]`, ascending.
+        scores: float32 `[tokens]`: what the probe gave, its bias included; of joined conditions,
+            their strength.
+        strengths: float32 `[tokens]`, 0 to 1: how much of what it decides on was done.
+    """
+
+    positions: npt.NDArray[np.int32]
+    scores: npt.NDArray[np.float32]
+    strengths: npt.NDArray[np.float32]
+
+    @property
+    def fired(self) -> npt.NDArray[np.int32]:
+        """The positions at which it held: where the strength is above one half."""
+        return self.positions[self.strengths > 0.5]
+
+    def up_to(self, num_tokens: int) -> Signal:
+        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""
+        count = int(np.searchsorted(self.positions, num_tokens - 1))
+        return Signal(*(getattr(self, each.name)[:count] for each in fields(self)))
+
+    def joined(self, other: Signal) -> Signal:
+        """Of pipeline stages, the one that judged it."""
+        return self if len(self.positions) >= len(other.positions) else other
+
+    def written(self) -> dict[str, Any]:
+        """With the positions at which it held."""
+        return {**super().written(), "fired": self.fired}
+
+
+class SignalsConsumer(Consumer):
+    """Brings scores and strengths to the user, for requests whose steering has conditions.
+
+    A request need not name it: what has conditions uses it, unless it says
+    `consumers={"signals": {"enabled": False}}`. A sequence's result is a `Signal` for each
+    condition, by its name.
+    """
+
+    consumer_id = "signals"
+    on_request_only = True
+
+    def flows(self) -> Sequence[ConsumerFlow]:
+        """What is exported goes to a thread; what is read, each request asks for."""
+        return [ConsumerFlow(writes=[CpuExport.write(channel=each) for each in (_ROWS, _END)])]
+
+    def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
+        """Every row that is computed: rows that the prefix cache has were judged for another."""
+        if not options.get("names"):
+            return ()
+        flow = ConsumerFlow(
+            reads=[RequestMeta.read(), Signals.read()],
+            bundle_key=("engine_step_id",),
+            prompt_rows="computed",
+            ranks="first",
+        )
+        return (flow,)
+
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """`enabled` alone is a user's; `names` are given by the conditions."""
+        names = options.get("names", {})
+        known = isinstance(names, Mapping) and all(isinstance(n, int) for n in names.values())
+        if not known or set(options) - {"enabled", "names"}:
+            raise ValueError(
+                f"consumers['signals'] is {dict(options)!r:.80}; it takes only 'enabled', and "
+                "names its signals as the conditions of steering are named"
+            )
+
+    def start(self, ctx: ConsumerContext) -> None:
+        """Nothing has arrived."""
+        self._rows = TokenRows()
+
+    @torch.inference_mode()
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        """Send them off."""
+        ctx.export(_ROWS, {"signals": bundle.entries["signals"]}, bundle.meta)
+
+    def on_export(
+        self,
+        channel: str,
+        tensors: Mapping[str, torch.Tensor],
+        meta: RowMeta | None,
+        attached: Any = None,
+    ) -> None:
+        """Keep what has arrived; a sequence that has ended is given all of its own."""
+        if channel == _ROWS:
+            assert meta is not None
+            self._rows.add(meta, {"signals": tensors["signals"].numpy()})
+            return
+        promised, request = attached
+        try:
+            promised.set_result(self._signals(request))
+        except Exception as error:
+            promised.set_exception(error)
+            raise
+
+    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
+        """Its signals, when what is under way has arrived; None without conditions."""
+        if not request.options.get("names"):
+            return None
+        promised: Future[dict[str, Signal]] = Future()
+        ctx.export(_END, {}, attach=(promised, request))
+        return promised
+
+    def _signals(self, request: RequestInfo) -> dict[str, Signal]:
+        found = self._rows.take(request) or {}
+        nothing = PerToken(np.zeros(0, np.int32), np.zeros((0, 2, 0), np.float32))
+        rows = found.get("signals", nothing)
+        signals = {}
+        for name, number in request.options["names"].items():
+            strengths, scores = (
+                rows.values[:, each, number] if len(rows.positions) else np.zeros(0, np.float32)
+                for each in (0, 1)
+            )
+            judged = ~np.isnan(strengths)
+            signals[name] = Signal(rows.positions[judged], scores[judged], strengths[judged])
+        return signals
