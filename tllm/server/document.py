@@ -19,8 +19,8 @@ REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 _VECTORS = {
     "type": "object",
     "description": "{hook point: {layer: vector}}: added to the rows of prompt and generation. A "
-    "vector is a list of numbers, or an object with vector, scale, method, positions, or a list of "
-    "these; in the place of {layer: vector}, the packed form.",
+    "vector is a list of numbers, or an object with vector, scale, method, positions, when, or "
+    "a list of these; in the place of {layer: vector}, the packed form.",
 }
 _CLAMPS = {
     "type": "object",
