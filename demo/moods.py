@@ -111,14 +111,21 @@ def measure(
 
 
 def mood_probe(llm: LLM, pairs: int = 100) -> tuple[ProbeConsumer, float]:
-    """A probe that tells the tokens of happy stories from those of sad ones.
+    """A probe that tells the tokens of happy stories from those of sad ones, and the share of
+    tokens that it gets right; see `mood_discriminant`."""
+    weight, bias, right = mood_discriminant(llm, pairs)
+    return ProbeConsumer(weight, bias, layer=PROBED_LAYER), right
+
+
+def mood_discriminant(llm: LLM, pairs: int = 100) -> tuple[torch.Tensor, float, float]:
+    """What tells the tokens of happy stories from those of sad ones.
 
     It is a linear discriminant of the residual stream (Fisher: `w = C^-1 (m_happy - m_sad)`, with
     the covariance `C` within the moods), so a score is the logarithm of the odds.
 
     Returns:
-        The probe, learned on 70% of the stories, and the share of the other stories' tokens that
-        it gets right.
+        Weight `[hidden]` and bias, learned on 70% of the stories, and the share of the other
+        stories' tokens that they get right.
     """
     rng = Random(0)
     openings = [opening for _ in range(pairs) for opening in mood_pair(rng)]
@@ -136,8 +143,7 @@ def mood_probe(llm: LLM, pairs: int = 100) -> tuple[ProbeConsumer, float]:
     bias = -float(weight @ (happy.mean(0) + sad.mean(0)) / 2)
     happy, sad = _rows_of(states[learned:], moods[learned:])
     right = int((happy @ weight + bias > 0).sum() + (sad @ weight + bias < 0).sum())
-    probe = ProbeConsumer(weight, bias, layer=PROBED_LAYER)
-    return probe, right / (len(happy) + len(sad))
+    return weight, bias, right / (len(happy) + len(sad))
 
 
 def _rows_of(
