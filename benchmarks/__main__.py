@@ -52,6 +52,9 @@ def check(result: dict[str, Any]) -> None:
         raise SystemExit(f"{result['name']}: no row was captured")
     if variant == "steer" and not counters["rows_steered"]:
         raise SystemExit(f"{result['name']}: no row was steered")
+    signals = counters.get("signals")
+    if signals is not None and not 0 < signals["fired"] < signals["judged"]:
+        raise SystemExit(f"{result['name']}: conditions decided nothing: {signals}")
     if variant == "esamp" and not (stats["rows_trained"] and stats["candidates_changed"]):
         raise SystemExit(f"{result['name']}: nothing was trained or guided: {stats}")
 

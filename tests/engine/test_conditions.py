@@ -238,9 +238,11 @@ def assert_signals(request, sample, cached):
             assert found == sorted(set(found)) and set(found) <= set(judged.tolist())
             missing = set(judged.tolist()) - set(found)
             assert missing <= set(range(max(cached, len(request.prompt) * (sample.index > 0))))
-            assert signal.scores == pytest.approx(expected[signal.positions].numpy(), abs=2e-3)
+            assert signal.scores == pytest.approx(
+                expected[signal.positions].numpy(), rel=1e-4, abs=5e-3
+            )
         strengths = change.strength(change.scores)[signal.positions]
-        assert signal.strengths == pytest.approx(strengths.numpy(), abs=2e-3)
+        assert signal.strengths == pytest.approx(strengths.numpy(), abs=5e-3)
         assert signal.fired.tolist() == signal.positions[strengths.numpy() > 0.5].tolist()
     assert set(sample.signals) == names
 

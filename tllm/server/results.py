@@ -149,7 +149,9 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _encoded(value: Any) -> Any:
     """Tensors as base64 of their bytes, little-endian, with dtype and shape."""
     if isinstance(value, torch.Tensor):
-        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        # Of no elements a view may have any stride, which bytes of them must not.
+        flat = value.contiguous().reshape(-1) if value.numel() else value.new_empty(0)
+        data = flat.view(torch.uint8).numpy().tobytes()
         return {
             "dtype": _dtype(value),
             "shape": list(value.shape),
