@@ -192,7 +192,7 @@ def _lines_in_time(child: subprocess.Popen[str]) -> Iterator[str]:
 
 def _why(errors: str) -> str:
     """The error that ended a process, as it printed it; "" where it printed none."""
-    raised = re.findall(r"^(?:\[rank0\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE)
+    raised = re.findall(r"^(?:\[\S+\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE)
     if not raised:
         return ""
     places = re.findall(r'File ".*?([^/]+)", line (\d+)', errors)
