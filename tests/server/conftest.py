@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -92,7 +93,8 @@ class Server:
         if plain or by_hand:
             environment["VLLM_PLUGINS"] = "tllm" if by_hand else ""
         if by_hand:
-            settings = ServerSettings(admin_api_key=KEY, consumers=(ours[-1],))
+            consumers = [given for flag, given in pairwise(ours) if flag == "--consumer"]
+            settings = ServerSettings(admin_api_key=KEY, consumers=tuple(consumers))
             environment[VARIABLE] = settings.model_dump_json()
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
