@@ -1,4 +1,4 @@
-"""tLLM: read, steer and learn from a model's activations while vLLM serves it."""
+"""tLLM: read, steer, patch and learn from a model's activations while vLLM serves it."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -115,8 +115,10 @@ class TLLMAPI(OpenAICompatibleAPI):
         if self._server is not None:
             await anyio.to_thread.run_sync(self._server.wait)
         answer = await super().generate(*args, **kwargs)
-        if isinstance(answer, tuple) and isinstance(answer[0], ModelOutput):
-            _put_results(*answer)
+        if isinstance(answer, tuple):
+            output, call = answer
+            if isinstance(output, ModelOutput):
+                _put_results(output, call)
         return answer
 
     async def aclose(self) -> None:

@@ -90,3 +90,17 @@ def test_taps_look_at_conditions_while_a_sequence_has_any_and_rows_are_used_agai
 
 def vectors_of(steering):
     return [*steering.gates._vectors, *steering._vectors]
+
+
+def test_nothing_is_kept_of_vectors_that_nobody_has_any_more(steering):
+    for number in range(20):
+        (group,) = compose(
+            [Tiers.parse(vectors={"post_block": {1: np.full(HIDDEN, number + 1.0)}})]
+        )
+        steering.put(group.vectors, {group.digest: group.operations}, {group.digest: group.gates})
+        steering.acquire((group.digest,))
+        steering.release((group.digest,))
+        steering.drop([group.digest], group.vectors)
+    assert not steering._vectors
+    assert not steering._vector_users
+    assert not steering._dropped_vectors

@@ -391,7 +391,10 @@ class Steering:
         if configuration.gates is not None:
             self.gates.remove(configuration.gates)
         self._free_rows.append(configuration.row)
-        self._vector_users.subtract(configuration.vectors)
+        for digest in configuration.vectors:
+            self._vector_users[digest] -= 1
+            if not self._vector_users[digest]:  # there is no end to the vectors that requests bring
+                del self._vector_users[digest]
         self._free_dropped_vectors()
 
     # -- the device --------------------------------------------------------------------------------
