@@ -206,8 +206,10 @@ async def main(model: str, output: str) -> None:
         "none": await refused_session(engine, {"capture": CAPTURE}, {"seed": 1}),
         "one more": await refused_session(engine, {"seed": 1}, {"capture": other}),
         "steering": await refused_session(engine, {}, vector),
+        "other steering": await refused_session(engine, vector, {"steering_module_ref": "none"}),
         "deltas": await refused_session(engine, {}, {"output_kind": RequestOutputKind.DELTA}),
         "the same": await refused_session(engine, {"capture": other}, {"capture": other}),
+        "the same steering": await refused_session(engine, vector, vector),
     }
     session = await collect(engine, turns(), params(ANSWER, capture=CAPTURE), "session")
     saved["session"] = {

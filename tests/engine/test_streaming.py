@@ -129,9 +129,10 @@ def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
     refused = saved["refused"]
     for name in ("other capture", "none", "one more"):
         assert "capture: an input of a streamed prompt asks otherwise" in refused[name]
-    assert "asks for steering of its own" in refused["steering"]
+    for name in ("steering", "other steering"):
+        assert "asks for steering of its own" in refused[name]
     assert "asks for DELTA, and the request for CUMULATIVE" in refused["deltas"]
-    assert refused["the same"] is None
+    assert refused["the same"] is refused["the same steering"] is None
 
 
 def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(saved, reference):

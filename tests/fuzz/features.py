@@ -251,11 +251,14 @@ def _kind(pick: Random, ask: Ask) -> None:
 def _streamed(pick: Random, ask: Ask) -> None:
     """The prompt in parts, each answered by one token, which the next part takes the place of: the
     whole is as if it had been given at once. So which tokens are meant must not depend on where the
-    prompt ends, and what vLLM cannot do of streamed prompts is not asked."""
+    prompt ends, and what vLLM cannot do of streamed prompts is not asked. Nor is a seed: vLLM's V1
+    runner draws the answers to all parts from one generator, with or without us."""
     impossible = {"stop", "structured_outputs", "prompt_logprobs", "steering_positions"}
     phases = any(name.startswith(("prefill", "decode")) for name in ask.options)
     if ask.options.keys() & impossible or ask.options.get("n", 1) > 1 or ask.selections or phases:
         return
+    if ask.options.pop("seed", None) is not None:
+        ask.options["temperature"] = 0.0
     ask.parts = pick.randint(2, 3)
     if ask.options.get("output_kind", RequestOutputKind.FINAL_ONLY) == RequestOutputKind.FINAL_ONLY:
         ask.options["output_kind"] = RequestOutputKind.CUMULATIVE

@@ -37,6 +37,7 @@ def interventions(folder: Path) -> list[str]:
     limits.write_text(json.dumps({"keys": {"little": little}}))
     arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
     consumers = ["logging", f"probe:path={probe},layer=1", "lens:layers=[0,-1],top_k=3"]
+    consumers.append(f"filesystem:root={folder / 'store'}")
     return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
 
 

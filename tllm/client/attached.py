@@ -190,10 +190,10 @@ class AsyncClient:
                     f"{params.output_kind.name}; ask the same of every input"
                 )
             asked = asked_of(theirs).steering
-            if asked is not None and asked is not steering:
-                raise ValueError(
-                    "an input of a streamed prompt asks for steering of its own; steer the "
-                    "whole request, or begin another"
+            if asked is not None and (steering is None or asked.key != steering.key):
+                raise RefusedError(
+                    "steering: an input of a streamed prompt asks for steering of its own; steer "
+                    "the whole request, or begin another"
                 )
             steps = self._client.admit(
                 theirs, request_id, results=request.keeps_results, streamed=True, first=request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -118,6 +118,11 @@ class ProbeCondition:
         place = f"{self.point.value}:{self.layer}:{self.score}:{self.vector_digest}:"
         return digest_of(place.encode() + numbers)
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for two that judge alike and are called alike."""
+        return self.name, self.digest
+
     def probes(self) -> Iterator[ProbeCondition]:
         """Those that it is made of."""
         yield self
@@ -157,6 +162,11 @@ class JointCondition:
         """Of what is judged, whatever it is called."""
         return digest_of(repr((self.every, [term.digest for term in self.terms])).encode())
 
+    @property
+    def key(self) -> Hashable:
+        """As that of a `ProbeCondition`."""
+        return self.name, self.every, tuple(term.key for term in self.terms)
+
     def probes(self) -> Iterator[ProbeCondition]:
         """Those that it is made of."""
         for term in self.terms:
@@ -182,6 +192,11 @@ class NamedCondition:
     def digest(self) -> str:
         """Nobody knows what it judges before it is found."""
         raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
+
+    @property
+    def key(self) -> Hashable:
+        """As that of a `ProbeCondition`; what the monitor judges is not looked at."""
+        return self.name
 
     def probes(self) -> Iterator[ProbeCondition]:
         """As `digest`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -42,6 +42,11 @@ class RequestSteering:
     def groups(self) -> tuple[SteeringGroup, ...]:
         """What is done to it where nothing but its own steering applies."""
         return compose([self.own])
+
+    @cached_property
+    def key(self) -> Hashable:
+        """Equal for two requests that ask the same."""
+        return self.tiers.key, self.modules, self.positions
 
     def hash(self) -> None:
         """Do now, once, what every request that asks this needs."""

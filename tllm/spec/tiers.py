@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -68,6 +68,12 @@ class SteeringEntry:
         """Of the vector's content."""
         return digest_of(self.vector.data)
 
+    @property
+    def key(self) -> Hashable:
+        """Equal for two that do the same to the same tokens."""
+        when = None if self.when is None else self.when.key
+        return self.point, self.layer, self.digest, self.coefficients, self.positions, when
+
     @cached_property
     def largest(self) -> float:
         """The largest absolute value of the vector."""
@@ -91,6 +97,15 @@ class Tiers:
     def __iter__(self) -> Iterator[SteeringEntry]:
         for tier in (*self.vectors.values(), *self.clamps.values()):
             yield from tier
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for two that ask the same."""
+        return tuple(
+            (phase, tuple(entry.key for entry in entries))
+            for tier in (self.vectors, self.clamps)
+            for phase, entries in sorted(tier.items())
+        )
 
     @classmethod
     def parse(cls, *, names: Mapping[str, str] | None = None, **given: Any) -> Tiers:
