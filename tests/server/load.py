@@ -3,6 +3,7 @@
 Good requests, steered or not, streamed or not, with captures and scores, are compared with
 `transformers`; between them clients leave and ask what cannot be had. In the end nothing may be
 left of them: sequences, ring rows, ways of steering, shared memory, threads, descriptors, memory.
+With `--plain` it is vLLM alone, which says what grows in any case.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import httpx
 import psutil
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 from conftest import MODEL, Server
 from test_serving import decoded, states, steered_tokens
