@@ -175,7 +175,7 @@ def test_steering_by_request(server, client, model, way):
     assert plain.choices[0].token_ids == steered_tokens(model, ids, 3, torch.zeros(128), 8)
 
 
-@pytest.mark.parametrize("way", ["request", "module"])
+@pytest.mark.parametrize("way", ["request", "module", "monitor"])
 def test_steering_on_a_condition_and_its_signals(server, client, model, way):
     """One that always holds, and one that never does."""
     vector, p = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
@@ -189,6 +189,10 @@ def test_steering_on_a_condition_and_its_signals(server, client, model, way):
             body = {"name": "gated", "spec": spec}
             assert server.post("/v1/steering/modules/register", body).is_success
             asked = {"steering_name": "gated"}
+        if way == "monitor":
+            body = {"name": "gate", "condition": {**when, "name": "not this"}}
+            assert server.post("/v1/steering/monitors/register", body).is_success
+            spec["post_block"]["3"]["when"] = "gate"
         asked |= {"return_token_ids": True, "ignore_eos": True}
         answer = client.completions.create(**WORDS, max_tokens=8, extra_body=asked)
         tokens = answer.choices[0].token_ids
@@ -432,6 +436,56 @@ def test_modules_come_and_go(server):
     assert "comes" in server.get("/v1/steering/modules").json()
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).is_success
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).status_code == 404
+
+
+def test_monitors_come_and_go(server):
+    """For the administrator alone; entries of modules and of global steering name them, too."""
+    probe = {"hook": "post_block", "layer": 0, "vector": [1.0] * 128}
+    body = {"name": "sad", "condition": {"probe": probe, "between": [0.5, 2.0]}}
+    routes = ("register", body), ("unregister", {"name": "sad"})
+    for route, sent in routes:
+        assert server.post(f"/v1/steering/monitors/{route}", sent, key=None).status_code == 401
+    assert server.get("/v1/steering/monitors", key="wrong").status_code == 401
+    entry = {"vector": [1.0] * 128, "when": "sad"}
+    spec = {"post_block": {"1": entry}}
+    for route, sent in (
+        ("modules/register", {"name": "cheer", "spec": spec}),
+        ("set", {"vectors": spec}),
+    ):
+        answer = server.post(f"/v1/steering/{route}", sent)
+        assert answer.status_code == 400
+        assert "no monitor 'sad' is registered" in answer.text
+    assert server.post("/v1/steering/monitors/register", body).json() == {"registered": "sad"}
+    told = server.get("/v1/steering/monitors").json()["sad"]
+    assert (told["probe"]["layer"], told["between"]) == (0, [0.5, 2.0])
+    assert "sad" in server.get("/v1/steering").json()["monitors"]
+    assert server.post("/v1/steering/set", {"vectors": spec}).is_success
+    assert server.post("/v1/steering/clear", {}).is_success
+    assert server.post("/v1/steering/monitors/unregister", {"name": "sad"}).is_success
+    answer = server.post("/v1/steering/monitors/unregister", {"name": "sad"})
+    assert answer.status_code == 404
+    assert "no monitor 'sad' is registered" in answer.text
+    answer = server.post("/v1/completions", {**WORDS, "steering_vectors": spec}, key=None)
+    assert answer.status_code == 400
+    assert "no monitor 'sad' is registered" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("condition", "sentence"),
+    [
+        (7, "monitor 'bad'=7 is int"),
+        ({"above": 1}, "has none of probe, all and any"),
+        ({"probe": {"hook": "post_block", "layer": 99, "vector": [1.0] * 128}, "above": 0}, "99"),
+        ({"probe": {"hook": "post_block", "layer": 0, "vector": [1.0]}, "above": 0}, "size is 128"),
+        ({"any": ["nobody"]}, "no monitor 'nobody' is registered"),
+    ],
+)
+def test_what_is_no_monitor_is_refused(server, condition, sentence):
+    body = {"name": "bad", "condition": condition}
+    answer = server.post("/v1/steering/monitors/register", body)
+    assert answer.status_code == 400
+    assert sentence in answer.text
+    assert "bad" not in server.get("/v1/steering/monitors").json()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Routes of our own: global steering, modules, and results that are fetched by reference."""
+"""Routes of our own: global steering, modules, monitors, and results fetched by reference."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ class ModuleBody(BaseModel):
 
 class ModuleName(BaseModel):
     """A steering module by its name."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class MonitorBody(BaseModel):
+    """A monitor: its name, and the condition that it stands for."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=256)
+    condition: Any = Field(
+        description="An object with `probe` (hook, layer, vector, bias, score) and any of `above`, "
+        "`below`, `between`; or with `all` or `any`, a list of these."
+    )
+
+
+class MonitorName(BaseModel):
+    """A monitor by its name."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -145,6 +165,29 @@ async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
     if body.name not in await state.interventions.steering.modules():
         raise HTTPException(404, f"name: no module {body.name!r} is registered")
     await state.interventions.steering.unregister_module(body.name)
+    return {"unregistered": body.name}
+
+
+@router.get("/v1/steering/monitors", responses=_ADMIN)
+async def steering_monitors(state: Admin) -> dict[str, Any]:
+    """What each registered monitor judges."""
+    monitors: dict[str, Any] = await state.interventions.steering.monitors()
+    return monitors
+
+
+@router.post("/v1/steering/monitors/register", responses=_ADMIN | _MALFORMED)
+async def register_monitor(body: MonitorBody, state: Admin) -> dict[str, Any]:
+    """Give a condition a name, for entries of steering that say `"when": name`."""
+    await _checked(state.interventions.steering.register_monitor(body.name, body.condition))
+    return {"registered": body.name}
+
+
+@router.post("/v1/steering/monitors/unregister", responses=_ADMIN | _UNKNOWN)
+async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
+    """Forget a monitor."""
+    if body.name not in await state.interventions.steering.monitors():
+        raise HTTPException(404, f"name: no monitor {body.name!r} is registered")
+    await state.interventions.steering.unregister_monitor(body.name)
     return {"unregistered": body.name}
 
 
