@@ -13,7 +13,7 @@ from engine.recorder import Recorder
 from engine.reference import LAYERS, VOCAB
 
 import tllm.stores
-from capture.truth import POINTS, meant, reduced
+from capture.truth import POINTS, WITHOUT_LAYER, meant, reduced
 from tllm import SamplingParams, shared_memory
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
@@ -308,7 +308,7 @@ def test_thousands_of_distinct_captures_in_one_engine(llm, truth):
             for _ in range(20):
                 points = pick.sample(POINTS, 2)
                 hooks = {
-                    p: "all" if p == "lm_head_in" else sorted(pick.sample(range(LAYERS), 2))
+                    p: "all" if p in WITHOUT_LAYER else sorted(pick.sample(range(LAYERS), 2))
                     for p in points
                 }
                 specs.append({"hooks": hooks, "positions": [pick.randrange(9), -1]})
@@ -400,7 +400,7 @@ def random_spec(pick, prompt_len, max_tokens):
         layers = pick.choice(["all", "some", ":2", "-2:"])
         if layers == "some":
             layers = pick.sample([0, 1, 2, -1], pick.randint(1, 3))
-        hooks[point] = "all" if point == "lm_head_in" else layers
+        hooks[point] = "all" if point in WITHOUT_LAYER else layers
     end = prompt_len + max_tokens - 1
 
     def place():

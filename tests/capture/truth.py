@@ -10,6 +10,7 @@ from engine.asking import RELATIVE, error_of
 from engine.reference import LAYERS, Place, Reference
 
 POINTS = (
+    "embed",
     "pre_attn",
     "attn_in",
     "attn_out",
@@ -19,10 +20,11 @@ POINTS = (
     "post_block",
     "lm_head_in",
 )
+WITHOUT_LAYER = ("embed", "lm_head_in")
 PLACES: list[Place] = [
     (point, layer)
     for point in POINTS
-    for layer in ([None] if point == "lm_head_in" else range(LAYERS))
+    for layer in ([None] if point in WITHOUT_LAYER else range(LAYERS))
 ]
 
 
@@ -74,7 +76,7 @@ def reduced(rows: torch.Tensor, how: str) -> torch.Tensor:
 def located(hooks: Mapping[str, Any]) -> list[Place]:
     places: list[Place] = []
     for point, layers in hooks.items():
-        if point == "lm_head_in":
+        if point in WITHOUT_LAYER:
             places.append((point, None))
             continue
         if layers == "all":

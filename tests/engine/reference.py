@@ -106,6 +106,8 @@ class Reference:
     def _module(self, place: Place) -> tuple[torch.nn.Module, str]:
         """The module at whose boundary a hook point lies, and on which side."""
         point, layer = place
+        if point == "embed":
+            return self.model.model.embed_tokens, "output"
         if point == "lm_head_in":
             return self.model.model.norm, "output"
         block = self.model.model.layers[layer]

@@ -16,8 +16,8 @@ from tllm.spec.hooks import HookPoint
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
-PLACES = [(p.value, layer) for layer in range(LAYERS) for p in HookPoint if p.has_layer]
-PLACES.append(("lm_head_in", None))
+IN_LAYERS = [(p.value, layer) for layer in range(LAYERS) for p in HookPoint if p.has_layer]
+PLACES = [("embed", None), *IN_LAYERS, ("lm_head_in", None)]
 BORDER = 1e-4
 """Scores this near to a threshold, relative to the row, may fall on either side of it."""
 
@@ -172,10 +172,10 @@ class Asked:
                 asked.setdefault(field, {}).update(given)
                 gated.append(change)
                 edges.append(near)
-                [entry] = given[place].values() if place != "lm_head_in" else [given[place]]
+                [entry] = given[place].values() if HookPoint(place).has_layer else [given[place]]
                 whens.append(entry["when"])
         if pick.random() < 0.4:
-            point, layer = pick.choice(PLACES[:-1])
+            point, layer = pick.choice(IN_LAYERS)
             if point not in asked.get("steering_vectors", {}):
                 vector = pick.choice(self.vectors)
                 asked.setdefault("steering_vectors", {})[point] = {layer: vector}

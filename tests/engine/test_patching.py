@@ -37,6 +37,10 @@ class Asked:
     def rows(self, count):
         return 4 * torch.randn(count, HIDDEN, generator=self.generator)
 
+    def place(self):
+        point = self.pick.choice(POINTS[:-1])
+        return point, self.pick.randrange(LAYERS) if HookPoint(point).has_layer else None
+
     def patch(self, prompt):
         """An entry, and the rows that it means."""
         pick, last = self.pick, len(prompt) + TOKENS - 2
@@ -47,7 +51,7 @@ class Asked:
         )
         point = pick.choice(POINTS)
         entry = {"hook": point, "positions": positions, "alpha": pick.choice([1.0, 1.0, 0.4])}
-        if point != "lm_head_in":
+        if HookPoint(point).has_layer:
             entry["layer"] = pick.randrange(LAYERS)
         if pick.random() < 0.3:
             entry["mask"] = pick.sample(range(HIDDEN), 40)
@@ -83,13 +87,13 @@ class Asked:
             asked["patch"] = [entry for entry, _ in entries]
             patches = [row for _, rows in entries for row in rows]
         if pick.random() < 0.4:
-            point, layer = pick.choice(POINTS[:-1]), pick.randrange(LAYERS)
-            [vector] = self.rows(1)
-            asked["steering_vectors"] = {point: {layer: vector}}
-            additions = [Addition((point, layer), vector)]
+            place, [vector] = self.place(), self.rows(1)
+            point, layer = place
+            asked["steering_vectors"] = {point: vector if layer is None else {layer: vector}}
+            additions = [Addition(place, vector)]
         if pick.random() < 0.4:
-            captured = pick.choice(POINTS[:-1]), pick.randrange(LAYERS)
-            hooks = {captured[0]: [captured[1]]}
+            captured = self.place()
+            hooks = {captured[0]: "all" if captured[1] is None else [captured[1]]}
             asked["capture"] = {"memory": {"hooks": hooks, "positions": "all"}}
         more = {"logprobs": 1, "n": pick.choice([1, 1, 2])}
         params = (greedy if more["n"] == 1 else sampled)(TOKENS, **asked, **more)
@@ -158,6 +162,46 @@ def test_a_patch_comes_before_steering_at_one_point(llm, reference):
     seen = output.activations
     assert error_of(seen["post_block"][1].tensor[2], states["post_block", 1][2]) < RELATIVE
     assert error_of(seen["pre_attn"][2].tensor[2], row + vector) < RELATIVE
+
+
+def test_causal_tracing_corrupts_what_enters_the_first_block(llm, reference):
+    """ROME: noise on the subject's embeddings, then one clean state put back. A cached prefix and
+    chunks of a prompt do not change it, and `pre_attn` of the first layer is what is left."""
+    [prompt] = prompts_of([40], seed=21)
+    noise = {"hook": "embed", "positions": [3, 4, 5], "source": {"noise": 4.0, "seed": 2}}
+    noised = [
+        PatchedRow(("embed", None), position, torch.from_numpy(row), keep=1.0)
+        for position, row in zip(
+            noise["positions"], noise_rows(4.0, 2, noise["positions"], HIDDEN), strict=True
+        )
+    ]
+    clean = generate(llm, [prompt], greedy(1, capture=memory("post_block", [2])))
+    state = clean[0].activations["post_block"][2].tensor[5]
+    restored = {"hook": "post_block", "layer": 2, "positions": [5], "source": {"tensor": state}}
+    for entries, rows in (
+        ([noise], noised),
+        ([noise, restored], [*noised, PatchedRow(("post_block", 2), 5, state)]),
+    ):
+        for _ in range(2):  # the second time from cached blocks
+            [output] = generate(llm, [prompt], greedy(TOKENS, patch=entries, logprobs=1))
+            request = SimpleNamespace(prompt=prompt, patches=rows, additions=[], captured=None)
+            request.params = SimpleNamespace(temperature=0)
+            assert_as_transformers(reference, request, output)
+        assert output.num_cached_tokens == 32
+    asked = {"memory": {"hooks": {"embed": "all", "pre_attn": [0]}, "positions": "all_prompt"}}
+    [output] = generate(llm, [prompt], greedy(1, patch=[noise], capture=asked))
+    _, states = reference.run(prompt, [("embed", None)])
+    before = output.activations["embed"][None].tensor
+    after = output.activations["pre_attn"][0].tensor
+    torch.testing.assert_close(before, states["embed", None])
+    for row in noised:
+        torch.testing.assert_close(after[row.position], row.of(before[row.position]))
+        before[row.position] = after[row.position]
+    assert torch.equal(before, after)
+
+
+def memory(point, layers):
+    return {"memory": {"hooks": {point: layers}, "positions": "all"}}
 
 
 def test_entries_at_one_place_are_done_in_the_order_given(llm, reference):

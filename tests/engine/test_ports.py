@@ -26,7 +26,7 @@ POINTS = ["pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "
 class TestResidualStreamRead:
     def test_every_point_and_layer_gives_the_rows_of_a_forward_hook(self, llm, reference):
         places = {f"{p}{n}": (p, n) for p in POINTS for n in range(LAYERS)}
-        places["lm_head_in"] = ("lm_head_in", None)
+        places |= {point: (point, None) for point in ("embed", "lm_head_in")}
         reads = [
             ResidualStream.read(layer=layer or 0, site=point, role=role)
             for role, (point, layer) in places.items()

@@ -44,9 +44,12 @@ def _reference(llm, reference):
     WRITTEN.clear()
 
 
-@pytest.mark.parametrize("point", ["pre_attn", "attn_in", "attn_out", "post_attn"])
-def test_a_write_at_an_attention_point_equals_a_hook(watched, point):
-    place, v = (point, 1), vector(1)
+@pytest.mark.parametrize(
+    "place",
+    [("embed", None), *((p, 1) for p in ("pre_attn", "attn_in", "attn_out", "post_attn"))],
+)
+def test_a_write_at_an_early_point_equals_a_hook(watched, place):
+    v = vector(1)
     watched[0].register_consumer(Adder(place, v))
     assert_added(watched, greedy(4), [5, 40], lambda i, o: [Addition(place, v)])
 

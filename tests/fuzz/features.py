@@ -8,7 +8,7 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-from capture.truth import POINTS
+from capture.truth import POINTS, WITHOUT_LAYER
 from engine.reference import HIDDEN, LAYERS, VOCAB
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -90,7 +90,7 @@ def _layers(pick: Random) -> Any:
 def _capture(pick: Random, ask: Ask) -> dict[str, Any]:
     points = pick.sample(POINTS, pick.randint(1, 3))
     return {
-        "hooks": {p: "all" if p == "lm_head_in" else _layers(pick) for p in points},
+        "hooks": {p: "all" if p in WITHOUT_LAYER else _layers(pick) for p in points},
         "positions": positions(pick, ask),
         "reduction": pick.choice(["none", "none", "mean", "max", "last"]),
         "dtype": pick.choice(["model", "model", "float32", "float16"]),
@@ -145,13 +145,15 @@ def _entry(pick: Random, ask: Ask, clamp: bool) -> dict[str, Any]:
 
 def tier(pick: Random, ask: Ask, clamp: bool = False) -> dict[str, Any]:
     """Entries at one or two hook points."""
-    points = pick.sample([point for point in POINTS if point != "lm_head_in"], pick.randint(1, 2))
+    points = pick.sample(
+        [point for point in POINTS if point not in WITHOUT_LAYER], pick.randint(1, 2)
+    )
     found: dict[str, Any] = {}
     for point in points:
         entries = [_entry(pick, ask, clamp) for _ in range(pick.randint(1, 2))]
         found[point] = {pick.randrange(-LAYERS, LAYERS): entries}
     if pick.random() < 0.2:
-        found["lm_head_in"] = _entry(pick, ask, clamp)
+        found[pick.choice(WITHOUT_LAYER)] = _entry(pick, ask, clamp)
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from capture.truth import located, meant, reduced
+from capture.truth import WITHOUT_LAYER, located, meant, reduced
 from engine.reference import LAYERS
 
 import tllm.stores
@@ -150,7 +150,7 @@ def at_these_positions(
 
     found: dict[str, Any] = {}
     for point, layers in steering.items():
-        if point == "lm_head_in":
+        if point in WITHOUT_LAYER:
             for entry in located_entry(layers):
                 found[point] = entry
             continue
@@ -168,8 +168,8 @@ def _everything(ask: Ask) -> dict[str, Any] | None:
     hooks: dict[str, Any] = {}
     for point, layer in sorted(places, key=str):
         hooks.setdefault(point, []).append(layer)
-    if "lm_head_in" in hooks:
-        hooks["lm_head_in"] = "all"
+    for point in hooks.keys() & WITHOUT_LAYER:
+        hooks[point] = "all"
     return {"memory": {"hooks": hooks}} if hooks else None
 
 

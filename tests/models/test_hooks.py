@@ -32,5 +32,6 @@ def test_unknown_name_is_refused_with_what_is_allowed(name: object) -> None:
         HookPoint.parse(name)  # type: ignore[arg-type]
 
 
-def test_only_the_final_state_has_no_layer() -> None:
-    assert [point for point in HookPoint if not point.has_layer] == [HookPoint.LM_HEAD_IN]
+def test_only_what_enters_the_first_block_and_what_the_head_reads_have_no_layer() -> None:
+    alone = [point for point in HookPoint if not point.has_layer]
+    assert alone == [HookPoint.EMBED, HookPoint.LM_HEAD_IN]

@@ -194,7 +194,7 @@ def test_norm_on_the_next_pipeline_rank_is_not_named() -> None:
 
 
 def test_stream_and_residual_of_a_call_are_found_by_position_and_by_keyword() -> None:
-    site = resolve(CausalLM(Stack())).sites[HookPoint.PRE_ATTN, 0]
+    site = resolve(CausalLM(Stack())).sites[HookPoint.EMBED, None]
     positions, stream, residual = torch.zeros(3, 1)
     calls = [
         ((positions, stream, residual), {}),
@@ -215,9 +215,9 @@ def test_what_leaves_a_block_and_enters_the_next_is_one_site() -> None:
     assert sites.points.canonical(HookPoint.PRE_ATTN, 2) == sites.points.canonical(
         HookPoint.POST_BLOCK, 1
     )
-    assert sites.points.canonical(HookPoint.PRE_ATTN, 0) == (HookPoint.PRE_ATTN, 0)
+    assert sites.points.canonical(HookPoint.PRE_ATTN, 0) == (HookPoint.EMBED, None)
     assert sites.points.canonical(HookPoint.POST_BLOCK, -1) == (HookPoint.POST_BLOCK, LAYERS - 1)
-    assert sites.points.canonical(HookPoint.PRE_ATTN, -LAYERS) == (HookPoint.PRE_ATTN, 0)
+    assert sites.points.canonical(HookPoint.PRE_ATTN, -LAYERS) == (HookPoint.EMBED, None)
     assert (HookPoint.PRE_ATTN, 1) not in sites.sites
 
 
@@ -242,7 +242,8 @@ def test_pipeline_rank_holds_the_sites_of_its_own_blocks_only() -> None:
     stack.norm = PPMissingLayer()
     row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
     sites = resolve(CausalLM(stack), families=[row])
-    assert {layer for _, layer in sites.sites} == {0, 1}
+    assert {layer for _, layer in sites.sites} == {None, 0, 1}
+    assert (HookPoint.LM_HEAD_IN, None) not in sites.sites
     assert sites.points.num_layers == LAYERS
     assert HookPoint.LM_HEAD_IN in sites.points.points
     assert sites.points.canonical(HookPoint.PRE_ATTN, 2) in sites.sites
@@ -255,7 +256,7 @@ def test_partial_sums_are_refused_under_tensor_parallelism() -> None:
     sites = resolve(CausalLM(Stack()), 2, families=[row])
     assert HookPoint.ATTN_OUT not in sites.points.points
     assert "tensor_parallel_size=2" in sites.points.reasons["attn_out"]
-    with pytest.raises(ValueError, match="it has: pre_attn"):
+    with pytest.raises(ValueError, match="it has: embed, pre_attn"):
         sites.points.locate(HookPoint.MLP_OUT, 1)
 
 
@@ -322,12 +323,31 @@ def test_pre_attn_has_a_tap_of_its_own_where_the_block_before_gives_nothing_up()
     sites = resolve(hybrid(), families=rows)
     assert sites.points.canonical(HookPoint.PRE_ATTN, 2) == (HookPoint.PRE_ATTN, 2)
     assert sites.points.canonical(HookPoint.PRE_ATTN, 1) == (HookPoint.POST_BLOCK, 0)
-    assert sites.second == {(HookPoint.POST_BLOCK, 0): (HookPoint.PRE_ATTN, 1)}
+    assert sites.second == {
+        (HookPoint.EMBED, None): (HookPoint.PRE_ATTN, 0),
+        (HookPoint.POST_BLOCK, 0): (HookPoint.PRE_ATTN, 1),
+    }
     assert (HookPoint.PRE_ATTN, 2) in sites.sites and (HookPoint.PRE_ATTN, 1) not in sites.sites
+
+
+def test_embed_is_where_the_first_block_is() -> None:
+    stack = Stack()
+    assert resolve(CausalLM(stack)).sites[HookPoint.EMBED, None].module is stack.layers[0]
+    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    stack.layers[0] = PPMissingLayer()
+    later = resolve(CausalLM(stack), families=[row])
+    assert HookPoint.EMBED in later.points.points
+    assert (HookPoint.EMBED, None) not in later.sites
+    refused = {**FULL, HookPoint.PRE_ATTN: "not known"}
+    row = Family("silent", "test_resolver.Stack", "test_resolver.Block", refused)
+    points = resolve(CausalLM(Stack()), families=[row]).points
+    with pytest.raises(ValueError, match="no hook point embed: not known"):
+        points.check(HookPoint.EMBED, None)
 
 
 def test_points_without_a_tap_are_refused_with_how_to_get_one() -> None:
     points = resolve(CausalLM(Stack()), tapped=[HookPoint.PRE_ATTN]).points
+    assert points.check(HookPoint.EMBED, None)  # the tap of pre_attn 0
     assert points.check(HookPoint.POST_BLOCK, 0)  # the tap of pre_attn 1
     with pytest.raises(ValueError, match=r"post_block has no tap .*it has pre_attn.*'post_block'"):
         points.check(HookPoint.POST_BLOCK, -1)

@@ -24,7 +24,7 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.lens import LensConsumer
 from tllm.ports import Phase
 from tllm.verify.batches import Ask, Prompts
-from tllm.verify.places import POINTS
+from tllm.verify.places import POINTS, WITHOUT_LAYER
 from tllm.verify.steered import PHASES, Place, steering_fields
 from tllm.verify.tolerance import Tolerance
 
@@ -195,7 +195,7 @@ class Engine:
         lacking = [
             (point, layer)
             for point in POINTS
-            for layer in ([None] if point == "lm_head_in" else range(self.layers))
+            for layer in ([None] if point in WITHOUT_LAYER else range(self.layers))
             if (point, layer) not in self.places
         ]
         for point, layer in lacking:

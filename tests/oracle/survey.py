@@ -391,6 +391,8 @@ def document(findings: Sequence[Finding]) -> str:
         "|---|---|---|---|---|---|",
         *right,
         "",
+        *_compared_at(HookPoint.EMBED, findings),
+        "",
         "As right, and held in every run of the tests (`tests/oracle/test_differential.py`), under "
         "preemption, prefix caching and prompts computed in chunks:",
         "",
@@ -414,6 +416,13 @@ def document(findings: Sequence[Finding]) -> str:
         "",
     ]
     return "\n".join(parts)
+
+
+def _compared_at(point: HookPoint, findings: Sequence[Finding]) -> list[str]:
+    """In which rows a hook point was compared that most of them were written before."""
+    names = sorted({one.family for one in findings if one.is_right and point.value in one.worst})
+    where = f"these rows: {', '.join(names)}." if names else "no row of this table."
+    return [f"`{point}` was compared in {where}"]
 
 
 def _not_compared(seen: set[str]) -> list[str]:
@@ -509,7 +518,8 @@ def _error_cell(finding: Finding | None) -> str:
 
 
 def _points_cell(finding: Finding) -> str:
-    lacking = [point.value for point in HookPoint if point.value not in finding.layers]
+    known = [point.value for point in HookPoint if point.value in finding.reasons]
+    lacking = [point for point in known if point not in finding.layers]
     every = "all" if not lacking else f"all but {', '.join(lacking)}"
     partly: dict[str, list[str]] = {}
     for point, layers in finding.layers.items():

@@ -37,6 +37,7 @@ def test_streams_are_the_hidden_states_that_transformers_reports(
     hidden = reference.hidden_states(family, PROMPT)
     for layer in range(LAYERS):
         torch.testing.assert_close(states["pre_attn"][layer], hidden[layer])
+    torch.testing.assert_close(states["embed"][None], hidden[0])
     torch.testing.assert_close(states["lm_head_in"][None], hidden[LAYERS])
 
 
@@ -66,7 +67,10 @@ def test_write_at_each_point_changes_what_comes_after_and_nothing_before(
         steered = reference.capture(family, PROMPT, {(point, layer): (_vector(), late)})
         torch.testing.assert_close(steered[point][layer], plain[point][layer])
         torch.testing.assert_close(steered["post_block"][2][:4], plain["post_block"][2][:4])
-        torch.testing.assert_close(steered["post_block"][0], plain["post_block"][0])
+        if point == "embed":
+            assert not torch.allclose(steered["pre_attn"][0][4:], plain["pre_attn"][0][4:])
+        else:
+            torch.testing.assert_close(steered["post_block"][0], plain["post_block"][0])
         if point != "lm_head_in":
             assert not torch.allclose(steered["post_block"][2][4:], plain["post_block"][2][4:])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -32,6 +33,7 @@ def test_document_says_what_was_found_and_where() -> None:
         "hybrid",
         num_layers=3,
         layers={"pre_attn": [0, 1, 2], "attn_out": [0, 2], "post_block": [0, 1, 2]},
+        reasons=dict.fromkeys(("attn_in", "post_attn", "mlp_in", "mlp_out", "lm_head_in"), "."),
         worst={"pre_attn": 1e-6, "attn_out": 2e-6},
     )
     findings = [
@@ -46,6 +48,9 @@ def test_document_says_what_was_found_and_where() -> None:
     text = document(findings)
     points = "all but attn_in, post_attn, mlp_in, mlp_out, lm_head_in; attn_out in layers 0, 2"
     assert f"| `HybridForCausalLM` (hybrid) | hybrid | {points} | 2e-06 | not run |  |" in text
+    assert "`embed` was compared in no row of this table" in text
+    again = document([replace(found, worst={**found.worst, "embed": 1e-6}), *findings[1:]])
+    assert "`embed` was compared in these rows: hybrid." in again
     assert "| `LoopsForCausalLM` (loops) | it runs its blocks twice |" in text
     assert "| `WrongForCausalLM` (wrong) | 1e-01 | 2e-01 |" in text
     assert "| absent | no kernel |" in text

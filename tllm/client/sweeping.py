@@ -96,8 +96,8 @@ class Sweeping:
         self._places = list(places)
         self._hooks = tuple(dict.fromkeys(hook for hook, _ in places))
         self._layers = tuple(sorted({layer for _, layer in places if layer is not None}))
-        if not all(layer is not None for _, layer in places):
-            raise ValueError("hooks: lm_head_in belongs to no layer; patch it with a request")
+        if alone := [hook for hook, layer in places if layer is None]:
+            raise ValueError(f"hooks: {alone[0]} belongs to no layer; patch it with a request")
         longest = max(len(pair.clean) for pair in pairs)
         self._positions = tuple(range(longest) if positions is None else positions)
         for number, pair in enumerate(pairs):

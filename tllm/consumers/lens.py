@@ -69,7 +69,7 @@ class LensConsumer(ReadoutConsumer):
                 "site out"
             )
         if not self._site.has_layer:
-            raise ValueError(f"site={site!r} belongs to no layer, and is read after the final norm")
+            raise ValueError(f"site={site!r} belongs to no layer; choose a point that does")
 
     def _chosen(self, options: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         """The layers of a request, in its order."""

@@ -18,8 +18,9 @@ from tllm.spec.hooks import HookPoint
 CONFIG_KEY = "tllm"
 """Key of `VllmConfig.additional_config` under which the options travel."""
 
-CHEAP_POINTS = ("pre_attn", "post_attn", "post_block", "lm_head_in")
-"""The points whose taps are computed with the norm that follows, where that is compiled."""
+CHEAP_POINTS = ("embed", "pre_attn", "post_attn", "post_block", "lm_head_in")
+"""The points whose taps are computed with the norm that follows, where that is compiled; `embed`
+has the tap of `pre_attn` of the first layer."""
 
 
 uses("vllm.config.ParallelConfig", "worker_cls", "the worker is ours")

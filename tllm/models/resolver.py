@@ -153,6 +153,8 @@ def _missing(stack: _Stack, tensor_parallel_size: int) -> dict[TapKey, str]:
                     f"with tensor_parallel_size={tensor_parallel_size} every rank holds only a "
                     "term of it, which is summed together with another branch"
                 )
+    if (why := missing.get((HookPoint.PRE_ATTN, 0))) is not None:
+        missing[HookPoint.EMBED, None] = why
     if stack.norm is None:
         missing[HookPoint.LM_HEAD_IN, None] = (
             "no module gives, once in a forward pass, what the LM head reads"
@@ -162,7 +164,7 @@ def _missing(stack: _Stack, tensor_parallel_size: int) -> dict[TapKey, str]:
 
 def _sites(stack: _Stack, points: ModelPoints) -> dict[TapKey, Site]:
     """The sites of this rank by canonical key, in execution order."""
-    sites: dict[TapKey, Site] = {}
+    sites = _embed_site(stack, points)
     for layer, (block, layout) in stack.blocks.items():
         for point in HookPoint:
             where = layout.get(point)
@@ -175,6 +177,17 @@ def _sites(stack: _Stack, points: ModelPoints) -> dict[TapKey, Site]:
     if stack.norm and key not in points.missing and not _is_elsewhere(stack.norm):
         sites[key] = Site(*key, stack.norm, side="output", stream=0)
     return sites
+
+
+def _embed_site(stack: _Stack, points: ModelPoints) -> dict[TapKey, Site]:
+    """What enters the first block, if that is on this rank."""
+    key: TapKey = HookPoint.EMBED, None
+    if 0 not in stack.blocks or key in points.missing:
+        return {}
+    block, layout = stack.blocks[0]
+    where = layout[HookPoint.PRE_ATTN]
+    assert not isinstance(where, str), "its reason is among what is missing"
+    return {key: _site(*key, block, where, None)}
 
 
 def _norm(stack: _Stack, layer: int, where: Input | Output | Written) -> nn.Module | None:
@@ -193,7 +206,7 @@ def _norm(stack: _Stack, layer: int, where: Input | Output | Written) -> nn.Modu
 
 def _site(
     point: HookPoint,
-    layer: int,
+    layer: int | None,
     block: nn.Module,
     where: Input | Output | Written,
     norm: nn.Module | None,

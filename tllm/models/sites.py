@@ -47,7 +47,7 @@ class Site:
 
     point: HookPoint
     layer: int | None
-    """None for `lm_head_in`."""
+    """None for a point that belongs to no layer."""
     module: torch.nn.Module
     """The module at whose boundary the tensor passes."""
     side: Literal["input", "output"]
@@ -84,10 +84,10 @@ class ModelSites:
     def second(self) -> dict[TapKey, TapKey]:
         """By key of `sites`: the hook point that is the same tensor, reached right after it."""
         following: dict[TapKey, TapKey] = {}
-        if not self.points.linked:
-            return following
         for point, layer in self.sites:
-            if point is HookPoint.POST_BLOCK and layer is not None:
+            if point is HookPoint.EMBED:
+                following[point, layer] = HookPoint.PRE_ATTN, 0
+            elif point is HookPoint.POST_BLOCK and layer is not None and self.points.linked:
                 after = HookPoint.PRE_ATTN, layer + 1
                 if layer + 1 < self.points.num_layers and after not in self.points.missing:
                     following[point, layer] = after

@@ -19,8 +19,9 @@ class ResidualStream:
         """Read the rows that arrive at a hook point.
 
         Args:
-            layer: index of the block; negative counts from the end. Ignored by `lm_head_in`.
-            site: one of the eight hook points, or its alias.
+            layer: index of the block; negative counts from the end. Ignored by `embed` and
+                `lm_head_in`.
+            site: a hook point, or its alias.
             phase: `prefill` (the token belongs to the prompt), `decode`, or `any`.
             role: key of the tensor in `PortBundle.entries`.
         """
@@ -36,7 +37,7 @@ class ResidualStream:
         It costs no more than reading one: the rows of a token lie side by side in the ring.
 
         Args:
-            places: `(site, layer)` of each; the layer of `lm_head_in` is ignored.
+            places: `(site, layer)` of each; that of `embed` and `lm_head_in` is ignored.
             phase, role: as in `read`.
         """
         require_one_of("phase", phase, get_args(Phase))
@@ -60,7 +61,7 @@ class ResidualStream:
             "residual_stream",
             role,
             phase,
-            None if point is HookPoint.LM_HEAD_IN else layer,
+            layer if point.has_layer else None,
             point.value,
         )
 

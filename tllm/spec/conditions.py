@@ -309,7 +309,9 @@ def _free_name(gate: Gate, taken: Container[str]) -> str:
 
 def order_of(point: HookPoint, layer: int | None) -> tuple[int, int]:
     """Places in the order of the network compare as these do."""
-    return (1 << 30 if layer is None else layer, list(HookPoint).index(point))
+    if layer is None:
+        layer = -1 if point is HookPoint.EMBED else 1 << 30
+    return layer, list(HookPoint).index(point)
 
 
 def check_order(

@@ -12,6 +12,9 @@ from typing import Any, TypeAlias
 class HookPoint(str, Enum):
     """A named tensor of the forward pass; members are in the order a block computes them."""
 
+    EMBED = "embed"
+    """What enters the first block: embeddings, scaled, normed and with positions added where the
+    model does that; it belongs to no layer."""
     PRE_ATTN = "pre_attn"
     """The residual stream entering the block, before its norm."""
     ATTN_IN = "attn_in"
@@ -34,8 +37,8 @@ class HookPoint(str, Enum):
 
     @property
     def has_layer(self) -> bool:
-        """Whether the point is found once in every layer; False for `lm_head_in`."""
-        return self is not HookPoint.LM_HEAD_IN
+        """Whether the point is found once in every layer; False for `embed` and `lm_head_in`."""
+        return self not in (HookPoint.EMBED, HookPoint.LM_HEAD_IN)
 
     @classmethod
     def parse(cls, name: str | HookPoint) -> HookPoint:
@@ -56,7 +59,7 @@ class HookPoint(str, Enum):
 
 
 TapKey: TypeAlias = tuple[HookPoint, int | None]
-"""A hook point and its layer, counted from 0 (None for `lm_head_in`)."""
+"""A hook point and its layer, counted from 0 (None for a point that belongs to no layer)."""
 
 
 @dataclass(frozen=True)
@@ -117,17 +120,22 @@ class ModelPoints:
         """The key of the tap that serves this point; a negative layer counts from the end.
 
         Where `pre_attn(i)` and `post_block(i - 1)` are the same tensor and both exist, the tap of
-        the latter serves both. Raises `ValueError` for a point or layer the model lacks.
+        the latter serves both, as that of `embed` serves `pre_attn(0)`. Raises `ValueError` for a
+        point or layer the model lacks.
         """
         point, layer = self.locate(point, layer)
-        if point is HookPoint.PRE_ATTN and layer and self.linked:
-            shared = HookPoint.POST_BLOCK, layer - 1
-            return (point, layer) if shared in self.missing else shared
-        return point, layer
+        if point is not HookPoint.PRE_ATTN or layer is None:
+            return point, layer
+        if layer == 0:
+            return HookPoint.EMBED, None
+        shared = HookPoint.POST_BLOCK, layer - 1
+        return shared if self.linked and shared not in self.missing else (point, layer)
 
     def is_needed(self, key: TapKey) -> bool:
         """Whether the tap of a canonical key serves any of the points that are tapped."""
         point, layer = key
+        if point is HookPoint.EMBED and HookPoint.PRE_ATTN in self.tapped:
+            return True
         if point is HookPoint.POST_BLOCK and HookPoint.PRE_ATTN in self.tapped and self.linked:
             return layer != self.num_layers - 1 or point in self.tapped
         return point in self.tapped

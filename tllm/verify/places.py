@@ -13,6 +13,7 @@ from typing import Literal
 from torch import nn
 
 POINTS = (
+    "embed",
     "pre_attn",
     "attn_in",
     "attn_out",
@@ -22,6 +23,8 @@ POINTS = (
     "post_block",
     "lm_head_in",
 )
+"""In the order they are computed."""
+WITHOUT_LAYER = ("embed", "lm_head_in")
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,8 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": _LINEAR,
 }
-"""Those that differ from Llama; `pre_attn`, `post_block` and `lm_head_in` are alike in all."""
+"""Those that differ from Llama; `embed`, `pre_attn`, `post_block` and `lm_head_in` are alike
+in all."""
 
 AS_LLAMA = frozenset(
     {

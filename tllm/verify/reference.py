@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tllm.verify.places import POINTS, BlockPlace, is_known, places_of
+from tllm.verify.places import POINTS, WITHOUT_LAYER, BlockPlace, is_known, places_of
 
 Layer: TypeAlias = int | None
 Change: TypeAlias = tuple[str, Tensor, Mapping[str, Any], Tensor]
@@ -25,7 +25,7 @@ False beyond its end."""
 Steers: TypeAlias = Mapping[tuple[str, Layer], Sequence[Change]]
 """(hook point, layer) -> what is done there, in order."""
 States: TypeAlias = dict[str, dict[Layer, Tensor]]
-"""Hook point -> layer -> [tokens, hidden]; the layer of `lm_head_in` is None."""
+"""Hook point -> layer -> [tokens, hidden]; layer None for a point of none."""
 
 
 def _component(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,7 +108,7 @@ class Reference:
         return [
             (point, layer)
             for point in POINTS
-            for layer in ([None] if point == "lm_head_in" else range(len(self.blocks)))
+            for layer in ([None] if point in WITHOUT_LAYER else range(len(self.blocks)))
             if layer is None or point in self.by_layer[layer]
         ]
 
@@ -156,7 +156,11 @@ class Reference:
     @contextmanager
     def _hooked(self, visit: Callable[[str, Layer, Tensor], Tensor]) -> Iterator[None]:
         head = self.model.get_output_embeddings()
-        handles = [_hook(head, BlockPlace("", "input"), partial(visit, "lm_head_in", None))]
+        entered = BlockPlace("", "input")
+        handles = [
+            _hook(head, entered, partial(visit, "lm_head_in", None)),
+            _hook(self.blocks[0], entered, partial(visit, "embed", None)),
+        ]
         for layer, (block, places) in enumerate(zip(self.blocks, self.by_layer, strict=True)):
             handles += [
                 _hook(block, place, partial(visit, point, layer)) for point, place in places.items()

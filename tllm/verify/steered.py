@@ -13,7 +13,7 @@ from tllm.ports import Phase
 from tllm.verify.reference import Change, Layer, Steers
 
 Place: TypeAlias = tuple[str, Layer]
-"""A hook point and its layer; that of `lm_head_in` is None."""
+"""A hook point and its layer; None for a point that belongs to none."""
 
 PHASES: tuple[Phase, ...] = ("any", "prefill", "decode")
 

@@ -17,6 +17,7 @@ else there is gets more, as in `UNITS`."""
 UNITS = {
     # A stream is a sum of rounded branches, rounded after each addition: an error grows with the
     # square root of the number of additions, at most six here, and by what the branches bring.
+    "embed": 16.0,
     "pre_attn": 16.0,
     "post_attn": 16.0,
     "post_block": 16.0,

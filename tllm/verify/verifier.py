@@ -32,7 +32,7 @@ from tllm.verify.certificate import (
     row_errors,
 )
 from tllm.verify.patched import Patched
-from tllm.verify.places import POINTS
+from tllm.verify.places import POINTS, WITHOUT_LAYER
 from tllm.verify.reference import Layer, States, Steers
 from tllm.verify.steered import Place, Steered, steering_fields
 from tllm.verify.tolerance import Tolerance
@@ -146,7 +146,7 @@ class Verifier:
             certificate.points[point] = PointFigures(self.tolerance.points[point])
 
     def _layers(self, point: str, described: Mapping[str, Any]) -> list[Layer]:
-        if point == "lm_head_in":
+        if point in WITHOUT_LAYER:
             return [None]
         return list(described["layers"].get(point, range(self.layers)))
 
@@ -549,7 +549,9 @@ class Verifier:
 def _as_computed(place: Place) -> tuple[float, int]:
     """The order of places in a forward pass: the first difference is where it begins."""
     point, layer = place
-    return math.inf if layer is None else layer, POINTS.index(point)
+    if layer is None:
+        return (-1 if point == "embed" else math.inf), POINTS.index(point)
+    return layer, POINTS.index(point)
 
 
 def _number(size: float) -> float | None:
