@@ -15,44 +15,85 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 BATCH, LAYERS, HIDDEN, PROMPT = 128, 28, 8, 16
 _HERE = Path(__file__).parents[1]
 
 
 class Counts(TorchDispatchMode):
-    """Counts operators on tensors, those of a row plan's kernel as one, and uploads."""
+    """What this thread does while it is entered: operators on tensors, those of a row plan's
+    kernel as one, and uploads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators = 0
         self.uploads = 0
-        self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators += not func.is_view
         return func(*args, **(kwargs or {}))
 
-    def profile(self, frame: Any, event: str, arg: Any) -> None:
-        """For `sys.setprofile`."""
-        self.calls += event == "call" and "tllm" in frame.f_code.co_filename
+    def __enter__(self) -> Counts:
+        from tllm.runtime.kernels import row_plan
+
+        expand, from_numpy, thread = row_plan.reference, torch.from_numpy, threading.get_ident()
+
+        def expanded(*args: Any) -> Any:
+            self.operators += 1
+            with _disable_current_modes():
+                return expand(*args)
+
+        def uploaded(array: Any) -> Any:
+            self.uploads += threading.get_ident() == thread  # others bring results to the user
+            return from_numpy(array)
+
+        self._replaced = ExitStack()
+        self._replaced.enter_context(patch.object(row_plan, "reference", expanded))
+        self._replaced.enter_context(patch.object(torch, "from_numpy", uploaded))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._replaced.close()
 
 
-def _consumers() -> dict[str, Callable[[], Any]]:
+@contextmanager
+def python_calls() -> Iterator[list[str]]:
+    """The functions of ours that are called meanwhile."""
+    called: list[str] = []
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and f"{os.sep}tllm{os.sep}" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
+
+
+def _consumers(layers: int) -> dict[str, Callable[[], Any]]:
     from tllm.consumers.base import Consumer
+    from tllm.consumers.capture.memory import MemoryConsumer
     from tllm.ports import ConsumerFlow, RequestMeta, ResidualStream
 
     class Reading(Consumer):
@@ -89,8 +130,9 @@ def _consumers() -> dict[str, Callable[[], Any]]:
 
     return {
         "captured, one layer": lambda: Reading(1),
-        "captured, all layers": lambda: Reading(LAYERS),
-        "written by a consumer": lambda: Writing(),
+        "captured, all layers": lambda: Reading(layers),
+        "captured to memory": MemoryConsumer,
+        "written by a consumer": Writing,
     }
 
 
@@ -101,6 +143,7 @@ CASES = (
     "steered by position",
     "captured, one layer",
     "captured, all layers",
+    "captured to memory",
     "written by a consumer",
     "captured and steered",
 )
@@ -108,9 +151,11 @@ CASES = (
 
 @dataclass
 class Steady:
-    """128 sequences that decode."""
+    """Sequences that decode."""
 
     case: str
+    layers: int = LAYERS
+    batch: int = BATCH
 
     def __post_init__(self) -> None:
         from tllm.ports import ModelView
@@ -119,10 +164,12 @@ class Steady:
         from tllm.spec.hooks import HookPoint
 
         cpu = torch.device("cpu")
-        points: dict[Any, Any] = {(HookPoint.POST_BLOCK, layer): None for layer in range(LAYERS)}
+        points: dict[Any, Any] = {
+            (HookPoint.POST_BLOCK, layer): None for layer in range(self.layers)
+        }
         second: dict[Any, Any] = {
             (HookPoint.POST_BLOCK, layer): (HookPoint.PRE_ATTN, layer + 1)
-            for layer in range(LAYERS - 1)
+            for layer in range(self.layers - 1)
         }
         taps = Taps(
             points,
@@ -130,25 +177,28 @@ class Steady:
             hidden_size=HIDDEN,
             dtype=torch.float32,
             device=cpu,
-            max_tokens=BATCH * PROMPT,
+            max_tokens=self.batch * PROMPT,
             max_programs=64,
-            add_rows=2 * BATCH,
+            add_rows=2 * self.batch,
         )
+        newer: dict[str, Any] = {"max_patch_bytes": 0}
+        newer = {name: newer[name] for name in newer.keys() & signature(Session).parameters.keys()}
         self.session = Session(
             taps,
             lambda site, layer: (HookPoint.parse(site), layer),
-            ModelView(HIDDEN, LAYERS, 10, torch.float32, cpu, None, None, None, BATCH),
+            ModelView(HIDDEN, self.layers, 10, torch.float32, cpu, None, None, None, self.batch),
             lm_head=None,
             samples=True,
-            max_sequences=BATCH,
+            max_sequences=self.batch,
             max_programs=64,
-            steering_rows=2 * BATCH,
-            steering_vectors=2 * BATCH,
-            ring_rows=4 * BATCH * LAYERS,
-            max_ring_rows=4 * BATCH * LAYERS,
+            steering_rows=2 * self.batch,
+            steering_vectors=2 * self.batch,
+            ring_rows=4 * self.batch * self.layers,
+            max_ring_rows=4 * self.batch * self.layers,
             overflow="block",
+            **newer,
         )
-        consumers = _consumers()
+        consumers = _consumers(self.layers)
         if self.case in consumers:
             self.session.register(consumers[self.case]())
         if self.case == "captured and steered":
@@ -172,12 +222,12 @@ class Steady:
                 old.after_sampling,
                 old.end_step,
             )
-        self.counts = np.ones(BATCH, np.int32)
-        self.ids = torch.zeros(BATCH * PROMPT, dtype=torch.int64)
-        self.sampled = torch.zeros(BATCH, dtype=torch.int64)
-        self.sampled_from = np.full(BATCH, PROMPT, np.int32)
-        self.starts = np.zeros(BATCH, np.int32)
-        self.step(np.full(BATCH, PROMPT, np.int32))
+        self.counts = np.ones(self.batch, np.int32)
+        self.ids = torch.zeros(self.batch * PROMPT, dtype=torch.int64)
+        self.sampled = torch.zeros(self.batch, dtype=torch.int64)
+        self.sampled_from = np.full(self.batch, PROMPT, np.int32)
+        self.starts = np.zeros(self.batch, np.int32)
+        self.step(np.full(self.batch, PROMPT, np.int32))
 
     def _start(self) -> None:
         from tllm.spec.request import RequestSpec
@@ -189,13 +239,13 @@ class Steady:
         except ImportError:  # older commits have both in one file
             from tllm.spec.steering import Coefficients, GroupUse  # type: ignore[no-redef]
 
-        ways = BATCH if "128" in self.case or self.case == "captured and steered" else 1
+        ways = self.batch if "128" in self.case or self.case == "captured and steered" else 1
         positions = Selection.parse({"ranges": [[0, 10**6]]} if "position" in self.case else {})
         one = np.ones(HIDDEN, np.float32)
         operations = {
             f"way {way}": [
                 ("post_block", layer, f"vector {way}", Coefficients(add=1.0))
-                for layer in range(LAYERS)
+                for layer in range(self.layers)
             ]
             for way in range(ways)
         }
@@ -204,35 +254,35 @@ class Steady:
         sequences = getattr(self.session, "sequences", None)
         self._start_one = sequences.start if sequences else self.session.start_sequence
         self._finish_one = sequences.finish if sequences else self.session.finish_sequence
-        self.names = [f"request {number}" for number in range(BATCH)]
+        self.names = [f"request {number}" for number in range(self.batch)]
         for number, name in enumerate(self.names):
             steering: tuple[Any, ...] = ()
             if "steered" in self.case:
                 steering = (GroupUse("any", positions, f"way {number % ways}"),)
-            spec = RequestSpec(name, name, steering=steering)
+            consumers = (
+                {"memory": {"hooks": {"post_block": "all"}}} if "memory" in self.case else {}
+            )
+            spec = RequestSpec(name, name, steering=steering, consumers=consumers)
             self._specs[name] = spec
             self._start_one(name, [1] * PROMPT, PROMPT, spec, 0)
 
-    def step(
-        self, counts: Any, around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    ) -> float:
+    def step(self, counts: Any) -> float:
         """Compute tokens of every sequence; microseconds of our calls."""
         starts = self.starts
         begin_idle, begin, before_sampling, after_sampling, end = self._calls
-        with around():
-            started = time.perf_counter()
-            if not begin_idle():
-                begin(self.names, starts, counts, self.sampled_from, self.ids)
-                before_sampling(None)
-                after_sampling(self.sampled, self.ids)
-            end()
-            ended = time.perf_counter()
+        started = time.perf_counter()
+        if not begin_idle():
+            begin(self.names, starts, counts, self.sampled_from, self.ids)
+            before_sampling(None)
+            after_sampling(self.sampled, self.ids)
+        end()
+        ended = time.perf_counter()
         self.starts = starts + counts
         return 1e6 * (ended - started)
 
     def replace(self, number: int) -> float:
         """Let a request go and come again; microseconds."""
-        name = self.names[number % BATCH]
+        name = self.names[number % self.batch]
         started = time.perf_counter()
         self._finish_one(name)
         self._start_one(name, [1] * PROMPT, PROMPT, self._specs[name], 0)
@@ -246,46 +296,30 @@ class Steady:
 
 def measured(case: str, steps: int) -> dict[str, float]:
     """One case in this process: median microseconds, and counts of one step."""
-    from tllm.runtime.kernels import row_plan
-
-    counts = Counts()
-    expand = row_plan.reference
-
-    def counted(*args: Any) -> Any:
-        counts.operators += 1
-        with torch.utils._python_dispatch._disable_current_modes():
-            return expand(*args)
-
-    row_plan.reference = counted
-    from_numpy = torch.from_numpy
-
-    def uploaded(array: Any) -> Any:
-        counts.uploads += 1
-        return from_numpy(array)
-
-    torch.from_numpy = uploaded
     torch.set_num_threads(1)
     with torch.inference_mode():
         steady = Steady(case)
         for _ in range(steps // 4):
             steady.step(steady.counts)
         times = [steady.step(steady.counts) for _ in range(steps)]
-        counts.operators = counts.uploads = 0
-        steady.step(steady.counts, lambda: counts)
-        uploads, operators = counts.uploads, counts.operators
-        sys.setprofile(counts.profile)
-        steady.step(steady.counts)
-        sys.setprofile(None)
+        counts = counted(steady)
         anew = [steady.step_anew() for _ in range(steps // 4)]
         replaced = [steady.replace(number) for number in range(steps // 4)]
     return {
         "us": statistics.median(times),
         "anew": statistics.median(anew),
         "request": statistics.median(replaced),
-        "calls": counts.calls,
-        "uploads": uploads,
-        "operators": operators,
+        **counts,
     }
+
+
+def counted(steady: Steady) -> dict[str, int]:
+    """Python calls, uploads and operators of one step."""
+    with Counts() as counts:
+        steady.step(steady.counts)
+    with python_calls() as called:
+        steady.step(steady.counts)
+    return {"calls": len(called), "uploads": counts.uploads, "operators": counts.operators}
 
 
 def _child(tree: Path, case: str, steps: int) -> dict[str, float]:

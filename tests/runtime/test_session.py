@@ -51,11 +51,15 @@ class Asked(Positions):
 
 
 class Engine:
-    """Steps of running sequences, as an engine would have them."""
+    """Steps of running sequences, as an engine would have them.
 
-    def __init__(self):
+    At the tap of layer l > 0, each number of the row at position p is 100 l + p.
+    """
+
+    def __init__(self, layers=1):
+        self.layers = range(layers)
         self.taps = Taps(
-            {(HookPoint.POST_BLOCK, 0): None},
+            {(HookPoint.POST_BLOCK, layer): None for layer in self.layers},
             second={},
             hidden_size=HIDDEN,
             dtype=torch.float32,
@@ -67,7 +71,7 @@ class Engine:
         self.session = Session(
             self.taps,
             lambda site, layer: (HookPoint.parse(site), layer),
-            ModelView(HIDDEN, 1, 10, torch.float32, CPU, None, None, None, max_requests=4),
+            ModelView(HIDDEN, layers, 10, torch.float32, CPU, None, None, None, max_requests=4),
             lm_head=None,
             samples=True,
             max_sequences=4,
@@ -75,8 +79,8 @@ class Engine:
             steering_rows=4,
             steering_vectors=4,
             max_patch_bytes=2**20,
-            ring_rows=64,
-            max_ring_rows=64,
+            ring_rows=64 * layers,
+            max_ring_rows=64 * layers,
             overflow="block",
         )
         operation = ("post_block", 0, "v", Coefficients(add=1.0))
@@ -117,6 +121,11 @@ class Engine:
             assert torch.equal(self.taps.descriptors, torch.from_numpy(self.taps._fields))
         rows = torch.zeros(self.taps.plan.shape[1], HIDDEN)
         torch.ops.tllm.tap(rows, None, self.taps.descriptors[0], self.taps.plan)
+        for layer in self.layers[1:]:
+            of_layer = torch.zeros_like(rows)
+            own = [np.arange(n) + s for s, n in zip(starts, counts.values(), strict=True)]
+            of_layer[: len(ids)] = 100 * layer + torch.tensor(np.concatenate(own))[:, None]
+            torch.ops.tllm.tap(of_layer, None, self.taps.descriptors[layer], self.taps.plan)
         for name, count in counts.items():
             self.computed[name] += count
         return ids, rows
@@ -697,6 +706,50 @@ def test_a_step_of_which_it_never_becomes_known_what_was_accepted_gives_no_draft
     engine.begin({"a": 4}, {"a": 3})
     engine.session.steps.end()
     assert consumer.seen == {"a": [0, 1, 2, PROMPT]}
+
+
+@pytest.mark.parametrize(("delivery", "every"), [("bundle", 1), ("bundle", 2), ("device_lease", 1)])
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_rows_of_several_layers_are_each_under_their_role(names, delivery, every):
+    """Sequence `a` has another capture program than `b`: somebody else reads its rows, too."""
+    layers, kept, rows = (3, 1, 2), [], 0
+
+    class Reading(Consumer):
+        consumer_id = "reading"
+
+        def flows(self):
+            reads = [ResidualStream.read(layer=layer, role=str(layer)) for layer in layers]
+            several = {"delivery": delivery, "dispatch_every_n_steps": every}
+            return [ConsumerFlow(reads=(*reads, RequestMeta.read(role="who")), **several)]
+
+        def consume_bundle(self, bundle, ctx):
+            nonlocal rows
+            rows += len(bundle.meta)
+            assert list(bundle.entries) == [*map(str, layers), "who"]
+            assert bundle.entries["who"] is bundle.meta
+            self.check(bundle)
+            if delivery == "bundle":
+                assert all(bundle.entries[str(layer)].is_contiguous() for layer in layers)
+                kept.append(bundle)
+
+        def check(self, bundle):
+            for layer in layers:
+                expected = torch.tensor(100.0 * layer + bundle.meta.positions)
+                torch.testing.assert_close(
+                    bundle.entries[str(layer)], expected[:, None].expand(-1, HIDDEN).float()
+                )
+
+    engine, reading = Engine(layers=4), Reading()
+    engine.session.register(reading)
+    engine.session.register(Asked())
+    for name in names:
+        engine.start(name, consumers=("positions",) if name == "a" else ())
+    engine.step(**dict.fromkeys(names, PROMPT))
+    for _ in range(19):
+        engine.step()
+    assert rows == len(names) * (PROMPT + 19)
+    for bundle in kept:  # the ring has been written over since
+        reading.check(bundle)
 
 
 def test_only_rows_that_are_lost_count_as_dropped(engine):

@@ -179,6 +179,11 @@ class ConsumerFlow:
                 return read.phase
         return "any"
 
+    @cached_property
+    def ports(self) -> frozenset[str]:
+        """Those that it reads."""
+        return frozenset(read.port for read in self.reads)
+
     def reads_port(self, port: str) -> bool:
         """Whether any read is of this port."""
-        return any(read.port == port for read in self.reads)
+        return port in self.ports

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tllm.ports import PortBundle, PortRead, RequestInfo, RowMeta
+from tllm.ports import PortBundle, RequestInfo, RowMeta
 from tllm.runtime.batch import Frame, ProgramRows
 from tllm.runtime.columns import DECODE, PREFILL
-from tllm.runtime.flows import BoundConsumer, BoundFlow
+from tllm.runtime.flows import BoundConsumer, BoundFlow, Roles
 from tllm.runtime.ring import Span
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
@@ -283,13 +283,13 @@ class Dispatcher:
                 continue
             meta, order = _joined([piece.meta for piece in group])
             index = None if order is None else self._on_device(order)
-            entries: dict[str, Any] = {}
-            for read in flow.reads:
-                found = self._entry(flow, read, frame, group)
+            entries: dict[Roles, Any] = {}
+            for roles in flow.gathered:
+                found = self._entry(flow, roles, frame, group)
                 if found is None:
-                    entries[read.role] = meta
+                    entries[roles] = meta
                 else:
-                    entries[read.role] = found if index is None else found[index]
+                    entries[roles] = found if index is None else found[index]
             if spec.dispatch_every_n_steps > 1:
                 flow.held.append((entries, meta))
             else:
@@ -314,44 +314,47 @@ class Dispatcher:
                 continue
             meta, order = _joined([m for _, m in group])
             index = None if order is None else self._on_device(order)
-            entries = {}
-            for role, value in group[0][0].items():
+            entries: dict[Roles, Any] = {}
+            for roles, value in group[0][0].items():
                 if isinstance(value, RowMeta):
-                    entries[role] = meta
+                    entries[roles] = meta
                     continue
-                joined = torch.cat([entries[role] for entries, _ in group])
-                entries[role] = joined if index is None else joined[index]
+                joined = torch.cat([each[roles] for each, _ in group])
+                entries[roles] = joined if index is None else joined[index]
             phase = PREFILL if meta.is_prefill[0] else DECODE
             self._call_with_bundles(flow, entries, meta, phase)
 
     def _entry(
-        self, flow: BoundFlow, read: PortRead, frame: Frame, group: list[FlowRows]
+        self, flow: BoundFlow, roles: Roles, frame: Frame, group: list[FlowRows]
     ) -> torch.Tensor | None:
-        """The tensor of one read, rows in the order of the group's pieces."""
-        if read.port == "residual_stream":
-            taps = flow.tap_by_role[read.role]
-            parts = [self._captured(piece, taps, read.block) for piece in group]
-        elif read.port == "token_target":
+        """The tensor of what is read together, rows in the order of the group's pieces."""
+        port, taps = flow.gathered[roles]
+        if port == "residual_stream":
+            parts = [self._captured(piece, taps) for piece in group]
+            if roles == flow.single:
+                parts = [part[:, 0] for part in parts]
+        elif port == "token_target":
             assert frame.targets is not None
             parts = [self._rows_of(frame.targets, piece.batch_rows) for piece in group]
-        elif read.port == "logits":
+        elif port == "logits":
             assert frame.logits is not None
             index = frame.batch.logits_index
             parts = [self._rows_of(frame.logits, index[piece.batch_rows]) for piece in group]
-        elif read.port == "signals":
+        elif port == "signals":
             parts = [self._signals(frame, piece) for piece in group]
         else:
             return None
         if len(parts) > 1:
             return torch.cat(parts)
-        own = read.port != "residual_stream" or group[0].selection is not None
-        return parts[0] if own or flow.flow.delivery == "device_lease" else parts[0].clone()
+        own = port != "residual_stream" or group[0].selection is not None
+        # Those of several roles are copied when they are taken apart, if nothing waits.
+        later = isinstance(roles, tuple) and flow.flow.dispatch_every_n_steps == 1
+        lent = flow.flow.delivery == "device_lease"
+        return parts[0] if own or later or lent else parts[0].clone()
 
-    def _captured(self, piece: FlowRows, taps: tuple[TapKey, ...], block: bool) -> torch.Tensor:
+    def _captured(self, piece: FlowRows, taps: tuple[TapKey, ...]) -> torch.Tensor:
         assert piece.rows.tensor is not None
         found = piece.rows.program.block(piece.rows.tensor, taps)
-        if not block:
-            found = found[:, 0]
         return found if piece.selection is None else found[self._on_device(piece.selection)]
 
     def _signals(self, frame: Frame, piece: FlowRows) -> torch.Tensor:
@@ -371,7 +374,7 @@ class Dispatcher:
         return upload(index.astype(np.int64), self._device)
 
     def _call_with_bundles(
-        self, flow: BoundFlow, entries: dict[str, Any], meta: RowMeta, phase: int
+        self, flow: BoundFlow, entries: dict[Roles, Any], meta: RowMeta, phase: int
     ) -> None:
         """Split rows by the rest of the bundle key and by the row limit, and call."""
         spec, owner = flow.flow, flow.owner
@@ -384,15 +387,16 @@ class Dispatcher:
                 part_meta = meta.select(rows)
                 index = self._on_device(rows)
                 part = {
-                    role: part_meta if isinstance(value, RowMeta) else value[index]
-                    for role, value in entries.items()
+                    roles: part_meta if isinstance(value, RowMeta) else value[index]
+                    for roles, value in entries.items()
                 }
             key: dict[str, Any] = {
                 k: shared[k] if k in shared else group_key[k] for k in spec.bundle_key
             }
             owner.calls += 1
             owner.rows += len(part_meta)
-            bundle = PortBundle(part, part_meta, key, flow.number, spec.label, flow.reads)
+            apart = _apart(part, lent=spec.delivery == "device_lease")
+            bundle = PortBundle(apart, part_meta, key, flow.number, spec.label, flow.reads)
             owner.consumer.consume_bundle(bundle, context)
 
 
@@ -408,6 +412,20 @@ def ends_process(error: BaseException) -> bool:
     handlers = map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))
     codes = [getattr(handler, "__code__", None) for handler in handlers]
     return trace is not None and trace.tb_frame.f_code in codes
+
+
+def _apart(entries: Mapping[Roles, Any], *, lent: bool) -> dict[str, Any]:
+    """Entries by role. Where they are the consumer's own, each has its rows side by side."""
+    found: dict[str, Any] = {}
+    for roles, value in entries.items():
+        if isinstance(roles, str):
+            found[roles] = value
+        elif lent:
+            found.update(zip(roles, value.unbind(1), strict=True))
+        else:
+            own = value.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            found.update(zip(roles, own.unbind(0), strict=True))
+    return found
 
 
 def _joined(metas: list[RowMeta]) -> tuple[RowMeta, np.ndarray | None]:

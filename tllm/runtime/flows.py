@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -68,6 +68,11 @@ class ConsumerProtocol(Protocol):
     def read_stats(self) -> Mapping[str, Any]: ...
 
 
+Roles: TypeAlias = str | tuple[str, ...]
+"""Of one entry of a bundle, or of several that are one tensor `[rows, roles, hidden]` until the
+consumer is called."""
+
+
 @dataclass(eq=False)
 class BoundFlow:
     """A flow of a registered consumer, with its reads resolved to taps.
@@ -82,7 +87,7 @@ class BoundFlow:
     flow: ConsumerFlow
     reads: tuple[PortRead, ...]
     tap_by_role: Mapping[str, tuple[TapKey, ...]]
-    held: list[tuple[dict[str, Any], RowMeta]] = field(default_factory=list)
+    held: list[tuple[dict[Roles, Any], RowMeta]] = field(default_factory=list)
     """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
     steps_seen: int = 0
 
@@ -90,6 +95,26 @@ class BoundFlow:
     def taps(self) -> tuple[TapKey, ...]:
         """Every tap that it reads."""
         return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
+
+    @cached_property
+    def gathered(self) -> Mapping[Roles, tuple[str, tuple[TapKey, ...]]]:
+        """Port and taps by what is made one tensor. All reads of one place each are: what they
+        cost does not grow with how many layers are read."""
+        single = [r.role for r in self.reads if r.port == "residual_stream" and not r.block]
+        found: dict[Roles, tuple[str, tuple[TapKey, ...]]] = {}
+        if len(single) > 1:
+            taps = tuple(tap for role in single for tap in self.tap_by_role[role])
+            found[tuple(single)] = "residual_stream", taps
+        for read in self.reads:
+            if len(single) < 2 or read.role not in single:
+                found[read.role] = read.port, self.tap_by_role.get(read.role, ())
+        return found
+
+    @cached_property
+    def single(self) -> str | None:
+        """The role of its only read of one place; None where there is none, or are several."""
+        roles = [r.role for r in self.reads if r.port == "residual_stream" and not r.block]
+        return roles[0] if len(roles) == 1 else None
 
     @cached_property
     def phases(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class Program:
     phase: int
     taps: tuple[TapKey, ...]
     flows: tuple[BoundFlow, ...]
-    _indices: dict[tuple[TapKey, ...], torch.Tensor] = field(default_factory=dict)
+    _places: dict[tuple[TapKey, ...], slice | torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def ring_offsets(self) -> dict[TapKey, int]:
@@ -49,14 +49,16 @@ class Program:
 
     def block(self, rows: torch.Tensor, taps: tuple[TapKey, ...]) -> torch.Tensor:
         """Rows `[rows, len(taps), hidden]` of some taps: a view where they lie side by side."""
-        offsets = [self.ring_offsets[tap] for tap in taps]
-        first = offsets[0]
-        if offsets == list(range(first, first + len(offsets))):
-            return rows[:, first : first + len(offsets)]
-        index = self._indices.get(taps)
-        if index is None:
-            index = self._indices[taps] = upload(np.array(offsets, np.int64), rows.device)
-        return rows.index_select(1, index)
+        place = self._places.get(taps)
+        if place is None:
+            offsets = [self.ring_offsets[tap] for tap in taps]
+            first, stop = offsets[0], offsets[0] + len(offsets)
+            if offsets == list(range(first, stop)):
+                place = slice(first, stop)
+            else:
+                place = upload(np.array(offsets, np.int64), rows.device)
+            self._places[taps] = place
+        return rows[:, place] if isinstance(place, slice) else rows.index_select(1, place)
 
 
 class Programs:

@@ -1,0 +1,45 @@
+"""What our calls do in a steady decode step, as counts that do not depend on the machine."""
+
+import pytest
+import torch
+
+from benchmarks.host import CASES, Steady, counted
+
+NOTHING = {"uploads": 0, "operators": 0}
+AT_MOST = {
+    "idle": {"calls": 8, **NOTHING},
+    "steered, one way": {"calls": 25, **NOTHING},
+    "steered, 128 ways": {"calls": 25, **NOTHING},
+    "steered by position": {"calls": 25, **NOTHING},
+    "captured, one layer": {"calls": 110, **NOTHING},
+    "captured, all layers": {"calls": 110, **NOTHING},
+    "captured to memory": {"calls": 150, "uploads": 0, "operators": 1},
+    "captured and steered": {"calls": 110, **NOTHING},
+    "written by a consumer": {"calls": 125, "uploads": 2, "operators": 2},
+}
+PER_SEQUENCE = {"written by a consumer": 9}
+"""Calls for each sequence of the batch, where there is something to be done for each."""
+
+
+def steady(case, layers, batch):
+    """What a step does that is like the one before."""
+    with torch.inference_mode():
+        found = Steady(case, layers=layers, batch=batch)
+        for _ in range(3):
+            found.step(found.counts)
+        return counted(found)
+
+
+def test_every_case_of_the_benchmark_has_a_budget():
+    assert set(CASES) == set(AT_MOST)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_steady_step_costs_the_same_whatever_the_layers_and_sequences(case):
+    found = steady(case, 4, 8)
+    assert steady(case, 28, 8) == found
+    wide = steady(case, 4, 64)
+    assert wide.pop("calls") == found["calls"] + (64 - 8) * PER_SEQUENCE.get(case, 0)
+    assert wide == {"uploads": found["uploads"], "operators": found["operators"]}
+    found["calls"] -= 8 * PER_SEQUENCE.get(case, 0)
+    assert all(found[name] <= most for name, most in AT_MOST[case].items()), found
