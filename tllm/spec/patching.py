@@ -301,7 +301,8 @@ def noise_rows(std: float, seed: int, positions: Sequence[int], hidden: int) -> 
     """Normal noise `[positions, hidden]`: that of a position hangs on the seed and on it alone."""
     rows = np.empty((len(positions), hidden), np.float32)
     for i, position in enumerate(positions):
-        drawn = np.random.Generator(np.random.Philox(key=[seed, position % 2**64]))
+        key = np.array([seed, position % 2**64], np.uint64)
+        drawn = np.random.Generator(np.random.Philox(key=key))
         rows[i] = drawn.standard_normal(hidden, np.float32) * np.float32(std)
     return rows
 
