@@ -43,6 +43,7 @@ def test_an_engine_that_is_right_is_certified(llm: Any, reference: Reference) ->
     assert all(figures.rows for figures in certificate.points.values())
     assert all(certificate.points[point].seen for point in POINTS)
     assert all(certificate.points[point].patches_seen for point in POINTS)
+    assert all(certificate.points[point].gates_seen for point in POINTS)
     batches = {batch.name: batch for batch in certificate.batches}
     assert batches["mixed"].cached_tokens
     assert batches["mixed"].chunked

@@ -80,9 +80,8 @@ def _points(certificate: Certificate, num_layers: int) -> Table:
         "limit",
         "exchanged",
         "steered",
-        "seen",
         "patched",
-        "seen",
+        "gated",
     )
     for column in columns:
         table.add_column(column, justify="right")
@@ -96,12 +95,16 @@ def _points(certificate: Certificate, num_layers: int) -> Table:
             worst if right else f"[red]{worst}[/red]",
             f"{figures.limit:.1e}",
             f"{figures.power:.1e}" if figures.exchanged else "-",
-            str(figures.steered or "-"),
-            str(figures.seen) if figures.steered else "-",
-            str(figures.patched or "-"),
-            str(figures.patches_seen) if figures.patched else "-",
+            _share(figures.seen, figures.steered),
+            _share(figures.patches_seen, figures.patched),
+            _share(figures.gates_seen, figures.gated),
         )
     return table
+
+
+def _share(seen: int, count: int) -> str:
+    """Of so many requests, those whose change would be seen."""
+    return f"{seen}/{count}" if count else "-"
 
 
 def _layers(figures: PointFigures, num_layers: int) -> str:

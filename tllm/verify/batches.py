@@ -6,15 +6,16 @@ Another kind of intervention gets a batch of its own here, and its formula in `r
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tllm.ports import Phase
+from tllm.verify.gated import SCORES, judged_at
 from tllm.verify.patched import Patched, patch_changes
-from tllm.verify.reference import Change, Steers
+from tllm.verify.reference import Change, States, Steers
 from tllm.verify.steered import METHODS, PHASES, POSITIONS, Place, Steered, changes, given_for
 
 MAX_TOKENS = 5
@@ -245,6 +246,60 @@ def patched_batch(
             steering = (Steered(place, "add", direction, {"scale": 0.5}),)
         reads: Phase = "decode" if shares else "any"
         asks.append(Ask(prompt, reads, steering=steering, patches=(patched,), max_tokens=4))
+        if number % 4 == 1:
+            asks.append(Ask(common, "decode", max_tokens=4))
+    return asks
+
+
+def gated_batch(
+    places: Sequence[Place],
+    prompts: Prompts,
+    vector: Tensor,
+    states: States,
+    before: Callable[[Place], Sequence[Place]],
+) -> list[Ask]:
+    """Every place once, steered on a condition: a probe there or at an earlier place, with every
+    score, hard and soft, and with method, phase and positions changing in turn.
+
+    Half of them share a prompt longer than a block with requests that are not steered.
+
+    Args:
+        vector: as of `steered_batch`.
+        states: of some tokens that are not steered.
+        before: the places whose rows may decide on those of a place.
+    """
+    chance = random.Random(6)
+    generator = torch.Generator().manual_seed(9)
+    common = prompts.pick(chance, prompts.block + 6)
+    methods = [each for each in METHODS if each[0] != "multiply"]
+    asks = []
+    for number, place in enumerate(places):
+        # Only a few rows of the last place are seen at all; softly, each of them is.
+        last = place == ("lm_head_in", None)
+        shares = number % 2 == 1 and not last
+        size = float(states[place[0]][place[1]].square().mean(1).sqrt().median())
+        direction = size * vector * torch.randn(len(vector), generator=generator)
+        probe = torch.randn(len(vector), generator=generator)
+        when = judged_at(
+            chance.choice(before(place)),
+            probe,
+            states,
+            list(SCORES)[number // 2 % len(SCORES)],
+            soft=last or number % 3 == 2,
+        )
+        method, given = methods[number % len(methods)]
+        steered = Steered(
+            place,
+            method,
+            direction,
+            given_for(given, size),
+            "any" if last else PHASES[number // 4 % 3],
+            kind="clamps" if method == "clamp" else "vectors",
+            when=when,
+        )
+        prompt = common if shares else prompts.pick(chance, chance.randrange(9, 18))
+        reads: Phase = "decode" if shares else "any"
+        asks.append(Ask(prompt, reads, steering=(steered,), max_tokens=4))
         if number % 4 == 1:
             asks.append(Ask(common, "decode", max_tokens=4))
     return asks

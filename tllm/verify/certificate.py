@@ -64,6 +64,8 @@ class PointFigures:
         steered: requests that were steered here and nowhere else.
         seen: of these, whose rows or tokens would be off by more than the limit without steering.
         patched, patches_seen: the same of requests that were patched.
+        gated, gates_seen: requests that were steered here on a condition; and those of them that
+            would be off by more than the limit had they been steered always, and had they never.
     """
 
     limit: float
@@ -75,6 +77,8 @@ class PointFigures:
     seen: int = 0
     patched: int = 0
     patches_seen: int = 0
+    gated: int = 0
+    gates_seen: int = 0
 
     @property
     def power(self) -> float:
@@ -90,6 +94,8 @@ class BatchFigures:
         preemptions: how often all running requests were preempted.
         chunked: prompts that were computed in several steps.
         cached_tokens: prompt tokens that the prefix cache served.
+        on_edge: sequences that were not compared: the score of one of their tokens lies so near to
+            a condition's threshold that rounding decides.
         differing: greedy tokens that are not the reference's likeliest, within the limits.
     """
 
@@ -102,6 +108,7 @@ class BatchFigures:
     preemptions: int = 0
     chunked: int = 0
     cached_tokens: int = 0
+    on_edge: int = 0
 
 
 @dataclass

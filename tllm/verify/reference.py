@@ -21,7 +21,8 @@ from tllm.verify.places import POINTS, WITHOUT_LAYER, BlockPlace, is_known, plac
 Layer: TypeAlias = int | None
 Change: TypeAlias = tuple[str, Tensor, Mapping[str, Any], Tensor]
 """A way to steer or patch, its vector or row [hidden], its parameters, and a mask [positions],
-False beyond its end."""
+False beyond its end. The parameter `when` is a condition (`gated.Judged`): how much of it is done
+to each row."""
 Steers: TypeAlias = Mapping[tuple[str, Layer], Sequence[Change]]
 """(hook point, layer) -> what is done there, in order."""
 States: TypeAlias = dict[str, dict[Layer, Tensor]]
@@ -144,7 +145,12 @@ class Reference:
             for method, vector, given, mask in (steers or {}).get((point, layer), ()):
                 rows = torch.zeros(len(token_ids), dtype=torch.bool, device=arrived.device)
                 rows[: len(mask)] = mask[: len(token_ids)]
+                given = dict(given)
+                when = given.pop("when", None)
                 changed = CHANGED[method](leaving, vector.to(arrived.device), **given)
+                if when is not None:
+                    strength = when.strength(states).to(arrived.device)[:, None]
+                    changed = leaving + strength * (changed - leaving)
                 leaving = torch.where(rows[:, None], changed, leaving)
             return (leaving - arrived).view_as(tensor)
 

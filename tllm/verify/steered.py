@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tllm.ports import Phase
+from tllm.verify.gated import Judged
 from tllm.verify.reference import Change, Layer, Steers
 
 Place: TypeAlias = tuple[str, Layer]
@@ -72,6 +73,7 @@ class Steered:
     """One operation of a request.
 
     kind: whether it is asked among the vectors or the clamps; these come last.
+    when: its condition; None: always.
     """
 
     place: Place
@@ -81,6 +83,7 @@ class Steered:
     phase: Phase = "any"
     positions: str = "all"
     kind: str = "vectors"
+    when: Judged | None = None
 
     def mask(self, tokens: Sequence[int], n: int) -> Tensor:
         """Which of the positions of `tokens`, of which n are the prompt's, it is done to."""
@@ -91,7 +94,8 @@ class Steered:
         return torch.tensor(chosen) & torch.tensor(in_phase)
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.method} {self.place} {self.phase} {self.positions}"
+        when = "" if self.when is None else f" {self.when}"
+        return f"{self.kind} {self.method} {self.place} {self.phase} {self.positions}{when}"
 
 
 def steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
@@ -107,6 +111,8 @@ def steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
             "positions": POSITIONS[each.positions][0],
             **each.given,
         }
+        if each.when is not None:
+            entry["when"] = each.when.entry
         if layer is None:
             tier.setdefault(point, []).append(entry)
         else:
@@ -118,6 +124,7 @@ def changes(steering: Sequence[Steered], tokens: Sequence[int], n: int) -> Steer
     """What the reference does to a sequence of which n tokens are the prompt's."""
     steers: dict[Place, list[Change]] = {}
     for each in steering:
-        change = each.method, each.vector, each.given, each.mask(tokens, n)
+        given = each.given if each.when is None else {**each.given, "when": each.when}
+        change = each.method, each.vector, given, each.mask(tokens, n)
         steers.setdefault(each.place, []).append(change)
     return steers

@@ -6,7 +6,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from tllm.params import SamplingParams
 from tllm.verify.batches import (
     Ask,
     Prompts,
+    gated_batch,
     given_batch,
     mixed_batch,
     patched_batch,
@@ -31,10 +33,11 @@ from tllm.verify.certificate import (
     PointFigures,
     row_errors,
 )
+from tllm.verify.gated import Judged
 from tllm.verify.patched import Patched
 from tllm.verify.places import POINTS, WITHOUT_LAYER
 from tllm.verify.reference import Layer, States, Steers
-from tllm.verify.steered import Place, Steered, steering_fields
+from tllm.verify.steered import Place, Steered, changes, steering_fields
 from tllm.verify.tolerance import Tolerance
 
 PREEMPTED_AT = (3, 9, 21, 45, 93)
@@ -106,7 +109,8 @@ class Verifier:
         points: the hook points to look at; by default all that are tapped.
         tolerance: by default what rounding in the engine's dtype explains.
         given: the user's own prompts.
-        steered_layers: how many layers are steered, and patched, at each hook point.
+        steered_layers: how many layers are steered, on a condition too, and patched, at each hook
+            point.
         progress: hears what is done.
     """
 
@@ -173,12 +177,14 @@ class Verifier:
     # -- against transformers --------------------------------------------------------------------
 
     def compare(self, reference: Answers) -> None:
-        """Rows, tokens, log-probabilities, steering and patching, against a reference."""
+        """Rows, tokens, log-probabilities, steering, its conditions and patching, against a
+        reference."""
         if not self.points:
             self._unchecked("the model has no hook points here")
             return
         places = self._places(reference)
-        for name, asks, preempts in self._batches(places, self._sizes(reference, places)):
+        states, _ = reference.run(self.prompts.pick(random.Random(4), 24))
+        for name, asks, preempts in self._batches(places, states):
             self.progress(f"{name}: {len(asks)} requests")
             figures, sequences = self.serve(name, asks, preempts=preempts)
             for number, served in enumerate(sequences):
@@ -205,24 +211,28 @@ class Verifier:
                 self._unchecked(f"{point} in layers {without}: the reference has no such place")
         return places
 
-    def _sizes(self, reference: Answers, places: Sequence[Place]) -> dict[Place, float]:
+    def _sizes(self, states: States, places: Sequence[Place]) -> dict[Place, float]:
         """How large numbers of rows are at each place: steering is to be as large."""
-        states, _ = reference.run(self.prompts.pick(random.Random(4), 24))
         return {
             (point, layer): float(states[point][layer].square().mean(1).sqrt().median())
             for point, layer in places
         }
 
-    def _batches(
-        self, places: list[Place], sizes: Mapping[Place, float]
-    ) -> list[tuple[str, list[Ask], bool]]:
-        """Name, requests, and whether running requests are preempted on the way."""
+    def _batches(self, places: list[Place], states: States) -> list[tuple[str, list[Ask], bool]]:
+        """Name, requests, and whether running requests are preempted on the way.
+
+        Args:
+            states: the reference's, of some tokens.
+        """
+        sizes = self._sizes(states, places)
         mixed = mixed_batch(self.prompts, self._chunk)
         steered = self._steered_places(places)
         generator = torch.Generator().manual_seed(5)
         vector = (3 * torch.randn(self.hidden, generator=generator)).to(self.dtype).float()
         steering = steered_batch(steered, self.prompts, vector, sizes)
         patching = patched_batch(steered, self.prompts, vector, sizes)
+        before = partial(self._deciding, places)
+        gating = gated_batch(steered, self.prompts, vector, states, before)
         middles = [self._middle(places, point) for point in self.points]
         alone = [place for place in middles if place is not None]
         simple = plainly_steered_batch(alone, self.prompts, vector, sizes)
@@ -236,7 +246,16 @@ class Verifier:
             ("steered, again", steering[-8:], True),
             ("patched", patching, False),
             ("patched, again", patching[-8:], True),
+            ("gated", gating, False),
+            ("gated, again", gating[-8:], True),
         ]
+
+    def _deciding(self, places: Sequence[Place], place: Place) -> list[Place]:
+        """Where a probe may stand that decides at a place: there, and in earlier layers."""
+        if self.config.parallel_config.pipeline_parallel_size > 1:
+            return [place]  # a probe on another stage is refused
+        first, _ = _as_computed(place)
+        return [*(each for each in places if _as_computed(each)[0] < first), place]
 
     def _middle(self, places: Sequence[Place], point: str) -> Place | None:
         """The place of a point in the middle of those that have it."""
@@ -244,8 +263,8 @@ class Verifier:
         return having[len(having) // 2] if having else None
 
     def _steered_places(self, places: list[Place]) -> list[Place]:
-        """Those that are steered and patched: of every hook point some layers, from the first to
-        the last."""
+        """Those that are steered, on a condition too, and patched: of every hook point some
+        layers, from the first to the last."""
         chosen: list[Place] = []
         for point in self.points:
             having = [place for place in places if place[0] == point]
@@ -269,7 +288,9 @@ class Verifier:
             why: there is none.
         """
         points = ", ".join(self.points)
-        rows = f"rows at {points}, steering and patching there" if self.points else "rows"
+        rows = (
+            f"rows at {points}, steering, conditions and patching there" if self.points else "rows"
+        )
         self._unchecked(f"{rows}: {why}")
         mixed = mixed_batch(self.prompts, self._chunk)
         served = []
@@ -373,13 +394,19 @@ class Verifier:
         new = list(served.completion.token_ids)
         if len(new) != served.ask.max_tokens:
             self._differs(served.difference("token", f"{len(new)} tokens were generated"))
-        changes = served.ask.changes(served.passed, self.hidden)
-        states, logits = reference.run(served.passed, changes)
+        done = served.ask.changes(served.passed, self.hidden)
+        states, logits = reference.run(served.passed, done)
         chosen = logits[served.first - 1 :]
+        judged = [each.when for each in served.ask.steering if each.when is not None]
+        if any(when.is_near(states, self.tolerance.points[when.place[0]]) for when in judged):
+            figures.on_edge += 1
+            return
         self._compare_captures(figures, served, places, states)
         if served.ask.seed is None:
             self._compare_greedy(figures, served, chosen)
         self._compare_log_probabilities(served, chosen)
+        for when in judged:
+            self._compare_signal(served, when, states)
         if len(served.ask.steering) + len(served.ask.patches) == 1:
             self._count_seen(served, places, states, chosen, reference)
 
@@ -405,6 +432,29 @@ class Verifier:
         if len(new) > 1:
             exchanged = float(((expected.roll(1) - expected).abs() / scale).max())
             self.certificate.points["logits"].exchanged.append(exchanged)
+
+    def _compare_signal(self, served: Served, when: Judged, states: States) -> None:
+        """The score of each token that it was judged for, and how many."""
+        point, layer = when.place
+        limit = self.tolerance.points[point]
+        mask = served.ask.steering[0].mask(served.passed, served.first)
+        wanted = mask.nonzero()[:, 0].tolist()
+        signal = served.completion.signals.get(when.name)
+        found = [] if signal is None else signal.positions.tolist()
+        missing = [each for each in wanted if each not in found and each >= served.first]
+        if missing or not set(found) <= set(wanted):
+            what = f"scores of positions {found}, where {wanted} are judged"
+            self._differs(served.difference("signal", what, layer=layer))
+        elif found:
+            expected = when.scores(states)[found]
+            errors = (torch.tensor(signal.scores) - expected).abs()
+            errors = limit * errors / when.rounding(states, limit)[found].clamp(min=1e-30)
+            if bool((errors > limit).any()):
+                at = int(errors.argmax())
+                what = f"the score is {float(signal.scores[at]):.4g}, not {float(expected[at]):.4g}"
+                size = _number(float(errors[at]))
+                given = {"layer": layer, "position": found[at], "size": size, "limit": limit}
+                self._differs(served.difference("signal", what, **given))
 
     def _compare_captures(
         self, figures: BatchFigures, served: Served, places: Sequence[Place], states: States
@@ -477,24 +527,45 @@ class Verifier:
         """Whether the comparison would have failed had it not been steered, or patched."""
         alone: Sequence[Steered | Patched] = (*served.ask.steering, *served.ask.patches)
         figures = self.certificate.points[alone[0].place[0]]
-        plain, plain_logits = reference.run(served.passed)
-        plain_logits = plain_logits[served.first - 1 :]
-        new = torch.tensor(list(served.completion.token_ids))[:, None]
-        shift = torch.log_softmax(logits, -1) - torch.log_softmax(plain_logits, -1)
-        off = float(shift.gather(1, new).abs().max() / logits.abs().amax())
-        seen = off > self.tolerance.points["logits"]
-        if served.ask.reads == "any":
-            seen = seen or any(
-                float(row_errors(plain[point][layer], states[point][layer]).max())
-                > self.tolerance.points[point]
-                for point, layer in places
-            )
-        if served.ask.patches:
+        others: list[Steers | None] = [None]
+        gated = bool(served.ask.steering and served.ask.steering[0].when is not None)
+        if gated:
+            always = replace(served.ask.steering[0], when=None)
+            others.append(changes([always], served.passed, served.first))
+        seen = all(
+            self._is_off(served, places, states, logits, reference.run(served.passed, steers))
+            for steers in others
+        )
+        if gated:
+            figures.gated += 1
+            figures.gates_seen += seen
+        elif served.ask.patches:
             figures.patched += 1
             figures.patches_seen += seen
         else:
             figures.steered += 1
             figures.seen += seen
+
+    def _is_off(
+        self,
+        served: Served,
+        places: Sequence[Place],
+        states: States,
+        logits: Tensor,
+        other: tuple[States, Tensor],
+    ) -> bool:
+        """Whether another forward pass differs from what is right by more than is accepted."""
+        rows, other_logits = other[0], other[1][served.first - 1 :]
+        new = torch.tensor(list(served.completion.token_ids))[:, None]
+        shift = torch.log_softmax(logits, -1) - torch.log_softmax(other_logits, -1)
+        off = float(shift.gather(1, new).abs().max() / logits.abs().amax())
+        if off > self.tolerance.points["logits"]:
+            return True
+        return served.ask.reads == "any" and any(
+            float(row_errors(rows[point][layer], states[point][layer]).max())
+            > self.tolerance.points[point]
+            for point, layer in places
+        )
 
     # -- what could not be compared --------------------------------------------------------------
 
@@ -512,6 +583,7 @@ class Verifier:
                 for count, seen, done in (
                     (figures.steered, figures.seen, "ways of steering"),
                     (figures.patched, figures.patches_seen, "patches"),
+                    (figures.gated, figures.gates_seen, "conditions"),
                 ):
                     if not seen:
                         self._unchecked(
@@ -522,6 +594,10 @@ class Verifier:
     def _note_engine(self) -> None:
         """What the engine was not made to do."""
         batches = self.certificate.batches
+        if on_edge := sum(batch.on_edge for batch in batches):
+            self.certificate.notes.append(
+                f"{on_edge} sequences were not compared: rounding decides a condition of theirs"
+            )
         cache = self.config.cache_config
         if not cache.enable_prefix_caching:
             self.certificate.notes.append("this engine has no prefix cache")
