@@ -588,6 +588,7 @@ def test_rows_of_a_cross_encoder_are_those_of_transformers(pairs, arguments):
 
         return hook
 
+    model.bert.embeddings.register_forward_hook(keep("embed", None), with_kwargs=True)
     for i, block in enumerate(model.bert.encoder.layer):
         for point, module, at_input in (
             ("pre_attn", block, True),
@@ -608,7 +609,7 @@ def test_rows_of_a_cross_encoder_are_those_of_transformers(pairs, arguments):
     with torch.no_grad():
         score = model(**inputs).logits.sigmoid().item()
     assert abs(score - output.outputs.score) < 1e-5
-    assert len(points) == 7 and len(found) == 7 * 3
+    assert len(points) == 8 and len(found) == 1 + 7 * 3
     for (point, layer), expected in found.items():
         rows = output.activations[point][layer].tensor
         assert torch.allclose(rows, expected, atol=1e-4), (point, layer)

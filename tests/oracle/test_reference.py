@@ -66,7 +66,9 @@ def test_write_at_each_point_changes_what_comes_after_and_nothing_before(
             continue
         steered = reference.capture(family, PROMPT, {(point, layer): (_vector(), late)})
         torch.testing.assert_close(steered[point][layer], plain[point][layer])
-        torch.testing.assert_close(steered["post_block"][2][:4], plain["post_block"][2][:4])
+        # Rounding: an expert works on rows together, and those after may have gone to another.
+        before, limit = plain["post_block"][2][:4], 1e-5 * float(plain["post_block"][2].abs().max())
+        torch.testing.assert_close(steered["post_block"][2][:4], before, atol=limit, rtol=1e-5)
         if point == "embed":
             assert not torch.allclose(steered["pre_attn"][0][4:], plain["pre_attn"][0][4:])
         else:
