@@ -156,7 +156,12 @@ class Asked:
         gated = GatedChange(place, change(vector, scale), probes, strength, start, stop)
         return f"{prefix}steering_vectors", at(place, entry), gated, edges
 
-    def request(self):
+    def request(self, patched=None):
+        """A request.
+
+        Args:
+            patched: draws entries of a patch, too, and the rows that they mean.
+        """
         pick = self.pick
         prompt = pick.choice(self.prefixes)[: pick.choice([20, 40, 64])]
         prompt = prompt + [pick.randrange(1, 250) for _ in range(pick.choice([0, 1, 9]))]
@@ -180,6 +185,11 @@ class Asked:
                 vector = pick.choice(self.vectors)
                 asked.setdefault("steering_vectors", {})[point] = {layer: vector}
                 additions = [Addition((point, layer), vector)]
+        rows = []
+        if patched is not None and pick.random() < 0.6:
+            entries = [patched.patch(prompt) for _ in range(pick.randint(1, 3))]
+            asked["patch"] = [entry for entry, _ in entries]
+            rows = [row for _, each in entries for row in each]
         more = {"logprobs": 1, "n": pick.choice([1, 1, 2])}
         params = (greedy if more["n"] == 1 else sampled)(TOKENS, **asked, **more)
         return SimpleNamespace(
@@ -189,6 +199,7 @@ class Asked:
             edges=edges,
             additions=additions,
             whens=whens,
+            patches=rows,
         )
 
 
@@ -208,7 +219,7 @@ def assert_as_transformers(reference, request, output):
     for sample in output.outputs:
         tokens = list(sample.token_ids)
         logits, _ = reference.run(
-            [*request.prompt, *tokens][:-1], (), request.additions, (), request.gated
+            [*request.prompt, *tokens][:-1], (), request.additions, request.patches, request.gated
         )
         if is_near(request):
             return False
@@ -262,11 +273,11 @@ def gated(change=None, place=("post_block", 1), start=0, stop=None, above=0.5):
     return GatedChange(place, change or add(V, 1.0), probes, strength, start, stop)
 
 
-def run_random(llm, reference, seed, count):
+def run_random(llm, reference, seed, count, patched=None):
     asked, compared = Asked(seed), []
     fired = []
     for _ in range(0, count, 16):
-        requests = [asked.request() for _ in range(min(16, count))]
+        requests = [asked.request(patched) for _ in range(min(16, count))]
         outputs = generate(llm, [r.prompt for r in requests], [r.params for r in requests])
         for request, output in zip(requests, outputs, strict=True):
             compared.append(assert_as_transformers(reference, request, output))
@@ -332,6 +343,27 @@ def test_conditions_of_global_steering_of_modules_and_of_monitors(llm, reference
         generate(llm, [prompt], greedy(1, steering_vectors=named))
     with pytest.raises(ValueError, match="no monitor 'refusal' is registered"):
         llm.steering.unregister_monitor("refusal")
+
+
+def test_requests_added_to_the_engine_itself_are_judged(llm, reference):
+    """And a signal that is asked not to come does not, nor do those of plain requests."""
+    engine, outputs = llm.llm_engine, {}
+    [prompt] = prompts_of([30], seed=3)
+    asked = {"steering_vectors": {"post_block": {1: ENTRY}}}
+    quiet = {"consumers": {"signals": {"enabled": False}}}
+    for name, more in {"mine": asked, "quiet": asked | quiet, "plain": {}}.items():
+        engine.add_request(name, {"prompt_token_ids": prompt}, greedy(TOKENS, **more))
+    while engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in engine.step()}
+    change = gated()
+    [tokens] = tokens_of([outputs["mine"]])
+    logits, _ = reference.run([*prompt, *tokens][:-1], (), (), (), [change])
+    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == tokens
+    assert tokens_of([outputs["quiet"]]) == [tokens] != tokens_of([outputs["plain"]])
+    signal, [scores] = outputs["mine"].signals["post_block:0"], change.scores
+    assert signal.scores == pytest.approx(scores[signal.positions].numpy(), rel=1e-4, abs=5e-3)
+    assert {*range(len(prompt), len(scores))} <= {*signal.positions.tolist()}
+    assert outputs["quiet"].signals == outputs["plain"].signals == {}
 
 
 def test_blocks_are_shared_where_conditions_are_the_same(llm):
