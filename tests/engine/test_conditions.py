@@ -313,6 +313,22 @@ def test_a_condition_sees_the_row_before_steering_at_its_own_place(llm, referenc
     assert 0 < float(change.strength(change.scores).mean()) < 1
 
 
+@pytest.mark.parametrize("join", ["all", "any"])
+def test_a_condition_joined_with_itself_is_the_condition(llm, join):
+    [prompt] = prompts_of([30], seed=3)
+    llm.steering.register_monitor("same", WHEN)
+    joined = {join: [WHEN, "same", {**WHEN, "name": "again"}], "name": "joined"}
+    once, twice = (
+        generate(llm, [prompt], greedy(TOKENS, steering_vectors=at(("post_block", 1), entry)))[0]
+        for entry in (ENTRY, {"vector": V, "when": joined})
+    )
+    llm.steering.unregister_monitor("same")
+    assert tokens_of([once]) == tokens_of([twice])
+    fired = once.signals["post_block:0"].fired.tolist()
+    assert [p for p in twice.signals["joined"].fired if p >= 30] == [p for p in fired if p >= 30]
+    assert set(twice.signals) == {"same", "again", "joined"}
+
+
 def test_conditions_of_global_steering_of_modules_and_of_monitors(llm, reference):
     [prompt] = prompts_of([30], seed=3)
     plain = tokens_of(generate(llm, [prompt], greedy(TOKENS)))

@@ -236,7 +236,7 @@ class GateNumbers:
             return known.number
         assert not isinstance(condition, NamedCondition)
         if isinstance(condition, JointCondition):
-            terms = tuple(map(self.number, condition.terms))
+            terms = tuple(dict.fromkeys(map(self.number, condition.terms)))  # each once
             last = max(condition.probes(), key=lambda probe: order_of(probe.point, probe.layer))
             gate = Gate(
                 len(self._gates),

@@ -1,0 +1,21 @@
+"""Conditions as they are written: what does not need an engine."""
+
+from __future__ import annotations
+
+from tllm.spec.conditions import GateNumbers, parse_condition
+
+
+def _when(**more):
+    probe = {"hook": "post_block", "layer": 1, "vector": [1.0, 2.0]}
+    return {"probe": probe, "above": 0.5, **more}
+
+
+def test_a_term_that_is_given_twice_is_joined_once():
+    """Also under two names: what judges alike has one number."""
+    for every in ("all", "any"):
+        numbers = GateNumbers()
+        given = {every: [_when(name="a"), _when(name="b"), _when(above=0.7)]}
+        joint = numbers.number(parse_condition(given, "when"))
+        *_, gate = numbers.gates([joint])
+        assert gate.number == joint
+        assert gate.terms == (0, 1)
