@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm.ports import RequestInfo
-from tllm.runtime.columns import DECODE, PREFILL, Column
+from tllm.runtime.columns import DECODE, PREFILL, STAGES, Column
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.taps import Taps
 from tllm.runtime.writer import Additions
 from tllm.spec.hooks import HookPoint
 
 HIDDEN, REQUESTS = 3, 5
-TAP = HookPoint.POST_BLOCK, 0
+TAP, OTHER_TAP = (HookPoint.POST_BLOCK, 0), (HookPoint.POST_BLOCK, 1)
 
 
 class Worker:
@@ -21,7 +21,7 @@ class Worker:
 
     def __init__(self):
         self.taps = Taps(
-            {TAP: None},
+            {TAP: None, OTHER_TAP: None},
             second={},
             hidden_size=HIDDEN,
             dtype=torch.float32,
@@ -38,43 +38,97 @@ class Worker:
         ]
         for info in self.requests:
             self.slots.add_sequence(RunningSequence(info.request_id, info, {}, False))
+        self._asked = {}
 
-    def added(self, phase):
+    def named(self, who):
+        """Some of the requests: the very same object each time, as a steady batch has it."""
+        return self._asked.setdefault(tuple(who), tuple(self.requests[i] for i in who))
+
+    def replace(self, number):
+        """A sequence ends, and another has its slot."""
+        old = self.requests[number]
+        self.additions.forget(old.slot)
+        self.slots.remove(old.request_id)
+        name = f"{old.request_id}'"
+        new = RequestInfo(name, name, 0, 1, slot=self.slots.pop_slot(), prompt_len=1)
+        assert new.slot == old.slot
+        self.slots.add_sequence(RunningSequence(name, new, {}, False))
+        self.requests[number] = new
+
+    def added(self, phase, tap=TAP):
         """`[requests, hidden]`, what the tap makes of rows of zeros of a phase."""
         self.taps.commit()
         add_rows = self.slots.values[Column.ADD, phase, [r.slot for r in self.requests]]
         self.taps.plan[Column.ADD.plan_row, :REQUESTS] = torch.from_numpy(add_rows)
         rows = torch.zeros(REQUESTS, HIDDEN)
-        torch.ops.tllm.tap(rows, None, self.taps.descriptors[0], self.taps.plan)
+        descriptor = self.taps.descriptors[self.taps.index[tap] // STAGES]
+        torch.ops.tllm.tap(rows, None, descriptor, self.taps.plan)
         return rows
 
 
-WHO = st.lists(st.integers(0, REQUESTS - 1), unique=True, max_size=REQUESTS)
-WRITES = st.tuples(st.integers(0, 2), WHO, st.sampled_from(["a vector each", "one", "clear"]))
-PHASES = [(PREFILL, DECODE), (DECODE,), (DECODE,)]
+WHO = st.sampled_from([(), (0,), (2, 1), (0, 1, 2, 3, 4), (4, 2, 0)])
+WRITES = st.tuples(
+    st.integers(0, 3), WHO, st.sampled_from(["a vector each", "a vector each", "one", "clear"])
+)
+ENDS = st.integers(0, REQUESTS - 1)
+PHASES = [(PREFILL, DECODE), (DECODE,), (DECODE,), (DECODE,)]
+TAPS = [TAP, TAP, TAP, OTHER_TAP]
 
 
 @settings(deadline=None)
-@given(st.lists(WRITES, max_size=12))
-def test_all_that_is_written_adds_up(writes):
+@given(st.lists(WRITES | ENDS, max_size=16))
+def test_all_that_is_written_adds_up(actions):
+    """Also where the same requests are written again, and those whose sequence has ended."""
     worker = Worker()
-    writers = [worker.additions.add_writer(TAP, phases) for phases in PHASES]
+    writers = [worker.additions.add_writer(t, p) for t, p in zip(TAPS, PHASES, strict=True)]
     expected = torch.zeros(len(writers), 2, REQUESTS, HIDDEN)
-    for number, (which, who, what) in enumerate(writes, start=1):
-        requests = [worker.requests[i] for i in who]
-        if what == "clear":
-            writers[which].clear(requests)
-            expected[which][:, who] = 0.0
-            continue
-        shape = (len(who), HIDDEN) if what == "a vector each" else (HIDDEN,)
-        vectors = torch.arange(float(torch.Size(shape).numel())).view(shape) + 100.0 * number
-        writers[which].set(requests, vectors)
-        for phase in PHASES[which]:
-            expected[which][phase, who] = vectors
-        for phase in (PREFILL, DECODE):
-            assert torch.equal(worker.added(phase), expected.sum(0)[phase])
-    for phase in (PREFILL, DECODE):
-        assert torch.equal(worker.added(phase), expected.sum(0)[phase])
+    for number, action in enumerate(actions, start=1):
+        if isinstance(action, int):
+            worker.replace(action)
+            expected[:, :, action] = 0.0
+        else:
+            which, who, what = action
+            requests = worker.named(who)
+            runs = [i for i, r in zip(who, requests, strict=True) if r is worker.requests[i]]
+            of_running = [n for n, i in enumerate(who) if i in runs]
+            if what == "clear":
+                writers[which].clear(requests)
+                expected[which][:, runs] = 0.0
+            else:
+                shape = (len(who), HIDDEN) if what == "a vector each" else (HIDDEN,)
+                vectors = torch.arange(float(torch.Size(shape).numel())).view(shape)
+                vectors = vectors + 100.0 * number
+                writers[which].set(requests, vectors)
+                for phase in PHASES[which]:
+                    expected[which][phase, runs] = (
+                        vectors[of_running] if len(shape) > 1 else vectors
+                    )
+        for tap in (TAP, OTHER_TAP):
+            own = expected[[number for number, at in enumerate(TAPS) if at == tap]].sum(0)
+            for phase in (PREFILL, DECODE):
+                assert torch.equal(worker.added(phase, tap), own[phase])
+
+
+def test_writers_at_one_tap_that_repeat_themselves_add_up():
+    worker = Worker()
+    writers = [worker.additions.add_writer(TAP, (DECODE,)) for _ in range(2)]
+    requests = worker.named(range(REQUESTS))
+    for number in range(3):
+        for writer in writers:
+            writer.set(requests, torch.full((REQUESTS, HIDDEN), float(number)))
+        assert torch.equal(worker.added(DECODE), torch.full((REQUESTS, HIDDEN), 2.0 * number))
+
+
+def test_a_write_for_the_same_requests_does_nothing_for_each_of_them():
+    worker = Worker()
+    writer = worker.additions.add_writer(TAP, (PREFILL, DECODE))
+    requests = worker.named(range(REQUESTS))
+    writer.set(requests, torch.zeros(REQUESTS, HIDDEN))
+    before = dict(writer.values)
+    vectors = torch.arange(float(REQUESTS * HIDDEN)).view(REQUESTS, HIDDEN)
+    writer.set(requests, vectors)
+    assert all(writer.values[row] is before[row] for row in before)
+    assert torch.equal(worker.added(DECODE), vectors)
 
 
 @pytest.mark.parametrize("shape", [(REQUESTS, HIDDEN), (HIDDEN,)])

@@ -249,23 +249,33 @@ class Taps:
             for point in list(self._add_tables):
                 self._allocate_additions(point)
 
-    def set_additions(self, key: TapKey, add_rows: Sequence[int], vectors: torch.Tensor) -> None:
+    def set_additions(
+        self, key: TapKey, add_rows: Sequence[int], vectors: torch.Tensor
+    ) -> torch.Tensor:
         """Add `vectors[i]` to the rows of add row `add_rows[i]` at this hook point.
 
         Args:
             vectors: `[n, hidden]` on the device, any float dtype.
+
+        Returns:
+            `add_rows` on the device, int64, for `replace_additions`.
         """
         point = self.index[key]
         if point not in self._add_tables:
             self._allocate_additions(point)
         at = upload(np.array(add_rows, np.int64), self.device)
-        self._add_tables[point].index_copy_(0, at, vectors.to(self.dtype))
-        self.note_write()
+        self.replace_additions(key, at, vectors)
         for row in add_rows:
             if (point, row) not in self._adding:
                 self._adding.add((point, row))
                 self._add_index.stage((point, row), np.array([row], np.int32))
                 self._stale = True
+        return at
+
+    def replace_additions(self, key: TapKey, add_rows: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Add other vectors to the rows of add rows to which something is added already."""
+        self._add_tables[self.index[key]].index_copy_(0, add_rows, vectors.to(self.dtype))
+        self.note_write()
 
     def clear_additions(self, key: TapKey, add_rows: Sequence[int]) -> None:
         """Add nothing to the rows of these add rows at this hook point."""

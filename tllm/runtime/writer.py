@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,13 +16,40 @@ from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
 
-Written = tuple[torch.Tensor, int | None]
-"""A vector `[hidden]`, or some of them `[n, hidden]` and which one is meant."""
+
+@dataclass(eq=False)
+class WrittenVectors:
+    """`[hidden]`, or one for each of some requests `[n, hidden]`."""
+
+    vectors: torch.Tensor
+
+
+Written = tuple[WrittenVectors, int | None]
+"""Vectors, and which of them is meant where there is one for each request."""
 
 
 def _vector(written: Written) -> torch.Tensor:
-    vectors, index = written
+    vectors, index = written[0].vectors, written[1]
     return vectors if index is None else vectors[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Repetition:
+    """How vectors for the same requests are written again, as they are in each step of a decode.
+
+    Attributes:
+        requests: the very object that the last write was for.
+        written: its vectors.
+        version: of the additions at the tap, right after it.
+        add_rows: `[rows]` on the device; nobody else adds to them at this tap.
+        of_row: `[rows]` on the device, whose vector each has; None where each has the next one.
+    """
+
+    requests: tuple[RequestInfo, ...]
+    written: WrittenVectors
+    version: int
+    add_rows: torch.Tensor
+    of_row: torch.Tensor | None
 
 
 class Additions:
@@ -33,7 +62,11 @@ class Additions:
         self._taps = taps
         self._slots = slots
         self._writers: dict[TapKey, list[TapWriter]] = {}
-        self._staged: list[tuple[TapWriter, list[RequestInfo], torch.Tensor | None, object]] = []
+        #: By tap: changes whenever the rows that something is added to may be others.
+        self._versions: Counter[TapKey] = Counter()
+        self._staged: list[
+            tuple[TapWriter, Sequence[RequestInfo], torch.Tensor | None, object]
+        ] = []
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
         self._stream = self._current_stream()
@@ -52,6 +85,7 @@ class Additions:
     def remove_writer(self, writer: TapWriter) -> None:
         """Forget a writer and all it added."""
         self._writers[writer.tap].remove(writer)
+        self._versions[writer.tap] += 1
         self._refresh(writer.tap, sorted(writer.values))
 
     def submit(
@@ -68,7 +102,7 @@ class Additions:
             fence = torch.cuda.Event()
             fence.record(stream)
         with self._lock:
-            self._staged.append((writer, list(requests), vectors, fence))
+            self._staged.append((writer, tuple(requests), vectors, fence))
 
     def commit(self) -> None:
         """Apply what other threads and streams wrote. On the engine's thread, before a forward."""
@@ -90,32 +124,71 @@ class Additions:
     def _apply(
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
     ) -> None:
+        if vectors is not None and self._repeated(writer, requests, vectors):
+            return
         running = [i for i, r in enumerate(requests) if self._slots.is_current(r)]
         if not running:
             return
-        touched = []
+        self._versions[writer.tap] += 1
+        written = None if vectors is None else WrittenVectors(vectors)
+        of_each = vectors is not None and vectors.dim() == 2
+        touched, of_row = [], []
         for i in running:
             for phase in writer.phases:
                 add_row = 2 * requests[i].slot + phase
                 touched.append(add_row)
-                if vectors is None:
+                of_row.append(i)
+                if written is None:
                     writer.values.pop(add_row, None)
                 else:
-                    writer.values[add_row] = vectors, i if vectors.dim() == 2 else None
-        self._refresh(writer.tap, touched)
+                    writer.values[add_row] = written, i if of_each else None
+        add_rows = self._refresh(writer.tap, touched)
+        writer.repetition = None
+        alone = all(len(self._written(writer.tap, row)) == 1 for row in touched)
+        if isinstance(requests, tuple) and of_each and alone and add_rows is not None:
+            assert written is not None
+            in_order = of_row == list(range(len(requests)))
+            which = None if in_order else upload(np.array(of_row, np.int64), self._taps.device)
+            version = self._versions[writer.tap]
+            writer.repetition = Repetition(requests, written, version, add_rows, which)
 
-    def _refresh(self, tap: TapKey, add_rows: Sequence[int]) -> None:
-        """Bring the sums of these add rows at a tap to the device."""
+    def _repeated(
+        self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor
+    ) -> bool:
+        """Write for the requests of the last write, if nothing else has changed; nothing is done
+        for each of them then."""
+        last = writer.repetition
+        if last is None or last.requests is not requests or vectors.dim() != 2:
+            return False
+        if last.version != self._versions[writer.tap]:
+            return False
+        last.written.vectors = vectors
+        rows = vectors if last.of_row is None else vectors.index_select(0, last.of_row)
+        self._taps.replace_additions(writer.tap, last.add_rows, rows)
+        return True
+
+    def _written(self, tap: TapKey, add_row: int) -> list[Written]:
+        """What the writers at a tap add to the rows of an add row."""
+        return [w.values[add_row] for w in self._writers[tap] if add_row in w.values]
+
+    def _refresh(self, tap: TapKey, add_rows: Sequence[int]) -> torch.Tensor | None:
+        """Bring the sums of these add rows at a tap to the device.
+
+        Returns:
+            Those to which something is added, on the device; None for none.
+        """
         self._taps.reserve_additions(max(add_rows, default=-1) + 1)
-        found = {i: [w.values[i] for w in self._writers[tap] if i in w.values] for i in add_rows}
+        found = {i: self._written(tap, i) for i in add_rows}
+        added = None
         if present := [i for i, written in found.items() if written]:
-            self._taps.set_additions(tap, present, self._sums([found[i] for i in present]))
+            added = self._taps.set_additions(tap, present, self._sums([found[i] for i in present]))
         self._taps.clear_additions(tap, [i for i, written in found.items() if not written])
         for i in add_rows:
             used = bool(found[i]) or any(
                 i in w.values for writers in self._writers.values() for w in writers
             )
             self._slots.assign(i // 2, i % 2, Column.ADD, i if used else Column.ADD.neutral)
+        return added
 
     def _sums(self, written: list[list[Written]]) -> torch.Tensor:
         """`[rows, hidden]`, the sum of what was written for each row."""
@@ -127,9 +200,10 @@ class Additions:
 
     def _gathered(self, written: list[Written]) -> torch.Tensor:
         """`[rows, hidden]`, with one operator where all were written together."""
-        vectors = written[0][0]
-        if any(each is not vectors for each, _ in written):
+        together = written[0][0]
+        if any(each is not together for each, _ in written):
             return torch.stack([_vector(each) for each in written])
+        vectors = together.vectors
         if vectors.dim() == 1:
             return vectors.expand(len(written), -1)
         index = [i for _, i in written]
@@ -141,6 +215,7 @@ class Additions:
         """A sequence ended: nothing is added to whoever has its slot next. Or it does not use some
         writers any more: what they added is not."""
         for tap, all_writers in self._writers.items():
+            self._versions[tap] += 1
             writers = [writer for writer in all_writers if of is None or writer in of]
             stale = [2 * slot + p for p in (0, 1) if any(2 * slot + p in w.values for w in writers)]
             if stale:
@@ -155,12 +230,14 @@ class TapWriter(ResidualWriter):
 
     Attributes:
         values: what was written, by add row.
+        repetition: how the last write may be made again.
     """
 
     def __init__(self, additions: Additions, tap: TapKey, phases: tuple[int, ...]) -> None:
         self.tap = tap
         self.phases = phases
         self.values: dict[int, Written] = {}
+        self.repetition: Repetition | None = None
         self._additions = additions
 
     def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
