@@ -13,6 +13,7 @@ POINTS = (
     "embed",
     "pre_attn",
     "attn_in",
+    "attn_heads",
     "attn_out",
     "post_attn",
     "mlp_in",

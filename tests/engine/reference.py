@@ -114,6 +114,7 @@ class Reference:
         return {
             "pre_attn": (block, "input"),
             "attn_in": (block.self_attn, "input"),
+            "attn_heads": (block.self_attn.o_proj, "input"),
             "attn_out": (block.self_attn, "output"),
             "post_attn": (block.post_attention_layernorm, "input"),
             "mlp_in": (block.mlp, "input"),

@@ -200,6 +200,20 @@ def test_causal_tracing_corrupts_what_enters_the_first_block(llm, reference):
     assert torch.equal(before, after)
 
 
+def test_one_head_is_patched(llm, reference):
+    """By number, or as the dimensions that it has; the other heads keep theirs."""
+    [prompt], point = prompts_of([12], seed=22), ("attn_heads", 2)
+    size = llm.steering.layers()["heads"][2]["head_dim"]
+    dimensions = [*range(size, 2 * size), *range(3 * size, 4 * size)]
+    entry = {"hook": "attn_heads", "layer": 2, "positions": [4, 7], "source": {"zero": True}}
+    rows = [PatchedRow(point, p, torch.zeros(HIDDEN), dimensions=dimensions) for p in (4, 7)]
+    for chosen in ({"heads": [1, 3]}, {"mask": dimensions}):
+        [output] = generate(llm, [prompt], greedy(TOKENS, patch=[entry | chosen], logprobs=1))
+        request = SimpleNamespace(prompt=prompt, patches=rows, additions=[], captured=None)
+        request.params = SimpleNamespace(temperature=0)
+        assert_as_transformers(reference, request, output)
+
+
 def memory(point, layers):
     return {"memory": {"hooks": {point: layers}, "positions": "all"}}
 
@@ -256,6 +270,10 @@ NONE = {"tensor": [0.0] * HIDDEN}
         ({"layer": None}, r"patch\[0\]: post_block has no layer None"),
         ({"layer": 1.5}, r"\['layer'\]: 1.5 is not a whole number"),
         ({"hook": "lm_head_in"}, "belongs to no layer"),
+        ({"heads": [0]}, r"\['heads'\] is given at post_block; give heads at attn_heads alone"),
+        ({"hook": "attn_heads", "heads": [4]}, r"has 4; layer 1 has heads 0 to 3"),
+        ({"hook": "attn_heads", "heads": [0], "mask": [0]}, "is given with a mask"),
+        ({"hook": "attn_heads", "heads": [-1]}, "has -1; heads count from 0"),
         ({"positions": [12 + TOKENS]}, f"position {12 + TOKENS} is out of range"),
         ({"positions": [12 + TOKENS - 1]}, f"give -12 to {12 + TOKENS - 2}"),
         ({"positions": [-13]}, "position -13 is out of range"),

@@ -20,7 +20,8 @@ from engine.recorder import Recorder
 from engine.reference import LAYERS
 from tllm.ports import ConsumerFlow, CpuExport, Logits, RequestMeta, ResidualStream, TokenTarget
 
-POINTS = ["pre_attn", "attn_in", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"]
+BRANCHES = ["attn_in", "attn_heads", "attn_out", "mlp_in", "mlp_out"]
+POINTS = ["pre_attn", "post_attn", "post_block", *BRANCHES]
 
 
 class TestResidualStreamRead:

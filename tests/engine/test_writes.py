@@ -46,7 +46,10 @@ def _reference(llm, reference):
 
 @pytest.mark.parametrize(
     "place",
-    [("embed", None), *((p, 1) for p in ("pre_attn", "attn_in", "attn_out", "post_attn"))],
+    [
+        ("embed", None),
+        *((p, 1) for p in ("pre_attn", "attn_in", "attn_heads", "attn_out", "post_attn")),
+    ],
 )
 def test_a_write_at_an_early_point_equals_a_hook(watched, place):
     v = vector(1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tllm.models import resolve
 from tllm.models.families import FAMILIES, Family
-from tllm.spec.hooks import HookPoint, ModelPoints
+from tllm.spec.hooks import HeadSplit, HookPoint, ModelPoints
 
 LAYERS = 3
 HIDDEN = 8
@@ -30,8 +30,25 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
+    """Named as vLLM's module around the kernel."""
+
+    num_heads = 2
+
+
+class Wide(nn.Linear):
+    """Its heads are not as wide as the stream."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * HIDDEN, HIDDEN)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.o_proj = Attention(), nn.Linear(HIDDEN, HIDDEN)
+
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        return hidden_states * 0.5
+        return self.o_proj(hidden_states * 0.5)
 
 
 class MLP(nn.Module):
@@ -45,7 +62,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
-        self.self_attn, self.mlp = Attention(), MLP()
+        self.self_attn, self.mlp = SelfAttention(), MLP()
 
     def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None):  # type: ignore[no-untyped-def]
         if residual is None:
@@ -313,7 +330,7 @@ def test_point_that_one_layer_lacks_is_refused_there_with_the_layers_that_have_i
     assert (HookPoint.ATTN_OUT, 1) not in sites.sites
     assert (HookPoint.ATTN_OUT, 0) in sites.sites and (HookPoint.MLP_OUT, 1) in sites.sites
     assert points.described()["layers"] == {
-        point: [0, 2] for point in ("attn_in", "attn_out", "post_attn")
+        point: [0, 2] for point in ("attn_in", "attn_heads", "attn_out", "post_attn")
     }
 
 
@@ -343,6 +360,44 @@ def test_embed_is_where_the_first_block_is() -> None:
     points = resolve(CausalLM(Stack()), families=[row]).points
     with pytest.raises(ValueError, match="no hook point embed: not known"):
         points.check(HookPoint.EMBED, None)
+
+
+def test_heads_are_known_where_they_are_as_wide_as_the_stream() -> None:
+    stack = Stack()
+    sites = resolve(CausalLM(stack))
+    assert sites.sites[HookPoint.ATTN_HEADS, 1].module is stack.layers[1].self_attn.o_proj
+    assert sites.points.heads == dict.fromkeys(range(LAYERS), HeadSplit(2, HIDDEN // 2))
+    assert HeadSplit(2, 4).dimensions([1]) == (4, 5, 6, 7)
+    stack.layers[1].self_attn.o_proj = Wide()
+    points = resolve(CausalLM(stack)).points
+    assert points.layers(HookPoint.ATTN_HEADS) == (0, 2) and set(points.heads) == {0, 2}
+    with pytest.raises(ValueError, match=r"2 heads of 8 are 16 numbers, .* the residual stream, 8"):
+        points.check(HookPoint.ATTN_HEADS, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"o_proj": nn.Identity()}, "its output projection is not sure among its modules"),
+        ({"dense": nn.Linear(HIDDEN, HIDDEN)}, r"not sure among \['self_attn.o_proj'"),
+        ({"attn": nn.Identity()}, r"\(SelfAttention\) is no attention with heads"),
+    ],
+)
+def test_heads_that_are_not_sure_are_refused(change: dict[str, nn.Module], reason: str) -> None:
+    stack = Stack()
+    for name, module in change.items():
+        setattr(stack.layers[0].self_attn, name, module)
+    points = resolve(CausalLM(stack)).points
+    with pytest.raises(ValueError, match=reason):
+        points.check(HookPoint.ATTN_HEADS, 0)
+    assert points.check(HookPoint.ATTN_OUT, 0)
+
+
+def test_heads_are_refused_where_ranks_share_them() -> None:
+    row = Family("here", "test_resolver.Stack", "test_resolver.Block", FAMILIES[0].layout)
+    points = resolve(CausalLM(Stack()), 2, families=[row]).points
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 every rank holds a part of the"):
+        points.check(HookPoint.ATTN_HEADS, 0)
 
 
 def test_points_without_a_tap_are_refused_with_how_to_get_one() -> None:

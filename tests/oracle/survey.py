@@ -392,6 +392,7 @@ def document(findings: Sequence[Finding]) -> str:
         *right,
         "",
         *_compared_at(HookPoint.EMBED, findings),
+        *_compared_at(HookPoint.ATTN_HEADS, findings),
         "",
         "As right, and held in every run of the tests (`tests/oracle/test_differential.py`), under "
         "preemption, prefix caching and prompts computed in chunks:",
@@ -421,8 +422,9 @@ def document(findings: Sequence[Finding]) -> str:
 def _compared_at(point: HookPoint, findings: Sequence[Finding]) -> list[str]:
     """In which rows a hook point was compared that most of them were written before."""
     names = sorted({one.family for one in findings if one.is_right and point.value in one.worst})
-    where = f"these rows: {', '.join(names)}." if names else "no row of this table."
-    return [f"`{point}` was compared in {where}"]
+    if not names:
+        return [f"`{point}` was compared in no row of this table."]
+    return [f"`{point}` was compared in these rows: {', '.join(names)}. The others are older."]
 
 
 def _not_compared(seen: set[str]) -> list[str]:

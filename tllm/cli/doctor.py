@@ -203,6 +203,9 @@ def _examine_model(report: Report, model: str) -> None:
     for point in HookPoint:
         has = points.layers(point)
         found = f"in layers {ranges(has)}" if point in missing else "yes"
+        if point is HookPoint.ATTN_HEADS and has:
+            splits = {f"{s.num_heads} of {s.head_dim}" for s in points.heads.values()}
+            found += f" (heads: {', '.join(sorted(splits))})"
         report.note(point.value, found if has else f"no: {missing[point]}")
     if not points.points:
         report.wrong(

@@ -68,6 +68,16 @@ class PatchComposer:
                 f"{name}['mask'] has {max(patch.mask)}; the model's hidden size is "
                 f"{facts.hidden_size}, so dimensions go up to {facts.hidden_size - 1}"
             )
+        mask = patch.mask
+        if patch.heads is not None:
+            assert layer is not None
+            split = facts.points.heads[layer]
+            if max(patch.heads) >= split.num_heads:
+                raise ValueError(
+                    f"{name}['heads'] has {max(patch.heads)}; layer {layer} has heads 0 to "
+                    f"{split.num_heads - 1}"
+                )
+            mask = split.dimensions(patch.heads)
         rows, kept = source.rows, None
         if source.kind == "noise":
             rows = noise_rows(source.std, source.seed, patch.positions, facts.hidden_size)
@@ -81,7 +91,7 @@ class PatchComposer:
             patch.positions,
             patch.keep,
             patch.alpha,
-            patch.mask,
+            mask,
             None if rows is None else rows.tobytes(),
             kept,
         )

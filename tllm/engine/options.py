@@ -21,6 +21,8 @@ CONFIG_KEY = "tllm"
 CHEAP_POINTS = ("embed", "pre_attn", "post_attn", "post_block", "lm_head_in")
 """The points whose taps are computed with the norm that follows, where that is compiled; `embed`
 has the tap of `pre_attn` of the first layer."""
+EAGER_POINTS = tuple(p.value for p in HookPoint if p is not HookPoint.ATTN_HEADS)
+"""The points that have taps by default where nothing is compiled."""
 
 
 uses("vllm.config.ParallelConfig", "worker_cls", "the worker is ours")
@@ -34,8 +36,8 @@ class EngineOptions:
     Attributes:
         hook_points: the points that get a tap in every layer, or `"all"`. A tap that nobody uses
             costs at most one empty kernel launch (see `fuse_norms`); a point without a tap cannot
-            be used later. None: all, but where the model is compiled for a GPU `CHEAP_POINTS`, so
-            that what is not used costs nothing there.
+            be used later. None: all but `attn_heads`, and where the model is compiled for a GPU
+            `CHEAP_POINTS`, so that what is not used costs nothing there.
         capture_mib: memory the capture ring begins with, in MiB.
         max_capture_mib: the most it grows to.
         overflow: what happens when consumers are slower than the model and the ring is full:
@@ -91,7 +93,7 @@ class EngineOptions:
         if self.hook_points is not None:
             return self
         compiled = not eager and not current_platform.is_cpu()
-        return replace(self, hook_points=CHEAP_POINTS if compiled else "all")
+        return replace(self, hook_points=CHEAP_POINTS if compiled else EAGER_POINTS)
 
     def to_config(self) -> dict[str, Any]:
         """As plain data, for `additional_config`."""

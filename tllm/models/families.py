@@ -50,6 +50,16 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """What the output projection of an attention reads.
+
+    path: a submodule of the block that holds both.
+    """
+
+    path: str
+
+
+@dataclass(frozen=True)
 class Written:
     """An argument that a submodule of the block writes its result into.
 
@@ -61,7 +71,7 @@ class Written:
     stream: str = "output"
 
 
-Layout: TypeAlias = Mapping[HookPoint, Input | Output | Written | str]
+Layout: TypeAlias = Mapping[HookPoint, Input | Output | Written | Heads | str]
 """Where each hook point of a block is, or the reason why the block has no such tensor."""
 
 
@@ -92,7 +102,7 @@ class Family:
 
 _BLOCK_POINTS = tuple(point for point in HookPoint if point.has_layer)
 _BRANCH_POINTS = {
-    "attention": (HookPoint.ATTN_IN, HookPoint.ATTN_OUT),
+    "attention": (HookPoint.ATTN_IN, HookPoint.ATTN_HEADS, HookPoint.ATTN_OUT),
     "MLP": (HookPoint.MLP_IN, HookPoint.MLP_OUT),
 }
 
@@ -111,6 +121,7 @@ def _fused(
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states", residual="residual"),
         HookPoint.ATTN_IN: Input(attn, attn_arg),
+        HookPoint.ATTN_HEADS: Heads(attn),
         HookPoint.ATTN_OUT: attn_out if isinstance(attn_out, Input) else Output(attn_out or attn),
         HookPoint.POST_ATTN: Input(post_attn, 0, residual=1, is_norm=True),
         HookPoint.MLP_IN: Input(mlp),
@@ -132,6 +143,7 @@ def _sequential(
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states"),
         HookPoint.ATTN_IN: Input(attn, attn_arg),
+        HookPoint.ATTN_HEADS: Heads(attn),
         HookPoint.ATTN_OUT: Output(attn_out or attn),
         HookPoint.POST_ATTN: Input(post_attn),
         HookPoint.MLP_IN: Input(mlp_in),
@@ -147,6 +159,7 @@ def _parallel(
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states"),
         HookPoint.ATTN_IN: Input(attn, "hidden_states", private=shared_norm),
+        HookPoint.ATTN_HEADS: Heads(attn),
         HookPoint.ATTN_OUT: Output(attn, partial=partial),
         HookPoint.POST_ATTN: "attention and MLP run in parallel and are added in one step",
         HookPoint.MLP_IN: Input("mlp", private=shared_norm),
@@ -169,12 +182,13 @@ def _one_mixer(
     """
     other = "MLP" if kind == "attention" else "attention"
     reason = f"its one branch is of the kind {kind}, and it has no other"
-    branch_in, branch_out = _BRANCH_POINTS[kind]
+    branch_in, *_, branch_out = _BRANCH_POINTS[kind]
     residual = ("residual", 1) if fused else (None, None)
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states", residual=residual[0]),
         branch_in: Input(mixer),
         branch_out: out or Output(mixer),
+        HookPoint.ATTN_HEADS: Heads(mixer),
         **dict.fromkeys(_BRANCH_POINTS[other], reason),
         HookPoint.POST_ATTN: f"{reason}: the stream after it is post_block",
         HookPoint.POST_BLOCK: Output("", residual=residual[1], next_norm=norm if fused else None),
@@ -207,6 +221,7 @@ SEQUENTIAL = _sequential()
 POST_NORM: Layout = {
     HookPoint.PRE_ATTN: Input("", "hidden_states"),
     HookPoint.ATTN_IN: Input("self_attn", "hidden_states", private=True),
+    HookPoint.ATTN_HEADS: Heads("self_attn"),
     HookPoint.ATTN_OUT: Output("post_attention_layernorm"),
     HookPoint.POST_ATTN: Input("mlp"),
     HookPoint.MLP_IN: Input("mlp", private=True),
@@ -235,6 +250,7 @@ SCALED_EXPERTS: Layout = {**SCALED, HookPoint.MLP_IN: Output("post_attention_lay
 BERT: Layout = {
     HookPoint.PRE_ATTN: Input("", "hidden_states"),
     HookPoint.ATTN_IN: Input("attention.self", "hidden_states", private=True),
+    HookPoint.ATTN_HEADS: Heads("attention"),
     HookPoint.ATTN_OUT: Output("attention.output.dense"),
     HookPoint.POST_ATTN: Output("attention"),
     HookPoint.MLP_IN: Input("intermediate", "hidden_states", private=True),
@@ -472,6 +488,7 @@ FAMILIES = (
             {
                 **_fused(post_attn="pre_ff_layernorm", mlp="feed_forward"),
                 HookPoint.ATTN_IN: Output("input_layernorm"),
+                HookPoint.ATTN_HEADS: Heads(""),
                 HookPoint.ATTN_OUT: Input("pre_ff_layernorm", 0),
             },
             norm="final_layernorm",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from tllm.models.dataflow import check_llama_block, check_llama_stack
-from tllm.models.families import FAMILIES, FUSED, Family, Input, Layout, Output, Written
+from tllm.models.families import FAMILIES, FUSED, Family, Heads, Input, Layout, Output, Written
+from tllm.models.heads import find_heads
 from tllm.models.sites import Argument, ModelSites, Site
-from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
+from tllm.spec.hooks import HeadSplit, HookPoint, ModelPoints, TapKey
 
 
 def resolve(
@@ -36,9 +37,11 @@ def resolve(
     config = config or model.config.get_text_config()
     tapped = frozenset(tapped)
     try:
-        stack = _find_stack(root, families)
+        stack = _with_heads(_find_stack(root, families), config, tensor_parallel_size)
         missing = _missing(stack, tensor_parallel_size)
-        points = ModelPoints(stack.family, stack.num_layers, missing, tapped, stack.linked)
+        points = ModelPoints(
+            stack.family, stack.num_layers, missing, tapped, stack.linked, stack.heads
+        )
         return ModelSites(points, config.hidden_size, _sites(stack, points))
     except (ValueError, AttributeError) as error:  # AttributeError: a submodule that it lacks
         layers = config.num_hidden_layers
@@ -65,6 +68,24 @@ class _Stack:
     norm_adds: bool = True
     """Whether what the last block here returns goes to the final norm, if that is here too, and is
     added there."""
+    heads: Mapping[int, HeadSplit] = field(default_factory=dict)
+    """Of the layers here that have `attn_heads`."""
+
+
+def _with_heads(stack: _Stack, config: Any, tensor_parallel_size: int) -> _Stack:
+    """A stack whose layouts name the output projections, or say why there is none."""
+    blocks, heads = dict(stack.blocks), {}
+    for layer, (block, layout) in stack.blocks.items():
+        if not isinstance(where := layout.get(HookPoint.ATTN_HEADS), Heads):
+            continue
+        found: Input | str
+        try:
+            path, heads[layer] = find_heads(block, where.path, config, tensor_parallel_size)
+            found = Input(path)
+        except ValueError as error:
+            found = str(error)
+        blocks[layer] = block, {**layout, HookPoint.ATTN_HEADS: found}
+    return replace(stack, blocks=blocks, heads=heads)
 
 
 def _find_stack(root: nn.Module, families: Sequence[Family]) -> _Stack:
@@ -171,7 +192,7 @@ def _sites(stack: _Stack, points: ModelPoints) -> dict[TapKey, Site]:
             key: TapKey = point, layer
             if where is None or key in points.missing or points.canonical(*key) != key:
                 continue
-            assert not isinstance(where, str), "its reason is among what is missing"
+            assert not isinstance(where, (str, Heads)), "its reason is among what is missing"
             sites[key] = _site(point, layer, block, where, _norm(stack, layer, where))
     key = HookPoint.LM_HEAD_IN, None
     if stack.norm and key not in points.missing and not _is_elsewhere(stack.norm):
@@ -186,7 +207,7 @@ def _embed_site(stack: _Stack, points: ModelPoints) -> dict[TapKey, Site]:
         return {}
     block, layout = stack.blocks[0]
     where = layout[HookPoint.PRE_ATTN]
-    assert not isinstance(where, str), "its reason is among what is missing"
+    assert not isinstance(where, (str, Heads)), "its reason is among what is missing"
     return {key: _site(*key, block, where, None)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -19,6 +19,8 @@ class HookPoint(str, Enum):
     """The residual stream entering the block, before its norm."""
     ATTN_IN = "attn_in"
     """What the attention module receives."""
+    ATTN_HEADS = "attn_heads"
+    """What the output projection of the attention reads: what each head gives, side by side."""
     ATTN_OUT = "attn_out"
     """The attention branch as it is added to the stream."""
     POST_ATTN = "post_attn"
@@ -63,6 +65,19 @@ TapKey: TypeAlias = tuple[HookPoint, int | None]
 
 
 @dataclass(frozen=True)
+class HeadSplit:
+    """How a row of `attn_heads` is divided: the numbers of head i begin at `i * head_dim`."""
+
+    num_heads: int
+    head_dim: int
+
+    def dimensions(self, heads: Iterable[int]) -> tuple[int, ...]:
+        """The dimensions of a row that belong to these heads."""
+        size = self.head_dim
+        return tuple(d for head in heads for d in range(head * size, (head + 1) * size))
+
+
+@dataclass(frozen=True)
 class ModelPoints:
     """Which hook points a model has, layer by layer, and which of them an engine taps.
 
@@ -72,6 +87,7 @@ class ModelPoints:
         its own layers only.
     tapped: the points that get a tap in every layer that has them.
     linked: what leaves a block enters the next one: `pre_attn(i)` is `post_block(i - 1)`.
+    heads: by layer that has `attn_heads`. A pipeline rank knows this of its own layers only.
     """
 
     family: str
@@ -79,12 +95,14 @@ class ModelPoints:
     missing: Mapping[TapKey, str]
     tapped: frozenset[HookPoint] = frozenset(HookPoint)
     linked: bool = True
+    heads: Mapping[int, HeadSplit] = field(default_factory=dict)
 
     @classmethod
     def of_stages(cls, stages: Sequence[ModelPoints]) -> ModelPoints:
         """What the ranks of all pipeline stages know together."""
         missing = {key: why for stage in stages for key, why in stage.missing.items()}
-        return replace(stages[0], missing=missing)
+        heads = {layer: split for stage in stages for layer, split in stage.heads.items()}
+        return replace(stages[0], missing=missing, heads=heads)
 
     @cached_property
     def points(self) -> tuple[HookPoint, ...]:
@@ -162,7 +180,7 @@ class ModelPoints:
 
     def described(self) -> dict[str, Any]:
         """For people and for JSON: the points with a tap, the layers of those that not every layer
-        has, and why points are missing."""
+        has, why points are missing, and how rows of `attn_heads` are divided in each layer."""
         tapped = [point for point in self.points if point in self.tapped]
         partly = [p for p in tapped if p.has_layer and len(self.layers(p)) < self.num_layers]
         return {
@@ -170,6 +188,7 @@ class ModelPoints:
             "hook_points": [point.value for point in tapped],
             "layers": {point.value: list(self.layers(point)) for point in partly},
             "missing": self.reasons,
+            "heads": {layer: asdict(split) for layer, split in sorted(self.heads.items())},
         }
 
     def explain_missing(self, point: HookPoint, layer: int | None) -> str:

@@ -19,7 +19,7 @@ from tllm.spec.reading import FloatArray, numeric_array
 
 KeptKind = Literal["run", "mean"]
 
-_FIELDS = ("hook", "layer", "positions", "source", "alpha", "mask")
+_FIELDS = ("hook", "layer", "positions", "source", "alpha", "mask", "heads")
 _SOURCES = ("tensor", "zero", "mean", "noise", "run")
 _MOST_SEEDS = 2**63
 
@@ -140,6 +140,7 @@ class Patch:
         layer: negative counts from the end; None for `lm_head_in`.
         positions: negative ones count from the end of the prompt.
         mask: the dimensions that change; None for all.
+        heads: the heads of `attn_heads` that change, in the place of a mask; None without.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Patch:
     source: PatchSource
     alpha: float = 1.0
     mask: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
 
     @classmethod
     def parse(cls, given: Any, name: str) -> Patch:
@@ -172,12 +174,14 @@ class Patch:
         positions = _positions(given["positions"], f"{name}['positions']")
         source = PatchSource.parse(given["source"], len(positions), f"{name}['source']")
         alpha = 1.0 if given.get("alpha") is None else _number(given["alpha"], f"{name}['alpha']")
-        mask = None
-        if given.get("mask") is not None:
-            mask = _positions(given["mask"], f"{name}['mask']")
-            if min(mask) < 0:
-                raise ValueError(f"{name}['mask'] has {min(mask)}; dimensions count from 0")
-        return cls(name, point, layer, positions, source, alpha, mask)
+        mask = _parts(given, "mask", name, "dimensions")
+        heads = _parts(given, "heads", name, "heads")
+        if heads is not None and (mask is not None or point is not HookPoint.ATTN_HEADS):
+            other = "with a mask" if mask is not None else f"at {point}"
+            raise ValueError(
+                f"{name}['heads'] is given {other}; give heads at attn_heads alone, or a mask"
+            )
+        return cls(name, point, layer, positions, source, alpha, mask, heads)
 
     @property
     def keep(self) -> float:
@@ -323,6 +327,16 @@ def _rows(given: Any, count: int, name: str) -> FloatArray:
             "[hidden] or [positions, hidden]"
         )
     return rows
+
+
+def _parts(given: Mapping[str, Any], key: str, name: str, kind: str) -> tuple[int, ...] | None:
+    """Which parts of a row an entry names; None for all."""
+    if given.get(key) is None:
+        return None
+    parts = _positions(given[key], f"{name}[{key!r}]")
+    if min(parts) < 0:
+        raise ValueError(f"{name}[{key!r}] has {min(parts)}; {kind} count from 0")
+    return parts
 
 
 def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ...]:

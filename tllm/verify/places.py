@@ -16,6 +16,7 @@ POINTS = (
     "embed",
     "pre_attn",
     "attn_in",
+    "attn_heads",
     "attn_out",
     "post_attn",
     "mlp_in",
@@ -57,8 +58,13 @@ def _stream_at(path: str) -> BlockPlace:
     return BlockPlace(path, "input", in_place=True)
 
 
+_HEADS = _into(
+    "self_attn.o_proj|self_attn.out_proj|self_attn.dense|self_attention.dense|attention.dense|"
+    "attn.c_proj|attn.out_proj|mixer.o_proj|norm_attn_norm.attn.out_proj"
+)
 _LLAMA = {
     "attn_in": _into("self_attn"),
+    "attn_heads": _HEADS,
     "attn_out": _out_of("self_attn"),
     "post_attn": _stream_at("post_attention_layernorm"),
     "mlp_in": _into("mlp"),
@@ -85,13 +91,14 @@ _FALCON = _NO_POST_ATTN | {
 Places = Mapping[str, BlockPlace]
 
 _STREAM_ONLY: Places = {}
-_MIXER = {"attn_in": _into("mixer"), "attn_out": _out_of("mixer")}
+_MIXER = {"attn_in": _into("mixer"), "attn_heads": _HEADS, "attn_out": _out_of("mixer")}
 _EXPERTS_AND_MORE = _ONLY_INPUTS | {
     "attn_in": _into("self_attn|mamba"),
     "mlp_in": _out_of("post_attention_layernorm"),
 }
 _LFM2 = {
     "attn_in": _into("self_attn|conv"),
+    "attn_heads": _HEADS,
     "attn_out": _out_of("self_attn|conv"),
     "post_attn": _stream_at("ffn_norm"),
     "mlp_in": _into("feed_forward"),
@@ -187,6 +194,7 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     "longcat_flash": _STREAM_ONLY,
     "dbrx": {
         "attn_in": _into("norm_attn_norm.attn"),
+        "attn_heads": _HEADS,
         "attn_out": _out_of("norm_attn_norm.attn"),
         "post_attn": _stream_at("norm_attn_norm.norm_2"),
         "mlp_in": _into("ffn"),
@@ -233,9 +241,22 @@ def is_known(model_type: str) -> bool:
     return model_type in PLACES or model_type in AS_LLAMA
 
 
-def places_of(model_type: str, block: nn.Module) -> Places:
-    """Where this block's hook points are, in the order it computes them."""
+def places_of(model_type: str, block: nn.Module, hidden: int) -> Places:
+    """Where this block's hook points are, in the order it computes them.
+
+    What the heads give is one only where it is as wide as the stream, `hidden`.
+    """
     listed = PLACES.get(model_type, _LLAMA)
     named = listed(block) if callable(listed) else listed
     everywhere = {"pre_attn": _into(""), **named, "post_block": _out_of("")}
-    return {point: place for point, place in everywhere.items() if place.module(block) is not None}
+    found = {point: place.module(block) for point, place in everywhere.items()}
+    return {
+        point: everywhere[point]
+        for point, module in found.items()
+        if module is not None and (point != "attn_heads" or _width(module) == hidden)
+    }
+
+
+def _width(linear: nn.Module) -> int:
+    """How many numbers a linear layer reads."""
+    return int(linear.nx if type(linear).__name__ == "Conv1D" else linear.in_features)

@@ -102,7 +102,8 @@ class Reference:
         self.model: Any = model.to(device).eval()
         self.model_type: str = config.get_text_config().model_type
         self.blocks = _blocks(self.model)
-        self.by_layer = [places_of(self.model_type, block) for block in self.blocks]
+        hidden = config.get_text_config().hidden_size
+        self.by_layer = [places_of(self.model_type, block, hidden) for block in self.blocks]
 
     def places(self) -> list[tuple[str, Layer]]:
         """The hook points there are, each with every layer that has it."""

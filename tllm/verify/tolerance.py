@@ -28,6 +28,7 @@ UNITS = {
     "lm_head_in": 20.0,
     # A branch passes three matrix products whose inputs and outputs are rounded, a softmax or a
     # gate that magnifies what its input is off by, and here no stream hides it.
+    "attn_heads": 32.0,
     "attn_out": 32.0,
     "mlp_out": 32.0,
     # One more product, of a state that is off already.
