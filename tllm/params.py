@@ -12,7 +12,8 @@ import numpy as np
 import vllm
 from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 
-from tllm.spec.groups import RequestSteering
+from tllm.spec.conditions import parse_conditions
+from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
 from tllm.spec.request import Asked, wire_of
 from tllm.spec.selection import Selection
@@ -60,6 +61,12 @@ class Asking(msgspec.Struct, kw_only=True):
             is `{"tensor": rows}`, `{"zero": True}`, `{"mean": name}`,
             `{"run": run, "positions": [...]}`, or `{"noise": std, "seed": n}`, which is added.
             Negative positions count from the end of the prompt.
+        stop_when: a condition, as an entry's `when` is one (a mapping, or the name of a monitor),
+            or a list of them, any of which decides. A sample ends with the first generated token
+            for whose row it holds: `finish_reason` is `"stop"`, `stop_reason` the condition's name.
+            That token is the last one given, unless fewer than `min_tokens` were generated.
+        abort_when: the same for the rows of the prompt. Where it holds for any of them, nothing is
+            generated: `finish_reason` is `"abort"`, `stop_reason` the condition's name.
         asked: all of these together, checked; made when they are given, and not to be given.
     """
 
@@ -74,6 +81,8 @@ class Asking(msgspec.Struct, kw_only=True):
     steering_module_ref: Any = None
     steering_positions: Any = None
     patch: Any = None
+    stop_when: Any = None
+    abort_when: Any = None
     asked: Asked | None = None
 
 
@@ -234,7 +243,14 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
             f"capture[{name!r}] and consumers[{name!r}] were both given; give one of them"
         )
     tiers = {name: given.get(field) for name, field in _STEERING_NAMES.items()}
-    steering = _steering(tiers, given.get("steering_module_ref"), given.get("steering_positions"))
+    endings = Endings(
+        *(
+            () if given.get(name) is None else parse_conditions(given[name], name)
+            for name in ("stop_when", "abort_when")
+        )
+    )
+    where = given.get("steering_positions")
+    steering = _steering(tiers, given.get("steering_module_ref"), where, endings)
     patch = given.get("patch")
     patched = None if patch is None else RequestPatch.parse(patch)
     return Asked({**consumers, **captures}, tuple(captures), steering, patched)
@@ -257,8 +273,10 @@ def _values(params: Any, theirs: Any) -> dict[str, Any]:
     return {name: getattr(params, name) for name in theirs.__struct_fields__}
 
 
-def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> RequestSteering | None:
-    """What a request asks of steering; None for nothing."""
+def _steering(
+    tiers: Mapping[str, Any], module_ref: Any, positions: Any, endings: Endings
+) -> RequestSteering | None:
+    """What a request asks of steering, and of being judged; None for nothing."""
     given = {name: tier for name, tier in tiers.items() if tier is not None}
     if not given and module_ref is None:
         if positions is not None:
@@ -266,10 +284,12 @@ def _steering(tiers: Mapping[str, Any], module_ref: Any, positions: Any) -> Requ
                 "steering_positions says which tokens to steer, but nothing to steer with was "
                 "given; give steering_vectors, steering_clamps or steering_module_ref"
             )
-        return None
+        if not endings:
+            return None
     modules = () if module_ref is None else parse_modules(module_ref)
     where = Selection() if positions is None else Selection.parse(positions, "steering_positions")
-    asked = RequestSteering(Tiers.parse(**given, names=_STEERING_NAMES), modules, where)
+    parsed = Tiers.parse(**given, names=_STEERING_NAMES)
+    asked = RequestSteering(parsed, modules, where, endings)
     asked.hash()
     return asked
 

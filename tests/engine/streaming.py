@@ -34,6 +34,14 @@ STEERED = [40, 41, 42, 43]
 """Prompt of two requests, steered globally and by a module too."""
 SAMPLED = list(range(60, 69))
 """Prompt of requests whose samples end one after the other."""
+ALWAYS = {
+    "probe": {"hook": "post_block", "layer": 1, "vector": [1.0] * HIDDEN},
+    "above": -1e9,
+    "name": "always",
+}
+"""A condition that holds for every row."""
+ENDED_AFTER = 3
+"""Tokens before which it does not end a sample."""
 
 
 def params(max_tokens: int, **options) -> SamplingParams:
@@ -150,6 +158,29 @@ async def samples_that_end_apart(engine):
     return {"whole": tokens, "found": found}
 
 
+async def ended_by_a_condition(engine):
+    """Two samples that a condition ends, however they are streamed; a prompt that is refused."""
+    prompt = {"prompt_token_ids": SAMPLED}
+    found = {}
+    for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
+        for name in ("stop_when", "abort_when"):
+            options = {name: ALWAYS, "n": 2, "min_tokens": ENDED_AFTER, "capture": STOPPED}
+            asked = params(6, output_kind=kind, **{**options, "temperature": 1.0})
+            outputs = await collect(engine, prompt, asked, f"{name} {kind.name}")
+            last = outputs[-1].outputs
+            found[name, kind.name] = {
+                "tokens": {i: len(t) for i, t in tokens_by_sample(outputs, kind).items()},
+                "reasons": [(s.finish_reason, s.stop_reason) for s in last],
+                "fired": [s.signals["always"].fired.tolist() for s in last],
+                "captured": [
+                    s.capture_results["memory"].payload["post_block"][1].positions.tolist()
+                    for s in last
+                ],
+                "status": [(r.status, r.error) for s in last for r in s.consumer_results.values()],
+            }
+    return found
+
+
 async def aborted_while_merged(engine):
     """Deltas that the user merges as they come, of a request that the user aborts."""
     asked = params(200, output_kind=RequestOutputKind.DELTA, capture=STOPPED)
@@ -207,6 +238,7 @@ async def main(model: str, output: str) -> None:
         "one more": await refused_session(engine, {"seed": 1}, {"capture": other}),
         "steering": await refused_session(engine, {}, vector),
         "other steering": await refused_session(engine, vector, {"steering_module_ref": "none"}),
+        "stop_when": await refused_session(engine, {"stop_when": ALWAYS}, {}),
         "deltas": await refused_session(engine, {}, {"output_kind": RequestOutputKind.DELTA}),
         "the same": await refused_session(engine, {"capture": other}, {"capture": other}),
         "the same steering": await refused_session(engine, vector, vector),
@@ -225,6 +257,7 @@ async def main(model: str, output: str) -> None:
         saved["refusal"] = str(error)
     saved["apart"] = await samples_that_end_apart(engine)
     saved["merged"] = await aborted_while_merged(engine)
+    saved["ended"] = await ended_by_a_condition(engine)
     saved["stopped"] = await stopped_session(engine)
     early, late, shared = vectors(HIDDEN)
     saved["at once"] = await steered_at_once(engine, shared)

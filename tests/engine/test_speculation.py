@@ -398,5 +398,34 @@ def test_conditions_judge_each_token_and_tell_of_none_that_was_rejected(
     drafts.assert_some_came_true()
 
 
+def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
+    drafting, reference, drafts
+):
+    prompts = prompts_of(LENGTHS, seed=7)
+    plain = generate(drafting, prompts, few(36))
+    params, expected = [], []
+    for prompt, output in zip(prompts, plain, strict=True):
+        tokens = list(output.outputs[0].token_ids)
+        _, states = reference.run([*prompt, *tokens][:-1], [AT])
+        scores = (states[AT] @ W)[len(prompt) :]
+        end = max(i for i in range(len(scores)) if scores[i] == scores[: i + 1].max())
+        edge = float(scores[end] + scores[:end].max()) / 2 if end else float(scores[0]) - 1
+        probe = {"hook": AT[0], "layer": AT[1], "vector": W}
+        stop = {"probe": probe, "above": edge, "name": "highest"}
+        capture = {"memory": {"hooks": {AT[0]: [AT[1]]}}}
+        params.append(few(36, stop_when=stop, capture=capture))
+        expected.append(tokens[: end + 1])
+    outputs = generate(drafting, prompts, params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    for prompt, tokens, output in zip(prompts, expected, outputs, strict=True):
+        (sample,) = output.outputs
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", "highest")
+        last = len(prompt) + len(tokens) - 1
+        assert sample.signals["highest"].positions.tolist() == list(range(len(prompt), last + 1))
+        assert sample.signals["highest"].fired.tolist() == [last]
+        assert sample.activations[AT[0]][AT[1]].positions.tolist() == list(range(last))
+    drafts.assert_some_came_true()
+
+
 def fires_above_half(scores):
     return (scores[0] > 0.5).float()

@@ -133,6 +133,24 @@ def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
         assert "asks for steering of its own" in refused[name]
     assert "asks for DELTA, and the request for CUMULATIVE" in refused["deltas"]
     assert refused["the same"] is refused["the same steering"] is None
+    assert "stop_when was given for a prompt that is streamed" in refused["stop_when"]
+
+
+def test_a_condition_ends_samples_of_an_async_engine_that_is_a_step_ahead(saved):
+    """The first generated tokens are those before which `min_tokens` keeps it from ending."""
+    prompt_len, first = len(streaming.SAMPLED), streaming.ENDED_AFTER
+    for (name, _), found in saved["ended"].items():
+        assert all(status == ("ok", None) for status in found["status"])
+        if name == "abort_when":
+            assert sum(found["tokens"].values()) == 0
+            assert found["reasons"] == [("abort", "always")] * 2
+            assert found["fired"] == [list(range(prompt_len))] * 2
+            continue
+        assert found["tokens"] == {0: first, 1: first}
+        assert found["reasons"] == [("stop", "always")] * 2
+        generated = range(prompt_len, prompt_len + first)
+        assert found["fired"] == [list(generated)] * 2
+        assert found["captured"] == [list(range(prompt_len + first - 1))] * 2
 
 
 def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(saved, reference):

@@ -205,6 +205,55 @@ def test_steering_on_a_condition_and_its_signals(server, client, model, way):
         torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
 
 
+def condition_of(model, ids):
+    """One that holds for the third generated token, and for none before; with its name."""
+    tokens = steered_tokens(model, ids, 3, torch.zeros(128), 8)
+    p = states(model, [*ids, *tokens], 1)[len(ids) + 2]
+    scores = states(model, [*ids, *tokens], 1) @ p
+    edge = float((scores[len(ids) + 2] + scores[len(ids) : len(ids) + 2].max()) / 2)
+    probe = {"hook": "post_block", "layer": 1, "vector": p.tolist()}
+    assert scores[len(ids) + 2] > edge
+    return tokens, {"probe": probe, "above": edge, "name": "turned"}
+
+
+def test_a_condition_ends_an_answer_whole_and_streamed(client, model):
+    ids = model[1](PROMPT)["input_ids"]
+    tokens, turned = condition_of(model, ids)
+    asked = {"stop_when": [turned], "return_token_ids": True, "ignore_eos": True}
+    answer = client.completions.create(**WORDS, max_tokens=8, n=1, extra_body=asked)
+    (choice,) = answer.choices
+    assert (choice.token_ids, choice.finish_reason) == (tokens[:3], "stop")
+    assert choice.stop_reason == "turned"
+    signal = choice.consumer_results["signals"]["payload"]["turned"]
+    assert decoded(signal["fired"]).tolist() == [len(ids) + 2]
+    events = client.completions.create(**WORDS, max_tokens=8, stream=True, extra_body=asked)
+    choices = [choice for event in events for choice in event.choices]
+    assert [token for choice in choices for token in choice.token_ids] == tokens[:3]
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", "turned")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_prompt_is_refused_by_a_monitor(server, client, model, streamed):
+    """Its choices have no tokens, and say why; also in a stream, for which vLLM has no event."""
+    probe = {"hook": "post_block", "layer": 1, "vector": [1.0] * 128}
+    spec = {"probe": probe, "above": -1e9, "name": "everything"}
+    asked = {"extra_body": {"abort_when": spec}, "max_tokens": 4, "n": 2, "stream": streamed}
+    chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}]}
+    for create, body in (
+        (client.completions.create, WORDS | {"temperature": 1.0}),
+        (client.chat.completions.create, chat),
+    ):
+        answer = create(**body, **asked)
+        given = list(answer) if streamed else [answer]
+        choices = [choice for each in given for choice in each.choices]
+        ended = [(c.index, c.finish_reason, c.stop_reason) for c in choices if c.finish_reason]
+        assert ended == [(0, "abort", "everything"), (1, "abort", "everything")]
+        last = given[-1].samples[1] if streamed else choices[1].model_extra
+        signal = last["consumer_results"]["signals"]["payload"]["everything"]
+        assert decoded(signal["fired"]).tolist() == list(range(len(decoded(signal["scores"]))))
+        assert len(decoded(signal["scores"])) > 1
+
+
 def test_chats_and_responses_are_steered_too(server, client):
     chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
     spec = {"post_block": {"2": [5.0] * 128}}
@@ -507,7 +556,9 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
         ({"use_beam_search": True, "capture": {"memory": {}}}, "given with use_beam_search"),
-        ({"stop_when": "x"}, "stop_when was given"),
+        ({"stop_when": "x"}, "stop_when: no monitor 'x' is registered"),
+        ({"abort_when": {"probe": 1}}, "abort_when"),
+        ({"use_beam_search": True, "stop_when": "x"}, "given with use_beam_search"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):

@@ -38,6 +38,7 @@ from tllm.spec.groups import SteeringGroup, gates_of
 from tllm.spec.hooks import HookPoint
 from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
 from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
+from tllm.spec.selection import Selection
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ BUILT_IN: Mapping[str, Callable[[], Consumer]] = {
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
 _MAX_PLACED = 4096
+_PROMPT = Selection.parse({"phase": "prompt"})
 _LONGEST_PAUSE_S = 0.1
 
 
@@ -287,6 +289,7 @@ class Client:
         if not self.is_current:
             yield from self.current()
         asked = asked_of(params) if asked is None else asked
+        _check_endings(asked, params, streamed=streamed)
         groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
@@ -361,6 +364,9 @@ class Client:
             uses.wants_tokens = True
         generates = isinstance(params, vllm.SamplingParams)
         groups, patch = changes
+        stops, aborts = _ends(groups, params)
+        if aborts:  # rows of cached blocks would not be judged
+            uses.reads.append(RowsRead("abort_when", _PROMPT))
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=prompt_id if results else "",
@@ -373,6 +379,8 @@ class Client:
             patch=patch,
             generated=generated,
             streamed=streamed,
+            stops=stops,
+            aborts=aborts,
         )
         return Prepared(
             self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),
@@ -383,6 +391,7 @@ class Client:
             unused=frozenset(uses.unused),
             groups=groups,
             patched=bool(patch),
+            ended_by=frozenset(name for _, name in (*stops, *aborts)),
             keeps_results=results,
             samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
         )
@@ -526,7 +535,7 @@ class Client:
         consumers of this process."""
         request: Prepared = output.tllm_request
         joined, lengths = request.results.joined(), request.samples.lengths
-        attach_results(output, joined, request.captures, lengths)
+        attach_results(output, joined, request.captures, lengths, request.ended_by)
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):
                 consumer, key = self.consumers.get(name), (index, name)
@@ -549,6 +558,49 @@ def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:
     name = SignalsConsumer.consumer_id
     options = {**asked.consumers.get(name, {}), "names": names}
     return replace(asked, consumers={**asked.consumers, name: options})
+
+
+def _check_endings(asked: Asked, params: Any, *, streamed: bool) -> None:
+    """Refuse conditions that end a request of a kind that they cannot end."""
+    endings = None if asked.steering is None else asked.steering.endings
+    if not endings:
+        return
+    name = "stop_when" if endings.stop else "abort_when"
+    if not isinstance(params, vllm.SamplingParams):
+        raise ValueError(f"{name} was given for pooling, which generates nothing; use generate()")
+    if streamed:
+        raise ValueError(
+            f"{name} was given for a prompt that is streamed, whose answers end with each part of "
+            "it; give the whole prompt at once"
+        )
+
+
+def _ends(
+    groups: Sequence[SteeringGroup], params: Any
+) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
+    """Number and name of the conditions that end a sample, and of those that refuse a prompt."""
+    if not any(group.ends for group in groups):
+        return (), ()
+    names: dict[int, str] = {}
+    for name, number in signal_names(gates_of(groups).values()).items():
+        names.setdefault(number, name)
+    stops, aborts = (
+        tuple(
+            (number, name or names[number])
+            for group in groups
+            if group.phase == phase
+            for number, name in group.ends
+        )
+        for phase in ("decode", "prefill")
+    )
+    given = [params.stop] if isinstance(params.stop, str) else params.stop or ()
+    for _, name in stops:
+        if name in given:
+            raise ValueError(
+                f"stop_when: the condition {name!r} is called as one of the stop strings, and "
+                "stop_reason could not tell them apart; give it another 'name'"
+            )
+    return stops, aborts
 
 
 def _pooled(params: Any, spec: RequestSpec) -> vllm.PoolingParams:

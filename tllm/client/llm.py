@@ -138,6 +138,11 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             raise RefusedError(
                 "patch was asked, but a beam is computed by many requests; use generate()"
             )
+        if asked.steering is not None and asked.steering.endings:
+            raise RefusedError(
+                "stop_when or abort_when was asked, but a beam is computed by many requests; use "
+                "generate()"
+            )
         self._sync.asked = asked
         try:
             return super().beam_search(prompts, params, *args, **kwargs)

@@ -53,6 +53,7 @@ class Prepared:
         unused: the consumers that were registered and have nothing to do with it.
         groups: what its rows are steered with.
         patched: other rows are put in the place of its own.
+        ended_by: names of the conditions that may end a sample, or refuse the prompt.
         keeps_results: somebody will come for what consumers have to say.
         samples: what was given out so far.
         results: what the workers said so far.
@@ -67,6 +68,7 @@ class Prepared:
     unused: frozenset[str] = frozenset()
     groups: tuple[SteeringGroup, ...] = ()
     patched: bool = False
+    ended_by: frozenset[str] = frozenset()
     keeps_results: bool = True
     samples: Samples = field(default_factory=Samples)
     results: Collected = field(default_factory=Collected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -178,12 +178,14 @@ def attach_results(
     results: Mapping[int, Mapping[str, ConsumerResult]] | None,
     captures: Iterable[str] = (),
     lengths: Mapping[int, int] = MappingProxyType({}),
+    ended_by: Container[str] = (),
 ) -> None:
     """Put results on an output: on each sample its own, on the output those of sample 0.
 
     Args:
         results: by sample and consumer; None while the request runs.
         lengths: how many tokens were generated, by sample, when it has ended.
+        ended_by: names of the conditions that may have ended a sample.
 
     Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
     of `captures`, the consumers that the request asked to capture; `activations`, what the
@@ -200,9 +202,17 @@ def attach_results(
             for name in named:
                 own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         num_tokens = prompt_len + lengths.get(index, 0)
-        aborted = isinstance(sample, CompletionOutput) and sample.finish_reason == "abort"
+        completed = isinstance(sample, CompletionOutput)
+        judged = completed and sample.stop_reason in ended_by
+        aborted = completed and sample.finish_reason == "abort" and not judged
         final = {
-            name: _final(result, given.get(0, {}).get(name), num_tokens, aborted)
+            # What a condition made of the last token has ended the sample.
+            name: _final(
+                result,
+                given.get(0, {}).get(name),
+                num_tokens + (judged and name == _SIGNALS),
+                aborted,
+            )
             for name, result in own.items()
         }
         _set(sample, final, named)

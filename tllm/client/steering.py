@@ -27,6 +27,7 @@ from tllm.spec.conditions import (
     signal_names,
 )
 from tllm.spec.groups import (
+    Endings,
     RequestSteering,
     SteeringGroup,
     compose,
@@ -57,6 +58,7 @@ class Facts:
         max_value: the largest number that the model's dtype holds.
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
         max_patch_mib: the engine's option.
+        num_stages: pipeline stages.
     """
 
     points: ModelPoints
@@ -67,6 +69,7 @@ class Facts:
     max_configs: int
     max_mib: int
     max_patch_mib: int
+    num_stages: int
 
     @classmethod
     def of_workers(cls, answers: Sequence[Mapping[str, Any]]) -> Facts:
@@ -199,11 +202,13 @@ class Composer:
         if composed is None:
             modules = [self.module(name).scaled(factor) for name, factor in asked.modules]
             own = self._checked(asked.own)
-            if own is asked.own and not modules and not self.everywhere:
+            endings = self._endings(asked.endings)
+            alike = own is asked.own and endings is asked.endings
+            if alike and not modules and not self.everywhere:
                 composed = asked.groups
             else:
                 at = [tiers.at(asked.positions) for tiers in modules]
-                composed = compose([self.everywhere, *at, own])
+                composed = compose([self.everywhere, *at, own], endings)
             composed = self._limited(composed, "the request with global steering")
             self._composed[asked] = composed
         return composed
@@ -227,6 +232,27 @@ class Composer:
             return entry
         layer = None if entry.layer is None else entry.layer % self.facts.points.num_layers
         return replace(entry, layer=layer, when=when)
+
+    def _endings(self, asked: Endings) -> Endings:
+        """What ends a request, with its conditions found. Raises where the engine judges none."""
+        if not asked:
+            return asked
+        assert self.facts is not None
+        name = "stop_when" if asked.stop else "abort_when"
+        if not self.facts.max_configs:
+            raise ValueError(
+                f"{name}: rows are judged as they are steered, and steering is not enabled in this "
+                "engine; start it with max_steering_configs=512"
+            )
+        if self.facts.num_stages > 1:
+            raise ValueError(
+                f"{name}: this engine has {self.facts.num_stages} pipeline stages, and only the "
+                "last of them tells the scheduler what it judged; start it with "
+                "pipeline_parallel_size=1"
+            )
+        stop, abort = (tuple(map(self._found, each)) for each in (asked.stop, asked.abort))
+        pairs = zip((*stop, *abort), (*asked.stop, *asked.abort), strict=True)
+        return asked if all(ours is theirs for ours, theirs in pairs) else Endings(stop, abort)
 
     def _found(self, condition: Condition) -> Condition:
         """A condition with layers counted from 0, and the monitors that it names."""

@@ -12,6 +12,7 @@ from tllm.engine import prefix_cache
 from tllm.engine.bulk import BulkRequests
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
+from tllm.engine.verdicts import RequestEndings
 from tllm.spec.changes import Changes, combined, steering_changes
 from tllm.spec.groups import Configuration, configurations, steering_stretches
 from tllm.spec.patching import patch_changes
@@ -37,7 +38,7 @@ uses(
 uses(
     "vllm.v1.request.Request",
     "request_id sampling_params num_prompt_tokens prompt_token_ids all_token_ids status "
-    "streaming_queue num_computed_tokens block_hashes",
+    "streaming_queue num_computed_tokens block_hashes num_output_tokens stop_reason",
     "what a request asks, and how far it is",
 )
 
@@ -55,6 +56,7 @@ class _Rules(_Base):
         self._tllm_ended: dict[str, tuple[int, ...]] = {}
         self._tllm_wanted: set[str] = set()
         self._tllm_held = 0
+        self._tllm_endings = RequestEndings()
         self._tllm_bulk = BulkRequests()
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
@@ -82,16 +84,22 @@ class _Rules(_Base):
         prompt_len = request.num_prompt_tokens - spec.generated
         prompt = prompt_len, request.prompt_token_ids or ()
         stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
+        changed = stretches
+        if spec.stops or spec.aborts:
+            self._tllm_endings.add(request.request_id, spec)
+            # Blocks are shared with whoever does not ask to be judged.
+            changing = [use for use in spec.steering if use.changes_rows]
+            changed = steering_stretches(changing, *prompt) if changing else []
         if not known:
             first = spec.rows_from(*prompt, spec.sample_index(request.request_id))
             if first is not None:
                 # A cached block's rows would never pass the model. Blocks are still written, under
                 # the plain key: reading changes nothing in them.
                 self._tllm_reuse_limits[request.request_id] = first
-            changes: dict[str, Changes] = {"steering": steering_changes(stretches)}
+            changes: dict[str, Changes] = {"steering": steering_changes(changed)}
             if spec.patch:
                 patched = patch_changes(spec.patch, request.num_prompt_tokens)
-                changes = changes | {"patch": patched} if stretches else {"patch": patched}
+                changes = changes | {"patch": patched} if changed else {"patch": patched}
             prefix_cache.apply(request, spec, combined(changes), self._tllm_block_size)
         if stretches:
             needed = configurations(stretches) - {()}
@@ -133,13 +141,31 @@ class _Rules(_Base):
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
-        "outputs of requests in bulk go back in one message",
+        "outputs of requests in bulk go back in one message; conditions that end requests",
     )
-    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = super().update_from_output(*args, **kwargs)
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._tllm_endings.hear(model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._tllm_bulk:
             self._tllm_bulk.take(outputs)
         return outputs
+
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler._update_request_with_output",
+        "a condition ends a request",
+    )
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        end = self._tllm_endings.of(request, len(new_token_ids))
+        if end is None:
+            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        kept, stopped = new_token_ids[: end.kept], False
+        if kept:
+            kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)
+        if not stopped:
+            request.status, request.stop_reason = end.status, end.reason
+        return kept, True
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler._free_request",
@@ -148,9 +174,10 @@ class _Rules(_Base):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         wanted = request.request_id in self._tllm_wanted
         self._tllm_wanted.discard(request.request_id)
+        self._tllm_endings.forget(request.request_id)
         # Whoever aborts, or finds a stop string, knows better which tokens belong to the output.
         # Of a streamed prompt nobody does, and when its inputs end vLLM aborts it.
-        known = request.status != RequestStatus.FINISHED_ABORTED
+        known = request.status != RequestStatus.FINISHED_ABORTED or request.stop_reason is not None
         if wanted and (known or request.streaming_queue is not None):
             self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)

@@ -16,6 +16,7 @@ from tllm.engine.runner import RunnerAttachment
 from tllm.engine.runner_v1 import V1Attachment
 from tllm.engine.runner_v2 import V2Attachment
 from tllm.engine.seams import overrides, uses
+from tllm.engine.verdicts import with_verdicts
 from tllm.engine.worker_calls import WorkerCalls
 from tllm.models.resolver import resolve
 from tllm.models.sites import ModelSites, Site
@@ -180,8 +181,9 @@ class InterventionWorker(_Base):
     )
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)
+        verdicts = self.session.steps.take_verdicts()
         self._end_step(output)
-        return output
+        return output if verdicts is None else with_verdicts(output, verdicts)
 
     def _end_step(self, output: Any) -> None:
         self._attachment.end_step(output)

@@ -64,6 +64,7 @@ class WorkerCalls:
             "max_configs": self._options.max_steering_configs,
             "max_mib": self._options.max_steering_mib,
             "max_patch_mib": self._options.max_patch_mib,
+            "num_stages": self._session.num_stages,
         }
 
     # -- what is registered ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.results import PENDING, PromptResults, Results
 from tllm.runtime.slots import RunningSequence, Slots
+from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
 from tllm.spec.request import RequestSpec
 
@@ -25,6 +26,7 @@ class RunningSequences:
     additions: Additions
     dispatcher: Dispatcher
     results: Results
+    verdicts: Verdicts
 
     def start(
         self,
@@ -66,6 +68,8 @@ class RunningSequences:
             spec.patch,
         )
         self.slots.add_sequence(sequence)
+        if spec.stops or spec.aborts:
+            self.verdicts.ask(info.slot, prompt_len, spec.stops, spec.aborts)
         for owner in self.consumers:
             self.consumers.ask(sequence, owner)
         self.assignments.assign(sequence)
@@ -109,6 +113,7 @@ class RunningSequences:
             sequence.token_ids = sequence.token_ids or token_ids
             self._conclude(sequence)
             self.assignments.release(sequence)
+            self.verdicts.forget(sequence.info.slot)
             self.slots.remove(engine_id)
 
     def _conclude(self, sequence: RunningSequence) -> None:

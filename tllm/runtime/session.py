@@ -24,6 +24,7 @@ from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.steps import Steps
 from tllm.runtime.taps import TapKey, Taps
+from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
 from tllm.shared_memory import ResultMemory
 
@@ -110,8 +111,15 @@ class Session:
             self._results,
             self.result_memory,
         )
+        verdicts = Verdicts(steering.gates, max_sequences)
         self.sequences = RunningSequences(
-            slots, self.consumers, self._assignments, additions, dispatcher, self._results
+            slots,
+            self.consumers,
+            self._assignments,
+            additions,
+            dispatcher,
+            self._results,
+            verdicts,
         )
         self.steps = Steps(
             slots,
@@ -124,12 +132,18 @@ class Session:
             self.consumers,
             dispatcher,
             self._guidance,
+            verdicts,
         )
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the rows."""
         return self._taps.dtype
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of the engine."""
+        return self._model.num_stages
 
     @property
     def vocab_size(self) -> int:

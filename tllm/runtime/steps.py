@@ -22,6 +22,7 @@ from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
+from tllm.runtime.verdicts import StepVerdicts, Verdicts
 from tllm.runtime.writer import Additions
 
 
@@ -48,6 +49,7 @@ class Steps:
     consumers: RegisteredConsumers
     dispatcher: Dispatcher
     guidance: Guidance
+    verdicts: Verdicts
     rows_captured: int = 0
     ring_rows_taken: int = 0
     rows_dropped: int = 0
@@ -79,6 +81,7 @@ class Steps:
         self.consumers.detach_failed()
         if not self.idle:
             return False
+        self.verdicts.skip()
         self.consumers.step += 1
         if not self._was_idle:
             self.planner.clear()
@@ -121,6 +124,7 @@ class Steps:
                 tokens = int(counts.sum())
                 steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
                 self.steering.choices.apply(steering_rows, token_ids[:tokens])
+        self.verdicts.begin(engine_ids, slots, starts, counts, drafts)
         self.taps.commit()
         self.taps.separate()
         if frame is not None and observed:
@@ -177,6 +181,7 @@ class Steps:
 
     def skip(self) -> None:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
+        self.verdicts.skip()
         self.planner.clear()
 
     # -- sampling ----------------------------------------------------------------------------------
@@ -204,6 +209,7 @@ class Steps:
         frame.signals = self.steering.gates.state
         self.dispatcher.before_sampling(self._flows, frame)
         if any(flow.flow.reads_port("signals") for flow in self._flows):
+            self.verdicts.copy()
             self.steering.gates.forget_scores(int(frame.batch.counts.sum()))
 
     @property
@@ -263,6 +269,11 @@ class Steps:
         drawn_from = upload(batch.logits_rows.astype(np.int64), sampled.device)
         targets[drawn_from] = torch.where(known >= 0, known, _drawn(batch, sampled).long())
         return targets
+
+    def take_verdicts(self) -> StepVerdicts | None:
+        """What conditions that end requests made of the step, on its way to the host; None where
+        no sequence of it asks. Before `end`."""
+        return self.verdicts.take()
 
     # -- its end -----------------------------------------------------------------------------------
 

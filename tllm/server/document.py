@@ -31,6 +31,7 @@ _MODULE = {
     "anyOf": [{"type": "string"}, {"type": "array"}],
     "description": "A registered module: its name, [name, scale], or a list of these.",
 }
+_CONDITION = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "array"}]}
 PROPERTIES: Mapping[str, Mapping[str, Any]] = {
     "consumers": {
         "type": "object",
@@ -61,6 +62,18 @@ PROPERTIES: Mapping[str, Mapping[str, Any]] = {
         "items": {"type": "object"},
         "description": "Rows that are put in the place of the request's own: objects with hook, "
         "layer, positions, source and alpha.",
+    },
+    "stop_when": _CONDITION
+    | {
+        "description": "A condition (an object with probe and above, below or between; or the name "
+        "of a monitor), or a list of them: a choice ends with the first generated token for whose "
+        'row one holds. finish_reason is "stop", stop_reason its name.'
+    },
+    "abort_when": _CONDITION
+    | {
+        "description": "The same for the rows of the prompt: where one holds, nothing is "
+        'generated. finish_reason is "abort", stop_reason its name; the scores are in '
+        "consumer_results.signals."
     },
 }
 """What each field is, as OpenAPI has it."""

@@ -16,9 +16,10 @@ from tllm.client.attached import Attached
 from tllm.client.core import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
-from tllm.server.fields import FieldError, asked_in
+from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
+from tllm.server.refusals import refused_choices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
 from tllm.spec.request import EXTRA_ARG
@@ -136,7 +137,7 @@ class Door:
                 turns = self._streamed_turns(response, watch, wanted)
                 return turns if watch.admit is None else await _begun(turns, watch)
             num_samples = getattr(request, "n", None) or 1
-            return self._streamed_choices(response, outputs, wanted, num_samples)
+            return self._streamed_choices(response, outputs, wanted, num_samples, request.model)
         samples = self._samples(outputs, wanted)
         if in_turns:
             return _with_turns(response, samples)
@@ -146,8 +147,10 @@ class Door:
         return response
 
     async def _has_condition(self, asked: Mapping[str, Any]) -> bool:
-        """Whether the steering that a request brings or names has conditions: their signals are
-        among its results."""
+        """Whether a request, or the steering that it brings or names, has conditions: their signals
+        are among its results."""
+        if any(field in asked for field in ENDING_FIELDS):
+            return True
         if any(
             _is_conditional(asked[field]) for field in asked if field.endswith(_STEERING_FIELDS)
         ):
@@ -238,9 +241,11 @@ class Door:
         noted: dict[str, Any],
         wanted: list[str],
         num_samples: int,
+        model: str,
     ) -> AsyncGenerator[str, None]:
         """The events, and before the last one what came of the request, as an event without
-        choices. None after an error."""
+        choices. None after an error. vLLM has no event for a choice without tokens: one whose
+        prompt was refused gets it here."""
         first: dict[str, Any] = {}
         failed = False
         scores = StreamScores(self._live, noted, wanted)
@@ -248,6 +253,11 @@ class Door:
             if not first and event.startswith("data: {"):
                 first = json.loads(event.removeprefix("data: "))
             failed = failed or event.startswith('data: {"error"')
+            if event.startswith(_DONE) and not failed:
+                refused = refused_choices(noted, num_samples, first, model)
+                for each in refused:
+                    yield f"data: {json.dumps(each)}\n\n"
+                first = first or next(iter(refused), {})
             if event.startswith(_DONE) and first and not failed:
                 samples = self._samples(noted, wanted)
                 last = {name: first[name] for name in ("id", "object", "created", "model")}
@@ -340,7 +350,7 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
             f"vllm_xargs[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
             "body",
         )
-    of_rows = [name for name in ("capture", "consumers", "patch") if name in asked]
+    of_rows = [name for name in ("capture", "consumers", "patch", *ENDING_FIELDS) if name in asked]
     if of_rows and getattr(request, "use_beam_search", False):
         raise FieldError(
             of_rows[0],

@@ -22,15 +22,16 @@ FIELDS = (
     "steering_name",
     "steering_positions",
     "patch",
+    "stop_when",
+    "abort_when",
 )
 """As arguments of `tllm.SamplingParams`; `steering_name` is another name of
 `steering_module_ref`."""
 
-UNSUPPORTED = {
-    "patch_vectors": "patching by vectors (use patch)",
-    "stop_when": "stopping on a signal",
-    "abort_when": "stopping on a signal",
-}
+ENDING_FIELDS = ("stop_when", "abort_when")
+"""Those that end a request where a condition holds."""
+
+UNSUPPORTED = {"patch_vectors": "patching by vectors (use patch)"}
 """Fields that peers have and this server does not: nobody who asks shall get nothing in silence."""
 
 

@@ -18,7 +18,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from tllm.consumers.base import Consumer
-from tllm.server.fields import FieldError
+from tllm.server.fields import ENDING_FIELDS, FieldError
 
 _STEERING = ("steering_vectors", "steering_clamps", "steering_module_ref")
 _SHA256 = "sha256:"
@@ -50,7 +50,7 @@ class Limits(BaseModel):
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Refuse what a request may not ask at all. Raises `FieldError`."""
-        steers = [name for name in asked if "steering" in name]
+        steers = _steers(asked)
         for allowed, names in (
             (self.capture, ["capture"] if "capture" in asked else []),
             (self.consumers, ["consumers"] if "consumers" in asked else []),
@@ -65,11 +65,12 @@ class Limits(BaseModel):
                 )
         if self.vectors is not None:
             for name in steers:
-                count = (
-                    0
-                    if name in ("steering_module_ref", "steering_positions")
-                    else sum(map(_vectors_in, _places(asked[name])))
-                )
+                if name in ENDING_FIELDS:
+                    count = _probes_in(asked[name])
+                elif name in ("steering_module_ref", "steering_positions"):
+                    count = 0
+                else:
+                    count = sum(map(_vectors_in, _places(asked[name])))
                 if count > self.vectors:
                     raise FieldError(
                         name,
@@ -91,6 +92,20 @@ class Limits(BaseModel):
                     f"for {limit}: fewer positions, layers, samples or max_tokens",
                     HTTPStatus.BAD_REQUEST,
                 )
+
+
+def _steers(asked: Mapping[str, Any]) -> list[str]:
+    """The fields that need rows of the steering tables."""
+    return [name for name in asked if "steering" in name or name in ENDING_FIELDS]
+
+
+def _probes_in(condition: Any) -> int:
+    """How many probes a condition, or a list of them, brings."""
+    if isinstance(condition, Mapping):
+        return int("probe" in condition) + sum(
+            _probes_in(condition.get(kind)) for kind in ("all", "any")
+        )
+    return sum(map(_probes_in, condition)) if isinstance(condition, list) else 0
 
 
 def _places(tier: Any) -> list[Any]:
@@ -199,7 +214,7 @@ class LimitsByKey:
         Raises `FieldError` when the caller has too many in flight.
         """
         limits, ways = self._limits[caller], self._ways[caller]
-        way = json.dumps({n: v for n, v in asked.items() if "steering" in n}, sort_keys=True)
+        way = json.dumps({name: asked[name] for name in _steers(asked)}, sort_keys=True)
         key = "" if way == "{}" else hashlib.sha256(way.encode()).hexdigest()
         new = int(bool(key) and not ways[key])
         self._counts.add(caller, 1, new)
@@ -211,7 +226,7 @@ class LimitsByKey:
             if limit is not None and number > limit:
                 self._counts.add(caller, -1, -new)
                 if field == "steer":
-                    field = next(name for name in asked if "steering" in name)
+                    field = _steers(asked)[0]
                 raise FieldError(
                     field,
                     f"{field}: with this API key {limit} {what} are allowed at a time; wait until "

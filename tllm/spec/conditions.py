@@ -413,6 +413,15 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
     return JointCondition(field, name, tuple(parsed), kind == "all")
 
 
+def parse_conditions(given: Any, field: str) -> tuple[Condition, ...]:
+    """One condition or a list of them, any of which decides; `ValueError` as `parse_condition`."""
+    if isinstance(given, (str, Mapping)) or not isinstance(given, Sequence):
+        return (parse_condition(given, field),)
+    if not given:
+        raise ValueError(f"{field} is an empty list; give a condition, or leave it out")
+    return tuple(parse_condition(each, f"{field}[{i}]") for i, each in enumerate(given))
+
+
 _REFUSED: Mapping[str, Mapping[str, str]] = {
     "scope": {
         "next": "the following token",

@@ -11,13 +11,36 @@ from functools import cached_property
 from itertools import product
 from typing import Any, TypeAlias
 
-from tllm.spec.conditions import Gate, GateNumbers, GroupGates
+from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
 from tllm.spec.operations import Coefficients
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 
 _COEFFICIENTS = struct.Struct("<6d")
+_JUDGED = "judged:"
+"""What the digest of a group begins with that changes nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Endings:
+    """Conditions that end a request.
+
+    Attributes:
+        stop: a sample ends where any of them holds for the row of a generated token.
+        abort: the prompt is refused where any of them holds for one of its rows.
+    """
+
+    stop: tuple[Condition, ...] = ()
+    abort: tuple[Condition, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.stop or self.abort)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether they name no monitor."""
+        return all(condition.is_complete for condition in (*self.stop, *self.abort))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +50,13 @@ class RequestSteering:
     Attributes:
         modules: names of registered modules, each with the factor of its effect.
         positions: tokens, for entries that say none.
+        endings: what ends it.
     """
 
     tiers: Tiers
     modules: tuple[tuple[str, float], ...] = ()
     positions: Selection = field(default_factory=Selection)
+    endings: Endings = field(default_factory=Endings)
 
     @cached_property
     def own(self) -> Tiers:
@@ -41,7 +66,7 @@ class RequestSteering:
     @cached_property
     def groups(self) -> tuple[SteeringGroup, ...]:
         """What is done to it where nothing but its own steering applies."""
-        return compose([self.own])
+        return compose([self.own], self.endings)
 
     @cached_property
     def key(self) -> Hashable:
@@ -54,6 +79,8 @@ class RequestSteering:
             entry.largest  # noqa: B018 - computed once, when first looked at
             if entry.when is not None and not entry.when.is_complete:
                 return  # what a monitor judges is known when the engine is asked
+        if not self.endings.is_complete:
+            return
         for group in self.groups:
             group.digest  # noqa: B018
 
@@ -71,6 +98,9 @@ class SteeringGroup:
         vectors: float32 `[hidden]`, by digest.
         reach: the most that it adds to a number of a row, by hook point and layer.
         gates: the conditions of its operations; None where all are done always.
+        ends: of a group without operations, whose conditions are only judged: number and name of
+            each that ends a sample (in decode), or refuses its prompt (in prefill). A name is ""
+            where the user gave none.
     """
 
     phase: SteeringPhase
@@ -79,6 +109,21 @@ class SteeringGroup:
     vectors: Mapping[str, FloatArray] = field(compare=False, repr=False)
     reach: Mapping[tuple[str, int | None], float] = field(compare=False, repr=False)
     gates: GroupGates | None = None
+    ends: tuple[tuple[int, str], ...] = field(default=(), compare=False)
+
+    @classmethod
+    def judging(
+        cls, phase: SteeringPhase, conditions: Sequence[Condition], numbers: GateNumbers
+    ) -> SteeringGroup:
+        """What judges these at all tokens of a phase, and changes nothing.
+
+        Args:
+            numbers: of the conditions of the request; theirs are all known.
+        """
+        ends = tuple((numbers.number(each), each.name) for each in conditions)
+        gates = numbers.gates(number for number, _ in ends)
+        vectors = {gate.vector: numbers.vectors[gate.vector] for gate in gates if gate.vector}
+        return cls(phase, _EVERYWHERE, (), vectors, {}, GroupGates((), gates), ends)
 
     @classmethod
     def of(
@@ -115,7 +160,8 @@ class SteeringGroup:
         if self.gates is not None:
             judged = [gate._replace(names=()) for gate in self.gates.gates]
             parts.append(repr((self.gates.of_operations, judged)).encode())
-        return digest_of(b"".join(parts))
+        digest = digest_of(b"".join(parts))
+        return digest if self.operations else f"{_JUDGED}{digest}"
 
     @cached_property
     def use(self) -> GroupUse:
@@ -130,6 +176,11 @@ class GroupUse:
     phase: SteeringPhase
     positions: Selection
     digest: str
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether anything is done to the tokens, which are only judged otherwise."""
+        return not self.digest.startswith(_JUDGED)
 
     @property
     def names_prompt_tokens(self) -> bool:
@@ -153,11 +204,11 @@ class GroupUse:
 _EVERYWHERE = Selection()
 
 
-def compose(parties: Sequence[Tiers]) -> tuple[SteeringGroup, ...]:
+def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[SteeringGroup, ...]:
     """One list of groups from what several parties ask.
 
     All vectors come first, in the parties' order (each one's base tier, then its phases), then all
-    clamps likewise. What changes nothing is left out.
+    clamps likewise. What changes nothing is left out. Last comes what is only judged.
     """
     runs: list[tuple[tuple[SteeringPhase, Selection], list[SteeringEntry]]] = []
     tiers = [party.vectors for party in parties] + [party.clamps for party in parties]
@@ -173,7 +224,18 @@ def compose(parties: Sequence[Tiers]) -> tuple[SteeringGroup, ...]:
     for condition in (entry.when for _, run in runs for entry in run):
         if condition is not None:
             numbers.number(condition)
-    return tuple(SteeringGroup.of(*tokens, entries, numbers) for tokens, entries in runs)
+    judged: list[tuple[SteeringPhase, tuple[Condition, ...]]] = []
+    if endings is not None:
+        judged = [("decode", endings.stop), ("prefill", endings.abort)]
+    for condition in (condition for _, conditions in judged for condition in conditions):
+        numbers.number(condition)
+    groups = [SteeringGroup.of(*tokens, entries, numbers) for tokens, entries in runs]
+    groups += [
+        SteeringGroup.judging(phase, conditions, numbers)
+        for phase, conditions in judged
+        if conditions
+    ]
+    return tuple(groups)
 
 
 def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:

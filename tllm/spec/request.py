@@ -80,6 +80,8 @@ class RequestSpec:
         generated: how many of the last tokens of its prompt were generated, as in a step of beam
             search. Their rows are those of generated tokens.
         streamed: its prompt arrives in parts.
+        stops, aborts: number and name of the conditions that end a sample, and of those that refuse
+            the prompt, in the order in which they are asked.
     """
 
     request_id: str = ""
@@ -93,6 +95,8 @@ class RequestSpec:
     patch: tuple[PatchUse, ...] = ()
     generated: int = 0
     streamed: bool = False
+    stops: tuple[tuple[int, str], ...] = ()
+    aborts: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -121,6 +125,9 @@ class RequestSpec:
             wire["steering"] = [use.to_wire() for use in self.steering]
         if self.patch:
             wire["patch"] = [use.to_wire() for use in self.patch]
+        for name, ends in (("stops", self.stops), ("aborts", self.aborts)):
+            if ends:
+                wire[name] = [list(end) for end in ends]
         return wire
 
     @classmethod
@@ -131,6 +138,9 @@ class RequestSpec:
             asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))
         if "patch" in asked:
             asked["patch"] = tuple(map(PatchUse.from_wire, asked["patch"]))
+        for name in ("stops", "aborts"):
+            if name in asked:
+                asked[name] = tuple((number, reason) for number, reason in asked[name])
         if "reads" in asked:
             asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
         return cls(**asked)

@@ -1,0 +1,126 @@
+"""How a request ends by a condition: the worker says which held, the scheduler what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from tllm.engine.seams import uses
+from tllm.runtime.verdicts import PROMPT, Fired, StepVerdicts
+from tllm.spec.request import RequestSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+uses(
+    "vllm.v1.outputs",
+    "ModelRunnerOutput",
+    "what conditions made of a step travels with its tokens",
+)
+uses(
+    "vllm.v1.outputs.AsyncModelRunnerOutput",
+    "get_output",
+    "what conditions made of a step is waited for where its tokens are",
+)
+uses(
+    "vllm.v1.request.RequestStatus",
+    "FINISHED_STOPPED FINISHED_ABORTED",
+    "how a request ends by a condition",
+)
+
+_FIRED = "tllm_fired"
+"""Attribute of a `ModelRunnerOutput`: by request, what held."""
+
+
+class _JudgedOutput(AsyncModelRunnerOutput):
+    """A step's output, under way to the host, with what conditions made of its rows."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, verdicts: StepVerdicts) -> None:
+        self._output = output
+        self._verdicts = verdicts
+
+    def get_output(self) -> ModelRunnerOutput:
+        return _noted(self._output.get_output(), self._verdicts)
+
+
+def with_verdicts(output: Any, verdicts: StepVerdicts) -> Any:
+    """What a model runner gave, with what conditions made of the step. Nothing is waited for that
+    the tokens are not waited for, too."""
+    if output is None:  # of a rank that says nothing
+        return None
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _JudgedOutput(output, verdicts)
+    return _noted(output, verdicts)
+
+
+def _noted(output: ModelRunnerOutput, verdicts: StepVerdicts) -> ModelRunnerOutput:
+    fired = verdicts.wait()
+    if fired:
+        setattr(output, _FIRED, fired)
+    return output
+
+
+class _End(NamedTuple):
+    """How a request ends in this step: how many of its new tokens are kept, and why it does."""
+
+    kept: int
+    status: RequestStatus
+    reason: str
+
+
+class RequestEndings:
+    """The requests that conditions may end, as the scheduler knows them."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, RequestSpec] = {}
+        self._fired: Mapping[str, Fired] = {}
+        #: Requests for whose prompt a condition held, computed maybe in several steps: its place
+        #: in the order in which they were asked.
+        self._refused: dict[str, int] = {}
+
+    def add(self, request_id: str, spec: RequestSpec) -> None:
+        """A request may be ended by conditions."""
+        self._asked[request_id] = spec
+
+    def forget(self, request_id: str) -> None:
+        """A request is over."""
+        if self._asked.pop(request_id, None) is not None:
+            self._refused.pop(request_id, None)
+
+    def hear(self, output: Any) -> None:
+        """A step is over."""
+        self._fired = vars(output).get(_FIRED, {}) if self._asked else {}
+        for request_id, fired in self._fired.items():
+            if request_id not in self._asked:  # it has ended since
+                continue
+            order = [number for number, _ in self._asked[request_id].aborts]
+            held = [order.index(number) for drawn, number in fired if drawn == PROMPT]
+            if held:
+                self._refused[request_id] = min(*held, self._refused.get(request_id, len(order)))
+
+    def of(self, request: Request, drawn: int) -> _End | None:
+        """How a request ends now; None: it goes on, as far as conditions are concerned.
+
+        Args:
+            drawn: how many tokens were drawn for it in the step.
+        """
+        spec = self._asked.get(request.request_id)
+        if spec is None:
+            return None
+        if request.num_output_tokens == 0 and request.request_id in self._refused:
+            _, reason = spec.aborts[self._refused[request.request_id]]
+            return _End(0, RequestStatus.FINISHED_ABORTED, reason)
+        fired = self._fired.get(request.request_id, ())
+        assert request.sampling_params is not None
+        least = request.sampling_params.min_tokens - request.num_output_tokens
+        # Rows of drafts that were rejected are beyond the tokens that were drawn.
+        places = [place for place, _ in fired if max(least, 0) <= place < drawn]
+        if not places:
+            return None
+        first = min(places)
+        held = {number for place, number in fired if place == first}
+        reason = next(name for number, name in spec.stops if number in held)
+        return _End(first, RequestStatus.FINISHED_STOPPED, reason)

@@ -1,0 +1,165 @@
+"""What conditions that end requests made of the rows of a step, on its way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from tllm.runtime.columns import IntArray
+from tllm.runtime.gates import Gates
+from tllm.runtime.transfer import PinnedCopy, upload
+from tllm.spec.conditions import MAX_GATES
+
+PROMPT = -1
+"""In a `Fired`, for a row of the prompt."""
+
+Fired: TypeAlias = tuple[tuple[int, int], ...]
+"""Of one sequence: `(which token drawn in the step, number of the condition)` for each condition
+that held for the row that a token was drawn from; in order."""
+
+_HOLDS = 0.5
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class _Judged:
+    """The rows of one step that are judged; arrays `[rows]`.
+
+    Attributes:
+        engine_ids: of the batch.
+        sequence: the place of each row's sequence in the batch.
+        drawn: which of the tokens of its sequence is drawn from it; `PROMPT` for a prompt's row.
+        asked: `[rows, MAX_GATES]`, which conditions end its sequence.
+        batch_rows: where it is in the batch.
+    """
+
+    engine_ids: Sequence[str]
+    sequence: IntArray
+    drawn: IntArray
+    asked: BoolArray
+    batch_rows: IntArray
+
+
+class StepVerdicts:
+    """What was judged in one step, of which the host knows nothing yet."""
+
+    def __init__(self, judged: _Judged, strengths: PinnedCopy) -> None:
+        self._judged = judged
+        self._strengths = strengths
+
+    def wait(self) -> Mapping[str, Fired]:
+        """What ends sequences, by the engine's id. From any thread, once."""
+        judged = self._judged
+        # What is no number was not judged, and holds nowhere.
+        rows, numbers = np.nonzero((self._strengths.wait().numpy() > _HOLDS) & judged.asked)
+        found: dict[str, set[tuple[int, int]]] = {}
+        for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+            engine_id = judged.engine_ids[judged.sequence[row]]
+            found.setdefault(engine_id, set()).add((int(judged.drawn[row]), number))
+        return {engine_id: tuple(sorted(fired)) for engine_id, fired in found.items()}
+
+
+class Verdicts:
+    """The sequences that conditions may end, and the rows of each step that decide.
+
+    Args:
+        gates: which judge.
+        max_sequences: the most that run at once.
+    """
+
+    def __init__(self, gates: Gates, max_sequences: int) -> None:
+        self._gates = gates
+        self._asked = 0
+        self._asks = np.zeros(max_sequences, bool)
+        self._refuses = np.zeros(max_sequences, bool)
+        self._prompt_len = np.zeros(max_sequences, np.int32)
+        #: Which conditions end a sequence at rows of its prompt, and at generated tokens.
+        self._numbers = np.zeros((2, max_sequences, MAX_GATES), bool)
+        self._judged: _Judged | None = None
+        self._copied: StepVerdicts | None = None
+
+    def ask(
+        self,
+        slot: int,
+        prompt_len: int,
+        stops: Iterable[tuple[int, str]],
+        aborts: Iterable[tuple[int, str]],
+    ) -> None:
+        """A sequence begins that conditions may end; each is given by its number and name."""
+        self._asked += 1
+        self._asks[slot] = True
+        self._prompt_len[slot] = prompt_len
+        for kind, ends in enumerate((aborts, stops)):
+            for number, _ in ends:
+                self._numbers[kind, slot, number] = True
+        self._refuses[slot] = self._numbers[0, slot].any()
+
+    def forget(self, slot: int) -> None:
+        """A sequence has ended."""
+        if self._asks[slot]:
+            self._asked -= 1
+            self._asks[slot] = False
+            self._numbers[:, slot] = False
+
+    def skip(self) -> None:
+        """Nothing is judged in the next forward pass."""
+        self._judged = self._copied = None
+
+    def begin(
+        self,
+        engine_ids: Sequence[str],
+        slots: IntArray,
+        starts: IntArray,
+        counts: IntArray,
+        drafts: IntArray | None,
+    ) -> None:
+        """A step begins; arrays `[sequences]` as in `StepBatch`."""
+        self.skip()
+        if not self._asked:
+            return
+        at = np.flatnonzero(self._asks[slots])
+        if not len(at):
+            return
+        slot, start, end = slots[at], starts[at], starts[at] + counts[at]
+        prompt_len = self._prompt_len[slot]
+        drawn_from = end - 1 if drafts is None else end - 1 - drafts[at]
+        in_prompt = self._refuses[slot] & (start < prompt_len)
+        low = np.where(in_prompt, start, np.maximum(drawn_from, prompt_len))
+        lengths = np.maximum(end - low, 0)
+        total = int(lengths.sum())
+        if not total:
+            return
+        each = np.repeat(np.arange(len(at)), lengths)
+        first = np.cumsum(lengths) - lengths
+        positions = low[each] + np.arange(total) - first[each]
+        of_prompt = positions < prompt_len[each]
+        drawn = np.where(of_prompt, PROMPT, positions - drawn_from[each])
+        asked = self._numbers[np.where(of_prompt, 0, 1), slot[each]]
+        asked &= (of_prompt | (drawn >= 0))[:, None]
+        batch_rows = (np.cumsum(counts) - counts)[at][each] + positions - start[each]
+        self._judged = _Judged(
+            engine_ids,
+            at[each].astype(np.int32),
+            drawn.astype(np.int32),
+            asked,
+            batch_rows.astype(np.int32),
+        )
+
+    def copy(self) -> None:
+        """Let what was judged come to the host. After the forward pass, on its stream."""
+        judged, state = self._judged, self._gates.state
+        if judged is None or state is None:
+            return
+        self._judged = None
+        rows: Any = upload(judged.batch_rows.astype(np.int64), state.device)
+        self._copied = StepVerdicts(judged, PinnedCopy(state[:, 0].index_select(0, rows)))
+
+    def take(self) -> StepVerdicts | None:
+        """What was judged in this step; None for nothing."""
+        self.copy()
+        taken, self._copied = self._copied, None
+        return taken
