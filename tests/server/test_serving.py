@@ -223,12 +223,14 @@ def test_a_condition_ends_an_answer_whole_and_streamed(client, model):
     answer = client.completions.create(**WORDS, max_tokens=8, n=1, extra_body=asked)
     (choice,) = answer.choices
     assert (choice.token_ids, choice.finish_reason) == (tokens[:3], "stop")
-    assert choice.stop_reason == "turned"
+    whole = model[1].decode([*ids, *tokens[:3]], skip_special_tokens=True)
+    assert (choice.stop_reason, PROMPT + choice.text) == ("turned", whole)
     signal = choice.consumer_results["signals"]["payload"]["turned"]
     assert decoded(signal["fired"]).tolist() == [len(ids) + 2]
     events = client.completions.create(**WORDS, max_tokens=8, stream=True, extra_body=asked)
     choices = [choice for event in events for choice in event.choices]
-    assert [token for choice in choices for token in choice.token_ids] == tokens[:3]
+    assert [token for each in choices for token in each.token_ids] == tokens[:3]
+    assert "".join(each.text for each in choices) == choice.text
     assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", "turned")
 
 

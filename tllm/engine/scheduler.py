@@ -146,6 +146,7 @@ class _Rules(_Base):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._tllm_endings.hear(model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._tllm_endings.divide(outputs)
         if self._tllm_bulk:
             self._tllm_bulk.take(outputs)
         return outputs
@@ -165,6 +166,8 @@ class _Rules(_Base):
             kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)
         if not stopped:
             request.status, request.stop_reason = end.status, end.reason
+            if kept:
+                self._tllm_endings.end_apart(request.request_id)
         return kept, True
 
     @overrides(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from msgspec.structs import replace
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
@@ -30,6 +32,13 @@ uses(
     "FINISHED_STOPPED FINISHED_ABORTED",
     "how a request ends by a condition",
 )
+
+uses(
+    "vllm.v1.engine.EngineCoreOutput",
+    "request_id new_token_ids new_logprobs finish_reason stop_reason",
+    "tokens that were accepted at once come before the end of their request",
+)
+uses("vllm.v1.outputs.LogprobsLists", "slice_request", "the end of a request has no tokens")
 
 _FIRED = "tllm_fired"
 """Attribute of a `ModelRunnerOutput`: by request, what held."""
@@ -63,6 +72,11 @@ def _noted(output: ModelRunnerOutput, verdicts: StepVerdicts) -> ModelRunnerOutp
     return output
 
 
+def _none_of(logprobs: Any) -> Any:
+    """Log-probabilities of no tokens, where there are those of some."""
+    return None if logprobs is None else logprobs.slice_request(0, 0)
+
+
 class _End(NamedTuple):
     """How a request ends in this step: how many of its new tokens are kept, and why it does."""
 
@@ -80,6 +94,7 @@ class RequestEndings:
         #: Requests for whose prompt a condition held, computed maybe in several steps: its place
         #: in the order in which they were asked.
         self._refused: dict[str, int] = {}
+        self._apart: set[str] = set()
 
     def add(self, request_id: str, spec: RequestSpec) -> None:
         """A request may be ended by conditions."""
@@ -100,6 +115,37 @@ class RequestEndings:
             held = [order.index(number) for drawn, number in fired if drawn == PROMPT]
             if held:
                 self._refused[request_id] = min(*held, self._refused.get(request_id, len(order)))
+
+    def end_apart(self, request_id: str) -> None:
+        """A request that ends has new tokens, drafted ones, and all of them are the user's."""
+        self._apart.add(request_id)
+
+    def divide(self, outputs: Mapping[int, Any]) -> None:
+        """Give the new tokens of requests in an output before the one that ends them.
+
+        Of an output that ends with a stop, vLLM's front end leaves the last token out of the text.
+
+        Args:
+            outputs: of a step, by client.
+        """
+        if not self._apart:
+            return
+        for each in outputs.values():
+            divided: list[EngineCoreOutput] = []
+            for output in each.outputs:
+                if output.request_id in self._apart:
+                    tokens = replace(output, finish_reason=None, stop_reason=None)
+                    divided.append(tokens)
+                    output = EngineCoreOutput(
+                        output.request_id,
+                        [],
+                        new_logprobs=_none_of(output.new_logprobs),
+                        finish_reason=output.finish_reason,
+                        stop_reason=output.stop_reason,
+                    )
+                divided.append(output)
+            each.outputs = divided
+        self._apart.clear()
 
     def of(self, request: Request, drawn: int) -> _End | None:
         """How a request ends now; None: it goes on, as far as conditions are concerned.
