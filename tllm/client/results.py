@@ -206,11 +206,11 @@ def attach_results(
         judged = completed and sample.stop_reason in ended_by
         aborted = completed and sample.finish_reason == "abort" and not judged
         final = {
-            # What a condition made of the last token has ended the sample.
+            # Rows of the last token mean nothing, but that what a condition made of it has ended it.
             name: _final(
                 result,
                 given.get(0, {}).get(name),
-                num_tokens + (judged and name == _SIGNALS),
+                num_tokens - (name == _SIGNALS and not judged),
                 aborted,
             )
             for name, result in own.items()

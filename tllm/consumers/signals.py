@@ -50,8 +50,9 @@ class Signal(Payload):
         return self.positions[self.strengths > 0.5]
 
     def up_to(self, num_tokens: int) -> Signal:
-        """What belongs to a sequence of `num_tokens` tokens, whose last never passed the model."""
-        count = int(np.searchsorted(self.positions, num_tokens - 1))
+        """What belongs to a sequence of `num_tokens` tokens. Its last one has passed the model only
+        where a condition made it the last: who knows what ended it asks for one token less."""
+        count = int(np.searchsorted(self.positions, num_tokens))
         return Signal(*(getattr(self, each.name)[:count] for each in fields(self)))
 
     def joined(self, other: Signal) -> Signal:
