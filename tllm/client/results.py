@@ -206,7 +206,7 @@ def attach_results(
         judged = completed and sample.stop_reason in ended_by
         aborted = completed and sample.finish_reason == "abort" and not judged
         final = {
-            # Rows of the last token mean nothing, but that what a condition made of it has ended it.
+            # What a condition made of the last token counts where it has ended the sample.
             name: _final(
                 result,
                 given.get(0, {}).get(name),

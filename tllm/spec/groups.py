@@ -38,6 +38,11 @@ class Endings:
         return bool(self.stop or self.abort)
 
     @property
+    def key(self) -> Hashable:
+        """Equal for two that end requests alike, for reasons of the same names."""
+        return tuple(each.key for each in self.stop), tuple(each.key for each in self.abort)
+
+    @property
     def is_complete(self) -> bool:
         """Whether they name no monitor."""
         return all(condition.is_complete for condition in (*self.stop, *self.abort))
@@ -71,7 +76,7 @@ class RequestSteering:
     @cached_property
     def key(self) -> Hashable:
         """Equal for two requests that ask the same."""
-        return self.tiers.key, self.modules, self.positions
+        return self.tiers.key, self.modules, self.positions, self.endings.key
 
     def hash(self) -> None:
         """Do now, once, what every request that asks this needs."""
