@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from tllm.engine.seams import uses
+from tllm.engine.seams import overrides, uses
 from tllm.runtime.verdicts import PROMPT, Fired, StepVerdicts
 from tllm.spec.request import RequestSpec
 
@@ -22,16 +22,7 @@ uses(
     "ModelRunnerOutput",
     "what conditions made of a step travels with its tokens",
 )
-uses(
-    "vllm.v1.outputs.AsyncModelRunnerOutput",
-    "get_output",
-    "what conditions made of a step is waited for where its tokens are",
-)
-uses(
-    "vllm.v1.request.RequestStatus",
-    "FINISHED_STOPPED FINISHED_ABORTED",
-    "how a request ends by a condition",
-)
+uses("vllm.v1.request", "RequestStatus", "how a request ends by a condition")
 
 uses(
     "vllm.v1.engine.EngineCoreOutput",
@@ -51,6 +42,10 @@ class _JudgedOutput(AsyncModelRunnerOutput):
         self._output = output
         self._verdicts = verdicts
 
+    @overrides(
+        "vllm.v1.outputs.AsyncModelRunnerOutput.get_output",
+        "what conditions made of a step is waited for where its tokens are",
+    )
     def get_output(self) -> ModelRunnerOutput:
         return _noted(self._output.get_output(), self._verdicts)
 
