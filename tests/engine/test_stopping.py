@@ -72,7 +72,7 @@ class Maker:
         kind = self.pick.choice(["dot", "dot", "cosine"])
         score = SCORES[kind](vector, 0.0)
         _, states = self.reference.run(prompt, [place])
-        ordered = score(states[place]).sort().values
+        ordered = score(states[place]).unique()  # of equal tokens once
         below = int((1 - share) * (len(ordered) - 1))
         edge = float(ordered[below : below + 2].mean())
         probe = {"hook": place[0], "vector": vector, "score": kind}
@@ -163,7 +163,7 @@ def run_random(llm, reference, seed, count):
             ended += [assert_ended_rightly(reference, request, each) for each in output.outputs]
     kinds = ("stop", "length") if INTERPRETED else ("stop", "length", "abort")  # of few requests
     assert min(map(ended.count, kinds)) > len(ended) / 25
-    assert ended.count(None) < len(ended) / 3
+    assert ended.count(None) < len(ended) / 2
     generate(llm, [[1]], greedy(1))  # the engine says with its next step who has ended
     (stats,) = llm.intervention_stats()
     assert stats["steering_configurations"] == 0 and stats["running_sequences"] == 0
