@@ -10,6 +10,7 @@ import os
 import signal
 
 import psutil
+import torch
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -19,6 +20,15 @@ from tllm import AsyncLLM, SamplingParams
 MEMORY = {"hooks": {"post_block": [1]}}
 DISK = {"hooks": {"post_block": [1]}, "tag": "t"}
 PROMPTS = [[10, 11, 12], list(range(40, 60)), list(range(100, 140))]
+
+
+VECTOR, PROBE = 5 * torch.randn(2, 128, generator=torch.Generator().manual_seed(31))
+SAD = {"probe": {"hook": "pre_attn", "layer": 1, "vector": PROBE}, "above": 0.5}
+"""A condition that is registered under the name "sad"."""
+GATED = {
+    "steering_vectors": {"post_block": {2: {"vector": VECTOR, "when": "sad"}}},
+    "decode_steering_clamps": {"mlp_out": {3: {"vector": PROBE, "max": 0.0, "when": "sad"}}},
+}
 
 
 def params(max_tokens: int, capture, **options) -> SamplingParams:
@@ -80,6 +90,16 @@ async def serve(model: str, root: str) -> dict:
             )
         )
     )
+
+    await engine.steering.register_monitor("sad", SAD)
+    saved["gated"] = [
+        (list(output.prompt_token_ids), list(sample.token_ids), sample.signals)
+        for output in await asyncio.gather(
+            last(engine, PROMPTS[2], params(6, None, **GATED), "gated"),
+            last(engine, PROMPTS[2], params(6, None), "beside it"),
+        )
+        for sample in output.outputs
+    ]
 
     aborted = None
     async for output in engine.generate({"prompt_token_ids": [1, 2]}, params(100, both), "aborted"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from engine.asking import RELATIVE, error_of
+from engine.reference import GatedChange
 
 import tllm.stores
+from capture import serving
 
 
 def check(truth, output, sample):
@@ -27,6 +30,35 @@ def test_rows_come_with_the_last_output_and_to_disk(served, truth):
                 assert torch.equal(record.tensor("post_block", 1), sample["rows"])
                 assert list(record.token_ids) == [*output["prompt"], *sample["tokens"]]
             assert index < 2
+
+
+def test_a_request_is_steered_where_a_monitor_says_so(served, truth):
+    """Its signals come with the last output, and those of the request beside it do not."""
+    saved, reference = served[0], truth.reference
+    (prompt, tokens, signals), (_, plain, none) = saved["gated"]
+    probe = (("pre_attn", 1), lambda h: h @ serving.PROBE)
+    v = serving.PROBE / serving.PROBE.norm()
+
+    def clamped(h):
+        return h - (h @ v).clamp(min=0)[:, None] * v
+
+    changes = [
+        GatedChange(place, change, [probe], lambda s: (s[0] > 0.5).float(), start)
+        for place, change, start in (
+            (("post_block", 2), lambda h: h + serving.VECTOR, 0),
+            (("mlp_out", 3), clamped, len(prompt)),
+        )
+    ]
+    assert tokens == reference.greedy(prompt, 6, gated=changes)
+    assert plain == reference.greedy(prompt, 6) and none == {}
+    reference.run([*prompt, *tokens][:-1], gated=changes)
+    [scores] = changes[0].scores
+    assert {*signals} == {"sad"}
+    at = signals["sad"].positions.tolist()
+    assert {*range(len(prompt), len(scores))} <= {*at} <= {*range(len(scores))}
+    assert signals["sad"].scores == pytest.approx(scores[at].numpy(), rel=1e-4, abs=5e-3)
+    assert signals["sad"].fired.tolist() == [p for p in at if scores[p] > 0.5]
+    assert 0 < len(signals["sad"].fired) < len(at)
 
 
 def test_a_plain_request_beside_captures_costs_the_workers_no_call(served):
@@ -57,4 +89,4 @@ def test_what_is_wrong_is_refused_and_nothing_is_left(served):
     for worker in saved["stats"]:
         assert worker["running_sequences"] == 0
         assert worker["results_kept"] == 0  # of the one that was left, too, whose were promised
-        assert worker["consumers"] == {"filesystem": "ok", "memory": "ok"}
+        assert worker["consumers"] == {"filesystem": "ok", "memory": "ok", "signals": "ok"}

@@ -33,13 +33,13 @@ class Truth:
     """Activations of whole sequences, each computed once."""
 
     def __init__(self, path: str) -> None:
-        self._reference = Reference(path)
+        self.reference = Reference(path)
         self._states: dict[tuple[int, ...], dict[Place, torch.Tensor]] = {}
 
     def states(self, tokens: Sequence[int]) -> dict[Place, torch.Tensor]:
         key = tuple(tokens)
         if key not in self._states:
-            self._states[key] = self._reference.run(key, PLACES)[1]
+            self._states[key] = self.reference.run(key, PLACES)[1]
         return self._states[key]
 
     def check(self, output: Any, asked: Mapping[str, Any]) -> int:

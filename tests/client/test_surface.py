@@ -615,6 +615,33 @@ def test_rows_of_a_cross_encoder_are_those_of_transformers(pairs, arguments):
         assert torch.allclose(rows, expected, atol=1e-4), (point, layer)
 
 
+def test_an_embedding_of_gated_rows_is_that_of_rows_steered_by_hand(pairs):
+    """At the positions whose scores are above the threshold; and its signals are there."""
+    llm = pairs["embedder"][1]
+    vector, probe = 5 * torch.randn(2, 128, generator=torch.Generator().manual_seed(3))
+
+    def embedding(**asked: Any) -> Any:
+        return llm.embed(TEXTS[2], pooling_params=PoolingParams(**asked), use_tqdm=False)[0]
+
+    scores = embedding(capture=CAPTURE).activations["post_block"][1].tensor @ probe
+    edge = float(scores.sort().values[len(scores) // 2 :][:2].mean())
+    above = (scores > edge).nonzero()[:, 0].tolist()
+    assert 0 < len(above) < len(scores)
+    looks = {"hook": "post_block", "layer": 1, "vector": probe}
+    entry = {"vector": vector, "when": {"probe": looks, "above": edge, "name": "gate"}}
+    gated = embedding(steering_vectors={"post_block": {2: entry}})
+    by_hand = {"vector": vector, "positions": above}
+    expected = embedding(steering_vectors={"post_block": {2: by_hand}})
+    always = embedding(steering_vectors={"post_block": {2: vector}})
+    found, wanted, other, plain = (
+        torch.tensor(each.outputs.embedding) for each in (gated, expected, always, embedding())
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-3 and (found - other).abs().max() > 1e-3
+    assert gated.signals["gate"].fired.tolist() == above
+    assert torch.allclose(torch.tensor(gated.signals["gate"].scores), scores, rtol=1e-4, atol=1e-3)
+
+
 @pytest.fixture(scope="module")
 def online(arguments, offline):
     """What vLLM's and our asynchronous engine answered, and what its checks raised."""

@@ -221,11 +221,12 @@ class Reference:
         count: int,
         additions: Sequence[Addition] = (),
         patches: Sequence[PatchedRow] = (),
+        gated: Sequence[GatedChange] = (),
     ) -> list[int]:
         """The `count` most likely tokens after a prompt."""
         tokens = list(prompt)
         for _ in range(count):
-            logits, _ = self.run(tokens, additions=additions, patches=patches)
+            logits, _ = self.run(tokens, additions=additions, patches=patches, gated=gated)
             tokens.append(int(logits[-1].argmax()))
         return tokens[len(prompt) :]
 

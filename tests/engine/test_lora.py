@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 
 from engine.asking import RELATIVE, greedy, prompts_of
 from engine.modes import Reader
-from engine.reference import HIDDEN, LAYERS, Addition, Reference
+from engine.reference import HIDDEN, LAYERS, Addition, GatedChange, Reference
 from tllm import LLM, SamplingParams
 from tllm.ports import ResidualStream
 
@@ -81,8 +81,8 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, ada
             assert rows.positions.tolist() == list(range(len(tokens) - 1))
             expected = states.hidden_states[LAYERS - 1][0, :-1]
             assert (rows.values - expected).abs().max() < 2e-5 * expected.abs().max()
-            greedy = states.logits[0, len(prompt) - 1 : -1].argmax(-1)
-            assert greedy.tolist() == list(output.outputs[0].token_ids)
+            likeliest = states.logits[0, len(prompt) - 1 : -1].argmax(-1)
+            assert likeliest.tolist() == list(output.outputs[0].token_ids)
 
     steered = SamplingParams(
         max_tokens=6,
@@ -100,6 +100,25 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, ada
     for output, prompt in zip(outputs, prompts, strict=True):
         expected = changed.greedy(prompt, 6, [Addition(("post_block", 1), VECTOR)])
         assert list(output.outputs[0].token_ids) == expected
+
+    probe = {"hook": "pre_attn", "layer": 1, "vector": VECTOR}
+    entry = {"vector": VECTOR, "when": {"probe": probe, "above": 0.0, "name": "gate"}}
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        greedy(6, steering_vectors={"post_block": {1: entry}}),
+        lora_request=LoRARequest("adapter", 1, str(adapter)),
+        use_tqdm=False,
+    )
+    for output, prompt in zip(outputs, prompts, strict=True):
+        change = GatedChange(
+            ("post_block", 1),
+            lambda h: h + VECTOR,
+            [(("pre_attn", 1), lambda h: h @ VECTOR)],
+            lambda scores: (scores[0] > 0).float(),
+        )
+        assert list(output.outputs[0].token_ids) == changed.greedy(prompt, 6, gated=[change])
+        signal, [scores] = output.outputs[0].signals["gate"], change.scores
+        assert signal.scores == pytest.approx(scores[signal.positions].numpy(), rel=1e-4, abs=5e-3)
     llm.clear_consumers()
 
 
