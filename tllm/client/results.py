@@ -201,7 +201,8 @@ def attach_results(
         if results is not None:
             for name in named:
                 own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
-        num_tokens = prompt_len + lengths.get(index, 0)
+        # The last generated token never passes the model; all of a prompt's do.
+        num_tokens = prompt_len + max(lengths.get(index, 0), 1)
         completed = isinstance(sample, CompletionOutput)
         judged = completed and sample.stop_reason in ended_by
         aborted = completed and sample.finish_reason == "abort" and not judged
