@@ -22,6 +22,7 @@ from tllm.consumers.lens import LensConsumer
 from tllm.ports import ConsumerFlow, Logits, PerToken, ResidualStream
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66)), list(range(70, 90))]
+PROMPTS.append(list(range(100, 140)))
 STEERED = 2
 """Of the prompts, the one that the steering consumer is enabled for."""
 ASKED = 3
@@ -31,6 +32,11 @@ PATCHED = 4
 """Of the prompts, the one into which rows of a run of another are put."""
 RUN, FROM = 1, {(0, 3): 10, (3, 15): 39, (3, 21): 7}
 """That other; and by layer and position, which of its rows leaving that block."""
+GATED = 5
+"""Of the prompts, the one that is steered where a probe says so: at each gated layer of
+`post_block`, by a probe of the `pre_attn` before it, and at the end of the model."""
+GATES = (1, 3)
+FAR = 4.0
 TOKENS = 5
 
 
@@ -48,6 +54,32 @@ def asked(hidden: int) -> dict:
         "decode_steering_vectors": {"pre_attn": {-1: {"vector": late / 2, "scale": 2}}},
         "steering_module_ref": ("in the middle", 2.0),
     }
+
+
+def gates(hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The vector that is added, and that of all probes."""
+    return tuple(4 * torch.randn(2, hidden, generator=torch.Generator().manual_seed(9)))
+
+
+def when(hidden: int, layer: int, name: str) -> dict:
+    """A condition on a probe of the stream that enters a block."""
+    probe = {"hook": "pre_attn", "layer": layer, "vector": gates(hidden)[1]}
+    return {"probe": probe, "above": 1.0, "name": name}
+
+
+def gated(hidden: int) -> dict:
+    """The keywords of the request with conditions."""
+    entries = {
+        layer: {"vector": gates(hidden)[0], "when": when(hidden, layer, f"gate {layer}")}
+        for layer in GATES
+    }
+    return {"steering_vectors": {"post_block": entries}}
+
+
+def across(hidden: int) -> dict:
+    """A probe of the first layer decides on the third, which another pipeline stage may have."""
+    entry = {"vector": gates(hidden)[0], "scale": FAR, "when": when(hidden, 0, "early")}
+    return {"steering_vectors": {"post_block": {2: entry}}}
 
 
 def patches(run):
@@ -133,7 +165,7 @@ def main(model: str, output: str, options: str) -> None:
             ignore_eos=True,
             detokenize=False,
             consumers={"steering": {"enabled": i == STEERED}},
-            **(asked(hidden) if i == ASKED else {}),
+            **(asked(hidden) if i == ASKED else gated(hidden) if i == GATED else {}),
             patch=patches(run) if i == PATCHED else None,
         )
         for i in range(len(PROMPTS))
@@ -155,14 +187,30 @@ def main(model: str, output: str, options: str) -> None:
         lens = looked.consumer_results["lens"].payload
     except ValueError as error:
         lens = str(error)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        consumers={"steering": {"enabled": False}},
+        **across(hidden),
+    )
+    try:
+        [looked] = llm.generate(prompts[GATED : GATED + 1], params, use_tqdm=False)
+        far = list(looked.outputs[0].token_ids)
+    except ValueError as error:
+        far = str(error)
     saved = {
         "lens": lens,
+        "across": far,
+        "signals": [o.outputs[0].signals for o in during],
         "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
         "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],
         "rows": [
             {
                 name: (result.payload.positions.tolist(), result.payload.values)
                 for name, result in o.consumer_results.items()
+                if name != "signals"
             }
             for o in during
         ],

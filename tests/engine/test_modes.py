@@ -10,7 +10,7 @@ from child_process import run_script
 
 from engine import modes
 from engine.asking import RELATIVE, error_of
-from engine.reference import HIDDEN, Addition, PatchedRow
+from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
 
 MODES = {
     "engine process": ({"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
@@ -43,6 +43,37 @@ def asked_additions(prompt):
         Addition(("pre_attn", 3), late, start=len(prompt)),
         Addition(("post_block", 2), middle),
     ]
+
+
+def gated_change(layer, probed, scale=1.0):
+    """What a condition of `modes` means."""
+    vector, probe = modes.gates(HIDDEN)
+    return GatedChange(
+        ("post_block", layer),
+        lambda h: h + scale * vector,
+        [(("pre_attn", probed), lambda h: h @ probe)],
+        lambda scores: (scores[0] > 1.0).float(),
+    )
+
+
+def check_conditions(saved, mode, reference, changes):
+    """Scores, strengths and where it fired, of the last run of the reference; a probe on another
+    stage than what it decides on is refused."""
+    signals = saved["signals"][modes.GATED]
+    assert set(signals) == {f"gate {layer}" for layer in modes.GATES}
+    for layer, change in zip(modes.GATES, changes, strict=True):
+        signal, [scores] = signals[f"gate {layer}"], change.scores
+        assert 0 < float(change.strength([scores]).mean()) < 1
+        assert set(range(len(modes.PROMPTS[modes.GATED]), len(scores))) <= {*signal.positions}
+        assert signal.scores == pytest.approx(scores[signal.positions].numpy(), rel=1e-3, abs=5e-3)
+        fired = [p for p in signal.positions.tolist() if scores[p] > 1.0]
+        assert signal.fired.tolist() == fired
+    assert all(not each for i, each in enumerate(saved["signals"]) if i != modes.GATED)
+    if mode == "two pipeline stages":
+        assert "stage" in saved["across"]
+        return
+    prompt, change = modes.PROMPTS[modes.GATED], gated_change(2, 0, modes.FAR)
+    assert saved["across"] == reference.greedy(prompt, modes.TOKENS, gated=[change])
 
 
 def check_lens(payload, mode, reference):
@@ -91,11 +122,12 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
     for i, prompt in enumerate(modes.PROMPTS):
         additions = {modes.STEERED: [steering], modes.ASKED: asked_additions(prompt)}.get(i, [])
         patches = patched if i == modes.PATCHED else []
-        tokens = reference.greedy(prompt, modes.TOKENS, additions, patches)
+        gated = [gated_change(n, n) for n in modes.GATES] if i == modes.GATED else []
+        tokens = reference.greedy(prompt, modes.TOKENS, additions, patches, gated)
         assert [run[i] for run in saved["tokens"]] == [tokens] * 3
         passed = [*prompt, *tokens][:-1]
         places = {"early": ("post_block", 0), "late": ("lm_head_in", None)}
-        logits, states = reference.run(passed, list(places.values()), additions, patches)
+        logits, states = reference.run(passed, list(places.values()), additions, patches, gated)
         expected = {name: states[place] for name, place in places.items()} | {"logits": logits}
         for name, (positions, rows) in saved["rows"][i].items():
             first = len(prompt) - 1 if name == "logits" else 0
@@ -103,6 +135,8 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
             for position, row in zip(positions, rows, strict=True):
                 assert error_of(row, expected[name][position]) < RELATIVE
         assert set(saved["rows"][i]) == {*modes.READERS}
+        if gated:
+            check_conditions(saved, mode, reference, gated)
     check_lens(saved["lens"], mode, reference)
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"
