@@ -313,6 +313,15 @@ def test_a_condition_sees_the_row_before_steering_at_its_own_place(llm, referenc
     assert 0 < float(change.strength(change.scores).mean()) < 1
 
 
+def test_scores_that_nobody_read_are_not_the_next_requests(llm):
+    [prompt] = prompts_of([20], seed=4)
+    everywhere, some = ({"post_block": {1: e}} for e in (ENTRY, {**ENTRY, "positions": [0, 3]}))
+    quiet = {"signals": {"enabled": False}}
+    generate(llm, [prompt], greedy(1, steering_vectors=everywhere, consumers=quiet))
+    [output] = generate(llm, [prompt], greedy(1, steering_vectors=some))
+    assert output.signals["post_block:0"].positions.tolist() == [0, 3]
+
+
 @pytest.mark.parametrize("join", ["all", "any"])
 def test_a_condition_joined_with_itself_is_the_condition(llm, join):
     [prompt] = prompts_of([30], seed=3)

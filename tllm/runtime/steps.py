@@ -131,6 +131,9 @@ class Steps:
             self._frame = frame
             self._flows = self.dispatcher.flows_of(frame, self.assignments.flows)
             self._bundled = False
+            # Steps before, whose signals nobody reads, leave their scores where they are.
+            if any(flow.flow.reads_port("signals") for flow in self._flows):
+                self.steering.gates.forget_scores(int(counts.sum()))
         self._drafting = frame if drafts is not None else None
         if self._drafting is None:
             self.rows_steered += self.planner.steered
@@ -210,7 +213,6 @@ class Steps:
         self.dispatcher.before_sampling(self._flows, frame)
         if any(flow.flow.reads_port("signals") for flow in self._flows):
             self.verdicts.copy()
-            self.steering.gates.forget_scores(int(frame.batch.counts.sum()))
 
     @property
     def guidance_width(self) -> int:
