@@ -142,7 +142,7 @@ READERS = {
 }
 
 
-def main(model: str, output: str, options: str) -> None:
+def main(model: str, path: str, options: str) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     llm = LLM(
         model,
@@ -200,10 +200,24 @@ def main(model: str, output: str, options: str) -> None:
         far = list(looked.outputs[0].token_ids)
     except ValueError as error:
         far = str(error)
+    probe = {"hook": "post_block", "layer": 1, "vector": [1.0] * hidden}
+    always = {"probe": probe, "above": -1e9, "name": "always"}
+    off = {"consumers": {"steering": {"enabled": False}}}
+    params = SamplingParams(
+        temperature=0, min_tokens=3, ignore_eos=True, detokenize=False, stop_when=always, **off
+    )
+    try:
+        [output] = llm.generate(prompts[:1], params, use_tqdm=False)
+        [sample] = output.outputs
+        fired = sample.signals["always"].fired.tolist()
+        ended = (list(sample.token_ids), sample.finish_reason, sample.stop_reason, fired)
+    except ValueError as error:
+        ended = str(error)
     saved = {
         "lens": lens,
         "across": far,
         "signals": [o.outputs[0].signals for o in during],
+        "ended": ended,
         "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
         "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],
         "rows": [
@@ -217,7 +231,7 @@ def main(model: str, output: str, options: str) -> None:
         "stats": llm.intervention_stats(),
         "dead": killed(llm) if isinstance(llm.llm_engine.engine_core, SyncMPClient) else None,
     }
-    torch.save(saved, output)
+    torch.save(saved, path)
 
 
 def killed(llm: LLM) -> str:

@@ -98,6 +98,16 @@ def check_lens(payload, mode, reference):
         assert abs(found - wanted).max() < 2e-4
 
 
+def check_ended(ended, mode, reference):
+    """A condition that always holds ends a sample after `min_tokens`; stages are refused."""
+    if mode == "two pipeline stages":
+        assert "stop_when: this engine has 2 pipeline stages" in ended
+        return
+    prompt = modes.PROMPTS[0]
+    fired = list(range(len(prompt), len(prompt) + 3))
+    assert ended == (reference.greedy(prompt, 3), "stop", "always", fired)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
     options, environment = MODES[mode]
@@ -138,6 +148,7 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
         if gated:
             check_conditions(saved, mode, reference, gated)
     check_lens(saved["lens"], mode, reference)
+    check_ended(saved["ended"], mode, reference)
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"
     assert saved["dead"] == (None if in_process else "EngineDeadError")
