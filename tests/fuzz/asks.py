@@ -69,6 +69,11 @@ class Ask:
         """Whether it asks to be steered itself."""
         return any("steering" in name for name in self.options)
 
+    @property
+    def patched(self) -> bool:
+        """Whether it asks for rows in the place of its own."""
+        return "patch" in self.options
+
     def __str__(self) -> str:
         with np.printoptions(threshold=4, precision=4):
             return (

@@ -13,6 +13,8 @@ from engine.reference import HIDDEN, LAYERS, VOCAB
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
+from fuzz.gates import gate_all
+from fuzz.patches import patch
 
 VECTORS = [
     (np.random.default_rng(seed).standard_normal(HIDDEN) * 0.4).astype(np.float32)
@@ -25,6 +27,12 @@ MODULES: Mapping[str, Mapping[str, Any]] = {
     "late": {
         "decode_vectors": {"mlp_out": {-1: {"vector": VECTORS[1], "method": "norm_match"}}},
         "clamps": {"pre_attn": {2: {"vector": VECTORS[2], "max": 0.5}}},
+    },
+    "gated": {
+        "vectors": {
+            "post_block": {0: {"vector": VECTORS[3], "when": "both"}},
+            "mlp_out": {2: {"vector": VECTORS[4], "method": "ablate", "when": "glad"}},
+        },
     },
 }
 """Modules that every engine of the attack has."""
@@ -166,7 +174,7 @@ def _steer(field: str) -> Callable[[Random, Ask], None]:
 
 def _module(pick: Random, ask: Ask) -> None:
     ask.options["steering_module_ref"] = pick.choice(
-        ["calm", ("calm", -0.5), ["late", ("calm", 2)], [("late", 0.0)]]
+        ["calm", "gated", ("gated", -0.5), ["late", ("calm", 2)], ["gated", ("late", 0.0)]]
     )
 
 
@@ -179,7 +187,7 @@ def _where(pick: Random, ask: Ask) -> None:
 
 
 def _esamp(pick: Random, ask: Ask) -> None:
-    if ask.steered:  # its rows are compared as those of a prompt, which may be steered otherwise
+    if ask.steered or ask.patched:  # its rows are compared as those of a prompt, where it is not so
         return
     ask.consumers["esamp"] = pick.choice(
         [{}, {"beta": 1.0}, {"beta": 0.0}, {"group": "shared"}, {"train": False}]
@@ -255,7 +263,7 @@ def _streamed(pick: Random, ask: Ask) -> None:
     whole is as if it had been given at once. So which tokens are meant must not depend on where the
     prompt ends, and what vLLM cannot do of streamed prompts is not asked. Nor is a seed: vLLM's V1
     runner draws the answers to all parts from one generator, with or without us."""
-    impossible = {"stop", "structured_outputs", "prompt_logprobs", "steering_positions"}
+    impossible = {"stop", "structured_outputs", "prompt_logprobs", "steering_positions", "patch"}
     phases = any(name.startswith(("prefill", "decode")) for name in ask.options)
     if ask.options.keys() & impossible or ask.options.get("n", 1) > 1 or ask.selections or phases:
         return
@@ -329,8 +337,10 @@ FEATURES: tuple[Feature, ...] = (
     Feature("clamps", 0.15, _steer("steering_clamps")),
     Feature("prefill_clamps", 0.05, _steer("prefill_steering_clamps")),
     Feature("decode_clamps", 0.05, _steer("decode_steering_clamps")),
+    Feature("gates", 0.6, gate_all),
     Feature("module", 0.2, _module),
     Feature("where", 0.2, _where),
+    Feature("patches", 0.25, patch),
     Feature("esamp", 0.2, _esamp),
     Feature("probe", 0.3, _probe),
     Feature("unlogged", 0.3, _unlogged),

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from capture.truth import WITHOUT_LAYER, located, meant, reduced
 from engine.reference import LAYERS
 
 import tllm.stores
 from fuzz.asks import Ask
+from fuzz.features import MODULES
+from fuzz.gates import conditions_in, edges_of, is_near
 
 RELATIVE = {"model": 5e-5, "float32": 5e-5, "float16": 2e-3}
 """Largest error of a row relative to its norm: sums in another order, and rounding to half."""
@@ -31,10 +34,12 @@ class Alone:
     Attributes:
         tokens: all of its tokens, the prompt's first.
         rows: by hook point and layer, `[tokens - 1, hidden]`.
+        signals: what conditions of steering made of its tokens, by name.
     """
 
     tokens: list[int]
     rows: Mapping[tuple[str, int | None], torch.Tensor]
+    signals: Mapping[str, Any]
 
 
 class Oracle:
@@ -43,11 +48,18 @@ class Oracle:
     Args:
         probe: `(weight [hidden], bias)` of the engine's probe.
         root: of the engine's store.
+
+    Attributes:
+        looked: outputs that `check` was given.
+        near: those of them that could not be compared, since alone a score lay on the edge of a
+            condition.
     """
 
     def __init__(self, probe: tuple[torch.Tensor, float], root: Any) -> None:
         self._probe = probe
         self._root = root
+        self.looked = 0
+        self.near = 0
 
     def alone(self, ask: Ask, output: Any) -> tuple[list[list[int]], Any]:
         """What to run, one after the other, to know what an output should be.
@@ -67,14 +79,28 @@ class Oracle:
         """Each sample of the request, from the outputs of what `alone` said."""
         if ask.guided:
             return [
-                Alone([*ask.prompt, *sample.token_ids], _states(each.outputs[0]))
+                Alone(
+                    [*ask.prompt, *sample.token_ids],
+                    _states(each.outputs[0]),
+                    each.outputs[0].signals,
+                )
                 for sample, each in zip(output.outputs, outputs, strict=True)
             ]
         [each] = outputs
-        return [Alone([*ask.prompt, *s.token_ids], _states(s)) for s in each.outputs]
+        return [Alone([*ask.prompt, *s.token_ids], _states(s), s.signals) for s in each.outputs]
 
-    def check(self, ask: Ask, output: Any, truth: Sequence[Alone]) -> None:
-        """Raises `WrongError` unless an output is what its request gives alone."""
+    def check(self, ask: Ask, output: Any, truth: Sequence[Alone], everywhere: Any = None) -> None:
+        """Raises `WrongError` unless an output is what its request gives alone.
+
+        Args:
+            everywhere: global steering.
+        """
+        self.looked += 1
+        given = [everywhere, ask.options, *(MODULES.values() if "module" in ask.drawn else ())]
+        edges = edges_of(conditions_in(given))
+        if any(is_near(alone.signals, edges) for alone in truth):
+            self.near += 1
+            return
         if len(output.outputs) != len(truth):
             raise WrongError(f"{len(output.outputs)} samples, and alone {len(truth)}")
         for completion, alone in zip(output.outputs, truth, strict=True):
@@ -91,6 +117,13 @@ class Oracle:
                 self._check_capture(ask, name, completion, alone)
             if ask.consumers["probe"].get("enabled", True):
                 self._check_probe(completion, alone)
+        if not ask.guided:
+            _check_signals(ask, output, truth)
+
+    def check_power(self) -> None:
+        """Raises `WrongError` where so many outputs lay on edges that little was compared."""
+        if self.near > 3 + 0.1 * self.looked:
+            raise WrongError(f"scores of {self.near} of {self.looked} outputs lay on edges")
 
     # -- comparing -------------------------------------------------------------------------------
 
@@ -134,6 +167,42 @@ class Oracle:
             raise WrongError(f"the probe scored the positions {scores.positions.tolist()}")
         expected = alone.rows[PROBED] @ weight + bias
         _compare(torch.from_numpy(scores.values)[None], expected[None], 1e-4, "the probe's scores")
+
+
+def _check_signals(ask: Ask, output: Any, truth: Sequence[Alone]) -> None:
+    """What conditions made of each token that was computed for a sample.
+
+    Tokens of the prompt that the cache had were judged for another; one of several samples computes
+    the prompt, or each a part of it.
+    """
+    off = not ask.consumers.get("signals", {}).get("enabled", True)
+    first = len(ask.prompt)
+    several = len(truth) > 1 or ask.parts
+    cached = first if several else min(first, output.num_cached_tokens or 0)
+    for completion, alone in zip(output.outputs, truth, strict=True):
+        if set(completion.signals) != (set() if off else set(alone.signals)):
+            raise WrongError(f"signals {set(completion.signals)}, and alone {set(alone.signals)}")
+        for name, signal in completion.signals.items():
+            told = f"signal {name!r} of sample {completion.index}"
+            expected = {}
+            for each in [*truth, alone]:  # the prompt's tokens are those of all samples
+                scored = each.signals[name]
+                known = zip(scored.positions, scored.scores, scored.strengths, strict=True)
+                expected |= {p: (s, x) for p, s, x in known if each is alone or p < first}
+            found = signal.positions.tolist()
+            missing = {p for p in expected if p >= cached} - set(found)
+            if missing or found != sorted(set(found)) or set(found) - set(expected):
+                raise WrongError(f"{told} is of {found}, and alone of {sorted(expected)}")
+            wanted = np.array([expected[p] for p in found], np.float64).reshape(-1, 2)
+            scores, strengths = wanted.T
+            if not np.allclose(signal.scores, scores, rtol=1e-4, atol=1e-3, equal_nan=True):
+                raise WrongError(f"{told} has the scores {signal.scores}, and alone {scores}")
+            if not np.allclose(signal.strengths, strengths, atol=2e-3):
+                raise WrongError(f"{told} has strengths {signal.strengths}, alone {strengths}")
+            sure = (strengths < 0.498) | (strengths > 0.502)
+            fired = np.isin(signal.positions, signal.fired)
+            if (fired != (strengths > 0.5))[sure].any():
+                raise WrongError(f"{told} fired at {signal.fired}, its strengths are {strengths}")
 
 
 def at_these_positions(

@@ -12,13 +12,16 @@ from random import Random
 from typing import Any
 
 import torch
+from capture.truth import POINTS
 from engine.asking import generate
 from engine.reference import HIDDEN
 
 from fuzz.asks import Ask
 from fuzz.features import MODULES, VECTORS, draw_together, tier
+from fuzz.gates import MONITORS, gate, names_of
 from fuzz.leaks import Footprint, footprint, grown
 from fuzz.oracle import Alone, Oracle, WrongError, at_these_positions
+from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
@@ -72,6 +75,11 @@ EVENTS: Mapping[str, Event] = {
         0.1,
         lambda llm: llm.steering.register_module("calm", {"post_block": {3: VECTORS[4]}}),
         lambda llm: llm.steering.register_module("calm", MODULES["calm"]),
+    ),
+    "a monitor changes": Event(
+        0.1,
+        lambda llm: llm.steering.register_monitor("glad", MONITORS["both"]["any"][1]),
+        lambda llm: llm.steering.register_monitor("glad", MONITORS["glad"]),
     ),
     "a consumer comes and goes": Event(
         0.2,
@@ -132,14 +140,20 @@ class Attack:
         self._truth: dict[int, list[Alone]] = {}
         for consumer in consumers(root):
             llm.register_consumer(consumer)
+        for name, condition in MONITORS.items():
+            llm.steering.register_monitor(name, condition)
         for name, spec in MODULES.items():
             llm.steering.register_module(name, spec)
+        llm.patching.register_mean(MEAN, MEANS)
+        llm.patching.run(RUN_PROMPT, hooks=POINTS, name=RUN)
 
     def run(self, seed: int, requests: int) -> int:
         """One round; how many requests were compared. `WrongError` tells seed and request."""
         pick = Random(seed)
         asks = draw_together(pick, self._allows, requests)
         everywhere = tier(pick, Ask([1], {"max_tokens": 2})) if pick.random() < STEERED else None
+        if everywhere is not None:
+            gate(pick, everywhere, names_of("everywhere"), 0.5)
         interrupt = pick.randint(1, 15) if pick.random() < INTERRUPTED else None
         happens = {
             name: (begin := pick.randint(2, 12), begin + pick.randint(1, 6))
@@ -168,6 +182,10 @@ class Attack:
             f"seed {seed}: each time the same requests run there is more of\n  {leaks}\n{told}\n"
             f"  {features}"
         )
+
+    def check_power(self) -> None:
+        """Raises `WrongError` where little could be compared."""
+        self._oracle.check_power()
 
     def _together(
         self, asks: Sequence[Ask], happens: Mapping[str, tuple[int, int]], everywhere: Any
@@ -198,9 +216,9 @@ class Attack:
             if ask.guided:
                 self._steer(everywhere)
             self._truth[number] = self._oracle.truth(ask, output, found)
-            if everywhere is None and not ask.steered and not ask.guided:
+            if everywhere is None and not (ask.steered or ask.patched or ask.guided):
                 self._compare_with_vllm(ask, output)
-        self._oracle.check(ask, output, self._truth[number])
+        self._oracle.check(ask, output, self._truth[number], everywhere)
 
     def _compare_with_vllm(self, ask: Ask, output: Any) -> None:
         params = ask.params(capture=None, consumers=None)
@@ -296,6 +314,7 @@ def attack(attacked: Attack, seed: int, *, rounds: int | None, seconds: float | 
         except WrongError as error:
             wrong.append(str(error))
         number += 1
+    attacked.check_power()
     if wrong:
         raise WrongError("\n\n".join(wrong))
     return checked

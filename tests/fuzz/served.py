@@ -18,14 +18,17 @@ from random import Random
 from typing import Any
 
 import psutil
+from capture.truth import POINTS
 from tiny_engines import TINY_ENGINE
 from vllm.engine.protocol import StreamingInput
 from vllm.sampling_params import RequestOutputKind
 
 from fuzz.asks import Ask
 from fuzz.features import MODULES, draw_together
+from fuzz.gates import MONITORS
 from fuzz.leaks import Footprint, grown, of_process
 from fuzz.oracle import Oracle, WrongError
+from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
 from fuzz.rounds import AGAIN, PROBE, consumers
 from tllm import AsyncLLM
 
@@ -57,6 +60,10 @@ class Served:
             before = await self._footprint()
         told = "\n  ".join([*more, "and they were", *(" ".join(ask.drawn) for ask in asks)])
         raise WrongError(f"seed {seed}: each time the same requests run there is more of\n  {told}")
+
+    def check_power(self) -> None:
+        """Raises `WrongError` where little could be compared."""
+        self._oracle.check_power()
 
     async def _compare(self, seed: int, ask: Ask, output: Any) -> None:
         try:
@@ -163,6 +170,10 @@ async def main(model: str, folder: str, seed: int, seconds: float, more: dict[st
     engine = await AsyncLLM.create(
         model, consumers=consumers(root), **options, scheduling_policy="priority"
     )
+    for name, condition in MONITORS.items():
+        await engine.steering.register_monitor(name, condition)
+    await engine.patching.register_mean(MEAN, MEANS)
+    await engine.patching.run(RUN_PROMPT, hooks=POINTS, name=RUN)
     for name, spec in MODULES.items():
         await engine.steering.register_module(name, spec)
     served, checked, number, started = Served(engine, root), 0, 0, time.monotonic()
@@ -171,6 +182,7 @@ async def main(model: str, folder: str, seed: int, seconds: float, more: dict[st
             checked += await served.run(seed + number, requests=6)
             print(f"seed {seed + number}: {checked}", flush=True)
             number += 1
+        served.check_power()
     finally:
         engine.shutdown()
     print(f"{checked} requests of {number} rounds were compared")

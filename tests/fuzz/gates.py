@@ -1,0 +1,171 @@
+"""Conditions of steering: how they are drawn, and which scores lie on their edges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from capture.truth import POINTS, WITHOUT_LAYER
+from engine.reference import HIDDEN, LAYERS
+
+from fuzz.asks import Ask
+
+Places = list[tuple[str, int | None]]
+IN_LAYERS: Places = [
+    (point, layer) for layer in range(LAYERS) for point in POINTS if point not in WITHOUT_LAYER
+]
+PLACES: Places = [("embed", None), *IN_LAYERS, ("lm_head_in", None)]
+"""In the order of the network."""
+
+PROBES = [
+    (np.random.default_rng(seed).standard_normal(HIDDEN) * 0.4).astype(np.float32)
+    for seed in range(40, 45)
+]
+THRESHOLDS: Mapping[str, tuple[float, ...]] = {
+    "dot": (-2.0, 0.1, 1.5),
+    "cosine": (-0.06, 0.01, 0.07),
+    "cast": (0.04, 0.1, 0.25),
+}
+BORDER: Mapping[str, float] = {"dot": 1e-4, "cosine": 2e-5, "cast": 2e-5}
+"""Scores so near to an edge, relative to what is above 1, may fall on either side of it."""
+
+MONITORS: Mapping[str, Mapping[str, Any]] = {
+    "glad": {"probe": {"hook": "post_attn", "layer": 0, "vector": PROBES[0]}, "above": 0.2},
+    "both": {
+        "any": [
+            "glad",
+            {
+                "probe": {"hook": "mlp_in", "layer": 0, "vector": PROBES[1], "score": "cosine"},
+                "between": [-0.03, 0.05],
+                "name": "term",
+            },
+        ]
+    },
+}
+"""Monitors that every engine of the attack has, of layer 0."""
+
+Edges = dict[str, list[tuple[float, float]]]
+"""By the name of a signal, where its strength jumps, and the `BORDER` there; by "" for the signals
+that have no name of their own."""
+
+
+def _probe(pick: Random, last: int, names: Iterator[str]) -> dict[str, Any]:
+    """A condition on one probe, at or before a place."""
+    point, layer = PLACES[pick.randrange(max(0, last - 14), last + 1)]
+    score = pick.choice(["dot", "dot", "cosine", "cast"])
+    probe: dict[str, Any] = {"hook": point, "vector": pick.choice(PROBES)}
+    if layer is not None:
+        probe["layer"] = pick.choice([layer, layer - LAYERS])
+    if score != "dot" or pick.random() < 0.5:
+        probe |= {"score": score, "bias": pick.choice([0.0, 0.02])}
+    low, middle, high = THRESHOLDS[score]
+    side = pick.choice(["above", "below", "between", "soft"])
+    when: dict[str, Any] = {"probe": probe}
+    if side == "between":
+        when["between"] = pick.choice([[low, high], [low, middle]])
+    elif side == "soft":
+        when |= {pick.choice(["above", "below"]): middle, "soft": pick.choice([0.3, 1.0])}
+    else:
+        when[side] = pick.choice([low, middle, high])
+    return when | ({"name": next(names)} if pick.random() < 0.7 else {})
+
+
+def _condition(pick: Random, last: int, names: Iterator[str], depth: int = 0) -> Any:
+    """A condition of any form, known at a place."""
+    chance = pick.random()
+    if chance < 0.15 and ("mlp_in", 0) in PLACES[: last + 1]:
+        return pick.choice([*MONITORS])
+    if chance < 0.75 or depth == 2:
+        return _probe(pick, last, names)
+    terms = [_condition(pick, last, names, depth + 1) for _ in range(pick.randint(1, 3))]
+    named = {"name": next(names)} if pick.random() < 0.7 else {}
+    return {pick.choice(["all", "any"]): terms, **named}
+
+
+def gate(pick: Random, tier: dict[str, Any], names: Iterator[str], chance: float) -> None:
+    """Give entries of a tier conditions, some the same."""
+    known: list[tuple[int, Any]] = []
+    for point, layers in tier.items():
+        at = {None: [layers]} if point in WITHOUT_LAYER else layers
+        for layer, entries in at.items():
+            last = PLACES.index((point, None if layer is None else layer % LAYERS))
+            for entry in entries:
+                if pick.random() > chance:
+                    continue
+                again = [when for place, when in known if place <= last]
+                if not again or pick.random() < 0.7:
+                    known.append((last, _condition(pick, last, names)))
+                    again = [known[-1][1]]
+                entry["when"] = pick.choice(again)
+
+
+def names_of(prefix: str) -> Iterator[str]:
+    """Names that differ."""
+    number = 0
+    while True:
+        number += 1
+        yield f"{prefix}{number}"
+
+
+def gate_all(pick: Random, ask: Ask) -> None:
+    """Conditions in all tiers that a request brings."""
+    names = names_of("gate")
+    for name, tier in ask.options.items():
+        if name.endswith(("vectors", "clamps")):
+            gate(pick, tier, names, 0.7)
+    if pick.random() < 0.1:
+        ask.consumers["signals"] = {"enabled": False}
+
+
+# -- where they jump -------------------------------------------------------------------------------
+
+
+def conditions_in(given: Any) -> Iterator[Any]:
+    """All conditions of entries, anywhere in what a request, or the engine, is given."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            if key == "when":
+                yield value
+            else:
+                yield from conditions_in(value)
+    elif isinstance(given, (list, tuple)):
+        for each in given:
+            yield from conditions_in(each)
+
+
+def edges_of(conditions: Iterator[Any] | Sequence[Any], name: str = "") -> Edges:
+    """Where the strengths of conditions, and of those that they join, jump."""
+    found: Edges = {}
+    for when in conditions:
+        called = name
+        if isinstance(when, str):
+            when, called = MONITORS[when], when
+        called = called or when.get("name", "")
+        if "probe" not in when:
+            more = edges_of(when.get("all") or when["any"])
+        elif "soft" in when:
+            more = {}
+        else:
+            border = BORDER[when["probe"].get("score", "dot")]
+            edges = when.get("between") or [when.get("above", when.get("below"))]
+            more = {called: [(edge, border) for edge in edges]}
+        for key, values in more.items():
+            found.setdefault(key, []).extend(values)
+    return found
+
+
+def is_near(signals: Mapping[str, Any], edges: Edges) -> bool:
+    """Whether a score lies so near to an edge that rounding decides, and with it all that follows.
+
+    A signal that nobody named may be that of any condition without a name; conditions that judge
+    alike are one, with the names that it has.
+    """
+    for name, signal in signals.items():
+        scores = torch.from_numpy(np.asarray(signal.scores, np.float64))
+        for edge, border in edges.get(name, edges.get("", [])):
+            if bool(((scores - edge).abs() < border * scores.abs().clamp(min=1)).any()):
+                return True
+    return False
