@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from random import Random
 from typing import Any, Literal
 
 import numpy as np
+from capture.truth import POINTS
 
 from tllm import SamplingParams
 
@@ -23,6 +25,7 @@ class Ask:
         abort_after: engine steps, or outputs, after which it is cancelled; None for never.
         cancel: how: by `abort`, by leaving its stream, or by cancelling the task that reads it.
         parts: in how many its prompt arrives; 0 for one that is no stream.
+        points: the hook points that its engine has.
         guided: ESamp may change its tokens, so that only its rows can be compared.
         selections: of tokens, that its steering names.
         drawn: names of the features that it has.
@@ -34,6 +37,7 @@ class Ask:
     abort_after: int | None = None
     cancel: Literal["abort", "leave", "task"] = "abort"
     parts: int = 0
+    points: Sequence[str] = POINTS
     guided: bool = False
     selections: list[Any] = field(default_factory=list)
     drawn: list[str] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
@@ -96,7 +96,7 @@ def _layers(pick: Random) -> Any:
 
 
 def _capture(pick: Random, ask: Ask) -> dict[str, Any]:
-    points = pick.sample(POINTS, pick.randint(1, 3))
+    points = pick.sample(ask.points, pick.randint(1, 3))
     return {
         "hooks": {p: "all" if p in WITHOUT_LAYER else _layers(pick) for p in points},
         "positions": positions(pick, ask),
@@ -154,7 +154,7 @@ def _entry(pick: Random, ask: Ask, clamp: bool) -> dict[str, Any]:
 def tier(pick: Random, ask: Ask, clamp: bool = False) -> dict[str, Any]:
     """Entries at one or two hook points."""
     points = pick.sample(
-        [point for point in POINTS if point not in WITHOUT_LAYER], pick.randint(1, 2)
+        [point for point in ask.points if point not in WITHOUT_LAYER], pick.randint(1, 2)
     )
     found: dict[str, Any] = {}
     for point in points:
@@ -351,10 +351,10 @@ FEATURES: tuple[Feature, ...] = (
 )
 
 
-def draw(pick: Random, allowed: frozenset[str]) -> Ask:
-    """A random request for an engine that allows these kinds of features."""
+def draw(pick: Random, allowed: frozenset[str], points: Sequence[str] = POINTS) -> Ask:
+    """A random request for an engine that allows these kinds of features, and has these points."""
     length = pick.choice([1, 2, pick.randint(3, 12), pick.randint(13, 40), pick.randint(41, 90)])
-    ask = Ask([pick.randrange(1, VOCAB) for _ in range(length)])
+    ask = Ask([pick.randrange(1, VOCAB) for _ in range(length)], points=points)
     ask.options = {
         "temperature": 0.0,
         "max_tokens": pick.choice([1, 2, 5, pick.randint(6, 20)]),
@@ -369,9 +369,11 @@ def draw(pick: Random, allowed: frozenset[str]) -> Ask:
     return ask
 
 
-def draw_together(pick: Random, allowed: frozenset[str], count: int) -> list[Ask]:
+def draw_together(
+    pick: Random, allowed: frozenset[str], count: int, points: Sequence[str] = POINTS
+) -> list[Ask]:
     """Random requests, some of which share their parameters with another."""
-    asks = [draw(pick, allowed) for _ in range(count)]
+    asks = [draw(pick, allowed, points) for _ in range(count)]
     for number in range(1, count):
         if pick.random() < SHARED:
             asks[number] = asks[number - 1].twin(pick)

@@ -52,9 +52,9 @@ Edges = dict[str, list[tuple[float, float]]]
 that have no name of their own."""
 
 
-def _probe(pick: Random, last: int, names: Iterator[str]) -> dict[str, Any]:
-    """A condition on one probe, at or before a place."""
-    point, layer = PLACES[pick.randrange(max(0, last - 14), last + 1)]
+def _probe(pick: Random, before: Places, names: Iterator[str]) -> dict[str, Any]:
+    """A condition on one probe, at one of the last of these places."""
+    point, layer = pick.choice(before[-15:])
     score = pick.choice(["dot", "dot", "cosine", "cast"])
     probe: dict[str, Any] = {"hook": point, "vector": pick.choice(PROBES)}
     if layer is not None:
@@ -73,31 +73,38 @@ def _probe(pick: Random, last: int, names: Iterator[str]) -> dict[str, Any]:
     return when | ({"name": next(names)} if pick.random() < 0.7 else {})
 
 
-def _condition(pick: Random, last: int, names: Iterator[str], depth: int = 0) -> Any:
-    """A condition of any form, known at a place."""
+def _condition(pick: Random, before: Places, names: Iterator[str], depth: int = 0) -> Any:
+    """A condition of any form, known once these places are computed."""
     chance = pick.random()
-    if chance < 0.15 and ("mlp_in", 0) in PLACES[: last + 1]:
+    if chance < 0.15 and ("mlp_in", 0) in before:
         return pick.choice([*MONITORS])
     if chance < 0.75 or depth == 2:
-        return _probe(pick, last, names)
-    terms = [_condition(pick, last, names, depth + 1) for _ in range(pick.randint(1, 3))]
+        return _probe(pick, before, names)
+    terms = [_condition(pick, before, names, depth + 1) for _ in range(pick.randint(1, 3))]
     named = {"name": next(names)} if pick.random() < 0.7 else {}
     return {pick.choice(["all", "any"]): terms, **named}
 
 
-def gate(pick: Random, tier: dict[str, Any], names: Iterator[str], chance: float) -> None:
-    """Give entries of a tier conditions, some the same."""
+def gate(
+    pick: Random,
+    tier: dict[str, Any],
+    names: Iterator[str],
+    chance: float,
+    points: Sequence[str] = POINTS,
+) -> None:
+    """Give entries of a tier conditions at these points, some the same."""
     known: list[tuple[int, Any]] = []
+    places = [(point, layer) for point, layer in PLACES if point in points]
     for point, layers in tier.items():
         at = {None: [layers]} if point in WITHOUT_LAYER else layers
         for layer, entries in at.items():
-            last = PLACES.index((point, None if layer is None else layer % LAYERS))
+            last = places.index((point, None if layer is None else layer % LAYERS))
             for entry in entries:
                 if pick.random() > chance:
                     continue
                 again = [when for place, when in known if place <= last]
                 if not again or pick.random() < 0.7:
-                    known.append((last, _condition(pick, last, names)))
+                    known.append((last, _condition(pick, places[: last + 1], names)))
                     again = [known[-1][1]]
                 entry["when"] = pick.choice(again)
 
@@ -115,7 +122,7 @@ def gate_all(pick: Random, ask: Ask) -> None:
     names = names_of("gate")
     for name, tier in ask.options.items():
         if name.endswith(("vectors", "clamps")):
-            gate(pick, tier, names, 0.7)
+            gate(pick, tier, names, 0.7, ask.points)
     if pick.random() < 0.1:
         ask.consumers["signals"] = {"enabled": False}
 

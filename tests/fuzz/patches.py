@@ -42,7 +42,7 @@ def _patch(pick: Random, ask: Ask) -> dict[str, Any]:
     """One entry."""
     low, high = -len(ask.prompt), len(ask.prompt) + ask.options["max_tokens"] - 1
     positions = pick.sample(range(low, high), min(high - low, pick.randint(1, 5)))
-    point = pick.choice(POINTS)
+    point = pick.choice(ask.points)
     entry = {"hook": point, "positions": positions, "source": _source(pick, len(positions))}
     if point not in WITHOUT_LAYER:
         entry["layer"] = pick.randrange(-LAYERS, LAYERS)

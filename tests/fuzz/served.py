@@ -1,5 +1,5 @@
-"""`python served.py MODEL FOLDER SEED SECONDS OPTIONS`: attacks an `AsyncLLM`, whose engine is a
-process. OPTIONS are arguments of the engine, as JSON.
+"""`python served.py MODEL FOLDER SEED ROUNDS SECONDS OPTIONS`: attacks an `AsyncLLM`, whose engine
+is a process, ROUNDS times and for SECONDS at least. OPTIONS are arguments of the engine, as JSON.
 
 Requests stream their outputs in every kind, some stream their prompts, and some are cancelled: by
 `abort`, by leaving the stream, and by cancelling the task that reads it.
@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -38,15 +38,16 @@ ALLOWED = frozenset({"served", "seeded", "priority", "text", "structured"})
 class Served:
     """Attacks one `AsyncLLM`, round after round."""
 
-    def __init__(self, engine: AsyncLLM, root: Path) -> None:
+    def __init__(self, engine: AsyncLLM, root: Path, points: Sequence[str]) -> None:
         self._engine = engine
+        self._points = points
         self._oracle = Oracle(PROBE, root)
         self._number = 0
 
     async def run(self, seed: int, requests: int) -> int:
         """One round; how many requests were compared."""
         pick = Random(seed)
-        asks = draw_together(pick, ALLOWED, requests)
+        asks = draw_together(pick, ALLOWED, requests, self._points)
         more: list[str] = []
         before, checked = None, 0
         for _ in range(1 + AGAIN):
@@ -163,7 +164,9 @@ async def _parts(ask: Ask) -> AsyncGenerator[StreamingInput, None]:
     yield StreamingInput(prompt=_tokens(last), sampling_params=ask.same)
 
 
-async def main(model: str, folder: str, seed: int, seconds: float, more: dict[str, Any]) -> None:
+async def main(
+    model: str, folder: str, seed: int, rounds: int, seconds: float, more: dict[str, Any]
+) -> None:
     root = Path(folder) / "store"
     options = TINY_ENGINE | {"skip_tokenizer_init": False, "enable_chunked_prefill": False}
     options |= more
@@ -172,13 +175,15 @@ async def main(model: str, folder: str, seed: int, seconds: float, more: dict[st
     )
     for name, condition in MONITORS.items():
         await engine.steering.register_monitor(name, condition)
-    await engine.patching.register_mean(MEAN, MEANS)
-    await engine.patching.run(RUN_PROMPT, hooks=POINTS, name=RUN)
+    # Each rank of two holds a part of the heads.
+    points = [p for p in POINTS if p != "attn_heads" or "tensor_parallel_size" not in more]
+    await engine.patching.register_mean(MEAN, {point: MEANS[point] for point in points})
+    await engine.patching.run(RUN_PROMPT, hooks=points, name=RUN)
     for name, spec in MODULES.items():
         await engine.steering.register_module(name, spec)
-    served, checked, number, started = Served(engine, root), 0, 0, time.monotonic()
+    served, checked, number, started = Served(engine, root, points), 0, 0, time.monotonic()
     try:
-        while time.monotonic() - started < seconds:
+        while number < rounds or time.monotonic() - started < seconds:
             checked += await served.run(seed + number, requests=6)
             print(f"seed {seed + number}: {checked}", flush=True)
             number += 1
@@ -189,5 +194,5 @@ async def main(model: str, folder: str, seed: int, seconds: float, more: dict[st
 
 
 if __name__ == "__main__":
-    model, folder, seed, seconds, options = sys.argv[1:]
-    asyncio.run(main(model, folder, int(seed), float(seconds), json.loads(options)))
+    model, folder, seed, rounds, seconds, options = sys.argv[1:]
+    asyncio.run(main(model, folder, int(seed), int(rounds), float(seconds), json.loads(options)))
