@@ -215,6 +215,8 @@ def test_limits_that_are_wrong_are_refused(given, sentence, tmp_path):
 
 
 SPEC = {"post_block": {"2": [1.0, 2.0]}}
+PROBED = {"probe": {"hook": "post_block", "layer": 1, "vector": [1.0, 2.0]}, "above": 0.5}
+JOINT = {"any": [PROBED, {"all": [PROBED]}]}
 
 
 @pytest.mark.parametrize(
@@ -233,6 +235,11 @@ SPEC = {"post_block": {"2": [1.0, 2.0]}}
             {"steering_vectors": {"post_block": {"layer_indices": [1, 2, 3], "data": ""}}},
             400,
         ),
+        ({"vectors": 2}, {"steering_vectors": {"post_block": {"2": {"when": PROBED}}}}, None),
+        ({"vectors": 1}, {"steering_vectors": {"post_block": {"2": {"when": PROBED}}}}, 400),
+        ({"vectors": 2}, {"steering_vectors": {"post_block": {"2": [{"when": JOINT}]}}}, 400),
+        ({"vectors": 1}, {"stop_when": JOINT}, 400),
+        ({"vectors": 2}, {"steering_vectors": SPEC, "stop_when": PROBED}, None),
     ],
 )
 def test_what_a_key_may_not_ask_is_refused(tmp_path, limits, asked, status):
@@ -243,6 +250,14 @@ def test_what_a_key_may_not_ask_is_refused(tmp_path, limits, asked, status):
     with pytest.raises(FieldError, match="with this API key") as refusal:
         of_key.check(asked)
     assert (refusal.value.status, refusal.value.field) == (status, next(iter(asked)))
+
+
+def test_the_vectors_of_all_fields_count(tmp_path):
+    asked = {"steering_vectors": SPEC, "steering_clamps": SPEC, "stop_when": PROBED}
+    limited(tmp_path, vectors=3).of(1).check(asked)
+    with pytest.raises(FieldError, match="stop_when together: more than 2 vectors") as refusal:
+        limited(tmp_path, vectors=2).of(1).check(asked)
+    assert refusal.value.field == "stop_when"
 
 
 def test_rows_are_counted_before_they_are_captured(tmp_path):

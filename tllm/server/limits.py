@@ -42,7 +42,7 @@ class Limits(BaseModel):
     bytes: int | None = Field(default=None, ge=0)
     """The most bytes of them."""
     vectors: int | None = Field(default=None, ge=0)
-    """The most vectors and clamps in a request."""
+    """The most vectors, clamps and probes of conditions in a request."""
     configurations: int | None = Field(default=None, ge=0)
     """The most distinct ways of steering of its requests in flight."""
     requests: int | None = Field(default=None, ge=0)
@@ -63,21 +63,19 @@ class Limits(BaseModel):
                     f"{names[0]} was given, but this server does not allow it with this API key",
                     HTTPStatus.FORBIDDEN,
                 )
-        if self.vectors is not None:
-            for name in steers:
-                if name in ENDING_FIELDS:
-                    count = _probes_in(asked[name])
-                elif name in ("steering_module_ref", "steering_positions"):
-                    count = 0
-                else:
-                    count = sum(map(_vectors_in, _places(asked[name])))
-                if count > self.vectors:
-                    raise FieldError(
-                        name,
-                        f"{name} has {count} vectors; with this API key a request may have "
-                        f"{self.vectors}",
-                        HTTPStatus.BAD_REQUEST,
-                    )
+        if self.vectors is None:
+            return
+        count = 0
+        for name in steers:
+            count += _vectors_of(name, asked[name])
+            if count > self.vectors:
+                told = name if name == steers[0] else f"{', '.join(steers)} together"
+                raise FieldError(
+                    name,
+                    f"{told}: more than {self.vectors} vectors, clamps and probes, which is what a "
+                    "request may have with this API key",
+                    HTTPStatus.BAD_REQUEST,
+                )
 
     def check_rows(self, rows: int, row_bytes: int, field: str) -> None:
         """Refuse a request for too many rows. Raises `FieldError`."""
@@ -97,6 +95,15 @@ class Limits(BaseModel):
 def _steers(asked: Mapping[str, Any]) -> list[str]:
     """The fields that need rows of the steering tables."""
     return [name for name in asked if "steering" in name or name in ENDING_FIELDS]
+
+
+def _vectors_of(field: str, given: Any) -> int:
+    """How many vectors, clamps and probes a field of a request brings."""
+    if field in ("steering_module_ref", "steering_positions"):
+        return 0
+    if field in ENDING_FIELDS:
+        return _probes_in(given)
+    return sum(map(_vectors_in, _places(given)))
 
 
 def _probes_in(condition: Any) -> int:
@@ -122,9 +129,10 @@ def _places(tier: Any) -> list[Any]:
 def _vectors_in(entry: Any) -> int:
     if isinstance(entry, Mapping):
         indices = entry.get("layer_indices")
-        return len(indices) if isinstance(indices, list) else 1
+        vectors = len(indices) if isinstance(indices, list) else 1
+        return vectors + _probes_in(entry.get("when"))
     if isinstance(entry, list) and entry and isinstance(entry[0], (Mapping, list)):
-        return len(entry)
+        return sum(map(_vectors_in, entry))
     return 1
 
 
