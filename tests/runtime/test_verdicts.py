@@ -46,6 +46,18 @@ def test_the_row_that_a_token_is_drawn_from_ends_its_sequence_alone():
     }
 
 
+def test_preempted_sequences_may_come_on_top_of_the_most_that_run():
+    verdicts, _ = made(2, [(0, 1), (1, 1)])
+    verdicts.ask(0, 1, [(1, "x")], [])
+    slots, ones = np.array([9, 0], np.int32), np.ones(2, np.int32)
+    verdicts.begin(NAMES[:2], slots, 5 * ones, ones, None)
+    assert verdicts.take().wait() == {"b": ((0, 1),)}, "nobody asked for the one in slot 9"
+    verdicts.forget(30)
+    verdicts.ask(30, 1, [(1, "x")], [])
+    verdicts.begin(NAMES[:2], np.array([30, 0], np.int32), 5 * ones, ones, None)
+    assert verdicts.take().wait() == {"a": ((0, 1),), "b": ((0, 1),)}
+
+
 def test_rows_of_a_prompt_refuse_it_and_end_nothing():
     verdicts, state = made(6, [(1, 0), (5, 1)])
     verdicts.ask(0, 6, [(1, "stop")], [(0, "abort")])

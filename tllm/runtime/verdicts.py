@@ -68,7 +68,7 @@ class Verdicts:
 
     Args:
         gates: which judge.
-        max_sequences: the most that run at once.
+        max_sequences: the most that are expected at once; preempted ones may come on top.
     """
 
     def __init__(self, gates: Gates, max_sequences: int) -> None:
@@ -90,6 +90,7 @@ class Verdicts:
         aborts: Iterable[tuple[int, str]],
     ) -> None:
         """A sequence begins that conditions may end; each is given by its number and name."""
+        self._make_room(slot)
         self._asked += 1
         self._asks[slot] = True
         self._prompt_len[slot] = prompt_len
@@ -100,10 +101,20 @@ class Verdicts:
 
     def forget(self, slot: int) -> None:
         """A sequence has ended."""
-        if self._asks[slot]:
+        if slot < len(self._asks) and self._asks[slot]:
             self._asked -= 1
             self._asks[slot] = False
             self._numbers[:, slot] = False
+
+    def _make_room(self, slot: int) -> None:
+        size = len(self._asks)
+        if slot < size:
+            return
+        more = max(slot + 1, 2 * size) - size
+        self._asks = np.pad(self._asks, (0, more))
+        self._refuses = np.pad(self._refuses, (0, more))
+        self._prompt_len = np.pad(self._prompt_len, (0, more))
+        self._numbers = np.pad(self._numbers, ((0, 0), (0, more), (0, 0)))
 
     def skip(self) -> None:
         """Nothing is judged in the next forward pass."""
@@ -121,6 +132,7 @@ class Verdicts:
         self.skip()
         if not self._asked:
             return
+        self._make_room(int(slots.max(initial=0)))
         at = np.flatnonzero(self._asks[slots])
         if not len(at):
             return
