@@ -36,6 +36,8 @@ FIELDS = (
     "steering_name",
     "steering_positions",
     "patch",
+    "stop_when",
+    "abort_when",
 )
 """Fields of requests that can be given as model arguments."""
 

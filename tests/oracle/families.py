@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -973,6 +974,13 @@ _ROTATED_BY_HEAD = {
 def tolerance(name: str) -> float:
     """The largest difference to accept, relative to the largest value of the reference tensor."""
     return _TOLERANCES.get(name, 2e-5)
+
+
+def limits(name: str, points: Iterable[str]) -> dict[str, float]:
+    """The same by hook point. A head's rows are means of values: smaller than what they are made
+    of, while a softmax magnifies what scores are off by, and the projection that adds up the heads
+    comes only after them."""
+    return {point: tolerance(name) * (3 if point == "attn_heads" else 1) for point in points}
 
 
 def served_dtype(name: str) -> torch.dtype:

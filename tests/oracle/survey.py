@@ -32,7 +32,15 @@ import torch
 from tllm.spec.hooks import HookPoint, ModelPoints, ranges
 from tllm.verify.tolerance import Tolerance
 
-from .families import CHECKPOINT_OF, CONFIGS, LACKING, SURVEYED, Variant, served_dtype, tolerance
+from .families import (
+    CHECKPOINT_OF,
+    CONFIGS,
+    LACKING,
+    SURVEYED,
+    Variant,
+    served_dtype,
+    tolerance,
+)
 
 if TYPE_CHECKING:
     from .reference_process import ReferenceProcess
@@ -279,9 +287,8 @@ def _accepted(family: str, points: Sequence[str]) -> Tolerance:
         dense = Tolerance.of(served_dtype(family))
         limits = {point: 2 * limit for point, limit in dense.points.items()}
         return Tolerance(limits, regret=2 * limits["logits"])
-    limit = tolerance(family)
     # Two logits are compared to find the likeliest token, and both may be off.
-    return Tolerance(dict.fromkeys([*points, "logits"], limit), regret=2 * limit)
+    return Tolerance(limits(family, [*points, "logits"]), regret=2 * tolerance(family))
 
 
 def _plain_error(family: str, reference: Any, checkpoint: Path) -> float:

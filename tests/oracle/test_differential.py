@@ -13,7 +13,7 @@ from tllm.verify.steered import PHASES
 from tllm.verify.tolerance import Tolerance
 
 from .differential import CHUNK, Engine, Report, prompts_of, serving, written_batch
-from .families import CONFIGS, tolerance
+from .families import CONFIGS, limits
 from .reference_process import ReferenceProcess
 
 RUNNER = os.environ["TLLM_TEST_RUNNER"]
@@ -72,7 +72,7 @@ def engine(
 
 @pytest.fixture
 def accepted(engine: Engine) -> Tolerance:
-    return Tolerance(dict.fromkeys([*engine.points, "logits"], tolerance(engine.family)))
+    return Tolerance(limits(engine.family, [*engine.points, "logits"]))
 
 
 def assert_agrees(report: Report) -> None:

@@ -16,8 +16,9 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
 from tllm.spec.request import Asked
 
-#: The rows that patches name may be others tomorrow, and answers are remembered.
-_FIELDS = tuple(name for name in ASKED_FIELDS if name != "patch")
+#: The rows that patches name may be others tomorrow, and answers are remembered. Tokens of queries
+#: and lanes are given, so no condition ends them.
+_FIELDS = tuple(name for name in ASKED_FIELDS if name not in ("patch", "stop_when", "abort_when"))
 
 
 class LaneOptions(TypedDict, total=False):
