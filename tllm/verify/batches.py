@@ -230,7 +230,8 @@ def patched_batch(
         prompt = common if shares else prompts.pick(chance, chance.randrange(5, 14))
         size = (sizes or {}).get(place, 1.0)
         last = len(prompt) - 1
-        positions = [(last,), (0, last // 2), (last + 2,), (last, last + 1)][number % 4]
+        within = (last, last + 2) if place[0] == "lm_head_in" else (0, last // 2)  # what is seen
+        positions = [(last,), within, (last + 2,), (last, last + 1)][number % 4]
         rows = torch.randn(len(positions), len(vector), generator=generator)
         mask = tuple(sorted(chance.sample(range(len(vector)), len(vector) // 3)))
         patched = Patched(
