@@ -38,6 +38,7 @@ from .families import (
     LACKING,
     SURVEYED,
     Variant,
+    limits,
     served_dtype,
     tolerance,
 )
@@ -285,8 +286,8 @@ def _accepted(family: str, points: Sequence[str]) -> Tolerance:
         # steering, `transformers` in bfloat16 is off from itself in float32 by up to 1.1 of the
         # limits of other models (Qwen 2: 0.95), and vLLM may be as far off on the other side.
         dense = Tolerance.of(served_dtype(family))
-        limits = {point: 2 * limit for point, limit in dense.points.items()}
-        return Tolerance(limits, regret=2 * limits["logits"])
+        doubled = {point: 2 * limit for point, limit in dense.points.items()}
+        return Tolerance(doubled, regret=2 * doubled["logits"])
     # Two logits are compared to find the likeliest token, and both may be off.
     return Tolerance(limits(family, [*points, "logits"]), regret=2 * tolerance(family))
 
