@@ -33,6 +33,25 @@ def test_a_pair_is_swept_written_and_drawn(invoke, tiny_model, tmp_path):
         assert drawn.format == "PNG"
 
 
+def test_paths_of_heads_are_swept(invoke, tiny_model, tmp_path):
+    out, picture = tmp_path / "heads.jsonl", tmp_path / "heads.png"
+    asked = ["--clean", "a story", "--corrupt", "a stXry", "--right", "a", "--wrong", "b"]
+    more = ["--hooks", "attn_heads", "--heads", "all", "--together", "--freeze", "all"]
+    more += ["--receivers", "mlp_in:2,attn_in:3", "--out", str(out), "--heatmap", str(picture)]
+    engine = [*ENGINE, "--engine-arg", "hook_points=all"]
+    status, text, error = invoke("sweep", tiny_model, *asked, *more, *engine)
+    assert (status, error.count("Error")) == (0, 0), text + error
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 4 * 4 and rows[5] | {"recovered": 0} == {
+        "pair": 0, "hook": "attn_heads", "layer": 1, "head": 1, "position": None, "token": None,
+        "recovered": 0, "text": None,
+    }  # fmt: skip
+    assert all(row["recovered"] == 0 for row in rows if row["layer"] == 3), "after the receivers"
+    assert any(row["recovered"] != 0 for row in rows)
+    with Image.open(picture) as drawn:
+        assert drawn.format == "PNG"
+
+
 def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
     lines = tmp_path / "pairs.jsonl"
     lines.write_text('{"clean": "a", "corrupt": "b", "answers": ["c"]}\n{"clean": "a"}\n')
@@ -46,6 +65,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
         (["--pairs", str(some)], "1 of 2 lines have 'answers'; give all"),
         (["--pairs", str(lines), "--right", "a"], "--pairs has all prompts and answers"),
         (["--clean", "a", "--corrupt", "b", "--layers", "first"], "give whole numbers"),
+        (["--clean", "a", "--corrupt", "b", "--receivers", "mlp_in"], "'mlp_in' has no layer"),
     ):
         status, _, error = invoke("sweep", "no-model", *asked)
         assert status == 2

@@ -17,6 +17,7 @@ from engine.reference import PatchedRow
 from tllm.client.generation import SyncGeneration
 from tllm.patching import Sweep
 from tllm.patching.heatmap import Heatmap
+from tllm.spec.hooks import HookPoint
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 HOOKS = ["post_block", "mlp_out"]
@@ -140,6 +141,113 @@ def test_windows_of_layers_are_patched_together(llm, reference):
     assert np.abs(sweep.values["logit_diff"] - sweep.corrupt["logit_diff"]).max() > 0.05
 
 
+def head_of(head):
+    """The dimensions of one of four heads."""
+    return list(range(32 * head, 32 * head + 32))
+
+
+def test_heads_are_patched_one_at_a_time(llm, reference):
+    """By position, and all positions in one experiment."""
+    [clean], [corrupt] = pairs_of([7], first=4)
+    asked = {"hooks": "attn_heads", "layers": [1, 3], "metric": "logit_diff", "answers": (5, 9)}
+    each = llm.patching.sweep(clean, corrupt, heads="all", positions=[2, 4, -1], **asked)
+    whole = llm.patching.sweep(clean, corrupt, heads=[3, 0], together=True, **asked)
+    assert each.tensor.shape == (2, 4, 3) and whole.tensor.shape == (2, 2)
+    assert (each.computed, whole.computed) == (2 * 4 * 2, 2 * 2)
+    assert whole.heads == (3, 0) and whole.top(1)[0]["position"] is None
+    assert [row["head"] for row in each.rows] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3] * 2
+    places = [("attn_heads", layer) for layer in (1, 3)]
+    _, states = reference.run(clean, places)
+
+    def expected(place, head, positions):
+        rows = [PatchedRow(place, p, states[place][p], 0.0, 1.0, head_of(head)) for p in positions]
+        found = logprobs_of(reference, corrupt, rows)
+        return found[5] - found[9]
+
+    for layer, place in enumerate(places):
+        for head in range(4):
+            for column, position in enumerate([2, 4, 6]):
+                found = float(each.tensor[layer, head, column])
+                assert found == pytest.approx(expected(place, head, [position]), abs=2e-3)
+        for column, head in enumerate([3, 0]):
+            found = float(whole.tensor[layer, column])
+            assert found == pytest.approx(expected(place, head, range(7)), abs=2e-3)
+    assert float(each.tensor.max() - each.tensor.min()) > 0.1
+
+
+WAYS = [
+    ("attn_heads", "all", [], True),  # the direct effect of each head
+    ("attn_heads", "attn_out", [("mlp_in", 2), ("attn_in", 3)], True),  # as of the IOI circuit
+    ("mlp_out", "all", [("attn_heads", 3)], False),
+    ("post_block", "mlp_out", [("pre_attn", 2), ("mlp_out", 3)], False),
+    ("attn_in", "all", [], False),
+]
+
+
+def later(sender, place):
+    """Whether a place comes after a sender; what leaves a block enters the next one."""
+    names = [point.value for point in HookPoint]
+
+    def order(hook, layer):
+        linked = hook == "pre_attn"
+        return (layer - 1, names.index("post_block")) if linked else (layer, names.index(hook))
+
+    return order(*place) > order(*sender)
+
+
+def paths_by_transformers(reference, source, base, sender, head, position, freeze, receivers):
+    """Log-probabilities where only the ways from a sender that are not frozen count: three runs
+    with hooks."""
+    frozen = ["attn_out", "mlp_out"] if freeze == "all" else [freeze]
+    branches = [(hook, layer) for hook in frozen for layer in range(4)]
+    _, still = reference.run(base, branches)
+    _, new = reference.run(source, [sender])
+    own = {"attn_heads": "attn_out", "attn_in": "attn_out", "mlp_in": "mlp_out"}.get(sender[0])
+    kept = [each for each in branches if later(sender, each) and each != (own, sender[1])]
+    positions = range(len(base)) if position is None else [position]
+    dimensions = None if head is None else head_of(head)
+    patches = [PatchedRow(sender, p, new[sender][p], 0.0, 1.0, dimensions) for p in positions]
+    patches += [PatchedRow(each, p, still[each][p]) for each in kept for p in range(len(base))]
+    if not receivers:
+        return logprobs_of(reference, base, patches)
+    # What arrives there is seen before it is frozen.
+    _, arrived = reference.run(base, receivers, patches=patches)
+    rows = [PatchedRow(to, p, arrived[to][p]) for to in receivers for p in range(len(base))]
+    return logprobs_of(reference, base, rows)
+
+
+@pytest.mark.parametrize(("hook", "freeze", "receivers", "by_head"), WAYS)
+def test_paths_are_patched_as_by_hooks_of_transformers(
+    llm, reference, hook, freeze, receivers, by_head
+):
+    """Everything but the path keeps the rows of the run that is patched."""
+    [clean], [corrupt] = pairs_of([7], first=4)
+    layers = [0, 2] if INTERPRETED else [0, 1, 2, 3]
+    more = {"heads": [1, 2], "together": True} if by_head else {"positions": [3, 4, 6]}
+    sweep = llm.patching.sweep(
+        clean, corrupt, hooks=hook, layers=layers, freeze=freeze, receivers=receivers,
+        metric=["logit_diff", third], answers=(5, 9), **more,
+    )  # fmt: skip
+    assert llm.patching.kept() == {}
+    changed = set()
+    for at in np.ndindex(sweep.values["third"].shape):
+        layer, head, column = at[2], at[3] if by_head else None, at[-1]
+        place = hook, layers[layer]
+        position = None if by_head else [3, 4, 6][column]
+        expected = logprobs_of(reference, corrupt)
+        if not receivers or any(later(place, each) for each in receivers):
+            expected = paths_by_transformers(
+                reference, clean, corrupt, place, None if head is None else [1, 2][head],
+                position, freeze, receivers,
+            )  # fmt: skip
+        assert sweep.values["third"][at] == pytest.approx(third(expected), abs=2e-3), at
+        found = sweep.values["logit_diff"][at]
+        assert found == pytest.approx(expected[5] - expected[9], abs=2e-3), at
+        changed.add(round(float(found), 2))
+    assert len(changed) > 2, "paths carry something"
+    assert sweep.noise_floor["logit_diff"] < 1e-3
+
+
 def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     values = {"kl": np.array([[[[0, 1.0], [-2.0, np.nan]]]], np.float32).repeat(2, 0)}
     ends = {"kl": np.zeros(2, np.float32)}
@@ -162,7 +270,7 @@ def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     longer.heatmap(tmp_path / "longer.png", pair=1)
     assert (tmp_path / "longer.png").read_bytes() == (tmp_path / "one.png").read_bytes()
     for arguments, message in (
-        ({"labels": ["one"]}, "labels has 1 entries for 2 positions"),
+        ({"labels": ["one"]}, "labels has 1 entries for 2 columns"),
         ({"metric": "logprob"}, "was not measured; measured were kl"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -230,6 +338,13 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         ({"positions": [12]}, "12 is out of range"),
         ({"hooks": "lm_head_in"}, "belongs to no layer"),
         ({"layers": 7}, "has no layer 7"),
+        ({"heads": "all"}, "heads is given with hooks='post_block'; heads are of hooks='attn_h"),
+        ({"heads": [4], "hooks": "attn_heads"}, "give 'all', or numbers from 0 to 3"),
+        ({"heads": [], "hooks": "attn_heads"}, "give 'all', or numbers from 0 to 3"),
+        ({"freeze": "post_block"}, "post_block is no branch that a layer adds"),
+        ({"freeze": "all", "window": 2}, "window=2 was given with freeze or receivers"),
+        ({"freeze": "all", "receivers": [("lm_head_in", None)]}, "leave receivers out"),
+        ({"receivers": ["mlp_in"]}, "'mlp_in' is no place; give pairs such as"),
         ({"window": 0}, "window=0 is not allowed; give 1 or more layers"),
     ],
 )

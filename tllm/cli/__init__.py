@@ -263,6 +263,18 @@ def sweep(
         bool, typer.Option(help="Put rows of the corrupt run into the clean one.")
     ] = False,
     window: Annotated[int, typer.Option(help="Layers that are patched together.")] = 1,
+    heads: Annotated[
+        str | None, typer.Option(help="With --hooks attn_heads: one at a time; 0,3 or all.")
+    ] = None,
+    together: Annotated[bool, typer.Option(help="Patch all positions in one experiment.")] = False,
+    freeze: Annotated[
+        str | None,
+        typer.Option(help="Path patching: attn_out, mlp_out, or all; these branches keep still."),
+    ] = None,
+    receivers: Annotated[
+        str | None,
+        typer.Option(help="Where paths end, such as mlp_in:3,attn_in:4; else at the logits."),
+    ] = None,
     top: Annotated[int, typer.Option(help="Experiments to print.")] = 10,
     out: Annotated[
         Path | None, typer.Option(help="Write a row for each experiment, as JSON Lines.")
@@ -297,6 +309,10 @@ def sweep(
             metrics=metric.split(","),
             noising=noising,
             window=window,
+            heads=heads if heads in (None, "all") else _numbers("--heads", heads),
+            together=together,
+            freeze=() if freeze is None else freeze.split(","),
+            receivers=() if receivers is None else _places("--receivers", receivers),
             engine=dict(map(_argument, engine_arg or ())),
         )
         found, texts = sweeping.run(job, console)
@@ -308,6 +324,17 @@ def sweep(
     except (ValueError, OSError, ImportError) as error:
         Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _places(option: str, text: str) -> list[tuple[str, int]]:
+    """Hook points with their layers as a command line gives them."""
+    found = []
+    for each in text.split(","):
+        hook, _, layer = each.partition(":")
+        if not layer:
+            raise ValueError(f"{option}={text!r}: {each!r} has no layer; give such as mlp_in:3")
+        found += [(hook, number) for number in _numbers(option, layer)]
+    return found
 
 
 def _numbers(option: str, text: str) -> list[int]:

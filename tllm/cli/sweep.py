@@ -27,7 +27,7 @@ class SweepJob:
         answers: the right and the wrong next token, for each pair.
         hooks, layers, positions: as `llm.patching.sweep` takes them.
         metrics: names.
-        noising, window: see there.
+        noising, window, heads, together, freeze, receivers: see there.
         engine: further arguments of `tllm.LLM`.
     """
 
@@ -41,6 +41,10 @@ class SweepJob:
     metrics: Sequence[str] = ("recovered",)
     noising: bool = False
     window: int = 1
+    heads: Sequence[int] | str | None = None
+    together: bool = False
+    freeze: Sequence[str] = ()
+    receivers: Sequence[tuple[str, int]] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -98,6 +102,10 @@ def run(job: SweepJob, console: Console) -> tuple[Sweep, list[list[str]]]:
             answers=job.answers,
             noising=job.noising,
             window=job.window,
+            heads=job.heads,
+            together=job.together,
+            freeze=job.freeze,
+            receivers=job.receivers,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     tokenizer = llm.get_tokenizer()
@@ -113,13 +121,15 @@ def render(sweep: Sweep, texts: Sequence[Sequence[str]], top: int, console: Cons
             f"{name}: clean {clean:.3f}, corrupt {corrupt:.3f}, noise {floor:.1e}", highlight=False
         )
     table = Table()
-    for column in ("pair", "hook", "layer", "position", "token", *sweep.metrics):
+    where = ["pair", "hook", "layer"]
+    where += [] if sweep.heads is None else ["head"]
+    where += [] if sweep.together else ["position", "token"]
+    for column in (*where, *sweep.metrics):
         table.add_column(column, justify="left" if column in ("hook", "token") else "right")
     for row in sweep.top(top):
-        token = repr(texts[row["pair"]][row["position"]])
+        told = row | {"token": escape(repr(_text(row, texts)))}
         values = [f"{row[name]:.3f}" for name in sweep.metrics]
-        where = [str(row[key]) for key in ("pair", "hook", "layer", "position")]
-        table.add_row(*where, escape(token), *values)
+        table.add_row(*(str(told[key]) for key in where), *values)
     console.print(table)
 
 
@@ -127,13 +137,17 @@ def write(sweep: Sweep, texts: Sequence[Sequence[str]], path: Path) -> None:
     """Write a row for each experiment, as JSON Lines."""
     with path.open("w", encoding="utf-8") as file:
         for row in sweep.rows:
-            text = texts[row["pair"]][row["position"]]
-            file.write(json.dumps({**row, "text": text}) + "\n")
+            file.write(json.dumps({**row, "text": _text(row, texts)}) + "\n")
+
+
+def _text(row: Mapping[str, Any], texts: Sequence[Sequence[str]]) -> str | None:
+    """The token at the position of an experiment; None where all were patched together."""
+    return None if row["position"] is None else texts[row["pair"]][row["position"]]
 
 
 def draw(sweep: Sweep, texts: Sequence[Sequence[str]], path: Path) -> None:
     """Draw the heatmap; the tokens are under the positions where there is one pair."""
     labels = None
-    if len(texts) == 1:
+    if len(texts) == 1 and not sweep.together:
         labels = [f"{position} {texts[0][position]}" for position in sweep.positions]
     sweep.heatmap(path, labels=labels)

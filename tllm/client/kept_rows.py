@@ -12,7 +12,8 @@ import numpy as np
 
 from tllm.client.calls import ALONE, Steps, WorkerCall
 from tllm.client.generation import AsyncGeneration, Generation, SyncGeneration, Work
-from tllm.client.sweeping import Progress, PromptPair, Sweeping
+from tllm.client.path_ways import PathWays, Place
+from tllm.client.sweeping import Progress, PromptPair, SweepForm, Sweeping
 from tllm.consumers.base import Consumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.params import SamplingParams
@@ -24,8 +25,6 @@ from tllm.spec.reading import FloatArray, numeric_array
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
-
-Place = tuple[str, "int | None"]
 
 
 class PatchingControl:
@@ -103,10 +102,14 @@ class PatchingControl:
         hooks: str | Sequence[str],
         layers: int | Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
+        heads: Any = None,
+        together: bool = False,
         metric: Any = "recovered",
         answers: Any = None,
         noising: bool = False,
         window: int = 1,
+        freeze: str | Sequence[str] = (),
+        receivers: Sequence[Place] = (),
         progress: Progress | None = None,
     ) -> Any:
         """Patch one row at a time, at every hook point, layer and position, and measure the next
@@ -117,6 +120,8 @@ class PatchingControl:
                 the two of a pair have as many tokens.
             hooks, layers: as `run` takes them.
             positions: negative ones count from the end of the prompt. None: all.
+            heads: with `hooks="attn_heads"`, patch one head at a time: numbers, or `"all"`.
+            together: patch all positions in one experiment.
             metric: a name of `tllm.patching.METRICS`, a function of the log-probabilities
                 `[vocab]`, or a list of these.
             answers: `(right, wrong)` next tokens, ids or text of one token each, or a list with a
@@ -124,6 +129,11 @@ class PatchingControl:
             noising: put rows of the corrupt run into the clean one instead.
             window: rows of so many consecutive layers are patched together, at one position; the
                 layer in the result is the middle one.
+            freeze: path patching: `"attn_out"`, `"mlp_out"`, both, or `"all"`. These branches of
+                later layers keep the rows of the run that is patched, so that only what goes
+                through the residual stream (and through the other branch) counts.
+            receivers: `(hook, layer)` pairs: what arrives there is put into a run in which nothing
+                else is changed. None: the logits receive.
             progress: called with how many experiments are done, and of how many.
 
         Returns:
@@ -135,10 +145,17 @@ class PatchingControl:
             pairs = self._pairs(clean, corrupt)
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
-            places = self.places(hooks, layers)
-            if type(window) is not int or window < 1:
-                raise ValueError(f"window={window!r} is not allowed; give 1 or more layers")
-            sweeping = Sweeping(self, pairs, places, positions, measures, noising, window, progress)
+            places = tuple(self.places(hooks, layers))
+            form = SweepForm(
+                places,
+                None if positions is None else tuple(positions),
+                self._heads(heads, places),
+                together,
+                noising,
+                window,
+                self._ways(freeze, receivers),
+            )
+            sweeping = Sweeping(self, pairs, form, measures, progress)
             sweep: Sweep = yield from sweeping.work()
             return replace(sweep, single_pair=not _are_several(clean))
 
@@ -152,6 +169,12 @@ class PatchingControl:
             return dict(self._client.patches.kept)
 
         return self._client_run(steps())
+
+    def has_head(self, place: Place, head: int) -> bool:
+        """Whether a layer has so many heads."""
+        layer = place[1]
+        assert layer is not None
+        return head < self._client.facts.points.heads[layer].num_heads
 
     # -- how --------------------------------------------------------------------------------------
 
@@ -167,6 +190,36 @@ class PatchingControl:
                 "many of each"
             )
         return [PromptPair(*pair) for pair in zip(*both, strict=True)]
+
+    def _heads(self, given: Any, places: Sequence[Place]) -> tuple[int, ...] | None:
+        """The heads that a sweep patches one at a time."""
+        if given is None:
+            return None
+        if other := [hook for hook, _ in places if hook != HookPoint.ATTN_HEADS]:
+            raise ValueError(
+                f"heads is given with hooks={other[0]!r}; heads are of hooks='attn_heads' alone"
+            )
+        splits = self._client.facts.points.heads
+        most = max(splits[layer].num_heads for _, layer in places if layer is not None)
+        if isinstance(given, str) and given == "all":
+            return tuple(range(most))
+        heads = [given] if type(given) is int else given
+        plain = isinstance(heads, Sequence) and not isinstance(heads, (str, bytes))
+        if not plain or not heads or not all(type(h) is int and 0 <= h < most for h in heads):
+            raise ValueError(f"heads={given!r:.60}: give 'all', or numbers from 0 to {most - 1}")
+        return tuple(dict.fromkeys(heads))
+
+    def _ways(self, freeze: Any, receivers: Any) -> PathWays | None:
+        """What a sweep keeps still, and where changes arrive."""
+        places: list[Place] = []
+        for each in receivers or ():
+            if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != 2:
+                raise ValueError(
+                    f"receivers: {each!r:.60} is no place; give pairs such as ('mlp_in', 3)"
+                )
+            hook, layer = each
+            places += self.places(hook, layer)
+        return PathWays.parse(self._client.facts.points, freeze, places)
 
     def _answers(self, given: Any, count: int) -> list[Answer]:
         """Answers as token ids, for each pair of prompts."""
@@ -224,12 +277,14 @@ class PatchingControl:
         places: Sequence[Place],
         names: Sequence[str | None] | None = None,
         asked: Sequence[Mapping[str, Any]] | None = None,
+        patches: Sequence[Any] | None = None,
     ) -> Work[tuple[list[KeptRows], list[Any]]]:
         """Compute prompts and keep their rows.
 
         Args:
             names: of each run; None: one of its own.
             asked: what else each request asks of consumers.
+            patches: of each.
 
         Returns:
             What is kept of each, and the outputs.
@@ -250,6 +305,7 @@ class PatchingControl:
                 max_tokens=1,
                 detokenize=False,
                 consumers={PatchRunsConsumer.consumer_id: one, **(asked[i] if asked else {})},
+                patch=patches[i] if patches else None,
             )
             for i, one in enumerate(wanted)
         ]
@@ -279,6 +335,11 @@ class PatchingControl:
         """Drop what was kept."""
         for each in kept:
             yield self._dropped(each.name)
+
+    def room(self, tokens: int, places: Sequence[Place]) -> Work[int]:
+        """How many runs of so many tokens the workers can keep now."""
+        answers = yield self._client.ask(WorkerCall("free_patch_bytes"))
+        return int(sum(answers)) // (tokens * len(places) * self._client.facts.row_bytes)
 
     def _check_room(self, prompts: Sequence[Sequence[int]], places: Sequence[Place]) -> Work[None]:
         """Refuse what there is no room for, before it is computed."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tllm.client.generation import Generation, Work
+from tllm.client.path_ways import PathWays, Place
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import SamplingParams
 from tllm.patching.metrics import FloatArray, Measures
@@ -23,6 +24,9 @@ _AT_ONCE = 512
 
 _WATCHED = 64
 """The same where somebody is told of each part."""
+
+_RECEIVED = 32
+"""The same where each leaves rows at the receivers."""
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Told how many experiments are done, and of how many."""
@@ -54,15 +58,72 @@ class PromptPair:
 
 
 class _Experiment(NamedTuple):
-    """One row patched, or those of a window of layers; `places` is empty for what changes nothing,
-    which is there to be compared with."""
+    """Rows that are patched together, those of one position unless told.
 
-    pair: int
-    hook: int
-    layer: int
-    places: tuple[tuple[str, int | None], ...]
-    number: int
-    position: int
+    Attributes:
+        at: its place in the values: pair, hook, layer, head, position.
+        places: patched together; several in a window of layers.
+        positions: none where nothing changes.
+    """
+
+    at: tuple[int, int, int, int, int]
+    places: tuple[Place, ...]
+    heads: tuple[int, ...] | None
+    positions: tuple[int, ...]
+
+    @property
+    def pair(self) -> int:
+        """Which pair of prompts."""
+        return self.at[0]
+
+
+@dataclass(frozen=True)
+class SweepForm:
+    """What is patched in each experiment of a sweep.
+
+    Attributes:
+        places: hook points by layer.
+        positions: None for all.
+        heads: of `attn_heads`, one at a time; None: whole rows.
+        together: all positions in one experiment, and not one at a time.
+        noising, window: see `Sweep`.
+        ways: what is kept from changing, and where changes arrive; None: all changes count.
+    """
+
+    places: tuple[Place, ...]
+    positions: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    together: bool = False
+    noising: bool = False
+    window: int = 1
+    ways: PathWays | None = None
+
+    def __post_init__(self) -> None:
+        if alone := [hook for hook, layer in self.places if layer is None]:
+            raise ValueError(f"hooks: {alone[0]} belongs to no layer; patch it with a request")
+        if type(self.window) is not int or self.window < 1:
+            raise ValueError(f"window={self.window!r} is not allowed; give 1 or more layers")
+        if self.window > 1 and self.ways is not None:
+            raise ValueError(
+                f"window={self.window} was given with freeze or receivers, but what lies between "
+                "the layers of a window belongs to no path; leave one of them out"
+            )
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """Each hook point once."""
+        return tuple(dict.fromkeys(hook for hook, _ in self.places))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Each layer once, in their order."""
+        return tuple(sorted({layer for _, layer in self.places if layer is not None}))
+
+    def at(self, place: Place) -> tuple[int, int]:
+        """Where a place is in the values."""
+        hook, layer = place
+        assert layer is not None
+        return self.hooks.index(hook), self.layers.index(layer)
 
 
 class Sweeping:
@@ -70,9 +131,6 @@ class Sweeping:
 
     Args:
         control: keeps the rows of runs.
-        places: hook points by layer.
-        positions: None for all.
-        noising, window: see `Sweep`.
         progress: called as the sweep goes on.
     """
 
@@ -80,116 +138,193 @@ class Sweeping:
         self,
         control: PatchingControl,
         pairs: Sequence[PromptPair],
-        places: Sequence[tuple[str, int | None]],
-        positions: Sequence[int] | None,
+        form: SweepForm,
         measures: Measures,
-        noising: bool,
-        window: int = 1,
         progress: Progress | None = None,
     ) -> None:
         self._control = control
         self._pairs = pairs
         self._measures = measures
-        self._noising = noising
-        self._window = window
         self._progress = progress
-        self._places = list(places)
-        self._hooks = tuple(dict.fromkeys(hook for hook, _ in places))
-        self._layers = tuple(sorted({layer for _, layer in places if layer is not None}))
-        if alone := [hook for hook, layer in places if layer is None]:
-            raise ValueError(f"hooks: {alone[0]} belongs to no layer; patch it with a request")
+        self.form = form
         longest = max(len(pair.clean) for pair in pairs)
-        self._positions = tuple(range(longest) if positions is None else positions)
+        given = form.positions
+        self._positions = tuple(range(longest) if given is None else given)
         for number, pair in enumerate(pairs):
             pair.check(number)
-            for position in () if positions is None else positions:
+            for position in given or ():
                 if not -len(pair.clean) <= position < len(pair.clean):
                     raise ValueError(
                         f"positions: {position} is out of range for pair {number} of "
                         f"{len(pair.clean)} tokens"
                     )
+        noising = form.noising
+        self._sources = [pair.corrupt if noising else pair.clean for pair in pairs]
+        self._bases = [pair.clean if noising else pair.corrupt for pair in pairs]
+        self._asked = [self._consumers(i) for i in range(len(pairs))]
 
     def work(self) -> Work[Sweep]:
         """Run both prompts of all pairs, then patch one row at a time."""
-        control, pairs = self._control, self._pairs
-        sources = [pair.corrupt if self._noising else pair.clean for pair in pairs]
-        bases = [pair.clean if self._noising else pair.corrupt for pair in pairs]
+        control, form = self._control, self.form
         yield control.ensure(NextTokenConsumer())
-        asked = [self._asked(i) for i in range(len(pairs))]
-        kept, outputs = yield from control.runs(sources, self._read(), asked=asked)
+        kept, outputs = yield from control.runs(self._sources, self._read(), asked=self._asked)
+        frozen: list[KeptRows] = []
         try:
             of_sources = list(map(_logprobs, outputs))
-            params = [self._params(asked[i]) for i in range(len(pairs))]
-            of_bases = list(map(_logprobs, (yield Generation(bases, params))))
-            clean, corrupt = (of_bases, of_sources) if self._noising else (of_sources, of_bases)
+            if form.ways is None or not form.ways.frozen:
+                params = [self._params(asked) for asked in self._asked]
+                outputs = yield Generation(self._bases, params)
+            else:
+                frozen, outputs = yield from control.runs(
+                    self._bases, form.ways.frozen, asked=self._asked
+                )
+            of_bases = list(map(_logprobs, outputs))
+            clean, corrupt = (of_bases, of_sources) if form.noising else (of_sources, of_bases)
             found = _Found(self, clean, corrupt)
-            found.fill(of_bases)
-            experiments = [*self._experiments(), *self._idle()]
-            size = _AT_ONCE if self._progress is None else _WATCHED
-            for low in range(0, len(experiments), size):
-                part = experiments[low : low + size]
-                patched = [self._params(asked[e.pair], self._patch(e, kept)) for e in part]
-                outputs = yield Generation([bases[e.pair] for e in part], patched)
-                for experiment, output in zip(part, outputs, strict=True):
-                    found.enter(experiment, _logprobs(output))
-                if self._progress is not None:
-                    self._progress(low + len(part), len(experiments))
+            cells = list(self._cells())
+            found.fill(of_bases, [cell for cell in cells if not self._changes(cell)])
+            experiments = [cell for cell in cells if self._changes(cell)]
+            yield from self._compute([*experiments, *self._idle()], kept, frozen, found)
         finally:
-            yield from control.forget(kept)
+            yield from control.forget([*kept, *frozen])
+        return self._result(found, found.of(clean), found.of(corrupt), len(experiments))
+
+    def _compute(
+        self,
+        experiments: Sequence[_Experiment],
+        kept: Sequence[KeptRows],
+        frozen: Sequence[KeptRows],
+        found: _Found,
+    ) -> Work[None]:
+        """All experiments, part by part."""
+        size = _AT_ONCE if self._progress is None else _WATCHED
+        receivers = () if self.form.ways is None else self.form.ways.receivers
+        if receivers:
+            longest = max(len(base) for base in self._bases)
+            room = yield from self._control.room(longest, receivers)
+            size = max(1, min(size, _RECEIVED, room))
+        for low in range(0, len(experiments), size):
+            part = experiments[low : low + size]
+            patches = [self._patch(each, kept, frozen) for each in part]
+            if receivers:
+                outputs = yield from self._received(part, patches)
+            else:
+                asked = [self._asked[each.pair] for each in part]
+                params = list(map(self._params, asked, patches))
+                outputs = yield Generation([self._bases[each.pair] for each in part], params)
+            for experiment, output in zip(part, outputs, strict=True):
+                found.enter(experiment, _logprobs(output))
+            if self._progress is not None:
+                self._progress(low + len(part), len(experiments))
+
+    def _received(self, part: Sequence[_Experiment], patches: Sequence[Any]) -> Work[list[Any]]:
+        """What arrives at the receivers in each experiment, put into runs in which nothing else is
+        changed."""
+        assert self.form.ways is not None
+        bases = [self._bases[each.pair] for each in part]
+        arrived, _ = yield from self._control.runs(bases, self.form.ways.receivers, patches=patches)
+        try:
+            params = []
+            for each, run in zip(part, arrived, strict=True):
+                after = range(min(each.positions, default=0), run.num_positions)
+                patch = self.form.ways.received(run, after)
+                params.append(self._params(self._asked[each.pair], patch))
+            outputs: list[Any] = yield Generation(bases, params)
+        finally:
+            yield from self._control.forget(arrived)
+        return outputs
+
+    def _result(
+        self,
+        found: _Found,
+        clean: dict[str, FloatArray],
+        corrupt: dict[str, FloatArray],
+        computed: int,
+    ) -> Sweep:
+        form, values = self.form, found.values
+        if form.heads is None:
+            values = {name: each[:, :, :, 0] for name, each in values.items()}
         return Sweep(
-            self._hooks,
-            self._layers,
+            form.hooks,
+            form.layers,
             self._positions,
-            found.values,
-            found.of(clean),
-            found.of(corrupt),
-            tuple(map(tuple, bases)),
-            self._noising,
-            len(experiments) - len(pairs),
-            window=self._window,
+            values,
+            clean,
+            corrupt,
+            tuple(map(tuple, self._bases)),
+            form.noising,
+            computed,
+            window=form.window,
             noise_floor=found.noise_floor,
+            heads=form.heads,
+            together=form.together,
+            freeze=() if form.ways is None else form.ways.freeze,
+            receivers=() if form.ways is None else form.ways.receivers,
         )
 
-    def _experiments(self) -> Iterator[_Experiment]:
+    def _cells(self) -> Iterator[_Experiment]:
+        """An experiment for every value; those that change nothing have no positions."""
+        heads = [None] if self.form.heads is None else list(self.form.heads)
         for number, pair in enumerate(self._pairs):
-            length = len(pair.clean)
-            for index, given in enumerate(self._positions):
-                position = given + length if given < 0 else given
-                if pair.differs_from <= position < length:
-                    for place in self._places:
-                        around = self._around(place)
-                        yield _Experiment(number, *self.at(place), around, index, position)
+            for index, positions in self._groups(pair):
+                changed = tuple(p for p in positions if p >= pair.differs_from)
+                for place in self.form.places:
+                    for head_index, head in enumerate(heads):
+                        if head is not None and not self._control.has_head(place, head):
+                            continue
+                        at = number, *self.form.at(place), head_index, index
+                        around = self._around(place, head)
+                        chosen = None if head is None else (head,)
+                        yield _Experiment(at, around, chosen, changed)
+
+    def _groups(self, pair: PromptPair) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Which positions are patched at once, and where they are in the values."""
+        length = len(pair.clean)
+        counted = [p + length if p < 0 else p for p in self._positions if p < length]
+        if self.form.together:
+            yield 0, tuple(dict.fromkeys(counted))
+        else:
+            yield from ((index, (position,)) for index, position in enumerate(counted))
+
+    def _changes(self, experiment: _Experiment) -> bool:
+        """Whether it can change anything: not before the first token that differs, nor where no
+        way leads to a receiver."""
+        ways = self.form.ways
+        return bool(experiment.positions) and (ways is None or ways.leads(experiment.places[0]))
 
     def _idle(self) -> Iterator[_Experiment]:
         """For each pair, one in which nothing is changed, in the batches of the others: the row
         before the first difference, which is the same in both runs; else nothing is patched."""
+        place = self.form.places[0]
+        heads = None if self.form.heads is None else (self.form.heads[0],)
+        if heads is not None and not self._control.has_head(place, heads[0]):
+            heads = (0,)
         for number, pair in enumerate(self._pairs):
-            position = pair.differs_from - 1
-            around = self._around(self._places[0]) if position >= 0 else ()
-            yield _Experiment(number, 0, 0, around, _Found.NOWHERE, position)
+            before = pair.differs_from - 1
+            at = number, 0, 0, 0, _Found.NOWHERE
+            around = self._around(place, None if heads is None else heads[0])
+            yield _Experiment(at, around, heads, (before,) if before >= 0 else ())
 
-    def _around(self, place: tuple[str, int | None]) -> tuple[tuple[str, int | None], ...]:
+    def _around(self, place: Place, head: int | None = None) -> tuple[Place, ...]:
         """The window of layers that has a place in its middle; fewer at the ends of the model."""
         hook, layer = place
         assert layer is not None
-        low = layer - (self._window - 1) // 2
+        low = layer - (self.form.window - 1) // 2
         return tuple(
             (hook, each)
             for each in self._control.layers_of(hook)
-            if each is not None and low <= each < low + self._window
+            if each is not None
+            and low <= each < low + self.form.window
+            and (head is None or self._control.has_head((hook, each), head))
         )
 
-    def _read(self) -> list[tuple[str, int | None]]:
+    def _read(self) -> list[Place]:
         """Every place whose rows are put somewhere."""
-        return list(dict.fromkeys(each for place in self._places for each in self._around(place)))
+        return list(
+            dict.fromkeys(each for place in self.form.places for each in self._around(place))
+        )
 
-    def at(self, place: tuple[str, int | None]) -> tuple[int, int]:
-        """Where a place is in the values."""
-        hook, layer = place
-        assert layer is not None
-        return self._hooks.index(hook), self._layers.index(layer)
-
-    def _asked(self, pair: int) -> dict[str, Any]:
+    def _consumers(self, pair: int) -> dict[str, Any]:
         """What a request asks of consumers: the log-probabilities that are measured."""
         tokens = self._measures.tokens(pair)
         return {NextTokenConsumer.consumer_id: {} if tokens is None else {"token_ids": tokens}}
@@ -200,26 +335,31 @@ class Sweeping:
             temperature=0, max_tokens=1, detokenize=False, consumers=consumers, patch=patch
         )
 
-    @staticmethod
-    def _patch(experiment: _Experiment, kept: Sequence[KeptRows]) -> list[dict[str, Any]] | None:
-        source, positions = {"run": kept[experiment.pair]}, [experiment.position]
-        return [
-            {"hook": hook, "layer": layer, "positions": positions, "source": source}
-            for hook, layer in experiment.places
-        ] or None
+    def _patch(
+        self, experiment: _Experiment, kept: Sequence[KeptRows], frozen: Sequence[KeptRows]
+    ) -> list[dict[str, Any]] | None:
+        if not experiment.positions:
+            return None
+        entry: dict[str, Any] = {
+            "positions": list(experiment.positions),
+            "source": {"run": kept[experiment.pair]},
+        }
+        if experiment.heads is not None:
+            entry["heads"] = list(experiment.heads)
+        entries = [{"hook": hook, "layer": layer, **entry} for hook, layer in experiment.places]
+        if self.form.ways is not None and frozen:
+            run = frozen[experiment.pair]
+            after = range(min(experiment.positions), run.num_positions)
+            entries += self.form.ways.kept_still(experiment.places[0], run, after)
+        return entries
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """`[pairs, hooks, layers, positions]`."""
-        return len(self._pairs), len(self._hooks), len(self._layers), len(self._positions)
-
-    def unchanged(self) -> Iterator[tuple[int, int, int, int]]:
-        """Where patching changes nothing: before the first token that differs."""
-        for number, pair in enumerate(self._pairs):
-            for index, given in enumerate(self._positions):
-                if (given + len(pair.clean) if given < 0 else given) < pair.differs_from:
-                    for place in self._places:
-                        yield (number, *self.at(place), index)
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """`[pairs, hooks, layers, heads, positions]`; one head where whole rows are patched."""
+        form = self.form
+        heads = 1 if form.heads is None else len(form.heads)
+        positions = 1 if form.together else len(self._positions)
+        return len(self._pairs), len(form.hooks), len(form.layers), heads, positions
 
     def measured(
         self, logprobs: FloatArray, clean: FloatArray, corrupt: FloatArray, pair: int
@@ -261,23 +401,22 @@ class _Found:
             name: np.array([each[name] for each in measured], np.float32) for name in self.values
         }
 
-    def fill(self, bases: Sequence[FloatArray]) -> None:
-        """Enter what is known beforehand."""
+    def fill(self, bases: Sequence[FloatArray], cells: Iterable[_Experiment]) -> None:
+        """Enter what is known beforehand: experiments that change nothing."""
         measured = self._unpatched = self.of(bases)
-        for at in self._sweeping.unchanged():
+        for cell in cells:
             for name, values in self.values.items():
-                values[at] = measured[name][at[0]]
+                values[cell.at] = measured[name][cell.pair]
 
     def enter(self, experiment: _Experiment, logprobs: FloatArray) -> None:
         """What came of an experiment."""
-        if experiment.number == self.NOWHERE:
+        if experiment.at[-1] == self.NOWHERE:
             for name, value in self._measure(logprobs, experiment.pair).items():
                 change = abs(value - float(self._unpatched[name][experiment.pair]))
                 self.noise_floor[name] = max(self.noise_floor[name], change)
             return
-        at = experiment.pair, experiment.hook, experiment.layer, experiment.number
         for name, value in self._measure(logprobs, experiment.pair).items():
-            self.values[name][at] = value
+            self.values[name][experiment.at] = value
 
     def _measure(self, logprobs: FloatArray, pair: int) -> dict[str, float]:
         return self._sweeping.measured(logprobs, self._clean[pair], self._corrupt[pair], pair)

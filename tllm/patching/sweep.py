@@ -19,8 +19,9 @@ class Sweep:
 
     Attributes:
         hooks, layers, positions: what was patched; positions as they were given.
-        values: by metric, `[pairs, hooks, layers, positions]`; not a number where a pair has no
-            such position, or the model no such place.
+        values: by metric, `[pairs, hooks, layers, positions]`, with heads `[pairs, hooks, layers,
+            heads, positions]`; not a number where a pair has no such position, or the model no such
+            place.
         clean, corrupt: by metric, `[pairs]`, of the two runs as they are.
         tokens: of each pair, the prompt that was patched.
         noising: rows of the corrupt run were put into the clean one; else the other way round.
@@ -31,6 +32,10 @@ class Sweep:
         noise_floor: by metric, by how much a prompt's value changes when it is computed again among
             the experiments, and a row is replaced by an equal one: what is not above it says
             nothing.
+        heads: which heads were patched, one at a time; None: whole rows.
+        together: all positions were patched in one experiment: there is one value for them.
+        freeze: the branches that kept the rows of the run that was patched.
+        receivers: where changes arrived; the logits, where none is named.
         single_pair: the prompts were one pair, and not a list with one.
     """
 
@@ -45,6 +50,10 @@ class Sweep:
     computed: int
     window: int = 1
     noise_floor: Mapping[str, float] = field(default_factory=dict)
+    heads: tuple[int, ...] | None = None
+    together: bool = False
+    freeze: tuple[str, ...] = ()
+    receivers: tuple[tuple[str, int | None], ...] = ()
     single_pair: bool = False
 
     @property
@@ -54,25 +63,28 @@ class Sweep:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Of the first metric: `[layers, positions]`, for several hooks `[hooks, layers,
-        positions]`, and for a list of pairs with the pairs before that."""
+        """Of the first metric: `[layers, positions]`, with heads `[layers, heads, positions]`; with
+        several hooks before that, and before these the pairs of a list; without positions that were
+        patched together."""
         found = torch.from_numpy(self.values[self.metrics[0]])
+        if self.together:
+            found = found[..., 0]
         if len(self.hooks) == 1:
             found = found[:, 0]
         return found[0] if self.single_pair else found
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A mapping for each experiment: `pair`, `hook`, `layer`, `position`, `token` and each
-        metric."""
+        """A mapping for each experiment: `pair`, `hook`, `layer`, `head` where there are any,
+        `position`, `token` (None for positions patched together) and each metric."""
         return list(self._rows())
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         first = self.values[self.metrics[0]]
         for at in np.ndindex(first.shape):
-            pair, hook, layer, i = at
-            tokens, position = self.tokens[pair], self.positions[i]
-            if not -len(tokens) <= position < len(tokens):
+            pair, hook, layer, *head, i = at
+            tokens, position = self.tokens[pair], None if self.together else self.positions[i]
+            if position is not None and not -len(tokens) <= position < len(tokens):
                 continue
             measured = {name: float(values[at]) for name, values in self.values.items()}
             if all(np.isnan(value) for value in measured.values()):
@@ -81,8 +93,9 @@ class Sweep:
                 "pair": pair,
                 "hook": self.hooks[hook],
                 "layer": self.layers[layer],
-                "position": position % len(tokens),
-                "token": tokens[position],
+                **({} if self.heads is None else {"head": self.heads[head[0]]}),
+                "position": None if position is None else position % len(tokens),
+                "token": None if position is None else tokens[position],
                 **measured,
             }
 
@@ -120,32 +133,43 @@ class Sweep:
         labels: Sequence[str] | None = None,
     ) -> None:
         """Draw a PNG: layers from top to bottom, positions from left to right, a part for each hook
-        point.
+        point, or for each head. Heads whose positions were patched together are from left to right.
 
         Args:
             metric: the first one by default.
             pair: which pair of prompts; None: the mean of all. They have to have as many tokens.
-            labels: what is written under the positions, in place of their numbers.
+            labels: what is written under the columns, in place of their numbers.
 
         Raises `ImportError` where Pillow is not installed.
         """
         from tllm.patching.heatmap import Heatmap
 
         values = self.values[self._known(metric)]
-        if pair is None and len(values) > 1 and len({len(each) for each in self.tokens}) > 1:
+        uneven = not self.together and len({len(each) for each in self.tokens}) > 1
+        if pair is None and len(values) > 1 and uneven:
             raise ValueError(
                 "the pairs have different numbers of tokens, so that their positions have no mean; "
                 f"give pair=, from 0 to {len(values) - 1}"
             )
-        chosen = values.mean(0) if pair is None else values[pair]
-        names = list(map(str, self.positions)) if labels is None else list(labels)
-        if len(names) != len(self.positions):
-            raise ValueError(f"labels has {len(names)} entries for {len(self.positions)} positions")
+        parts, columns, chosen = self._drawn(values.mean(0) if pair is None else values[pair])
+        names = columns if labels is None else list(labels)
+        if len(names) != len(columns):
+            raise ValueError(f"labels has {len(names)} entries for {len(columns)} columns")
         # Of a shorter prompt than others, only the positions that it has.
         kept = [i for i in range(len(names)) if not np.isnan(chosen[..., i]).all()]
         labels = [names[i] for i in kept]
         chosen = chosen[..., kept]
-        Heatmap(self._known(metric), self.hooks, self.layers, labels, chosen).save(Path(path))
+        Heatmap(self._known(metric), parts, self.layers, labels, chosen).save(Path(path))
+
+    def _drawn(self, values: FloatArray) -> tuple[tuple[str, ...], list[str], FloatArray]:
+        """The parts of a picture, their columns, and `[parts, layers, columns]`."""
+        columns = ["together"] if self.together else list(map(str, self.positions))
+        if self.heads is None:
+            return self.hooks, columns, values
+        if self.together:
+            return self.hooks, [f"head {head}" for head in self.heads], values[..., 0]
+        parts = tuple(f"{self.hooks[0]}, head {head}" for head in self.heads)
+        return parts, columns, values[0].swapaxes(0, 1)
 
     def _known(self, metric: str | None) -> str:
         """A metric that was measured; the first one by default."""
