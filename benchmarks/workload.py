@@ -95,7 +95,7 @@ class Steered:
         layers: how many are steered, from the middle outwards; None is all.
         vectors: at each of them, each with an operation of its own.
         configurations: distinct ways of steering, dealt out to the prompts in turn.
-        method: of every operation (`tllm.spec.operations.METHODS`).
+        method: of every operation (`tllm.spec.methods.METHODS`).
         gated: each configuration has a condition of its own, judged where the first layer begins,
             that decides on all its operations; it holds for about half of the rows.
     """

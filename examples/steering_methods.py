@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from demo.text import mood
 from tllm import LLM, SamplingParams
-from tllm.spec.operations import METHODS
+from tllm.spec.methods import METHODS
 from tllm.steering import extract
 
 LAYER = 3
@@ -28,6 +30,9 @@ GIVEN = {
     "ablate": {},
     "project": {"value": 9.0},
     "multiply": {"factor": 3.0},
+    "rotate": {"degrees": 0.0},
+    "affine": {"strength": 0.8},
+    "scale_dimensions": {"scale": 1.5},
 }
 
 
@@ -45,11 +50,19 @@ def main() -> None:
     happy, sad = stories
     module = extract(llm, sad, happy, layers=LAYER)
     direction = module.vectors["post_block"][LAYER]["vector"]
+    strongest = np.argsort(np.abs(direction))[-16:]
+    mask = np.zeros_like(direction)
+    mask[strongest] = 1.0
+    arrays = {
+        "rotate": {"plane": [direction, np.roll(direction, 1)]},
+        "affine": {"shift": 9.0 * direction / np.linalg.norm(direction)},
+        "scale_dimensions": {"mask": mask},
+    }
     opening = "One day Leo went to the lake."
     plain = {"max_tokens": 48, "temperature": 0}
     asked = {"no steering": SamplingParams(**plain)}
     for method, given in GIVEN.items():
-        entry = {"vector": direction, "method": method, **given}
+        entry = {**arrays.get(method, {"vector": direction}), "method": method, **given}
         asked[f"{method}: {METHODS[method].formula}"] = SamplingParams(
             **plain, decode_steering_vectors={"post_block": {LAYER: entry}}
         )

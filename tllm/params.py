@@ -44,7 +44,7 @@ class Asking(msgspec.Struct, kw_only=True):
         steering_vectors: added to the rows of prompt and generation:
             `{hook point: {layer: vector}}`. A vector is a list, an array or a tensor `[hidden]`,
             or a mapping with `vector` and any of `scale`, `method` (see
-            `tllm.spec.operations.METHODS`), its parameters, `positions`, and `when`, the condition
+            `tllm.spec.methods.METHODS`), its parameters, `positions`, and `when`, the condition
             on which it steers (a probe with a threshold, or the name of a monitor); or a list of
             such mappings, applied in order. In place of `{layer: vector}`: an array
             `[layers, hidden]`, or the packed form.

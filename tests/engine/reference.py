@@ -78,20 +78,25 @@ class GatedChange:
     Attributes:
         change: from rows `[tokens, hidden]` to what they are where the strength is 1.
         probes: where rows are scored as they arrive, and how: from rows to `[tokens]`.
-        strength: from the scores of all probes to `[tokens]`, 0 to 1.
+        strength: from the scores of all probes to `[tokens]`, 0 to 1; None where it is 1.
         scores: of the last run, `[probes]` of `[tokens]`.
+        seen: the rows of the last run, before they were changed.
     """
 
     place: Place
     change: Callable[[torch.Tensor], torch.Tensor]
     probes: list[tuple[Place, Callable[[torch.Tensor], torch.Tensor]]]
-    strength: Callable[[list[torch.Tensor]], torch.Tensor]
+    strength: Callable[[list[torch.Tensor]], torch.Tensor] | None
     start: int = 0
     stop: int | None = None
     scores: list[torch.Tensor] = field(default_factory=list)
+    seen: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        strength = self.strength(self.scores)[:, None].clone()
+        self.seen = rows.clone()
+        strength = torch.ones(len(rows), 1)
+        if self.strength is not None:
+            strength = self.strength(self.scores)[:, None].clone()
         inside = torch.zeros_like(strength)
         inside[self.start : self.stop] = 1
         return rows + inside * strength * (self.change(rows) - rows)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
+from engine.drawn_methods import METHODS, drawn
 from engine.reference import HIDDEN, LAYERS, Addition, GatedChange
 from tllm.spec.hooks import HookPoint
 
@@ -29,23 +30,6 @@ def at(place, entry):
 
 def add(vector, scale):
     return lambda h: h + scale * vector
-
-
-def ablate(vector, strength):
-    v = vector / vector.norm()
-    return lambda h: h - strength * (h @ v)[:, None] * v
-
-
-def norm_match(vector, scale):
-    v = vector / vector.norm()
-    return lambda h: h + scale * h.norm(dim=1, keepdim=True) * v
-
-
-METHODS = {
-    "add": (add, "scale"),
-    "ablate": (ablate, "strength"),
-    "norm_match": (norm_match, "scale"),
-}
 
 
 def dot(vector, bias):
@@ -140,11 +124,10 @@ class Asked:
         """Gated steering: field, mapping of it, and what it means."""
         pick = self.pick
         last = pick.randrange(len(PLACES))
-        place, vector = PLACES[last], pick.choice(self.vectors)
-        method, scale = pick.choice(list(METHODS)), pick.choice([0.5, 1.0, -0.7])
-        change, parameter = METHODS[method]
+        place = PLACES[last]
+        method = drawn(pick.choice(list(METHODS)), pick.randrange(30), HIDDEN, size=3.0)
         when, probes, strength, edges = self.condition(last)
-        entry = {"vector": vector, "method": method, parameter: scale, "when": when}
+        entry = {**method.entry, "when": when}
         prefix, start, stop = pick.choice(
             [
                 ("", 0, None),
@@ -153,8 +136,8 @@ class Asked:
                 ("decode_", prompt_len, None),
             ]
         )
-        gated = GatedChange(place, change(vector, scale), probes, strength, start, stop)
-        return f"{prefix}steering_vectors", at(place, entry), gated, edges
+        gated = GatedChange(place, method.change, probes, strength, start, stop)
+        return f"{prefix}steering_vectors", at(place, entry), gated, edges, method
 
     def request(self, patched=None):
         """A request.
@@ -165,17 +148,18 @@ class Asked:
         pick = self.pick
         prompt = pick.choice(self.prefixes)[: pick.choice([20, 40, 64])]
         prompt = prompt + [pick.randrange(1, 250) for _ in range(pick.choice([0, 1, 9]))]
-        asked, gated, edges, additions, whens = {}, [], [], [], []
+        asked, gated, methods, edges, additions, whens = {}, [], [], [], [], []
         if pick.random() < 0.8:
             entries = [self.entry(len(prompt)) for _ in range(pick.randint(1, 3))]
             # As the tiers are done: both phases, prefill, decode.
             entries.sort(key=lambda entry: ["st", "pr", "de"].index(entry[0][:2]))
-            for field, given, change, near in entries:
+            for field, given, change, near, method in entries:
                 place = next(iter(given))
                 if place in asked.get(field, {}):
                     continue
                 asked.setdefault(field, {}).update(given)
                 gated.append(change)
+                methods.append(method)
                 edges.append(near)
                 [entry] = given[place].values() if HookPoint(place).has_layer else [given[place]]
                 whens.append(entry["when"])
@@ -196,6 +180,7 @@ class Asked:
             prompt=prompt,
             params=params,
             gated=gated,
+            methods=methods,
             edges=edges,
             additions=additions,
             whens=whens,
@@ -204,9 +189,12 @@ class Asked:
 
 
 def is_near(request):
-    """Whether a score of the last run of the reference was so near to a threshold that rounding
-    decides."""
+    """Whether a score of the last run of the reference, or what a method decides by, was so near to
+    a threshold that rounding decides."""
     return any(
+        method.is_near(change.seen, BORDER / 10)
+        for change, method in zip(request.gated, request.methods, strict=True)
+    ) or any(
         bool(((scores - edge).abs() < BORDER * scores.abs().clamp(min=1)).any())
         for change, edges in zip(request.gated, request.edges, strict=True)
         for scores, of_probe in zip(change.scores, edges, strict=True)

@@ -11,6 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from engine.drawn_methods import drawn
 
 from tllm.runtime import ops
 from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
@@ -21,7 +22,8 @@ from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
 from tllm.spec.conditions import SCORES, Gate, GateNumbers, parse_condition
 from tllm.spec.hooks import HookPoint
-from tllm.spec.operations import METHODS, Coefficients
+from tllm.spec.methods import METHODS
+from tllm.spec.operations import Coefficients
 from tllm.spec.tiers import Tiers
 
 pytestmark = pytest.mark.kernels
@@ -445,40 +447,35 @@ def test_each_score_is_its_formula(score):
         assert torch.equal(stream.cpu(), h)
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", METHODS)
-def test_each_method_computes_its_formula(method):
-    """The one kernel, with a method's coefficients, against the method's formula written out."""
-    generator = torch.Generator().manual_seed(3)
-    hidden, key = 48, (HookPoint.POST_BLOCK, 0)
-    given = {"scale": 1.7, "min": -0.4, "max": 0.3, "strength": 0.8, "value": 2.0, "factor": -1.5}
-    chosen = {k: given[k] for k in METHODS[method].parameters if (method, k) != ("clamp", "value")}
-    w = torch.randn(hidden, generator=generator)
-    entry = {"vector": w, "method": method, **chosen}
-    parsed = next(iter(Tiers.parse(vectors={"post_block": {0: entry}})))
-    h = torch.randn(4, hidden, generator=generator)
-    out = {}
+@pytest.mark.usefixtures("many")
+def test_each_method_computes_its_formula(method, seed):
+    """The one kernel and its reference, against the method's formula written out; half the rows
+    are steered, once with the operation in the entry and once with it after another."""
+    hidden, key = [48, 100, 7][seed], (HookPoint.POST_BLOCK, 0)
+    asked = drawn(method, seed, hidden)
+    (parsed,) = Tiers.parse(vectors={"post_block": {0: asked.entry}})
+    generator = torch.Generator().manual_seed(seed)
+    h, w = torch.randn(8, hidden, generator=generator), torch.randn(hidden, generator=generator)
+    operations = [("post_block", 0, "v", parsed.coefficients)]
+    before = ("post_block", 0, "w", Coefficients(component=0.5))
+    vectors = {"w": (w / w.norm()).numpy(), "v": parsed.vector}
     for run, device in ((tap.launch, DEVICE), (tap.reference, "cpu")):
         taps = taps_of({key: None}, hidden, torch.float32, device)
         steering = Steering(taps, lambda hook, layer: key, 4, 16)
-        steering.put({"v": parsed.vector}, {"g": [("post_block", 0, "v", parsed.coefficients)]})
-        taps.plan[Column.STEER.plan_row, :] = steering.acquire(("g",))
+        steering.put(vectors, {"g": operations, "f": [before]})
+        steer = taps.plan[Column.STEER.plan_row]
+        steer[:] = -1
+        steer[::4], steer[1::4] = steering.acquire(("g",)), steering.acquire(("f", "g"))
         steering.commit()
         taps.commit()
         stream = h.to(device, copy=True)
         run(stream, None, taps.descriptors[0], taps.plan)
-        out[run] = stream.cpu()
-    v = w / w.norm()
-    p = (h @ v)[:, None]
-    expected = {
-        "add": h + 1.7 * w,
-        "norm_match": h + 1.7 * h.norm(dim=1, keepdim=True) * v,
-        "clamp": h + 0.8 * (p.clip(-0.4, 0.3) - p) * v,
-        "ablate": h - 0.8 * p * v,
-        "project": h + 0.8 * (2.0 - p) * v,
-        "multiply": h + 0.8 * (-1.5 - 1) * p * v,
-    }[method]
-    torch.testing.assert_close(out[tap.launch], expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out[tap.reference], expected, rtol=1e-5, atol=1e-5)
+        found, expected = stream.cpu(), h.clone()
+        expected[::4] = asked.change(h[::4])
+        expected[1::4] = asked.change(h[1::4] + 0.5 * (h[1::4] @ w)[:, None] * w / w.norm() ** 2)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
 
 
 def sorted_by_token(found):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -283,9 +283,9 @@ class Composer:
             located = self._located(entry)
             assert located.when is not None
             check_order(located.when, located.point, located.layer, facts.points, name)
-        if entry.vector.shape != (facts.hidden_size,):
+        if entry.vector.shape[-1] != facts.hidden_size:
             raise ValueError(
-                f"{name} has {entry.vector.size} numbers; the model's hidden size is "
+                f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"
             )
         if (largest := entry.largest) > facts.max_value:
@@ -293,7 +293,7 @@ class Composer:
                 f"{name} has values up to {largest:.3g}, and the model's dtype holds at most "
                 f"{facts.max_value:.3g}; give a smaller vector and a larger scale"
             )
-        if (reach := entry.coefficients.reach(largest)) > facts.max_reach:
+        if (reach := entry.reach) > facts.max_reach:
             raise ValueError(
                 f"{name} adds up to {reach:.3g} to the numbers of a row, and this model can use "
                 f"rows up to {facts.max_reach:.3g}; give a smaller vector, scale or strength"
@@ -359,6 +359,7 @@ class HeldByWorkers:
     def __init__(self) -> None:
         self._groups: OrderedDict[str, frozenset[str]] = OrderedDict()  # group: its vectors
         self._vectors: Counter[str] = Counter()  # groups that have it
+        self._rows: dict[str, int] = {}  # of those that are several
         self._users: Counter[str] = Counter()
         self._requests: dict[str, tuple[SteeringGroup, ...]] = {}
 
@@ -399,16 +400,22 @@ class HeldByWorkers:
         room = facts.max_mib * 2**20 // facts.row_bytes // front_ends
         current = {group.digest for group in groups}
         count = Counter(self._vectors)
+        rows = self._rows | _rows_of(missing.values())
+
+        def taken() -> int:
+            held = len(count) + len(needed - count.keys())
+            return held + sum(n - 1 for v, n in rows.items() if v in count or v in needed)
+
         released: list[str] = []
         for digest, vectors in self._groups.items():  # least recently used first
-            if len(count) + len(needed - count.keys()) <= room:
+            if taken() <= room:
                 break
             if not self._users[digest] and digest not in current:
                 released.append(digest)
                 count.subtract(vectors)
                 for vector in [v for v in vectors if not count[v]]:
                     del count[vector]
-        if (total := len(count) + len(needed - count.keys())) > room:
+        if (total := taken()) > room:
             share = f" between {front_ends} front ends" if front_ends > 1 else ""
             raise ValueError(
                 f"steering needs {total * facts.row_bytes / 2**20:.1f} MiB of vectors for the "
@@ -430,7 +437,14 @@ class HeldByWorkers:
         for digest, group in upload.groups.items() if arrived else ():
             self._groups[digest] = frozenset(group.vectors)
             self._vectors.update(self._groups[digest])
+            self._rows |= _rows_of([group])
         self._vectors = +self._vectors
+        self._rows = {v: n for v, n in self._rows.items() if v in self._vectors}
+
+
+def _rows_of(groups: Iterable[SteeringGroup]) -> dict[str, int]:
+    """How many rows the vectors are that are several."""
+    return {v: len(rows) for g in groups for v, rows in g.vectors.items() if rows.ndim > 1}
 
 
 class SteeringControl:

@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 7
+LAYOUT_VERSION = 8
 
 
 class Descriptor(IntEnum):
@@ -39,12 +39,24 @@ def stage_field(name: str) -> int:
     return Descriptor.STAGE + STAGES * STAGE_FIELDS.index(name)
 
 
-class Operation(IntEnum):
-    """Words of one steering operation, 32 bits each, the coefficients float32.
+class OperationKind(IntEnum):
+    """Which formula an operation computes. `g` is the strength of its gate (1 without), `v` its
+    vector, `b1`, `b2`, ... this and those that follow it in memory."""
 
-    With `v` the vector, `p = h . v` and `g` the strength of its gate (1 without), it computes
-    `h' = h + g (ADD + NORM |h| + COMPONENT p + STRENGTH (clip(p, LOW, HIGH) - p)) v`.
-    """
+    ALONG = 0
+    """`h' = h + g (ADD + NORM |h| + COMPONENT p + STRENGTH (clip(p, LOW, HIGH) - p)) v`, with
+    `p = h . v`."""
+    ROTATE = 1
+    """`h' = h + g STRENGTH ((r ADD - p1) b1 + (r NORM - p2) b2)`, with `pi = h . bi` and
+    `r = |(p1, p2)|`; where `COMPONENT` is not 0, only of rows with `p1 > 0`."""
+    DIMENSIONS = 2
+    """`h' = h + g STRENGTH (b1 h + b2)` dimension by dimension, without `b2` where `COMPONENT` (how
+    many vectors there are) is 1, and where it is 4 only of numbers from `b3` to `b4`."""
+
+
+class Operation(IntEnum):
+    """Words of one steering operation, 32 bits each, the coefficients float32; what is computed
+    with them `OperationKind` says."""
 
     CHAIN = 0
     """In an entry: how many operations follow the sum, `HAS_SUM` if there is a sum, and
@@ -59,9 +71,13 @@ class Operation(IntEnum):
     HIGH = 7
     COEFFICIENTS_END = 8
     GATE = 9
-    """1 and the number of the gate that decides, 0 for none. Words from here on are free: an
-    operation of 16 words begins where 64 bytes do."""
+    """1 and the number of the gate that decides, 0 for none; and `KIND_UNIT` times the kind. Words
+    from here on are free: an operation of 16 words begins where 64 bytes do."""
     SIZE = 16
+
+
+KIND_UNIT = 256
+"""No gate has this number."""
 
 
 class Replacement(IntEnum):

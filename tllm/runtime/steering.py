@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
-from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, KIND_UNIT, Operation, OperationKind
 from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.kernels import token_choice
 from tllm.runtime.kernels.backend import uses_triton
@@ -25,9 +25,9 @@ from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.conditions import PROBE, Gate, GroupGates
-from tllm.spec.operations import Coefficients
+from tllm.spec.operations import Coefficients, DimensionWise, OperationForm, Rotation
 
-GroupOperation = tuple[str, int | None, str, Coefficients]
+GroupOperation = tuple[str, int | None, str, OperationForm]
 """Hook point, layer, digest of the vector, and what is done with it."""
 
 Choice = tuple[tuple[tuple[int, int], ...], int]
@@ -55,7 +55,7 @@ class _HeldGroup:
         gates: point and condition.
     """
 
-    operations: list[tuple[int, str, Coefficients, int]]
+    operations: list[tuple[int, str, OperationForm, int]]
     gates: list[tuple[int, Gate]]
 
 
@@ -164,7 +164,8 @@ class Steering:
         self._vectors: dict[str, int] = {}
         self._vector_users: Counter[str] = Counter()  # configurations
         self._dropped_vectors: set[str] = set()
-        self._free_vectors: list[int] = []
+        self._rows_of_vectors: dict[str, int] = {}
+        self._placed = ConsecutivePlaces()
         self._configurations: dict[tuple[str, ...], _Configuration] = {}
         self._unused: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._free_rows: list[int] = []
@@ -200,16 +201,17 @@ class Steering:
         """
         hidden = self._taps.hidden_size
         for digest, vector in vectors.items():
-            if vector.shape != (hidden,):
-                raise ValueError(f"a steering vector has shape {vector.shape}, not ({hidden},)")
+            if vector.shape[-1] != hidden or vector.ndim > 2:
+                raise ValueError(f"steering vectors have shape {vector.shape}; hidden is {hidden}")
             self._dropped_vectors.discard(digest)
             if digest.startswith(PROBE):
                 self.gates.hold(digest, vector)
             elif digest not in self._vectors:
-                held = torch.from_numpy(np.array(vector)).to(self._taps.dtype)
-                row = self._free_vectors.pop() if self._free_vectors else len(self._vectors)
-                self._vectors[digest] = row
-                self._bank.stage(row, held)
+                held = torch.from_numpy(np.array(vector)).to(self._taps.dtype).view(-1, hidden)
+                first = self._vectors[digest] = self._placed.acquire(len(held))
+                self._rows_of_vectors[digest] = len(held)
+                for row, each in enumerate(held, first):
+                    self._bank.stage(row, each)
                 self._stale = True
         for digest, operations in groups.items():
             if digest in self._groups:
@@ -263,7 +265,7 @@ class Steering:
         for digest in [v for v in self._dropped_vectors if not self._vector_users[v]]:
             self._dropped_vectors.discard(digest)
             if not self.gates.let_go(digest) and digest in self._vectors:
-                self._free_vectors.append(self._vectors.pop(digest))
+                self._placed.release(self._vectors.pop(digest), self._rows_of_vectors.pop(digest))
 
     @property
     def vector_bytes(self) -> int:
@@ -334,14 +336,19 @@ class Steering:
             for point, vector, coefficients, number in self._groups[digest].operations:
                 vectors.add(vector)
                 others = operations.setdefault(point, [])
-                if coefficients.only_adds and not others and number < 0:
+                if (
+                    isinstance(coefficients, Coefficients)
+                    and coefficients.only_adds
+                    and not others
+                    and number < 0
+                ):
                     sums.setdefault(point, []).append((self._vectors[vector], coefficients.add))
                     continue
                 words = np.zeros(_WORDS, np.int32)
                 words[Operation.VECTOR] = self._vectors[vector]
-                floats = np.array(coefficients, np.float32)
+                kind, floats = _in_words(coefficients)
                 words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
-                words[Operation.GATE] = number + 1
+                words[Operation.GATE] = number + 1 + KIND_UNIT * kind
                 others.append(words)
         self._stale = True
         row = self._free_row()
@@ -447,7 +454,7 @@ class Steering:
 
     def _grow(self) -> None:
         """Make room. What is outgrown lives on until the passes that read it are enqueued."""
-        held = len(self._vectors) + len(self._free_vectors)
+        held = self._placed.end
         vectors = max(held, min(room(held, 16), self._max_vectors))
         rows = len(self._configurations) + len(self._free_rows)
         sums = len(self._sum_points), min(self._first_rows, room(rows, 8))
@@ -464,3 +471,15 @@ class Steering:
                 self._bank.tensor,
                 {point: self._sums.tensor[at] for point, at in self._sum_points.items()},
             )
+
+
+def _in_words(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float32]]:
+    """The kind of an operation, and its words from `ADD` on."""
+    if isinstance(form, Rotation):
+        given = (form.cosine, form.sine, form.adaptive, form.strength, 0, 0)
+        return OperationKind.ROTATE, np.array(given, np.float32)
+    if isinstance(form, DimensionWise):
+        return OperationKind.DIMENSIONS, np.array(
+            (0, 0, form.vectors, form.strength, 0, 0), np.float32
+        )
+    return OperationKind.ALONG, np.array(form, np.float32)

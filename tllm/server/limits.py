@@ -129,11 +129,19 @@ def _places(tier: Any) -> list[Any]:
 def _vectors_in(entry: Any) -> int:
     if isinstance(entry, Mapping):
         indices = entry.get("layer_indices")
-        vectors = len(indices) if isinstance(indices, list) else 1
+        vectors = len(indices) if isinstance(indices, list) else _rows_in(entry)
         return vectors + _probes_in(entry.get("when"))
     if isinstance(entry, list) and entry and isinstance(entry[0], (Mapping, list)):
         return sum(map(_vectors_in, entry))
     return 1
+
+
+def _rows_in(entry: Mapping[str, Any]) -> int:
+    """How many vectors an entry has; some methods take several, or matrices of them."""
+    arrays = [entry[key] for key in entry.keys() - {"positions", "when"}]
+    listed = [array for array in arrays if isinstance(array, list)]
+    matrices = [array for array in listed if array and isinstance(array[0], list)]
+    return max(1, len(listed) - len(matrices) + sum(map(len, matrices)))
 
 
 def captured_rows(

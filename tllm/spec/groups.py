@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -12,12 +11,11 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
-from tllm.spec.operations import Coefficients
+from tllm.spec.operations import OperationForm
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 
-_COEFFICIENTS = struct.Struct("<6d")
 _JUDGED = "judged:"
 """What the digest of a group begins with that changes nothing."""
 
@@ -100,7 +98,7 @@ class SteeringGroup:
 
     Attributes:
         operations: `(hook point, layer, digest of the vector, coefficients)`.
-        vectors: float32 `[hidden]`, by digest.
+        vectors: float32 `[hidden]` or `[vectors, hidden]`, by digest.
         reach: the most that it adds to a number of a row, by hook point and layer.
         gates: the conditions of its operations; None where all are done always.
         ends: of a group without operations, whose conditions are only judged: number and name of
@@ -110,7 +108,7 @@ class SteeringGroup:
 
     phase: SteeringPhase
     positions: Selection
-    operations: tuple[tuple[str, int | None, str, Coefficients], ...]
+    operations: tuple[tuple[str, int | None, str, OperationForm], ...]
     vectors: Mapping[str, FloatArray] = field(compare=False, repr=False)
     reach: Mapping[tuple[str, int | None], float] = field(compare=False, repr=False)
     gates: GroupGates | None = None
@@ -145,7 +143,7 @@ class SteeringGroup:
         """
         reach: dict[tuple[str, int | None], float] = defaultdict(float)
         for entry in entries:
-            reach[entry.point.value, entry.layer] += entry.coefficients.reach(entry.largest)
+            reach[entry.point.value, entry.layer] += entry.reach
         operations = tuple((e.point.value, e.layer, e.digest, e.coefficients) for e in entries)
         vectors = {e.digest: e.vector for e in entries}
         if all(e.when is None for e in entries):
@@ -159,7 +157,7 @@ class SteeringGroup:
     def digest(self) -> str:
         """Of what is done, whatever tokens it is done to."""
         parts = [
-            f"{hook}:{layer}:{digest}:".encode() + _COEFFICIENTS.pack(*coefficients)
+            f"{hook}:{layer}:{digest}:".encode() + coefficients.content
             for hook, layer, digest, coefficients in self.operations
         ]
         if self.gates is not None:

@@ -1,11 +1,10 @@
-"""What steering may do to a row: a table of methods, and the one form in which all are computed."""
+"""What steering may do to a row: the few forms in which all methods are computed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+import struct
+from typing import NamedTuple, TypeAlias
 
 MAX_OPERATIONS = 64
 """The most operations at one hook point of one layer, global and request together."""
@@ -14,9 +13,11 @@ MAX_CLAMPS = 16
 
 LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
+_FLOATS = struct.Struct("<6d")
+
 
 class Coefficients(NamedTuple):
-    """One steering operation in the form that the kernel computes.
+    """An operation along one vector.
 
     With `v` the vector and `p = h . v`:
     `h' = h + (add + norm |h| + component p + strength (clip(p, low, high) - p)) v`.
@@ -65,96 +66,84 @@ class Coefficients(NamedTuple):
         """Whether it needs the row's component along the vector."""
         return self.component != 0 or self.strength != 0
 
+    @property
+    def content(self) -> bytes:
+        """Equal for two that do the same."""
+        return _FLOATS.pack(*self)
 
-@dataclass(frozen=True)
-class SteeringMethod:
-    """A way to steer. Adding one is adding a row to `METHODS`.
 
-    Attributes:
-        formula: of the new row, with `w` the vector as given, `v = w / |w|`, `p = h . v`.
-        unit: whether the operation takes `v` rather than `w`.
-        parameters: what an entry may give, with defaults; None must be given (or has a meaning
-            of its own, see `coefficients`).
-        coefficients: the operation that these parameters mean.
+class Rotation(NamedTuple):
+    """The part of a row in a plane, turned to one direction of it.
+
+    With `b1`, `b2` the vectors (an orthonormal basis), `p = (h . b1, h . b2)` and `r = |p|`:
+    `h' = h + strength ((r cosine - p1) b1 + (r sine - p2) b2)`; with `adaptive` only of rows with
+    `p1 > 0`.
     """
 
-    formula: str
-    unit: bool
-    parameters: Mapping[str, float | None]
-    coefficients: Callable[[Mapping[str, float | None]], Coefficients]
+    strength: float
+    cosine: float
+    sine: float
+    adaptive: bool = False
+
+    def scaled(self, factor: float) -> Rotation:
+        """The operation with its whole effect multiplied."""
+        return self._replace(strength=self.strength * factor)
+
+    def reach(self, largest: float) -> float:
+        """The most that it may add to a number of a row whose norm is at most 1."""
+        return 4 * largest * abs(self.strength)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing."""
+        return self.strength == 0
+
+    @property
+    def reads_component(self) -> bool:
+        """Whether it needs the row's component along a vector."""
+        return True
+
+    @property
+    def content(self) -> bytes:
+        """Equal for two that do the same."""
+        return repr(self).encode()
 
 
-def _clamp(given: Mapping[str, float | None]) -> Coefficients:
-    low, high, value = given["min"], given["max"], given["value"]
-    if value is not None:
-        if low is not None or high is not None:
-            raise ValueError("gives both value and min or max; give value, or a range")
-        low = high = value
-    if low is None and high is None:
-        raise ValueError("gives no bound; give value, min or max")
-    low = -math.inf if low is None else low
-    high = math.inf if high is None else high
-    if low > high:
-        raise ValueError(f"has min={low} above max={high}")
-    return Coefficients(strength=_number(given["strength"]), low=low, high=high)
+class DimensionWise(NamedTuple):
+    """Each number of a row by itself: `h' = h + strength (v1 h + v2)`, with the products of
+    numbers at the same dimension.
+
+    Attributes:
+        vectors: how many there are. Of one, nothing is added to the product; of four, only numbers
+            from that of `v3` to that of `v4` change.
+    """
+
+    strength: float
+    vectors: int
+
+    def scaled(self, factor: float) -> DimensionWise:
+        """The operation with its whole effect multiplied."""
+        return self._replace(strength=self.strength * factor)
+
+    def reach(self, largest: float) -> float:
+        """The most that it may add to a number of a row that is at most 1."""
+        return 2 * largest * abs(self.strength)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing."""
+        return self.strength == 0
+
+    @property
+    def reads_component(self) -> bool:
+        """Whether it needs the row's component along a vector."""
+        return False
+
+    @property
+    def content(self) -> bytes:
+        """Equal for two that do the same."""
+        return repr(self).encode()
 
 
-def _project(given: Mapping[str, float | None]) -> Coefficients:
-    if given["value"] is None:
-        raise ValueError("gives no value; give the component that rows shall have")
-    return Coefficients(
-        strength=_number(given["strength"]), low=given["value"], high=given["value"]
-    )
-
-
-def _multiply(given: Mapping[str, float | None]) -> Coefficients:
-    if given["factor"] is None:
-        raise ValueError("gives no factor; give what the component is multiplied with")
-    return Coefficients(component=(given["factor"] - 1) * _number(given["strength"]))
-
-
-def _number(value: float | None) -> float:
-    assert value is not None
-    return value
-
-
-METHODS: Mapping[str, SteeringMethod] = {
-    "add": SteeringMethod(
-        "h + scale w",
-        unit=False,
-        parameters={"scale": 1.0},
-        coefficients=lambda given: Coefficients(add=_number(given["scale"])),
-    ),
-    "norm_match": SteeringMethod(
-        "h + scale |h| v",
-        unit=True,
-        parameters={"scale": 1.0},
-        coefficients=lambda given: Coefficients(norm=_number(given["scale"])),
-    ),
-    "clamp": SteeringMethod(
-        "h + strength (clip(p, min, max) - p) v",
-        unit=True,
-        parameters={"min": None, "max": None, "value": None, "strength": 1.0},
-        coefficients=_clamp,
-    ),
-    "ablate": SteeringMethod(
-        "h - strength p v",
-        unit=True,
-        parameters={"strength": 1.0},
-        coefficients=lambda given: Coefficients(
-            strength=_number(given["strength"]), low=0.0, high=0.0
-        ),
-    ),
-    "project": SteeringMethod(
-        "h + strength (value - p) v",
-        unit=True,
-        parameters={"value": None, "strength": 1.0},
-        coefficients=_project,
-    ),
-    "multiply": SteeringMethod(
-        "h + strength (factor - 1) p v",
-        unit=True,
-        parameters={"factor": None, "strength": 1.0},
-        coefficients=_multiply,
-    ),
-}
+OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise
+"""What is done with the vectors of an entry."""

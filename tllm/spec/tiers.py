@@ -14,7 +14,8 @@ import numpy as np
 
 from tllm.spec.conditions import Condition, parse_condition
 from tllm.spec.hooks import HookPoint
-from tllm.spec.operations import METHODS, Coefficients, SteeringMethod
+from tllm.spec.methods import METHODS, SteeringMethod
+from tllm.spec.operations import OperationForm
 from tllm.spec.reading import (
     FloatArray,
     digest_of,
@@ -50,7 +51,9 @@ class SteeringEntry:
     Attributes:
         name: the field it was given in, for messages.
         layer: negative counts from the end; None for `lm_head_in`.
-        vector: float32 `[hidden]`, of length 1 when the method takes a direction.
+        vector: float32 `[hidden]`, of length 1 when the method takes a direction; of a method with
+            several vectors `[vectors, hidden]`.
+        coefficients: what is done with it.
         positions: which tokens.
         when: the condition on which it steers; None: always.
     """
@@ -59,7 +62,7 @@ class SteeringEntry:
     point: HookPoint
     layer: int | None
     vector: FloatArray
-    coefficients: Coefficients
+    coefficients: OperationForm
     positions: Selection
     when: Condition | None = None
 
@@ -78,6 +81,11 @@ class SteeringEntry:
     def largest(self) -> float:
         """The largest absolute value of the vector."""
         return float(max(self.vector.max(), -self.vector.min()))
+
+    @property
+    def reach(self) -> float:
+        """The most that it may add to a number of a row whose norm is at most 1."""
+        return self.coefficients.reach(self.largest)
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,44 +303,75 @@ def _entry(
 ) -> SteeringEntry:
     if not isinstance(given, Mapping):
         given = {"vector": given}
-    if "vector" not in given:
-        raise ValueError(f"{name} has no 'vector'; give a list of numbers, an array or a tensor")
     named = given.get("method", default_method)
     if not isinstance(named, str) or named not in METHODS:
         raise ValueError(
             f"{name}['method']={named!r} is not known; choose one of {', '.join(METHODS)}"
         )
     method = METHODS[named]
-    allowed = {"vector", "method", "positions", "when", *method.parameters}
+    if missing := [key for key in method.arrays if key not in (*given, *method.optional)]:
+        raise ValueError(
+            f"{name} has no {missing[0]!r}; give a list of numbers, an array or a tensor"
+        )
+    allowed = {"method", "positions", "when", *method.arrays, *method.parameters}
     if unknown := sorted(set(map(str, given)) - allowed):
         raise ValueError(f"{name} has unknown keys {unknown}; {named} takes {sorted(allowed)}")
-    parameters = {
-        key: default if given.get(key) is None else scalar(given[key], f"{name}[{key!r}]")
-        for key, default in method.parameters.items()
-    }
+    arrays, parameters = _arrays(given, name, method), _parameters(given, name, method)
     try:
-        coefficients = method.coefficients(parameters)
+        vector, coefficients = method.operation(arrays, parameters)
     except ValueError as error:
-        raise ValueError(f"{name} {error}") from None
+        between = "" if str(error).startswith("[") else " "
+        raise ValueError(f"{name}{between}{error}") from None
+    vector.setflags(write=False)
     positions = Selection()
     if given.get("positions") is not None:
         positions = Selection.parse(given["positions"], f"{name}['positions']")
     when = given.get("when")
     if when is not None and not isinstance(when, Condition):
         when = parse_condition(when, f"{name}['when']")
-    vector = _vector(given["vector"], name, method)
     return SteeringEntry(name, point, layer, vector, coefficients, positions, when)
 
 
-def _vector(given: Any, name: str, method: SteeringMethod) -> FloatArray:
-    array = float_array(given, name)
-    if array.ndim != 1 or not array.size:
-        raise ValueError(f"{name} has shape {list(array.shape)}; give one vector [hidden]")
-    if method.unit:
-        wide = array.astype(np.float64)
-        length = float(np.sqrt(wide @ wide))
-        if length == 0:
-            raise ValueError(f"{name} is all zeros, which is no direction")
-        array = (wide / length).astype(np.float32)
-    array.setflags(write=False)
-    return array
+def _parameters(
+    given: Mapping[str, Any], name: str, method: SteeringMethod
+) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for key, default in method.parameters.items():
+        value = given.get(key)
+        if isinstance(default, bool):
+            if value is not None and not isinstance(value, bool):
+                raise ValueError(f"{name}[{key!r}]={value!r} is no switch; give True or False")
+            found[key] = float(default if value is None else value)
+        else:
+            found[key] = default if value is None else scalar(value, f"{name}[{key!r}]")
+    return found
+
+
+def _arrays(given: Mapping[str, Any], name: str, method: SteeringMethod) -> dict[str, FloatArray]:
+    """The arrays of an entry; those of one vector are called as the entry is."""
+    found: dict[str, FloatArray] = {}
+    sizes: dict[str, int] = {}
+    for key, shape in method.arrays.items():
+        if given.get(key) is None and key in method.optional:
+            continue
+        called = name if list(method.arrays) == ["vector"] else f"{name}[{key!r}]"
+        array = float_array(given[key], called)
+        wanted = [size if isinstance(size, int) else sizes.get(size) for size in shape]
+        if (
+            array.ndim != len(shape)
+            or not array.size
+            or any(
+                size not in (None, there) for size, there in zip(wanted, array.shape, strict=True)
+            )
+        ):
+            what = (
+                "one vector [hidden]" if shape == ("hidden",) else f"[{', '.join(map(str, shape))}]"
+            )
+            known = ", ".join(f"{size}={sizes[size]}" for size in shape if size in sizes)
+            raise ValueError(
+                f"{called} has shape {list(array.shape)}; give {what}"
+                + (f" with {known}" if known else "")
+            )
+        sizes |= {s: n for s, n in zip(shape, array.shape, strict=True) if isinstance(s, str)}
+        found[key] = array
+    return found

@@ -58,7 +58,7 @@ METHODS: tuple[tuple[str, dict[str, float]], ...] = (
     ("multiply", {"factor": -1.5}),
     ("clamp", {"value": 0.7}),
 )
-"""Every method, with what an entry of rows whose numbers are about 1 gives."""
+"""Every method along one vector, with what an entry of rows whose numbers are about 1 gives."""
 
 _LENGTHS = ("min", "max", "value")
 

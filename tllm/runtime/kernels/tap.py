@@ -12,10 +12,12 @@ from tllm.runtime.columns import FLAG_BITS, STAGES, Column
 from tllm.runtime.descriptor import (
     CHAIN_UNIT,
     HAS_SUM,
+    KIND_UNIT,
     STAGE_FIELDS,
     Descriptor,
     GateWord,
     Operation,
+    OperationKind,
     Replacement,
     stage_field,
 )
@@ -59,6 +61,8 @@ if HAS_TRITON:
     LOW = tl.constexpr(int(Operation.LOW))
     HIGH = tl.constexpr(int(Operation.HIGH))
     GATE = tl.constexpr(int(Operation.GATE))
+    KIND = tl.constexpr(KIND_UNIT)
+    ROTATE = tl.constexpr(int(OperationKind.ROTATE))
     REPLACEMENT_WORDS = tl.constexpr(int(Replacement.SIZE))
     SOURCE = tl.constexpr(int(Replacement.SOURCE))
     CHOSEN = tl.constexpr(int(Replacement.MASK))
@@ -119,6 +123,37 @@ if HAS_TRITON:
         return value + tl.where(share != 0.0, share * scale, 0.0) * vector
 
     @triton.jit
+    def _following(vectors, operation, number, offsets, inside, HIDDEN: tl.constexpr):
+        """A vector of an operation that has several, in float32."""
+        at = _row(vectors, operation[0] + number, offsets, HIDDEN)
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _operate_with_several(
+        value, vector, operation, share, vectors, offsets, inside, HIDDEN: tl.constexpr
+    ):
+        """An operation with more vectors than the first, on a row `[BLOCK]`; see `OperationKind`.
+        Padding stays 0."""
+        _, add, norm, component, strength, _, _, word = operation
+        vector = vector.to(tl.float32)
+        if word // KIND == ROTATE:
+            second = _following(vectors, operation, 1, offsets, inside, HIDDEN)
+            along = tl.sum(value * vector, axis=0)
+            across = tl.sum(value * second, axis=0)
+            length = tl.sqrt(along * along + across * across)
+            delta = (length * add - along) * vector + (length * norm - across) * second
+            share = tl.where((component != 0.0) & (along <= 0.0), 0.0, share)
+        else:
+            delta = vector * value
+            if component > 1.0:
+                delta += _following(vectors, operation, 1, offsets, inside, HIDDEN)
+            if component > 2.0:
+                low = _following(vectors, operation, 2, offsets, inside, HIDDEN)
+                high = _following(vectors, operation, 3, offsets, inside, HIDDEN)
+                delta = tl.where((value >= low) & (value <= high), delta, 0.0)
+        return value + tl.where(share != 0.0, share * strength * delta, 0.0)
+
+    @triton.jit
     def _operation(words, wanted):
         """The words of an operation after its chain; one that does nothing if not wanted."""
         coefficients = words.to(tl.pointer_type(tl.float32))
@@ -136,7 +171,7 @@ if HAS_TRITON:
     @triton.jit
     def _share(fields, operation):
         """How much of an operation is done: the strength of its gate, all without one."""
-        gate = operation[7]
+        gate = operation[7] % KIND
         state = tl.load(fields + GATE_STATE, mask=gate > 0, other=0).to(tl.pointer_type(tl.float32))
         at = state + tl.program_id(0).to(tl.int64) * (2 * GATE_COUNT) + gate - 1
         return tl.load(at, mask=gate > 0, other=1.0)
@@ -417,7 +452,12 @@ if HAS_TRITON:
                 for i in range(count):
                     share = _share(desc_ptr + stage, operation)
                     changed = tl.where(share != 0.0, 1, changed)
-                    value = _operate(value, vector, operation, share)
+                    if operation[7] < KIND:
+                        value = _operate(value, vector, operation, share)
+                    else:
+                        value = _operate_with_several(
+                            value, vector, operation, share, vectors, offsets, inside, HIDDEN
+                        )
                     operation = _operation(following + i * WORDS, i + 1 < count)
                     vector = _vector(vectors, operation, i + 1 < count, offsets, inside, HIDDEN)
             # As the model's dtype holds it, as the next forward hook would see it.
@@ -545,16 +585,35 @@ def _operate_reference(
     share: torch.Tensor,
 ) -> torch.Tensor:
     """One steering operation on float32 rows `[rows, hidden]`, `share` `[rows]` of it; see
-    `Operation`."""
+    `OperationKind`."""
     hidden = rows.shape[1]
     index = int(operation[Operation.VECTOR])
-    vector = _at(vectors_at + index * hidden * dtype.itemsize, dtype, hidden).float()
+    kind = int(operation[Operation.GATE]) // KIND_UNIT
+
+    def vectors(count: int) -> torch.Tensor:
+        return _at(vectors_at + index * hidden * dtype.itemsize, dtype, count, hidden).float()
+
     coefficients = operation[Operation.ADD : Operation.COEFFICIENTS_END].view(torch.float32)
     add, norm, component, strength, low, high = coefficients.tolist()
-    along = rows @ vector
-    scale = add + component * along + strength * (along.clamp(low, high) - along)
-    scale = scale + norm * rows.norm(dim=1)
-    return rows + torch.where(share != 0, share * scale, 0.0)[:, None] * vector
+    if kind == OperationKind.ROTATE:
+        basis = vectors(2)
+        along = rows @ basis.T
+        turned = along.norm(dim=1, keepdim=True) * torch.tensor([add, norm])
+        delta = strength * (turned - along) @ basis
+        if component:
+            share = torch.where(along[:, 0] > 0, share, 0.0)
+    elif kind == OperationKind.DIMENSIONS:
+        weight, *more = vectors(int(component))
+        delta = strength * (weight * rows + sum(more[:1]))
+        if len(more) > 1:
+            delta = torch.where((rows >= more[1]) & (rows <= more[2]), delta, 0.0)
+    else:
+        (vector,) = vectors(1)
+        along = rows @ vector
+        scale = add + component * along + strength * (along.clamp(low, high) - along)
+        delta = (scale + norm * rows.norm(dim=1))[:, None] * vector
+    share = share[:, None]
+    return rows + torch.where(share != 0, share * delta, 0.0)
 
 
 def reference(
@@ -734,7 +793,7 @@ def _steer(
         operations += list(_at(rest, torch.int32, count - 1, size))
     for operation in operations:
         share = torch.ones(len(steered))
-        if gate := int(operation[Operation.GATE]):
+        if gate := int(operation[Operation.GATE]) % KIND_UNIT:
             state = at_stage["GATE_STATE"]
             share = torch.stack(
                 [_state_at(state, token)[0, gate - 1] for token in tokens[steered].tolist()]

@@ -1,0 +1,228 @@
+"""Ways to steer: a table, from what a user writes to vectors and what is done with them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from tllm.spec.operations import Coefficients, DimensionWise, OperationForm, Rotation
+from tllm.spec.reading import FloatArray
+
+Arrays: TypeAlias = Mapping[str, FloatArray]
+"""The arrays that an entry gives, by name."""
+Parameters: TypeAlias = Mapping[str, float | None]
+"""Its numbers, by name; a switch is 0 or 1."""
+
+
+@dataclass(frozen=True)
+class SteeringMethod:
+    """A way to steer. Adding one is adding a row to `METHODS`.
+
+    Attributes:
+        formula: of the new row, with `w` the vector as given, `v = w / |w|`, `p = h . v`.
+        parameters: what an entry may give, with defaults; None must be given (or has a meaning
+            of its own), and one whose default is a truth value is a switch.
+        operation: the vectors `[hidden]` or `[vectors, hidden]` that arrays and parameters mean,
+            and what is done with them. Raises `ValueError` with what is wrong with an entry, to be
+            read after its name.
+        arrays: those that an entry may give, each with its shape; a name in it is a size, equal
+            wherever it stands.
+        optional: arrays that need not be given.
+    """
+
+    formula: str
+    parameters: Mapping[str, float | bool | None]
+    operation: Callable[[Arrays, Parameters], tuple[FloatArray, OperationForm]]
+    arrays: Mapping[str, tuple[str | int, ...]] = field(
+        default_factory=lambda: {"vector": ("hidden",)}
+    )
+    optional: frozenset[str] = frozenset()
+
+
+def _along(
+    formula: str,
+    unit: bool,
+    parameters: Mapping[str, float | bool | None],
+    coefficients: Callable[[Parameters], Coefficients],
+) -> SteeringMethod:
+    """A method along one vector.
+
+    Args:
+        unit: whether the operation takes `v` rather than `w`.
+    """
+
+    def operation(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+        vector = _unit(arrays["vector"]) if unit else arrays["vector"]
+        return vector, coefficients(given)
+
+    return SteeringMethod(formula, parameters, operation)
+
+
+def _unit(vector: FloatArray, what: str = "") -> FloatArray:
+    wide = vector.astype(np.float64)
+    length = float(np.sqrt(wide @ wide))
+    if length == 0:
+        raise ValueError(f"{what}is all zeros, which is no direction")
+    return (wide / length).astype(np.float32)
+
+
+def _clamp(given: Parameters) -> Coefficients:
+    low, high, value = given["min"], given["max"], given["value"]
+    if value is not None:
+        if low is not None or high is not None:
+            raise ValueError("gives both value and min or max; give value, or a range")
+        low = high = value
+    if low is None and high is None:
+        raise ValueError("gives no bound; give value, min or max")
+    low = -math.inf if low is None else low
+    high = math.inf if high is None else high
+    if low > high:
+        raise ValueError(f"has min={low} above max={high}")
+    return Coefficients(strength=_number(given["strength"]), low=low, high=high)
+
+
+def _project(given: Parameters) -> Coefficients:
+    if given["value"] is None:
+        raise ValueError("gives no value; give the component that rows shall have")
+    return Coefficients(
+        strength=_number(given["strength"]), low=given["value"], high=given["value"]
+    )
+
+
+def _multiply(given: Parameters) -> Coefficients:
+    if given["factor"] is None:
+        raise ValueError("gives no factor; give what the component is multiplied with")
+    return Coefficients(component=(given["factor"] - 1) * _number(given["strength"]))
+
+
+def _rotate(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+    if given["degrees"] is None:
+        raise ValueError("gives no degrees; give the angle, counted from the plane's first vector")
+    first = _unit(arrays["plane"][0], "['plane'][0] ").astype(np.float64)
+    second = _unit(arrays["plane"][1], "['plane'][1] ").astype(np.float64)
+    across = second - (second @ first) * first
+    if float(np.linalg.norm(across)) < 1e-3:
+        raise ValueError("['plane'] has two vectors of one direction, which span no plane")
+    basis = np.stack([first, across / np.linalg.norm(across)]).astype(np.float32)
+    angle = math.radians(given["degrees"])
+    turned = Rotation(
+        _number(given["strength"]), math.cos(angle), math.sin(angle), bool(given["adaptive"])
+    )
+    return basis, turned
+
+
+STATISTICS = ("source_mean", "source_std", "target_mean", "target_std")
+
+
+def _affine(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+    told = [name for name in STATISTICS if name in arrays]
+    weight, shift = arrays.get("weight"), arrays.get("shift")
+    if told and (weight is not None or shift is not None or len(told) < len(STATISTICS)):
+        raise ValueError(
+            f"gives {', '.join(told)}; give all of {', '.join(STATISTICS)}, and no "
+            "weight or shift; or these alone"
+        )
+    if told:
+        source, target = arrays["source_std"], arrays["target_std"]
+        if (source <= 0).any() or (target < 0).any():
+            raise ValueError(
+                "has a standard deviation of 0 or less; leave such dimensions alone "
+                "with source_std and target_std of 1 and equal means"
+            )
+        weight = target / source
+        shift = arrays["target_mean"] - weight * arrays["source_mean"]
+    elif weight is None and shift is None:
+        raise ValueError(f"gives no map; give weight, shift or both, or {', '.join(STATISTICS)}")
+    hidden = next(iter(arrays.values())).shape
+    weight = np.ones(hidden, np.float32) if weight is None else weight
+    shift = np.zeros(hidden, np.float32) if shift is None else shift
+    rows = [weight - 1, shift]
+    low, high = arrays.get("low"), arrays.get("high")
+    if (low is None) != (high is None):
+        raise ValueError("gives one bound; give low and high, or neither")
+    if low is not None and high is not None:
+        if (low > high).any():
+            raise ValueError("has numbers of low above those of high")
+        rows += [low, high]
+    if not np.isfinite(np.stack(rows)).all():
+        raise ValueError("has a map with numbers beyond float32; give a larger source_std")
+    return np.stack(rows).astype(np.float32), DimensionWise(_number(given["strength"]), len(rows))
+
+
+def _scale_dimensions(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+    if given["scale"] is None:
+        raise ValueError(
+            "gives no scale; give what the numbers that the mask chooses are "
+            "multiplied with, and added to themselves"
+        )
+    return arrays["mask"][None], DimensionWise(given["scale"], 1)
+
+
+def _number(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
+METHODS: Mapping[str, SteeringMethod] = {
+    "add": _along(
+        "h + scale w",
+        unit=False,
+        parameters={"scale": 1.0},
+        coefficients=lambda given: Coefficients(add=_number(given["scale"])),
+    ),
+    "norm_match": _along(
+        "h + scale |h| v",
+        unit=True,
+        parameters={"scale": 1.0},
+        coefficients=lambda given: Coefficients(norm=_number(given["scale"])),
+    ),
+    "clamp": _along(
+        "h + strength (clip(p, min, max) - p) v",
+        unit=True,
+        parameters={"min": None, "max": None, "value": None, "strength": 1.0},
+        coefficients=_clamp,
+    ),
+    "ablate": _along(
+        "h - strength p v",
+        unit=True,
+        parameters={"strength": 1.0},
+        coefficients=lambda given: Coefficients(
+            strength=_number(given["strength"]), low=0.0, high=0.0
+        ),
+    ),
+    "project": _along(
+        "h + strength (value - p) v",
+        unit=True,
+        parameters={"value": None, "strength": 1.0},
+        coefficients=_project,
+    ),
+    "multiply": _along(
+        "h + strength (factor - 1) p v",
+        unit=True,
+        parameters={"factor": None, "strength": 1.0},
+        coefficients=_multiply,
+    ),
+    "rotate": SteeringMethod(
+        "h + strength (|P h| (cos(degrees) b1 + sin(degrees) b2) - P h)",
+        parameters={"degrees": None, "adaptive": False, "strength": 1.0},
+        operation=_rotate,
+        arrays={"plane": (2, "hidden")},
+    ),
+    "affine": SteeringMethod(
+        "h + strength (weight * h + shift - h), by dimension; where low <= h <= high",
+        parameters={"strength": 1.0},
+        operation=_affine,
+        arrays=dict.fromkeys(("weight", "shift", *STATISTICS, "low", "high"), ("hidden",)),
+        optional=frozenset(("weight", "shift", *STATISTICS, "low", "high")),
+    ),
+    "scale_dimensions": SteeringMethod(
+        "h + scale (mask * h), by dimension",
+        parameters={"scale": None},
+        operation=_scale_dimensions,
+        arrays={"mask": ("hidden",)},
+    ),
+}
