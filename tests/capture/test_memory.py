@@ -253,6 +253,10 @@ REFUSED = {
         "hooks": {"post_block": [1]},
         "positions": [-6],
     },
+    r"\['positions'\] names the tokens of image, and the prompt has no such item": {
+        "hooks": {"post_block": [1]},
+        "positions": "image",
+    },
     r"capture\['memory'\]\['reduction'\]='sum'": {"hooks": {"post_block": [1]}, "reduction": "sum"},
     r"capture\['memory'\]\['dtype'\]='int8'": {"hooks": {"post_block": [1]}, "dtype": "int8"},
     r"capture\['memory'\] has unknown options \['tag'\]": {

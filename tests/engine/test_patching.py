@@ -280,6 +280,7 @@ NONE = {"tensor": [0.0] * HIDDEN}
         ({"positions": []}, r"\['positions'\] is empty"),
         ({"positions": [1, 1]}, "names a number twice"),
         ({"positions": "all"}, "give a list of whole numbers"),
+        ({"positions": "image"}, r"tokens of image, .* no such item \(it has text alone\)"),
         ({"source": {}}, "give one of"),
         ({"source": {"zero": True, "noise": 1.0}}, "give one of"),
         ({"source": {"zero": False}}, "give True"),

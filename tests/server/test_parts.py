@@ -36,6 +36,7 @@ from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.server.state import ServerState
+from tllm.spec.media import PromptMedia
 
 ROOT = Path(__file__).parents[2]
 
@@ -264,12 +265,15 @@ def test_rows_are_counted_before_they_are_captured(tmp_path):
     def rows(tokens, max_tokens, num_samples, **options):
         chosen = {"hooks": {"post_block": [0, 1]}, **options}
         memory = {"memory": (MemoryConsumer(), chosen)}
-        return captured_rows(memory, 4, [7] * tokens, max_tokens, num_samples)
+        media = PromptMedia({"image": [[(1, 3)], [(5, 9)]]})
+        return captured_rows(memory, 4, [7] * tokens, max_tokens, num_samples, media)
 
     assert rows(10, 5, 1, positions="all") == 2 * 14
     assert rows(10, 5, 3, positions="all") == 2 * (10 + 3 * 4)  # prompt rows once
     assert rows(10, 5, 3, positions="all_generated") == 2 * 12
     assert rows(10, 5, 3, positions="last_prompt") == 2
+    assert rows(10, 5, 3, positions={"image": [0]}) == 2 * 2
+    assert rows(10, 5, 3, positions="image") == 2 * 6
     assert rows(10, 5, 1, hooks={"post_block": "all"}, positions=[0, 3]) == 8
     of_key = limited(tmp_path, rows=8, bytes=64).of(1)
     of_key.check_rows(8, 8, "capture")

@@ -1,8 +1,10 @@
 """Patching as it is written: what does not need an engine."""
 
 import numpy as np
+import pytest
 
-from tllm.spec.patching import noise_rows
+from tllm.spec.media import PromptMedia
+from tllm.spec.patching import RequestPatch, noise_rows
 
 
 def test_noise_of_a_position_hangs_on_the_seed_and_on_it_alone():
@@ -14,3 +16,45 @@ def test_noise_of_a_position_hangs_on_the_seed_and_on_it_alone():
         again = noise_rows(1.0, seed, positions[::-1], 16)[::-1]
         np.testing.assert_array_equal(rows, again)
     assert not np.array_equal(noise_rows(1.0, 1, [-1], 16), noise_rows(1.0, 2, [-1], 16))
+
+
+IMAGES = PromptMedia({"image": [[(1, 3)], [(5, 6)]]})
+
+
+def patch(**given):
+    entry = {"hook": "post_block", "layer": 0, "source": {"zero": True}, **given}
+    return RequestPatch.parse([entry])
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [("image", (1, 2, 5)), ({"image": -1}, (5,)), ({"image": [1, 0]}, (1, 2, 5)), ([4, 3], (4, 3))],
+)
+def test_tokens_of_an_image_are_patched_by_their_positions(positions, expected):
+    (entry,) = patch(positions=positions).in_prompt(IMAGES).entries
+    assert entry.positions == expected
+    assert not entry.media
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"positions": "all"}, "give a list of whole numbers"),
+        ({"positions": {"ranges": [[0, 1]]}}, "or a mapping with any of image, video, audio"),
+        ({"positions": {"image": []}}, "names no item"),
+        ({"positions": {"image": 2}}, "the prompt has no such item"),
+        ({"positions": "video"}, "the prompt has no such item"),
+        (
+            {"positions": "image", "source": {"tensor": [[1.0], [2.0]]}},
+            "has shape [2, 1], and 3 positions are patched",
+        ),
+        (
+            {"positions": {"image": 0}, "source": {"run": "a", "positions": [1]}},
+            "has 1 positions, and 2 are patched",
+        ),
+    ],
+)
+def test_patches_of_images_that_cannot_be(given, says):
+    with pytest.raises(ValueError) as refused:
+        patch(**given).in_prompt(IMAGES)
+    assert says in str(refused.value)

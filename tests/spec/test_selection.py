@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.selection import Selection, united
 
 LONGEST = 40
@@ -141,6 +142,10 @@ def test_names_and_lists(name, positions):
         ({"windows": [[-1, 2]]}, "counts from the phase's first token"),
         ({"token_ids": [-1]}, "token ids are 0 or more"),
         ({"exclude": {"phase": "any"}}, "['exclude']"),
+        ({"image": []}, "would select nothing"),
+        ({"image": "first"}, "give 'all', the index of one image"),
+        ({"video": [True]}, "True is no whole number"),
+        ({"image": 0, "phase": "generation"}, "such tokens are of the prompt"),
     ],
 )
 def test_mistakes_are_refused_with_the_field(given, says):
@@ -165,3 +170,44 @@ def test_positions_that_the_sequence_cannot_have():
 
 def test_what_lies_beyond_the_end_may_be_left_out():
     Selection.parse({"exclude": {"positions": [-9, 99]}}).check(5, 4)
+
+
+MEDIA = PromptMedia({"image": [[(1, 3), (4, 5)], [(7, 9)]], "audio": [[(10, 11)]]})
+
+
+@pytest.mark.parametrize(
+    ("given", "intervals"),
+    [
+        ("image", ((1, 3), (4, 5), (7, 9))),
+        ({"image": 0}, ((1, 3), (4, 5))),
+        ({"image": [-1]}, ((7, 9),)),
+        ({"image": [0, 1], "audio": "all"}, ((1, 3), (4, 5), (7, 9), (10, 11))),
+        ({"image": 1, "positions": [-1]}, ((7, 9), (11, 12))),
+        ({"phase": "prompt", "exclude": {"image": "all"}}, ((0, 1), (3, 4), (5, 7), (9, 12))),
+        ("video", ()),
+        ({"image": 2}, ()),
+        ({"phase": "prompt", "exclude": {"video": "all"}}, ((0, 12),)),
+    ],
+)
+def test_items_of_a_prompt_are_the_tokens_that_stand_for_them(given, intervals):
+    selection = Selection.parse(given)
+    assert Selection.parse(selection.to_wire()) == selection
+    placed = selection.in_prompt(MEDIA)
+    assert not placed.media
+    assert placed.intervals(12) == intervals
+    assert Selection.from_wire(placed.to_wire()).intervals(12) == intervals
+
+
+def test_items_without_a_prompt_are_nowhere():
+    with pytest.raises(ValueError, match="where these are in the prompt was not found out"):
+        Selection.parse("image").intervals(12)
+
+
+def test_an_item_that_a_prompt_lacks_is_refused_with_those_that_it_has():
+    MEDIA.check(MediaItem("image", -2), "positions")
+    with pytest.raises(
+        ValueError, match=r"tokens of image 2, .* \(it has 2 of image, 1 of audio\)"
+    ):
+        MEDIA.check(MediaItem("image", 2), "positions")
+    with pytest.raises(ValueError, match=r"tokens of image, .* \(it has text alone\)"):
+        PromptMedia().check(MediaItem("image"), "positions")

@@ -105,7 +105,7 @@ class SyncClient:
         self._client = client
         #: Prompts that were given up, whose results the workers must not keep.
         self._given_up: list[str] = []
-        self.front = LLMEngineFront(engine, self, client.check_positions)
+        self.front = LLMEngineFront(engine, self, client.check_prompt)
 
     def _pop_over(self) -> list[str]:
         over, self._client.over = self._client.over, []
@@ -160,7 +160,7 @@ class AsyncClient:
         self._client = client
         self._finished: set[str] = set()
         self._discarding: set[asyncio.Task[None]] = set()
-        self.front = AsyncLLMFront(engine, self, client.check_positions)
+        self.front = AsyncLLMFront(engine, self, client.check_prompt)
 
     async def admit(
         self, params: Any, request_id: str, *, streamed: bool, generated: int

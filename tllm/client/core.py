@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import cloudpickle
 import vllm
@@ -29,6 +30,7 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
+from tllm.engine.media import media_of_request
 from tllm.params import PoolingParams, asked_of, plain
 from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
@@ -36,6 +38,7 @@ from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.conditions import signal_names
 from tllm.spec.groups import SteeringGroup, gates_of
 from tllm.spec.hooks import HookPoint
+from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
 from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 from tllm.spec.selection import Selection
@@ -95,6 +98,8 @@ class Client:
         self._flows: dict[str, tuple[ConsumerFlow, ...]] = {}
         self._own: set[str] = set()  # consumers that were registered here, and not heard of yet
         self._params = CheckedParams()
+        #: By prompt: requests that name tokens of items of a prompt that is not known yet.
+        self._unplaced: WeakValueDictionary[str, Prepared] = WeakValueDictionary()
         #: Kinds of flows whose hook points were found to be in the engine.
         self._placed: set[ConsumerFlow] = set()
         self._attached = False
@@ -307,7 +312,9 @@ class Client:
                 "patch was given for a prompt that is streamed, of which nobody knows where it "
                 "ends; give the whole prompt at once"
             )
-        patch = () if asked.patch is None else self.patches.uses(asked.patch)
+        patch: tuple[PatchUse, ...] = ()
+        if asked.patch is not None and not asked.patch.names_media:
+            patch = self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
         changes = groups, patch
         prepared = self._prepare(
@@ -367,6 +374,14 @@ class Client:
         stops, aborts = _ends(groups, params)
         if aborts:  # rows of cached blocks would not be judged
             uses.reads.append(RowsRead("abort_when", _PROMPT))
+        media = _media_of(asked, groups, uses)
+        patched = asked.patch is not None and asked.patch.names_media
+        if (media or patched) and (streamed or not results):
+            raise ValueError(
+                "positions name the tokens of an image, a video or a sound, and the prompt is "
+                "streamed, or a question for log-probabilities; give a whole prompt at once, to "
+                "generate() or chat()"
+            )
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=prompt_id if results else "",
@@ -381,8 +396,9 @@ class Client:
             streamed=streamed,
             stops=stops,
             aborts=aborts,
+            media=media,
         )
-        return Prepared(
+        prepared = Prepared(
             self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),
             prompt_id,
             {name: asked.consumers.get(name, {}) for name in uses.captures},
@@ -390,11 +406,14 @@ class Client:
             streamed=streamed,
             unused=frozenset(uses.unused),
             groups=groups,
-            patched=bool(patch),
+            patch=asked.patch,
             ended_by=frozenset(name for _, name in (*stops, *aborts)),
             keeps_results=results,
             samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
         )
+        if media is not None:
+            self._unplaced[spec.prompt_id] = prepared
+        return prepared
 
     def _uses(self, asked: Asked) -> Uses:
         """What the consumers have to do with a request. Raises `ValueError` for what it asks of
@@ -422,9 +441,11 @@ class Client:
             field = f"{'capture' if name in uses.captures else 'consumers'}[{name!r}]"
             uses.wants_tokens = uses.wants_tokens or consumer.needs_tokens_of(chosen)
             for flow in self._flows[name]:
+                _check_media(flow, {}, field)
                 uses.add(flow, field)
             for flow in consumer.request_flows(chosen, self.facts.points.num_layers):
                 self._check_places(flow, field)
+                _check_media(flow, chosen, field)
                 uses.add(flow, field)
         return uses
 
@@ -441,29 +462,36 @@ class Client:
             self._placed.clear()
         self._placed.add(flow.kind)
 
-    @staticmethod
-    def check_positions(request: Any) -> None:
-        """Refuse positions that a request cannot have, once its prompt is tokenized.
+    def check_prompt(self, request: Any) -> None:
+        """Put positions in the place of the items of the prompt that a request names, and refuse
+        those that it cannot have, once its prompt is processed.
 
         Args:
             request: vLLM's `EngineCoreRequest`.
         """
         params = request.sampling_params or request.pooling_params
         wire = wire_of(params)
-        reads, patch = wire.get("reads", ()), wire.get("patch", ())
-        if not reads and not patch:
-            return
-        tokens = request.prompt_token_ids
-        prompt_len = len(request.prompt_embeds if tokens is None else tokens)
-        max_tokens = 1 if request.sampling_params is None else params.max_tokens
-        if wire.get("streamed"):  # a later part of the prompt may reach the position
-            max_tokens = None
         try:
-            check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
-            for read in map(RowsRead.from_wire, reads if tokens is not None else ()):
-                read.positions.check(prompt_len, max_tokens, read.name)
+            if wire.get("media") is not None:
+                if wire.get("streamed") and request.mm_features:
+                    raise ValueError(
+                        "what steers every request names the tokens of images, and this streamed "
+                        "prompt has some: where they will be is not known; give it at once"
+                    )
+                wire = self._placed_in(wire, media_of_request(request))
+                name = "extra_args" if request.sampling_params else "extra_kwargs"
+                setattr(params, name, {**getattr(params, name), EXTRA_ARG: wire})
+            _check_positions(wire, request)
         except ValueError as error:
             raise RefusedError(str(error)) from None
+
+    def _placed_in(self, wire: Mapping[str, Any], media: PromptMedia) -> dict[str, Any]:
+        """What a request carries, with the positions of the items that it names."""
+        spec = RequestSpec.from_wire(wire).in_prompt(media)
+        asked = self._unplaced.get(spec.prompt_id)
+        if asked is not None and asked.patch is not None and asked.patch.names_media:
+            spec = replace(spec, patch=self.patches.uses(asked.patch.in_prompt(media)))
+        return spec.to_wire()
 
     # -- results ---------------------------------------------------------------------------------
 
@@ -472,7 +500,7 @@ class Client:
         if not prepared.keeps_results:
             return False
         used = self.consumers.keys() - prepared.unused
-        if prepared.patched:  # rows may have been dropped before it began
+        if prepared.patch is not None:  # rows may have been dropped before it began
             return True
         return bool(used) or (bool(prepared.groups) and bool(self.consumers))
 
@@ -558,6 +586,41 @@ def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:
     name = SignalsConsumer.consumer_id
     options = {**asked.consumers.get(name, {}), "names": names}
     return replace(asked, consumers={**asked.consumers, name: options})
+
+
+def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
+    """Refuse positions at which the sequences of a request cannot have rows."""
+    reads, patch = wire.get("reads", ()), wire.get("patch", ())
+    if not reads and not patch:
+        return
+    tokens = request.prompt_token_ids
+    prompt_len = len(request.prompt_embeds if tokens is None else tokens)
+    max_tokens = 1 if request.sampling_params is None else request.sampling_params.max_tokens
+    if wire.get("streamed"):  # a later part of the prompt may reach the position
+        max_tokens = None
+    check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
+    for read in map(RowsRead.from_wire, reads if tokens is not None else ()):
+        read.positions.check(prompt_len, max_tokens, read.name)
+
+
+def _check_media(flow: ConsumerFlow, options: Mapping[str, Any], field: str) -> None:
+    """Refuse items of a prompt that a flow names though the request does not."""
+    if flow.selection.media and "positions" not in options:
+        raise ValueError(
+            f"{field}: by default it is given the tokens of {flow.selection.media[0]}, which only "
+            "a request can ask for; give 'positions' with the request, and another default"
+        )
+
+
+def _media_of(
+    asked: Asked, groups: Sequence[SteeringGroup], uses: Uses
+) -> tuple[tuple[str, MediaItem], ...] | None:
+    """The items that a prompt must have for what is asked; None where no tokens of items are
+    named at all. Steering of every request is for those that have some."""
+    patched = asked.patch is not None and asked.patch.names_media
+    if uses.media is None and not patched and not any(g.positions.media for g in groups):
+        return None
+    return tuple(dict.fromkeys((*(uses.media or ()), *asked.steered_media)))
 
 
 def _check_endings(asked: Asked, params: Any, *, streamed: bool) -> None:

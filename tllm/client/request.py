@@ -11,6 +11,8 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 from tllm.client.results import Collected, Samples
 from tllm.ports import ConsumerFlow
 from tllm.spec.groups import SteeringGroup
+from tllm.spec.media import MediaItem
+from tllm.spec.patching import RequestPatch
 from tllm.spec.request import RowsRead
 from tllm.spec.selection import Selection
 
@@ -25,6 +27,8 @@ class Uses:
         captures: those whose results are capture results.
         wants_tokens: one waits for the tokens of the output.
         unused: those that have nothing to do with it.
+        media: items of the prompt whose tokens they read, with the field that names them; None
+            where no flow hangs on where such items are.
     """
 
     reads: list[RowsRead] = field(default_factory=list)
@@ -32,9 +36,13 @@ class Uses:
     captures: list[str] = field(default_factory=list)
     wants_tokens: bool = False
     unused: set[str] = field(default_factory=set)
+    media: list[tuple[str, MediaItem]] | None = None
 
     def add(self, flow: ConsumerFlow, field_name: str) -> None:
         """A flow takes part."""
+        if flow.selection.media:
+            named = [(f"{field_name}['positions']", i) for i in flow.selection.include.media]
+            self.media = [*(self.media or ()), *named]
         self.reads += rows_read(flow, field_name)
         self.writes = self.writes or any(each.port == "residual_stream" for each in flow.writes)
 
@@ -52,7 +60,7 @@ class Prepared:
             answers between them.
         unused: the consumers that were registered and have nothing to do with it.
         groups: what its rows are steered with.
-        patched: other rows are put in the place of its own.
+        patch: the rows that are put in the place of its own.
         ended_by: names of the conditions that may end a sample, or refuse the prompt.
         keeps_results: somebody will come for what consumers have to say.
         samples: what was given out so far.
@@ -67,7 +75,7 @@ class Prepared:
     streamed: bool = False
     unused: frozenset[str] = frozenset()
     groups: tuple[SteeringGroup, ...] = ()
-    patched: bool = False
+    patch: RequestPatch | None = None
     ended_by: frozenset[str] = frozenset()
     keeps_results: bool = True
     samples: Samples = field(default_factory=Samples)

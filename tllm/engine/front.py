@@ -27,12 +27,12 @@ from tllm.engine.seams import overrides, uses
 uses(
     "vllm.v1.engine.input_processor.InputProcessor",
     "process_inputs",
-    "positions are checked once a prompt is tokenized",
+    "positions are found and checked once a prompt is processed",
 )
 uses(
     "vllm.v1.engine.input_processor.InputProcessor",
     "process_inputs_async",
-    "positions are checked once a prompt is tokenized",
+    "positions are found and checked once a prompt is processed",
     since="0.32",
 )
 uses(
@@ -138,6 +138,7 @@ class LLMEngineFront:
     def __init__(self, engine: LLMEngine, requests: SyncRequests, check: Any) -> None:
         self._engine = engine
         self._requests = requests
+        self._check = check
         self._running: dict[str, _Running] = {}
         self._ended: list[Any] | None = None
         self._interrupted = False
@@ -162,7 +163,7 @@ class LLMEngineFront:
             )
         request = self._requests.admit(_params_of(prompt, params), request_id)
         try:
-            params = _put_into(prompt, request.params)
+            params = _put_into(prompt, request.params, self._check)
             engine_id = self._add_request(request_id, prompt, params, *args, **kwargs)
         except BaseException:
             self._requests.drop([request])
@@ -315,6 +316,7 @@ class AsyncLLMFront:
 
     def __init__(self, engine: AsyncLLM, requests: AsyncRequests, check: Any) -> None:
         self._requests = requests
+        self._check = check
         self._add_request = engine.add_request
         engine.add_request = self.add_request  # type: ignore[method-assign]
         check_requests(engine, check)
@@ -341,7 +343,7 @@ class AsyncLLMFront:
         try:
             if streamed:
                 prompt = self._requests.inputs(prompt, params, request_id, request)
-            ready = _put_into(prompt, request.params)
+            ready = _put_into(prompt, request.params, self._check)
             queue = await self._add_request(request_id, prompt, ready, *args, **kwargs)
         except BaseException:
             self._requests.drop(request)
@@ -414,8 +416,8 @@ class ResultQueue:
 
 
 def check_requests(engine: Any, check: Any) -> None:
-    """Let an engine show each request, once its prompt is tokenized, to a function that may
-    raise."""
+    """Let an engine show each request, once its prompt is processed, to a function that may
+    change its parameters, or raise."""
     processor = engine.input_processor
     process = processor.process_inputs
 
@@ -453,8 +455,9 @@ def _params_of(prompt: Any, params: Any) -> Any:
     return prompt.params if isinstance(prompt, EngineCoreRequest) else params
 
 
-def _put_into(prompt: Any, params: Any) -> Any:
+def _put_into(prompt: Any, params: Any, check: Any) -> Any:
     if isinstance(prompt, EngineCoreRequest):
         name = "sampling_params" if isinstance(params, SamplingParams) else "pooling_params"
         setattr(prompt, name, params)
+        check(prompt)  # vLLM has processed its prompt before
     return params

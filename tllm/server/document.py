@@ -55,7 +55,7 @@ PROPERTIES: Mapping[str, Mapping[str, Any]] = {
     "steering_name": _MODULE | {"description": "Another name of steering_module_ref."},
     "steering_positions": {
         "description": "Which tokens to steer, for entries that say none: all, all_prompt, "
-        "all_generated, last_prompt, a list of positions, or an object."
+        "all_generated, last_prompt, image, video, audio, a list of positions, or an object."
     },
     "patch": {
         "type": "array",

@@ -16,6 +16,7 @@ from tllm.client.attached import Attached
 from tllm.client.core import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
+from tllm.engine.media import media_of_prompt
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
@@ -185,7 +186,12 @@ class Door:
             nonlocal total
             tokens = list(self._handler._extract_prompt_components(prompt).token_ids or ())
             total += captured_rows(
-                options, model["num_layers"], tokens, params.max_tokens, params.n
+                options,
+                model["num_layers"],
+                tokens,
+                params.max_tokens,
+                params.n,
+                media_of_prompt(prompt),
             )
             limits.check_rows(total, model["row_bytes"], field)
 

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tllm.consumers.base import Consumer
 from tllm.server.fields import ENDING_FIELDS, FieldError
+from tllm.spec.media import PromptMedia
 
 _STEERING = ("steering_vectors", "steering_clamps", "steering_module_ref")
 _SHA256 = "sha256:"
@@ -150,18 +151,21 @@ def captured_rows(
     tokens: list[int],
     max_tokens: int,
     num_samples: int,
+    media: PromptMedia,
 ) -> int:
     """How many rows a prompt asks for at the most.
 
     Args:
         options: of each consumer that the request named.
         tokens: of the prompt.
+        media: of the prompt.
     """
     rows, prompt_len = 0, len(tokens)
     end = prompt_len + max_tokens - 1
     for consumer, chosen in options.values():
         for flow in consumer.request_flows(chosen, num_layers):
-            for start, stop in flow.selection.intervals(prompt_len, tokens):
+            meant = flow.selection.in_prompt(media)
+            for start, stop in meant.intervals(prompt_len, tokens):
                 of_prompt = max(0, min(stop, prompt_len) - start)
                 generated = max(0, min(stop, end) - max(start, prompt_len))
                 rows += len(flow.places) * (of_prompt + num_samples * generated)

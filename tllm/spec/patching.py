@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from tllm.spec.changes import Changes
 from tllm.spec.hooks import HookPoint
+from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
 from tllm.spec.operations import LARGEST_FLOAT32
 from tllm.spec.reading import FloatArray, numeric_array
 
@@ -88,11 +89,11 @@ class PatchSource:
     seed: int = 0
 
     @classmethod
-    def parse(cls, given: Any, count: int, name: str) -> PatchSource:
+    def parse(cls, given: Any, count: int | None, name: str) -> PatchSource:
         """A source as users write it.
 
         Args:
-            count: positions that are patched.
+            count: positions that are patched; None while that is not known.
         """
         chosen = [kind for kind in _SOURCES if isinstance(given, Mapping) and kind in given]
         if len(chosen) != 1:
@@ -122,12 +123,20 @@ class PatchSource:
         positions = None
         if kind == "run" and given.get("positions") is not None:
             positions = _positions(given["positions"], f"{name}['positions']", distinct=False)
-            if len(positions) != count:
-                raise ValueError(
-                    f"{name}['positions'] has {len(positions)} positions, and {count} are patched; "
-                    "give one of the run for each, or leave them out for the same"
-                )
-        return cls(kind, kept=kept, uid=uid, positions=positions)
+        source = cls(kind, kept=kept, uid=uid, positions=positions)
+        if count is not None:
+            source.check_count(count, name)
+        return source
+
+    def check_count(self, count: int, name: str) -> None:
+        """Refuse a source that has not as many rows as positions are patched."""
+        if self.positions is not None and len(self.positions) != count:
+            raise ValueError(
+                f"{name}['positions'] has {len(self.positions)} positions, and {count} are "
+                "patched; give one of the run for each, or leave them out for the same"
+            )
+        if self.rows is not None and len(self.rows) not in (1, count):
+            _refuse_shape(self.rows, count, f"{name}[{self.kind!r}]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +150,7 @@ class Patch:
         positions: negative ones count from the end of the prompt.
         mask: the dimensions that change; None for all.
         heads: the heads of `attn_heads` that change, in the place of a mask; None without.
+        media: the items of the prompt whose tokens are meant, in the place of positions.
     """
 
     name: str
@@ -151,6 +161,7 @@ class Patch:
     alpha: float = 1.0
     mask: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+    media: tuple[MediaItem, ...] = ()
 
     @classmethod
     def parse(cls, given: Any, name: str) -> Patch:
@@ -171,8 +182,10 @@ class Patch:
         layer = given.get("layer")
         if layer is not None:
             layer = _whole(layer, f"{name}['layer']")
-        positions = _positions(given["positions"], f"{name}['positions']")
-        source = PatchSource.parse(given["source"], len(positions), f"{name}['source']")
+        media = _media(given["positions"], f"{name}['positions']")
+        positions = () if media else _positions(given["positions"], f"{name}['positions']")
+        count = None if media else len(positions)
+        source = PatchSource.parse(given["source"], count, f"{name}['source']")
         alpha = 1.0 if given.get("alpha") is None else _number(given["alpha"], f"{name}['alpha']")
         mask = _parts(given, "mask", name, "dimensions")
         heads = _parts(given, "heads", name, "heads")
@@ -181,7 +194,19 @@ class Patch:
             raise ValueError(
                 f"{name}['heads'] is given {other}; give heads at attn_heads alone, or a mask"
             )
-        return cls(name, point, layer, positions, source, alpha, mask, heads)
+        return cls(name, point, layer, positions, source, alpha, mask, heads, media)
+
+    def in_prompt(self, media: PromptMedia) -> Patch:
+        """The same by positions, in a prompt with these items. Raises `ValueError` for items that
+        it lacks."""
+        if not self.media:
+            return self
+        for item in self.media:
+            media.check(item, f"{self.name}['positions']")
+        pairs = [pair for item in self.media for pair in media.ranges(item)]
+        positions = sorted({position for pair in pairs for position in range(*pair)})
+        self.source.check_count(len(positions), f"{self.name}['source']")
+        return replace(self, positions=tuple(positions), media=())
 
     @property
     def keep(self) -> float:
@@ -204,6 +229,15 @@ class RequestPatch:
                 "'layer': 5, 'positions': [3], 'source': {'zero': True}}"
             )
         return cls(tuple(Patch.parse(each, f"patch[{i}]") for i, each in enumerate(given)))
+
+    @property
+    def names_media(self) -> bool:
+        """Whether which positions are meant hangs on the items of the prompt."""
+        return any(entry.media for entry in self.entries)
+
+    def in_prompt(self, media: PromptMedia) -> RequestPatch:
+        """See `Patch.in_prompt`."""
+        return RequestPatch(tuple(entry.in_prompt(media) for entry in self.entries))
 
 
 @dataclass(frozen=True)
@@ -314,19 +348,39 @@ def noise_rows(std: float, seed: int, positions: Sequence[int], hidden: int) -> 
 # -- reading what users write ----------------------------------------------------------------------
 
 
-def _rows(given: Any, count: int, name: str) -> FloatArray:
+def _rows(given: Any, count: int | None, name: str) -> FloatArray:
     with np.errstate(over="ignore"):
         rows = np.array(numeric_array(given, name), np.float32)
     if not np.isfinite(rows).all():
         raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
     if rows.ndim == 1:
         rows = rows[None]
-    if rows.ndim != 2 or not rows.size or len(rows) not in (1, count):
-        raise ValueError(
-            f"{name} has shape {list(rows.shape)}, and {count} positions are patched; give "
-            "[hidden] or [positions, hidden]"
-        )
+    if rows.ndim != 2 or not rows.size or (count is not None and len(rows) not in (1, count)):
+        _refuse_shape(rows, count, name)
     return rows
+
+
+def _refuse_shape(rows: FloatArray, count: int | None, name: str) -> NoReturn:
+    patched = "" if count is None else f", and {count} positions are patched"
+    raise ValueError(
+        f"{name} has shape {list(rows.shape)}{patched}; give [hidden] or [positions, hidden]"
+    )
+
+
+def _media(given: Any, name: str) -> tuple[MediaItem, ...]:
+    """The items that are given in the place of positions."""
+    if isinstance(given, str) and given in MODALITIES:
+        given = {given: "all"}
+    if not isinstance(given, Mapping):
+        return ()
+    if not given or set(given) - set(MODALITIES):
+        raise ValueError(
+            f"{name} is {given!r:.60}; give a list of whole numbers, or a mapping with any of "
+            f"{', '.join(MODALITIES)}"
+        )
+    if not (items := parse_media(given, name)):
+        raise ValueError(f"{name}={given!r:.60} names no item; give 'all', or indices")
+    return items
 
 
 def _parts(given: Mapping[str, Any], key: str, name: str, kind: str) -> tuple[int, ...] | None:

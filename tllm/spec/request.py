@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tllm.spec.groups import GroupUse, RequestSteering
+from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import PatchUse, RequestPatch
 from tllm.spec.selection import Selection
 
@@ -28,6 +29,16 @@ class Asked:
     captures: tuple[str, ...] = ()
     steering: RequestSteering | None = None
     patch: RequestPatch | None = None
+
+    @property
+    def steered_media(self) -> list[tuple[str, MediaItem]]:
+        """The items of the prompt whose tokens it steers, each with the field that names it."""
+        if self.steering is None:
+            return []
+        named = [("steering_positions", item) for item in self.steering.positions.include.media]
+        for entry in self.steering.tiers:
+            named += [(f"{entry.name}['positions']", i) for i in entry.positions.include.media]
+        return named
 
     def __bool__(self) -> bool:
         return bool(self.consumers) or not (self.steering is None and self.patch is None)
@@ -82,6 +93,8 @@ class RequestSpec:
         streamed: its prompt arrives in parts.
         stops, aborts: number and name of the conditions that end a sample, and of those that refuse
             the prompt, in the order in which they are asked.
+        media: while the prompt is not known yet, and tokens of its items are named: the items that
+            it must have, each with the field that names it. None afterwards, and otherwise.
     """
 
     request_id: str = ""
@@ -97,6 +110,7 @@ class RequestSpec:
     streamed: bool = False
     stops: tuple[tuple[int, str], ...] = ()
     aborts: tuple[tuple[int, str], ...] = ()
+    media: tuple[tuple[str, MediaItem], ...] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -128,6 +142,8 @@ class RequestSpec:
         for name, ends in (("stops", self.stops), ("aborts", self.aborts)):
             if ends:
                 wire[name] = [list(end) for end in ends]
+        if self.media is not None:
+            wire["media"] = [[name, *item] for name, item in self.media]
         return wire
 
     @classmethod
@@ -143,7 +159,26 @@ class RequestSpec:
                 asked[name] = tuple((number, reason) for number, reason in asked[name])
         if "reads" in asked:
             asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
+        if asked.get("media") is not None:
+            asked["media"] = tuple((name, MediaItem(*item)) for name, *item in asked["media"])
         return cls(**asked)
+
+    def in_prompt(self, media: PromptMedia) -> RequestSpec:
+        """The same with the positions of the items that it names, all but those of patches.
+
+        Raises `ValueError` for an item that the request asks for and the prompt lacks.
+        """
+        for name, item in self.media or ():
+            media.check(item, name)
+        return replace(
+            self,
+            consumers={name: _in_prompt(given, media) for name, given in self.consumers.items()},
+            reads=tuple(replace(r, positions=r.positions.in_prompt(media)) for r in self.reads),
+            steering=tuple(
+                replace(use, positions=use.positions.in_prompt(media)) for use in self.steering
+            ),
+            media=None,
+        )
 
     @classmethod
     def of(cls, request: Any) -> RequestSpec:
@@ -170,6 +205,17 @@ class RequestSpec:
                 for start, _ in read.positions.intervals(prompt_len, prompt_token_ids)[:1]:
                     first = min(first, start)
         return first if first < prompt_len else None
+
+
+def _in_prompt(options: Mapping[str, Any], media: PromptMedia) -> Mapping[str, Any]:
+    """A consumer's options, with positions in the place of the items that they name."""
+    try:
+        positions = Selection.parse(options["positions"])
+    except (KeyError, ValueError):  # the consumer has no such option, or another of this name
+        return options
+    if not positions.media:
+        return options
+    return {**options, "positions": positions.in_prompt(media).to_wire()}
 
 
 _PLAIN = RequestSpec()

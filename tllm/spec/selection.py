@@ -9,6 +9,8 @@ from functools import cached_property, lru_cache
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
+from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
+
 SelectedPhase = Literal["any", "prompt", "generation"]
 
 #: Half-open intervals of positions, sorted, disjoint and not touching.
@@ -22,8 +24,11 @@ _NAMED: dict[str, dict[str, Any]] = {
     "all_prompt": {"phase": "prompt"},
     "all_generated": {"phase": "generation"},
     "last_prompt": {"positions": [-1]},
+    **{modality: {modality: "all"} for modality in MODALITIES},
 }
-_CRITERIA = ("positions", "ranges", "windows", "token_ids")
+_CRITERIA = ("positions", "ranges", "windows", "token_ids", *MODALITIES)
+_NOWHERE: tuple[int | None, int | None] = (END, None)
+"""A range that has no position."""
 
 _SHORT = 1024
 """Characters of a selection's text up to which the parsed selection is kept."""
@@ -40,15 +45,25 @@ class Criteria:
         windows: `(start, stop)`, half-open, counted from the first token of the selection's phase
             (the first generated token for `generation`, else the first token of the prompt).
         token_ids: the token itself.
+        media: the tokens that stand for these images, videos and sounds of the prompt.
     """
 
     positions: tuple[int, ...] = ()
     ranges: tuple[tuple[int | None, int | None], ...] = ()
     windows: tuple[tuple[int, int | None], ...] = ()
     token_ids: tuple[int, ...] = ()
+    media: tuple[MediaItem, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.positions or self.ranges or self.windows or self.token_ids)
+        named = self.positions or self.ranges or self.windows
+        return bool(named or self.token_ids or self.media)
+
+    def in_prompt(self, media: PromptMedia) -> Criteria:
+        """These criteria with the positions of the items that they name."""
+        if not self.media:
+            return self
+        found = tuple(pair for item in self.media for pair in media.ranges(item))
+        return replace(self, ranges=(*self.ranges, *(found or (_NOWHERE,))), media=())
 
     def intervals(
         self, prompt_len: int, origin: int, tokens: Sequence[int], generated: int | None
@@ -58,6 +73,11 @@ class Criteria:
         Args:
             origin: position that windows count from.
         """
+        if self.media:
+            raise ValueError(
+                f"positions name the tokens of {self.media[0]}, and where these are in the prompt "
+                "was not found out"
+            )
 
         def absolute(position: int) -> int:
             return position + prompt_len if position < 0 else position
@@ -85,9 +105,9 @@ class Selection:
     the prompt or was generated; its position is its index in the sequence.
 
     `Selection.parse` takes what users write: `"all"`, `"all_prompt"`, `"all_generated"`,
-    `"last_prompt"`, a list of positions, or a mapping with any of `phase` (`any`, `prompt`,
-    `generation`), `positions`, `ranges`, `windows`, `token_ids` and `exclude` (a mapping of the
-    same criteria).
+    `"last_prompt"`, `"image"`, `"video"`, `"audio"`, a list of positions, or a mapping with any of
+    `phase` (`any`, `prompt`, `generation`), `positions`, `ranges`, `windows`, `token_ids`, `image`,
+    `video`, `audio` and `exclude` (a mapping of the same criteria).
     """
 
     phase: SelectedPhase = "any"
@@ -139,6 +159,11 @@ class Selection:
                 f"{name}={dict(given)!r} lists nothing, so it would select nothing; leave the "
                 "empty lists out, or name something"
             )
+        if phase == "generation" and include.media:
+            raise ValueError(
+                f"{name} names the tokens of {include.media[0]} and the phase 'generation', and "
+                "such tokens are of the prompt; leave the phase out"
+            )
         return cls(phase, include, _criteria(excluded, f"{name}['exclude']"))
 
     @classmethod
@@ -151,6 +176,19 @@ class Selection:
     def everything(self) -> bool:
         """Whether every token is meant."""
         return self == Selection()
+
+    @property
+    def media(self) -> tuple[MediaItem, ...]:
+        """The items of the prompt that it names, to mean their tokens or to leave them out."""
+        return self.include.media + self.exclude.media
+
+    def in_prompt(self, media: PromptMedia) -> Selection:
+        """This selection in a prompt with these items: by positions. Items that the prompt lacks
+        have no tokens."""
+        if not self.media:
+            return self
+        include, exclude = self.include.in_prompt(media), self.exclude.in_prompt(media)
+        return replace(self, include=include, exclude=exclude)
 
     @property
     def depends_on_generated_tokens(self) -> bool:
@@ -281,6 +319,7 @@ def _criteria(given: Mapping[str, Any], name: str) -> Criteria:
             for start, stop in _pairs(given.get("windows", ()), f"{name}['windows']", signed=False)
         ),
         token_ids=tuple(_token_ids(given.get("token_ids", ()), f"{name}['token_ids']")),
+        media=parse_media(given, name),
     )
 
 
@@ -331,4 +370,4 @@ def _to_wire(criteria: Criteria) -> dict[str, Any]:
         wire["windows"] = [list(pair) for pair in criteria.windows]
     if criteria.token_ids:
         wire["token_ids"] = list(criteria.token_ids)
-    return wire
+    return wire | media_to_wire(criteria.media)

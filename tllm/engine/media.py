@@ -1,0 +1,48 @@
+"""Where the images, videos and sounds of a prompt stand, as vLLM knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tllm.engine.seams import uses
+from tllm.spec.media import PromptMedia
+
+uses(
+    "vllm.multimodal.inputs.PlaceholderRange",
+    "extract_embeds_range",
+    "positions of the tokens that stand for an image",
+)
+uses(
+    "vllm.v1.engine.EngineCoreRequest",
+    "mm_features",
+    "positions of the tokens that stand for an image",
+)
+
+
+def media_of_request(request: Any) -> PromptMedia:
+    """The items of a request's prompt.
+
+    Args:
+        request: vLLM's `EngineCoreRequest`.
+    """
+    return _media((each.modality, each.mm_position) for each in request.mm_features or ())
+
+
+def media_of_prompt(prompt: Any) -> PromptMedia:
+    """The items of a prompt that vLLM has processed, and made no request of yet."""
+    placeholders = prompt.get("mm_placeholders") if isinstance(prompt, Mapping) else None
+    return _media(
+        (modality, position)
+        for modality, positions in (placeholders or {}).items()
+        for position in positions
+    )
+
+
+def _media(found: Iterable[tuple[str, Any]]) -> PromptMedia:
+    items: dict[str, list[list[tuple[int, int]]]] = {}
+    for modality, position in sorted(found, key=lambda each: each[1].offset):
+        # Some placeholders have other tokens among them, such as those that end a row of an image.
+        stretches = [(first, last + 1) for first, last in position.extract_embeds_range()]
+        items.setdefault(modality, []).append(stretches)
+    return PromptMedia(items)
