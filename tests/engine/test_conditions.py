@@ -379,6 +379,39 @@ def test_requests_added_to_the_engine_itself_are_judged(llm, reference):
     assert outputs["quiet"].signals == outputs["plain"].signals == {}
 
 
+def test_signals_do_not_hang_on_what_other_requests_have(llm):
+    """One begins alone; requests with more conditions come, and go before it ends."""
+    engine, outputs = llm.llm_engine, {}
+    first, second = prompts_of([20, 30], seed=5)
+
+    def asking(**limits):
+        whens = [{**WHEN, "name": name, "above": above} for name, above in limits.items()]
+        return {"steering_vectors": {"post_block": {1: [{**ENTRY, "when": w} for w in whens]}}}
+
+    one, many = asking(one=0.5), asking(low=0.1, middle=0.2, high=0.5)
+    alone = {
+        name: generate(llm, [prompt], greedy(count, **asked))[0]
+        for name, prompt, count, asked in (("a", first, 40, one), ("b", second, 5, many))
+    }
+    llm.reset_prefix_cache()
+    engine.add_request("a", {"prompt_token_ids": first}, greedy(40, **one))
+    for step in range(100):
+        if step == 7:
+            engine.add_request("b", {"prompt_token_ids": second}, greedy(5, **many))
+        outputs |= {output.request_id: output for output in engine.step()}
+        if not engine.has_unfinished_requests():
+            break
+    for name, output in alone.items():
+        expected, found = output.outputs[0].signals, outputs[name].outputs[0].signals
+        assert expected.keys() == found.keys()
+        for signal in expected:
+            assert found[signal].positions.tolist() == expected[signal].positions.tolist()
+            assert found[signal].scores == pytest.approx(
+                expected[signal].scores, rel=1e-4, abs=1e-3
+            )
+    assert len(outputs["a"].outputs[0].signals["one"].positions) == len(first) + 39
+
+
 def test_blocks_are_shared_where_conditions_are_the_same(llm):
     """Blocks of 32 tokens; what differs is only the condition."""
     [prompt] = prompts_of([100], seed=9)

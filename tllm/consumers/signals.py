@@ -28,6 +28,10 @@ from tllm.ports import (
 
 _ROWS, _END = "rows", "end"
 
+_STEPS, _HELD_ROWS = 16, 4096
+"""Scores wait on the device for so many steps, or rows: each way to the host costs the engine time,
+however little there is to bring. A sequence that ends does not wait."""
+
 
 @dataclass(frozen=True, eq=False)
 class Signal(Payload):
@@ -88,6 +92,7 @@ class SignalsConsumer(Consumer):
             bundle_key=("engine_step_id",),
             prompt_rows="computed",
             ranks="first",
+            delivery="device_lease",
         )
         return (flow,)
 
@@ -104,11 +109,38 @@ class SignalsConsumer(Consumer):
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing has arrived."""
         self._rows = TokenRows()
+        self._context = ctx
+        #: What is on the device, and whose it is.
+        self._held: list[tuple[torch.Tensor, RowMeta]] = []
+        self._held_rows = 0
+        self._requests: Sequence[RequestInfo] = ()
+        self._width = 0
 
     @torch.inference_mode()
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
-        """Send them off."""
-        ctx.export(_ROWS, {"signals": bundle.entries["signals"]}, bundle.meta)
+        """Keep what the conditions of these requests gave, and send it off every few steps."""
+        meta = bundle.meta
+        if meta.requests is not self._requests:  # those of a steady batch are one object
+            self._requests = meta.requests
+            self._width = max(_width(request) for request in meta.requests)
+        values = bundle.entries["signals"][:, :, : self._width].clone()
+        if self._held and self._held[0][0].shape[2] != self._width:
+            self._send(ctx)
+        self._held.append((values, meta))
+        self._held_rows += len(meta)
+        if len(self._held) >= _STEPS or self._held_rows >= _HELD_ROWS:
+            self._send(ctx)
+
+    def _send(self, ctx: ConsumerContext) -> None:
+        """What is on the device goes to the host."""
+        if self._held:
+            held, self._held, self._held_rows = self._held, [], 0
+            values = torch.cat([each for each, _ in held])
+            ctx.export(_ROWS, {"signals": values}, attach=[meta for _, meta in held])
+
+    def synchronize(self) -> None:
+        """Everything of the steps so far is on its way."""
+        self._send(self._context)
 
     def on_export(
         self,
@@ -119,8 +151,10 @@ class SignalsConsumer(Consumer):
     ) -> None:
         """Keep what has arrived; a sequence that has ended is given all of its own."""
         if channel == _ROWS:
-            assert meta is not None
-            self._rows.add(meta, {"signals": tensors["signals"].numpy()})
+            values, first = tensors["signals"].numpy(), 0
+            for each in attached:
+                self._rows.add(each, {"signals": values[first : first + len(each)]})
+                first += len(each)
             return
         promised, request = attached
         try:
@@ -134,11 +168,12 @@ class SignalsConsumer(Consumer):
         if not request.options.get("names"):
             return None
         promised: Future[dict[str, Signal]] = Future()
+        self._send(ctx)
         ctx.export(_END, {}, attach=(promised, request))
         return promised
 
     def _signals(self, request: RequestInfo) -> dict[str, Signal]:
-        found = self._rows.take(request) or {}
+        found = self._rows.take(request, _width(request)) or {}
         nothing = PerToken(np.zeros(0, np.int32), np.zeros((0, 2, 0), np.float32))
         rows = found.get("signals", nothing)
         signals = {}
@@ -150,3 +185,8 @@ class SignalsConsumer(Consumer):
             judged = ~np.isnan(strengths)
             signals[name] = Signal(rows.positions[judged], scores[judged], strengths[judged])
         return signals
+
+
+def _width(request: RequestInfo) -> int:
+    """How many of the conditions that a token may have are a request's, in the order of numbers."""
+    return 1 + max(request.options["names"].values())

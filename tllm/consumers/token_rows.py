@@ -65,8 +65,13 @@ class TokenRows:
         with self._lock:
             self._unsorted.append((meta, arrays))
 
-    def take(self, request: RequestInfo) -> dict[str, PerToken] | None:
-        """Everything of a sequence that has ended, by position; None when there is nothing."""
+    def take(self, request: RequestInfo, width: int | None = None) -> dict[str, PerToken] | None:
+        """Everything of a sequence that has ended, by position; None when there is nothing.
+
+        Args:
+            width: how much of the last dimension of the values; all of it unless told, which is the
+                same of all its tokens then.
+        """
         with self._lock:
             self._sort()
             pieces = self._pieces.pop(_key(request), None)
@@ -74,7 +79,7 @@ class TokenRows:
             samples.pop(request.sample_index, None)
             if not samples:
                 self._running.pop(request.prompt_id, None)
-        return None if pieces is None else _joined(pieces)
+        return None if pieces is None else _joined(pieces, width)
 
     def so_far(self, since: Since) -> dict[str, dict[int, tuple[RequestInfo, dict[str, PerToken]]]]:
         """What there is of sequences that run, from a position on; what is not there has nothing
@@ -132,9 +137,11 @@ def _from(pieces: Sequence[_Piece], first: int) -> list[_Piece]:
     return found[::-1]
 
 
-def _joined(pieces: Sequence[_Piece]) -> dict[str, PerToken]:
+def _joined(pieces: Sequence[_Piece], width: int | None = None) -> dict[str, PerToken]:
     positions = np.concatenate([piece.positions for piece in pieces])
     return {
-        name: PerToken(positions, np.concatenate([piece.arrays[name] for piece in pieces]))
+        name: PerToken(
+            positions, np.concatenate([piece.arrays[name][..., :width] for piece in pieces])
+        )
         for name in pieces[0].arrays
     }

@@ -145,6 +145,11 @@ class _Rules(_Base):
     )
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._tllm_endings.hear(model_runner_output)
+        # vLLM calls it for each request of each step: ours only where a condition may end one.
+        if self._tllm_endings:
+            self.__dict__.pop("_update_request_with_output", None)
+        else:
+            self.__dict__["_update_request_with_output"] = super()._update_request_with_output
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._tllm_endings.divide(outputs)
         if self._tllm_bulk:

@@ -91,6 +91,10 @@ class RequestEndings:
         self._refused: dict[str, int] = {}
         self._apart: set[str] = set()
 
+    def __bool__(self) -> bool:
+        """Whether conditions may end any request."""
+        return bool(self._asked)
+
     def add(self, request_id: str, spec: RequestSpec) -> None:
         """A request may be ended by conditions."""
         self._asked[request_id] = spec

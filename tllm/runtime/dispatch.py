@@ -335,13 +335,13 @@ class Dispatcher:
                 parts = [part[:, 0] for part in parts]
         elif port == "token_target":
             assert frame.targets is not None
-            parts = [self._rows_of(frame.targets, piece.batch_rows) for piece in group]
+            parts = [self._rows_of(flow, frame.targets, piece.batch_rows) for piece in group]
         elif port == "logits":
             assert frame.logits is not None
             index = frame.batch.logits_index
-            parts = [self._rows_of(frame.logits, index[piece.batch_rows]) for piece in group]
+            parts = [self._rows_of(flow, frame.logits, index[piece.batch_rows]) for piece in group]
         elif port == "signals":
-            parts = [self._signals(frame, piece) for piece in group]
+            parts = [self._signals(flow, frame, piece) for piece in group]
         else:
             return None
         if len(parts) > 1:
@@ -357,18 +357,25 @@ class Dispatcher:
         found = piece.rows.program.block(piece.rows.tensor, taps)
         return found if piece.selection is None else found[self._on_device(piece.selection)]
 
-    def _signals(self, frame: Frame, piece: FlowRows) -> torch.Tensor:
+    def _signals(self, flow: BoundFlow, frame: Frame, piece: FlowRows) -> torch.Tensor:
         """Of another pipeline stage, no numbers."""
         if frame.signals is None:
             shape = len(piece.batch_rows), 2, MAX_GATES
             return torch.full(shape, torch.nan, device=self._device)
-        return self._rows_of(frame.signals, piece.batch_rows)
+        return self._rows_of(flow, frame.signals, piece.batch_rows)
 
-    def _rows_of(self, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-        """Rows of a tensor that was allocated on the compute stream, on the current one."""
+    def _rows_of(self, flow: BoundFlow, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
+        """Rows of a tensor that was allocated on the compute stream, on the current one.
+
+        Rows that lie side by side, as all of a decode batch do, need no index on the device.
+        """
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
-        return tensor[self._on_device(index)]
+        first, end = int(index[0]), int(index[0]) + len(index)
+        if not np.array_equal(index, np.arange(first, end)):
+            return tensor[self._on_device(index)]
+        rows = tensor[first:end]
+        return rows if flow.flow.delivery == "device_lease" else rows.clone()
 
     def _on_device(self, index: np.ndarray) -> torch.Tensor:
         return upload(index.astype(np.int64), self._device)
