@@ -1,5 +1,7 @@
 """What consumers write, against sums made vector by vector."""
 
+from threading import Thread
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -141,3 +143,61 @@ def test_what_was_written_stays_though_its_tensor_is_used_again(shape):
     vectors.fill_(100.0)
     second.set(worker.requests, torch.full((HIDDEN,), 2.0))
     assert torch.equal(worker.added(DECODE), torch.full((REQUESTS, HIDDEN), 3.0))
+
+
+def test_a_request_that_is_named_twice_has_its_last_vector_each_time():
+    worker = Worker()
+    writer = worker.additions.add_writer(TAP, (PREFILL, DECODE))
+    requests = worker.named([0, 1, 0])
+    for number in range(2):
+        vectors = number + torch.arange(3.0)[:, None].expand(3, HIDDEN)
+        writer.set(requests, vectors)
+        for phase in (PREFILL, DECODE):
+            assert torch.equal(worker.added(phase)[:2], vectors[[2, 1]])
+
+
+def test_a_consumer_that_learns_outside_of_inference_mode_writes():
+    """The engine is in inference mode; who makes gradients leaves it."""
+    worker = Worker()
+    requests = worker.named(range(REQUESTS))
+    vectors = torch.ones(REQUESTS, HIDDEN)
+    with torch.inference_mode():
+        writer = worker.additions.add_writer(TAP, (DECODE,))
+        writer.set(requests, vectors)
+        for number in (2, 3):
+            with torch.inference_mode(False), torch.enable_grad():
+                writer.set(requests, (number * vectors).requires_grad_())
+            assert torch.equal(worker.added(DECODE), number * vectors)
+
+
+def on_another_thread(work):
+    thread = Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("then", ["clear", "set"])
+def test_what_the_engines_thread_writes_after_another_thread_stays(then):
+    worker = Worker()
+    writer = worker.additions.add_writer(TAP, (DECODE,))
+    ones = torch.ones(REQUESTS, HIDDEN)
+    on_another_thread(lambda: writer.set(worker.requests, ones))
+    if then == "clear":
+        writer.clear(worker.requests)
+    else:
+        writer.set(worker.requests, 2 * ones)
+    worker.additions.commit()
+    expected = torch.zeros_like(ones) if then == "clear" else 2 * ones
+    assert torch.equal(worker.added(DECODE), expected)
+
+
+def test_a_writer_that_was_removed_changes_nothing():
+    """Its consumer may have a thread that goes on."""
+    worker = Worker()
+    stays, goes = (worker.additions.add_writer(TAP, (DECODE,)) for _ in range(2))
+    requests, ones = worker.named(range(REQUESTS)), torch.ones(REQUESTS, HIDDEN)
+    stays.set(requests, ones)
+    worker.additions.remove_writer(goes)
+    for number in range(2):
+        goes.set(requests, 10.0 * ones)
+        assert torch.equal(worker.added(DECODE), ones), number

@@ -287,7 +287,8 @@ class Taps:
 
     def _allocate_additions(self, point: int) -> None:
         shape = self._add_index.tensor.shape[1], self.hidden_size
-        table = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        with torch.inference_mode(False):  # who makes gradients writes to it, too
+            table = torch.zeros(shape, dtype=self.dtype, device=self.device)
         if (old := self._add_tables.get(point)) is not None:
             table[: len(old)].copy_(old)
         self._add_tables[point] = table

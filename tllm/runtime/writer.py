@@ -92,9 +92,10 @@ class Additions:
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
     ) -> None:
         """Apply a write now, or before the next forward pass when another thread or stream made
-        it: a forward pass in flight must not see half of it."""
+        it: a forward pass in flight must not see half of it. Later writes are applied later."""
         stream = self._current_stream()
         if threading.get_ident() == self._thread and stream == self._stream:
+            self._apply_staged()
             self._apply(writer, requests, vectors)
             return
         fence = None
@@ -109,6 +110,9 @@ class Additions:
         if not self._writers:
             return
         self._thread, self._stream = threading.get_ident(), self._current_stream()
+        self._apply_staged()
+
+    def _apply_staged(self) -> None:
         if not self._staged:
             return
         with self._lock:
@@ -124,6 +128,8 @@ class Additions:
     def _apply(
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
     ) -> None:
+        if writer not in self._writers[writer.tap]:
+            return  # removed: a thread of its consumer goes on
         if vectors is not None and self._repeated(writer, requests, vectors):
             return
         running = [i for i, r in enumerate(requests) if self._slots.is_current(r)]
@@ -144,8 +150,10 @@ class Additions:
                     writer.values[add_row] = written, i if of_each else None
         add_rows = self._refresh(writer.tap, touched)
         writer.repetition = None
-        alone = all(len(self._written(writer.tap, row)) == 1 for row in touched)
-        if isinstance(requests, tuple) and of_each and alone and add_rows is not None:
+        if add_rows is None or not isinstance(requests, tuple) or not of_each:
+            return
+        once = len(add_rows) == len(touched)
+        if once and all(len(self._written(writer.tap, row)) == 1 for row in touched):
             assert written is not None
             in_order = of_row == list(range(len(requests)))
             which = None if in_order else upload(np.array(of_row, np.int64), self._taps.device)
