@@ -752,6 +752,33 @@ def test_rows_of_several_layers_are_each_under_their_role(names, delivery, every
         reading.check(bundle)
 
 
+def test_rows_of_several_layers_are_changed_in_place_by_what_learns():
+    """On a thread of its own a consumer is not in inference mode."""
+    grown = []
+
+    class Learning(Consumer):
+        consumer_id = "learning"
+
+        def flows(self):
+            reads = [ResidualStream.read(layer=layer, role=str(layer)) for layer in range(2)]
+            return [ConsumerFlow(reads=reads, window="background")]
+
+        def consume_bundle(self, bundle, ctx):
+            learned = torch.ones(HIDDEN, requires_grad=True)
+            first, second = (bundle.entries[str(layer)] for layer in range(2))
+            before = second.clone()
+            first.mul_(learned).sum().backward()
+            assert torch.equal(second, before)
+            grown.append(learned.grad)
+
+    engine = Engine(layers=2)
+    engine.session.register(Learning())
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.session.synchronize()
+    assert len(grown) == 1
+
+
 def test_only_rows_that_are_lost_count_as_dropped(engine):
     consumer = Positions("background")
     engine.session.register(consumer)

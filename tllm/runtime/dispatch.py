@@ -431,7 +431,10 @@ def _apart(entries: Mapping[Roles, Any], *, lent: bool) -> dict[str, Any]:
             found.update(zip(roles, value.unbind(1), strict=True))
         else:
             own = value.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            found.update(zip(roles, own.unbind(0), strict=True))
+            # Nobody else has what these share, and so autograd need not take them for views, which
+            # it would not let a consumer change in place.
+            each = torch.unsafe_chunk(own.flatten(0, 1), len(roles))
+            found.update(zip(roles, each, strict=True))
     return found
 
 
