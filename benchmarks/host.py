@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -64,14 +63,25 @@ class Counts(TorchDispatchMode):
             return from_numpy(array)
 
         self._replaced = ExitStack()
-        self._replaced.enter_context(patch.object(row_plan, "reference", expanded))
-        self._replaced.enter_context(patch.object(torch, "from_numpy", uploaded))
+        self._replaced.enter_context(replaced(row_plan, "reference", expanded))
+        self._replaced.enter_context(replaced(torch, "from_numpy", uploaded))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._replaced.close()
+
+
+@contextmanager
+def replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Another function in a module, meanwhile."""
+    before = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
 
 
 @contextmanager
