@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from engine.recorder import Recorder
@@ -81,13 +82,11 @@ class Guide(Recorder):
             )
         }
         wanted = candidates.meta
-        rows = torch.tensor(
-            [
-                last[wanted.requests[index].slot, int(position)]
-                for index, position in zip(wanted.request_index, wanted.positions, strict=True)
-            ],
-            dtype=torch.int32,
-        )
+        numbers = [
+            last[wanted.requests[index].slot, int(position)]
+            for index, position in zip(wanted.request_index, wanted.positions, strict=True)
+        ]
+        rows = ctx.upload(np.array(numbers, np.int32))
         projected = candidates.project(hidden, rows)
         nobody = candidates.project(hidden, torch.full_like(rows, -1))
         GUIDES[self.consumer_id].projected_unknown.append(torch.equal(nobody, candidates.logits))
@@ -99,8 +98,8 @@ class Guide(Recorder):
                     info.sample_index,
                     int(wanted.positions[i]),
                     candidates.token_ids[i, :count].tolist(),
-                    candidates.logits[i, :count].clone(),
-                    projected[i, :count].clone(),
+                    candidates.logits[i, :count].to("cpu", copy=True),
+                    projected[i, :count].to("cpu", copy=True),
                     float(candidates.temperature[i]),
                 )
             )
@@ -119,11 +118,16 @@ class Contrasting(Recorder):
             ConsumerFlow(writes=[Sampler.write(phase="any", width=width)]), consumer_id="contrast"
         )
         self._state = state
-        self._tally = torch.zeros(2, dtype=torch.int64)
+
+    def start(self, ctx: ConsumerContext) -> None:
+        self._state = self._state.to(ctx.device)
+        self._tally = torch.zeros(2, dtype=torch.int64, device=ctx.device)
 
     def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None:
-        rows = torch.zeros(len(candidates.meta), dtype=torch.int32)
-        candidates.contrast(self._state[None], -torch.ones(len(rows)), self._tally, rows)
+        count = len(candidates.meta)
+        rows = torch.zeros(count, dtype=torch.int32, device=ctx.device)
+        weights = -torch.ones(count, device=ctx.device)
+        candidates.contrast(self._state[None], weights, self._tally, rows)
         return None
 
     def read_stats(self):

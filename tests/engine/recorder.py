@@ -67,7 +67,7 @@ class Recorder(Consumer):
 
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         entries = {
-            role: value.clone()
+            role: value.to("cpu", copy=True)
             for role, value in bundle.entries.items()
             if isinstance(value, torch.Tensor)
         }
