@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tllm.cli.verify import engine_options, render
 from tllm.verify.certificate import Certificate, row_errors
+from tllm.verify.gated import Judged
 from tllm.verify.job import VerifyJob
 from tllm.verify.memory import needs
 from tllm.verify.reference import Reference
@@ -146,3 +147,12 @@ def test_a_large_row_hides_no_errors_of_others() -> None:
     got[2, 3] += 0.5
     assert row_errors(got, expected).tolist() == [0.0, 0.0, 0.5, 0.0]
     assert row_errors(torch.zeros(2, 8), torch.zeros(2, 8)).tolist() == [0.0, 0.0]
+
+
+def test_scores_that_are_wrong_or_no_numbers_are_beyond_the_limit() -> None:
+    rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    states = {"post_block": {0: rows}}
+    when = Judged(("post_block", 0), torch.ones(8), threshold=0.0)
+    found = when.scores(states)[[1, 2, 3]] + torch.tensor([1e-9, 0.5, torch.nan])
+    errors = when.errors(found, [1, 2, 3], states, limit=1e-4)
+    assert (errors > 1e-4).tolist() == [False, True, True]

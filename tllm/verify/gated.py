@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,15 @@ class Judged:
         if self.score == "dot":
             return error * self.vector.norm()
         return error * math.sqrt(rows.shape[1]) / rows.norm(dim=1).clamp(min=1e-30)
+
+    def errors(
+        self, scores: Tensor, positions: Sequence[int], states: States, limit: float
+    ) -> Tensor:
+        """Of what are said to be the scores at some positions. Rounding explains those up to
+        `limit`; one that is no number is beyond."""
+        off = (scores - self.scores(states)[positions]).abs()
+        errors = limit * off / self.rounding(states, limit)[positions].clamp(min=1e-30)
+        return errors.nan_to_num(math.inf)
 
     def is_near(self, states: States, limit: float) -> bool:
         """Whether rounding may decide for one of the tokens."""

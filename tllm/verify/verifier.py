@@ -400,6 +400,7 @@ class Verifier:
         judged = [each.when for each in served.ask.steering if each.when is not None]
         if any(when.is_near(states, self.tolerance.points[when.place[0]]) for when in judged):
             figures.on_edge += 1
+            self._compare_status(served)
             return
         self._compare_captures(figures, served, places, states)
         if served.ask.seed is None:
@@ -446,12 +447,11 @@ class Verifier:
             what = f"scores of positions {found}, where {wanted} are judged"
             self._differs(served.difference("signal", what, layer=layer))
         elif found:
-            expected = when.scores(states)[found]
-            errors = (torch.tensor(signal.scores) - expected).abs()
-            errors = limit * errors / when.rounding(states, limit)[found].clamp(min=1e-30)
+            errors = when.errors(torch.tensor(signal.scores), found, states, limit)
             if bool((errors > limit).any()):
                 at = int(errors.argmax())
-                what = f"the score is {float(signal.scores[at]):.4g}, not {float(expected[at]):.4g}"
+                expected = float(when.scores(states)[found[at]])
+                what = f"the score is {float(signal.scores[at]):.4g}, not {expected:.4g}"
                 size = _number(float(errors[at]))
                 given = {"layer": layer, "position": found[at], "size": size, "limit": limit}
                 self._differs(served.difference("signal", what, **given))
