@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tllm.spec.media import PromptMedia
-from tllm.spec.patching import RequestPatch, noise_rows
+from tllm.spec.patching import PatchUse, RequestPatch, check_patch_positions, noise_rows
 
 
 def test_noise_of_a_position_hangs_on_the_seed_and_on_it_alone():
@@ -58,3 +58,11 @@ def test_patches_of_images_that_cannot_be(given, says):
     with pytest.raises(ValueError) as refused:
         patch(**given).in_prompt(IMAGES)
     assert says in str(refused.value)
+
+
+def test_a_position_that_is_named_from_both_ends_is_refused():
+    """It would be patched twice, which is not what once would be."""
+    use = PatchUse("post_block", 0, (-1, 11), keep=0.5, scale=0.5)
+    check_patch_positions([use], 13, 4)
+    with pytest.raises(ValueError, match="-1 and 11 are the same position of a prompt of 12"):
+        check_patch_positions([use], 12, 4)

@@ -318,7 +318,7 @@ def patch_changes(uses: Sequence[PatchUse], prompt_len: int) -> Changes:
 def check_patch_positions(
     uses: Iterable[PatchUse], prompt_len: int, max_tokens: int | None
 ) -> None:
-    """Refuse positions at which a sequence cannot have a row.
+    """Refuse positions at which a sequence cannot have a row, and those that are given twice.
 
     Args:
         max_tokens: the most tokens that are generated; None when that is not limited. The last one
@@ -333,6 +333,13 @@ def check_patch_positions(
                     f"patch[{i}]['positions']: position {position} is out of range for a prompt of "
                     f"{prompt_len} tokens and max_tokens={max_tokens}; give {-prompt_len}{last}"
                 )
+        twice = set(use.positions) & {p - prompt_len for p in use.positions if p >= 0}
+        if twice:
+            one = max(twice)
+            raise ValueError(
+                f"patch[{i}]['positions']: {one} and {one + prompt_len} are the same position of a "
+                f"prompt of {prompt_len} tokens; give it once"
+            )
 
 
 def noise_rows(std: float, seed: int, positions: Sequence[int], hidden: int) -> FloatArray:
