@@ -5,9 +5,18 @@ vLLM is imported when the first of them is asked for.
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-TINY_ENGINE = {
+import pytest
+import torch
+
+SHARE: dict[str, Any] = {}
+"""What an engine takes of a GPU, said and not profiled: several of one process share it."""
+if torch.cuda.is_available():
+    SHARE = {"gpu_memory_utilization": 0.04, "kv_cache_memory_bytes": 2**28}
+
+TINY_ENGINE: dict[str, Any] = {
+    **SHARE,
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "enforce_eager": True,

@@ -61,6 +61,8 @@ def reference(tiny_qwen2: Path) -> Any:
 @pytest.fixture(scope="session")
 def llm(tiny_qwen2: Path, reference: Any) -> Any:
     """An engine in this process, without consumers; the reference model was built before it."""
+    from tiny_engines import SHARE
+
     from tllm import LLM
 
     return LLM(
@@ -68,6 +70,7 @@ def llm(tiny_qwen2: Path, reference: Any) -> Any:
         skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
+        **SHARE,
         max_model_len=256,
         max_num_seqs=8,
         # Small, so that long prompts arrive in chunks, in one batch with decoding rows.

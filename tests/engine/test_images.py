@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from tiny_engines import SHARE
 
 pytest.importorskip("torchvision", reason="vLLM's multimodal models import torchvision")
 
@@ -157,7 +158,7 @@ def llm(chat: Chat) -> Any:
     """An engine in this process."""
     from tllm import LLM
 
-    return LLM(str(chat.folder), **OPTIONS)
+    return LLM(str(chat.folder), **OPTIONS, **SHARE)
 
 
 def _asked(positions: Any, **more: Any) -> dict[str, Any]:

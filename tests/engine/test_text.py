@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tiny_engines import SHARE
 
 from engine.modes import Reader
 from tllm import LLM, SamplingParams
@@ -18,6 +19,7 @@ def demo_engine():
         str(DEMO_MODEL),
         dtype="float32",
         enforce_eager=True,
+        **SHARE,
         max_model_len=256,
         max_num_seqs=8,
         num_gpu_blocks_override=512,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 
 import torch
+from tiny_engines import SHARE
 from vllm import SamplingParams
 
 from tllm.logprobs import AsyncLM, AsyncVirtualLM
@@ -17,6 +18,7 @@ VOCAB = 1348
 PLACES, CACHED = 8, 12
 """Sequences that the shared engine runs at once, and answers that it remembers."""
 ENGINE = {
+    **SHARE,
     "dtype": "float32",
     "enforce_eager": True,
     "max_model_len": 256,

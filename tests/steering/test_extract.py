@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from tiny_engines import SHARE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from demo import moods as told
@@ -110,6 +111,7 @@ def llm() -> LLM:
         MODEL,
         dtype="float32",
         enforce_eager=True,
+        **SHARE,
         max_num_seqs=64,
         max_num_batched_tokens=256,
         num_gpu_blocks_override=512,
