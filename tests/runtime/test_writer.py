@@ -21,13 +21,13 @@ TAP, OTHER_TAP = (HookPoint.POST_BLOCK, 0), (HookPoint.POST_BLOCK, 1)
 class Worker:
     """Additions of a worker with some running sequences and one tap."""
 
-    def __init__(self):
+    def __init__(self, device="cpu"):
         self.taps = Taps(
             {TAP: None, OTHER_TAP: None},
             second={},
             hidden_size=HIDDEN,
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             max_tokens=16,
             max_programs=2,
             add_rows=2,
@@ -201,3 +201,23 @@ def test_a_writer_that_was_removed_changes_nothing():
     for number in range(2):
         goes.set(requests, 10.0 * ones)
         assert torch.equal(worker.added(DECODE), ones), number
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")
+def test_vectors_of_another_stream_are_added_when_they_are_there():
+    """Though they are changed and freed right after they were written."""
+    worker = Worker("cuda")
+    writer = worker.additions.add_writer(TAP, (DECODE,))
+    requests, side = worker.named(range(REQUESTS)), torch.cuda.Stream()
+    for number in (1.0, 2.0):
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(10**9)
+            vectors = torch.full((REQUESTS, HIDDEN), number, device="cuda")
+            writer.set(requests, vectors)
+            vectors.fill_(100.0)
+            del vectors
+            torch.full((REQUESTS, HIDDEN), 200.0, device="cuda")
+        worker.additions.commit()
+        rows = [2 * request.slot + DECODE for request in requests]
+        table = worker.taps._add_tables[worker.taps.index[TAP]]
+        assert torch.equal(table[rows].cpu(), torch.full((REQUESTS, HIDDEN), number))

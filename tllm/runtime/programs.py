@@ -21,6 +21,10 @@ Asked = tuple[int, tuple[BoundFlow, ...]]
 """A phase, and the flows that want its rows."""
 
 
+_OnStream = tuple[tuple[TapKey, ...], int]
+"""Taps, and the stream that their rows are read on."""
+
+
 class TooManyProgramsError(RuntimeError):
     """More distinct combinations of flows are in use at once than there are programs."""
 
@@ -40,7 +44,7 @@ class Program:
     phase: int
     taps: tuple[TapKey, ...]
     flows: tuple[BoundFlow, ...]
-    _places: dict[tuple[TapKey, ...], slice | torch.Tensor] = field(default_factory=dict)
+    _places: dict[_OnStream, slice | torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def ring_offsets(self) -> dict[TapKey, int]:
@@ -49,7 +53,9 @@ class Program:
 
     def block(self, rows: torch.Tensor, taps: tuple[TapKey, ...]) -> torch.Tensor:
         """Rows `[rows, len(taps), hidden]` of some taps: a view where they lie side by side."""
-        place = self._places.get(taps)
+        # What one stream has uploaded another may not have yet.
+        stream = torch.cuda.current_stream(rows.device).cuda_stream if rows.is_cuda else 0
+        place = self._places.get((taps, stream))
         if place is None:
             offsets = [self.ring_offsets[tap] for tap in taps]
             first, stop = offsets[0], offsets[0] + len(offsets)
@@ -57,7 +63,7 @@ class Program:
                 place = slice(first, stop)
             else:
                 place = upload(np.array(offsets, np.int64), rows.device)
-            self._places[taps] = place
+            self._places[taps, stream] = place
         return rows[:, place] if isinstance(place, slice) else rows.index_select(1, place)
 
 
