@@ -33,6 +33,7 @@ from tllm.server import document, plugin
 from tllm.server.fields import FIELDS, FieldError, asked_in
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
 from tllm.server.metrics import CONSUMER, WORKER, Stats
+from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.server.state import ServerState
@@ -64,7 +65,8 @@ def app_of(settings, tmp_path, host, answers=True):
             return [counters(), counters("it raised")]
 
     files = CaptureFiles(tmp_path / "captures", 60.0, 1)
-    app.state.tllm = ServerState(Interventions(), settings, files, Stats(Interventions()))
+    ours, limits = Interventions(), LimitsByKey.read(None, tmp_path / "in-flight")
+    app.state.tllm = ServerState(ours, settings, files, Stats(ours), PatchSweeps(ours, limits))
     return TestClient(app, client=(host, 1))
 
 

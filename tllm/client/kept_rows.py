@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import numpy as np
 from tllm.client.calls import ALONE, Steps, WorkerCall
 from tllm.client.generation import AsyncGeneration, Generation, SyncGeneration, Work
 from tllm.client.path_ways import PathWays, Place
-from tllm.client.sweeping import Progress, PromptPair, SweepForm, Sweeping
+from tllm.client.sweeping import Progress, PromptPair, SweepForm, Sweeping, SweepWatch
 from tllm.consumers.base import Consumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.params import SamplingParams
@@ -110,7 +110,9 @@ class PatchingControl:
         window: int = 1,
         freeze: str | Sequence[str] = (),
         receivers: Sequence[Place] = (),
+        at_once: int | None = None,
         progress: Progress | None = None,
+        each: Callable[[dict[str, Any]], None] | None = None,
     ) -> Any:
         """Patch one row at a time, at every hook point, layer and position, and measure the next
         token. Rows of the clean run are put into the corrupt one (denoising).
@@ -134,7 +136,9 @@ class PatchingControl:
                 through the residual stream (and through the other branch) counts.
             receivers: `(hook, layer)` pairs: what arrives there is put into a run in which nothing
                 else is changed. None: the logits receive.
-            progress: called with how many experiments are done, and of how many.
+            at_once: the most requests that are computed at a time.
+            progress: called with how many experiments are done, and of how many; with 0 first.
+            each: called with every experiment as it is computed, a row of `Sweep.rows`.
 
         Returns:
             A `tllm.patching.Sweep`.
@@ -148,14 +152,14 @@ class PatchingControl:
             places = tuple(self.places(hooks, layers))
             form = SweepForm(
                 places,
-                None if positions is None else tuple(positions),
+                None if positions is None else tuple(dict.fromkeys(positions)),
                 self._heads(heads, places),
                 together,
                 noising,
                 window,
                 self._ways(freeze, receivers),
             )
-            sweeping = Sweeping(self, pairs, form, measures, progress)
+            sweeping = Sweeping(self, pairs, form, measures, SweepWatch(progress, each, at_once))
             sweep: Sweep = yield from sweeping.work()
             return replace(sweep, single_pair=not _are_several(clean))
 
@@ -412,6 +416,9 @@ class PatchingControl:
         plain = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not plain or not prompt or not all(type(token) is int for token in prompt):
             raise ValueError(f"the prompt is {prompt!r:.60}; give text, or a list of token ids")
+        vocab = self._client.facts.vocab_size
+        if other := [token for token in prompt if not 0 <= token < vocab]:
+            raise ValueError(f"the prompt has {other[0]}, no token id from 0 to {vocab - 1}")
         return list(prompt)
 
     def _mean_rows(self, rows: Mapping[str, Any]) -> Iterable[tuple[Place, FloatArray]]:

@@ -13,7 +13,7 @@ from tllm.client.path_ways import PathWays, Place
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import SamplingParams
 from tllm.patching.metrics import FloatArray, Measures
-from tllm.patching.sweep import Sweep
+from tllm.patching.sweep import Sweep, experiment_row
 from tllm.spec.patching import KeptRows
 
 if TYPE_CHECKING:
@@ -29,7 +29,26 @@ _RECEIVED = 32
 """The same where each leaves rows at the receivers."""
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Told how many experiments are done, and of how many."""
+"""Told how many experiments are done, and of how many; 0 before the first."""
+
+
+class SweepWatch(NamedTuple):
+    """Who is told how a sweep goes on, and how much of it is computed at a time.
+
+    Attributes:
+        each: told of each experiment, as a row of `Sweep.rows`.
+        at_once: the most requests at a time; None: what suits.
+    """
+
+    progress: Progress | None = None
+    each: Callable[[dict[str, Any]], None] | None = None
+    at_once: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Requests that are computed at a time."""
+        watched = self.progress is not None or self.each is not None
+        return max(1, min(_WATCHED if watched else _AT_ONCE, self.at_once or _AT_ONCE))
 
 
 @dataclass(frozen=True)
@@ -131,7 +150,7 @@ class Sweeping:
 
     Args:
         control: keeps the rows of runs.
-        progress: called as the sweep goes on.
+        watch: told as the sweep goes on.
     """
 
     def __init__(
@@ -140,12 +159,12 @@ class Sweeping:
         pairs: Sequence[PromptPair],
         form: SweepForm,
         measures: Measures,
-        progress: Progress | None = None,
+        watch: SweepWatch,
     ) -> None:
         self._control = control
         self._pairs = pairs
         self._measures = measures
-        self._progress = progress
+        self._watch = watch
         self.form = form
         longest = max(len(pair.clean) for pair in pairs)
         given = form.positions
@@ -197,12 +216,14 @@ class Sweeping:
         found: _Found,
     ) -> Work[None]:
         """All experiments, part by part."""
-        size = _AT_ONCE if self._progress is None else _WATCHED
+        watch, size = self._watch, self._watch.size
         receivers = () if self.form.ways is None else self.form.ways.receivers
         if receivers:
             longest = max(len(base) for base in self._bases)
             room = yield from self._control.room(longest, receivers)
             size = max(1, min(size, _RECEIVED, room))
+        if watch.progress is not None:
+            watch.progress(0, len(experiments))
         for low in range(0, len(experiments), size):
             part = experiments[low : low + size]
             patches = [self._patch(each, kept, frozen) for each in part]
@@ -213,9 +234,20 @@ class Sweeping:
                 params = list(map(self._params, asked, patches))
                 outputs = yield Generation([self._bases[each.pair] for each in part], params)
             for experiment, output in zip(part, outputs, strict=True):
-                found.enter(experiment, _logprobs(output))
-            if self._progress is not None:
-                self._progress(low + len(part), len(experiments))
+                measured = found.enter(experiment, _logprobs(output))
+                if watch.each is not None and experiment.at[-1] != _Found.NOWHERE:
+                    watch.each(self._row(experiment, measured))
+            if watch.progress is not None:
+                watch.progress(low + len(part), len(experiments))
+
+    def _row(self, experiment: _Experiment, measured: dict[str, float]) -> dict[str, Any]:
+        """What came of an experiment, in words."""
+        form = self.form
+        pair, hook, layer, _, index = experiment.at
+        head = None if experiment.heads is None else experiment.heads[0]
+        position = None if form.together else self._positions[index]
+        place = form.hooks[hook], form.layers[layer]
+        return experiment_row(pair, place, head, position, self._bases[pair], measured)
 
     def _received(self, part: Sequence[_Experiment], patches: Sequence[Any]) -> Work[list[Any]]:
         """What arrives at the receivers in each experiment, put into runs in which nothing else is
@@ -408,15 +440,16 @@ class _Found:
             for name, values in self.values.items():
                 values[cell.at] = measured[name][cell.pair]
 
-    def enter(self, experiment: _Experiment, logprobs: FloatArray) -> None:
-        """What came of an experiment."""
-        if experiment.at[-1] == self.NOWHERE:
-            for name, value in self._measure(logprobs, experiment.pair).items():
+    def enter(self, experiment: _Experiment, logprobs: FloatArray) -> dict[str, float]:
+        """What came of an experiment, by metric."""
+        measured = self._measure(logprobs, experiment.pair)
+        for name, value in measured.items():
+            if experiment.at[-1] == self.NOWHERE:
                 change = abs(value - float(self._unpatched[name][experiment.pair]))
                 self.noise_floor[name] = max(self.noise_floor[name], change)
-            return
-        for name, value in self._measure(logprobs, experiment.pair).items():
-            self.values[name][experiment.at] = value
+            else:
+                self.values[name][experiment.at] = value
+        return measured
 
     def _measure(self, logprobs: FloatArray, pair: int) -> dict[str, float]:
         return self._sweeping.measured(logprobs, self._clean[pair], self._corrupt[pair], pair)

@@ -89,15 +89,9 @@ class Sweep:
             measured = {name: float(values[at]) for name, values in self.values.items()}
             if all(np.isnan(value) for value in measured.values()):
                 continue
-            yield {
-                "pair": pair,
-                "hook": self.hooks[hook],
-                "layer": self.layers[layer],
-                **({} if self.heads is None else {"head": self.heads[head[0]]}),
-                "position": None if position is None else position % len(tokens),
-                "token": None if position is None else tokens[position],
-                **measured,
-            }
+            place = self.hooks[hook], self.layers[layer]
+            number = None if self.heads is None else self.heads[head[0]]
+            yield experiment_row(pair, place, number, position, tokens, measured)
 
     @property
     def frame(self) -> Any:
@@ -179,3 +173,29 @@ class Sweep:
                 f"metric={name!r} was not measured; measured were {', '.join(self.metrics)}"
             )
         return name
+
+
+def experiment_row(
+    pair: int,
+    place: tuple[str, int],
+    head: int | None,
+    position: int | None,
+    tokens: Sequence[int],
+    measured: Mapping[str, float],
+) -> dict[str, Any]:
+    """An experiment in words, as it is in `Sweep.rows`.
+
+    Args:
+        head: None for whole rows.
+        position: None for those that were patched together.
+        tokens: of the prompt that was patched.
+    """
+    return {
+        "pair": pair,
+        "hook": place[0],
+        "layer": place[1],
+        **({} if head is None else {"head": head}),
+        "position": None if position is None else position % len(tokens),
+        "token": None if position is None else tokens[position],
+        **measured,
+    }

@@ -14,6 +14,7 @@ from tllm.server.limits import LimitsByKey
 from tllm.server.live import LiveScores
 from tllm.server.metrics import Stats
 from tllm.server.page import page_router
+from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.routes import metrics, router
 from tllm.server.settings import ServerSettings
 from tllm.server.state import ServerState, capture_files
@@ -56,9 +57,10 @@ class InterventionPlugin:
         for name, path in settings.steering_modules.items():
             await interventions.steering.register_module(name, load(path))
         files = capture_files(settings, args.port)
-        state.tllm = ServerState(interventions, settings, files, Stats(interventions))
         live = LiveScores(interventions)
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
+        sweeps = PatchSweeps(interventions, limits)
+        state.tllm = ServerState(interventions, settings, files, Stats(interventions), sweeps)
         for door in _DOORS:
             handler = getattr(state, door, None)
             if handler is not None:

@@ -1,4 +1,5 @@
-"""Routes of our own: global steering, modules, monitors, and results fetched by reference."""
+"""Routes of our own: global steering, modules, monitors, results fetched by reference, and
+sweeps."""
 
 from __future__ import annotations
 
@@ -7,12 +8,14 @@ from ipaddress import ip_address
 from typing import Annotated, Any, TypeAlias
 
 from fastapi import APIRouter, Depends, HTTPException, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 
 from tllm.engine.handlers import engine_metrics
+from tllm.server.fields import FieldError
 from tllm.server.metrics import exposition
+from tllm.server.patch_sweeps import SweepBody
 from tllm.server.state import ServerState, state_of
 
 Vectors = Annotated[
@@ -205,6 +208,30 @@ async def capture(name: str, request: Request) -> FileResponse:
     if path is None:
         raise HTTPException(404, f"no capture {name!r}: it never was, or it has expired")
     return FileResponse(path, media_type="application/octet-stream")
+
+
+_SWEPT: _Answers = {
+    200: {
+        "content": {"application/jsonl": {}},
+        "description": "A line with `experiments`, how many there are; one with `experiment` for "
+        "each, as it is computed; and one with `summary`, or `error` where it failed.",
+    },
+    403: {"description": "The API key does not allow it"},
+    429: {"description": "With this API key no more requests are allowed at a time"},
+}
+
+
+@router.post("/v1/patch_sweep", response_class=StreamingResponse, responses=_SWEPT | _MALFORMED)
+async def patch_sweep(body: SweepBody, request: Request) -> StreamingResponse:
+    """Patch one row at a time of one prompt's run into another's, and measure the next token. A
+    client that leaves stops the sweep."""
+    try:
+        lines = await state_of(request).sweeps.begin(body, request.headers)
+    except FieldError as error:
+        raise HTTPException(error.status, str(error)) from None
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    return StreamingResponse(lines, media_type="application/jsonl")
 
 
 async def metrics(request: Request) -> Response:

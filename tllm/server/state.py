@@ -10,19 +10,21 @@ from fastapi import HTTPException, Request
 
 from tllm.client.attached import Attached
 from tllm.server.metrics import Stats
+from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.results import CaptureFiles
 from tllm.server.settings import ServerSettings
 
 
 @dataclass(frozen=True)
 class ServerState:
-    """One server process: its engine's interventions, settings, results to be fetched, and the
-    statistics of the workers."""
+    """One server process: its engine's interventions, settings, results to be fetched, the
+    statistics of the workers, and sweeps."""
 
     interventions: Attached
     settings: ServerSettings
     files: CaptureFiles
     stats: Stats
+    sweeps: PatchSweeps
 
 
 def state_of(request: Request) -> ServerState:

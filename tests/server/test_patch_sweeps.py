@@ -1,0 +1,138 @@
+"""Sweeps over HTTP, against `transformers`; who may, and who leaves."""
+
+import json
+import time
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+HAPPY, SAD = (f"It was a {day} day for Kira." for day in ("wonderful", "terrible"))
+ASKED = {
+    "clean": HAPPY,
+    "corrupt": SAD,
+    "hooks": "post_block",
+    "layers": [0, -1],
+    "positions": [2, -1],
+    "metric": ["logit_diff", "kl"],
+    "answers": [" was", " cried"],
+}
+
+
+@torch.no_grad()
+def logits_with(model, ids, layer=None, position=None, row=None):
+    """Those of the token after a prompt, with another row in the place of what leaves a block."""
+    loaded, _ = model
+
+    def put(module, args, output):
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        if layer is not None:
+            hidden[0, position] = row
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    with loaded.model.layers[layer or 0].register_forward_hook(put):
+        return loaded(torch.tensor([ids])).logits[0, -1]
+
+
+def lines_of(answer):
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("application/jsonl")
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def test_a_sweep_is_streamed_as_transformers_computes_it(server, model):
+    first, *experiments, last = lines_of(server.post("/v1/patch_sweep", ASKED, key=None))
+    clean, corrupt = (model[1](prompt)["input_ids"] for prompt in (HAPPY, SAD))
+    assert len(clean) == len(corrupt)
+    right, wrong = (model[1](token)["input_ids"][0] for token in ASKED["answers"])
+    differs = next(i for i, pair in enumerate(zip(clean, corrupt, strict=True)) if len({*pair}) > 1)
+    assert first == {"experiments": len(experiments) + 1}, "one measures the noise"
+    assert len(experiments) == 2 * sum(p >= differs for p in (2, len(clean) - 1))
+    num_layers = model[0].config.num_hidden_layers
+    assert last["summary"]["layers"] == [0, num_layers - 1]
+    with torch.no_grad():
+        states = model[0](torch.tensor([clean]), output_hidden_states=True).hidden_states
+    rows = {}
+    for experiment in experiments:
+        row = experiment["experiment"]
+        layer, position = row["layer"], row["position"]
+        if layer < num_layers - 1:  # transformers norms the last one
+            logits = logits_with(model, corrupt, layer, position, states[layer + 1][0, position])
+            expected = float(logits[right] - logits[wrong])
+            assert row["logit_diff"] == pytest.approx(expected, abs=2e-3)
+        assert row["token"] == corrupt[position]
+        rows[layer, position] = row
+    ends = last["summary"]["clean"]["logit_diff"][0]
+    assert rows[num_layers - 1, len(clean) - 1]["logit_diff"] == pytest.approx(ends, abs=2e-3)
+    logits = logits_with(model, corrupt)
+    corrupt_value = last["summary"]["corrupt"]["logit_diff"][0]
+    assert corrupt_value == pytest.approx(float(logits[right] - logits[wrong]), abs=2e-3)
+    values = last["summary"]["values"]["kl"]
+    assert values[0][0][0][1] == pytest.approx(rows[0, len(clean) - 1]["kl"], abs=1e-6)
+    assert last["summary"]["noise_floor"]["kl"] < 1e-3
+
+
+def test_paths_of_heads_are_swept_over_http(server):
+    asked = ASKED | {"hooks": "attn_heads", "heads": "all", "together": True, "freeze": "all"}
+    asked |= {"receivers": [["mlp_in", -1]], "positions": None, "layers": [1]}
+    _, *experiments, last = lines_of(server.post("/v1/patch_sweep", asked, key=None))
+    heads = [each["experiment"]["head"] for each in experiments]
+    assert heads == last["summary"]["heads"] == list(range(len(heads))) and len(heads) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"corrupt": HAPPY}, "are the same"),
+        ({"corrupt": "Hi"}, "give prompts of as many tokens"),
+        ({"clean": [-1], "corrupt": [3]}, "the prompt has -1, no token id from 0 to"),
+        ({"clean": [5] * 900, "corrupt": [6] * 900}, "256"),
+        ({"hooks": "nowhere"}, "unknown hook point 'nowhere'"),
+        ({"metric": "accuracy"}, "choose of logit_diff, logprob, recovered, kl"),
+        ({"answers": None}, "give answers=(right, wrong)"),
+        ({"freeze": "post_block"}, "is no branch that a layer adds"),
+        ({"window": 0}, "give 1 or more layers"),
+        ({"model": "demo"}, "Extra inputs are not permitted"),
+    ],
+)
+def test_what_cannot_be_swept_over_http_is_refused(server, change, sentence):
+    answer = server.post("/v1/patch_sweep", ASKED | change, key=None)
+    assert answer.status_code == 400
+    assert sentence in answer.json()["error"]["message"]
+
+
+LONG = {"layers": None, "positions": None, "clean": [5] * 200, "corrupt": [5, *[6] * 199]}
+
+
+def rows_patched(server):
+    """By the workers, so far."""
+    text = server.get("/metrics", key=None).text
+    families = text_string_to_metric_families(text)
+    [found] = [s.value for f in families for s in f.samples if s.name == "tllm:rows_patched_total"]
+    return found
+
+
+def test_a_client_that_leaves_stops_its_sweep(server, client):
+    """And a key has a limit of experiments, and of requests in flight."""
+    little = {"headers": {"Authorization": "Bearer little"}, "timeout": 60}
+    url = f"{server.url}/v1/patch_sweep"
+    refused = httpx.post(url, json=ASKED | LONG, **little)
+    assert refused.status_code == 400
+    assert "with this API key one may have 200" in refused.text
+    before = rows_patched(server)
+    with httpx.stream("POST", url, json=ASKED | LONG | {"layers": [0]}, **little) as answer:
+        lines = answer.iter_lines()
+        assert json.loads(next(lines)) == {"experiments": 200}
+        again = httpx.post(url, json=ASKED, **little)
+        assert again.status_code == 429
+        assert "1 requests with interventions in flight" in again.text
+    for _ in range(200):  # the server hears of it some moments later
+        answer = httpx.post(url, json=ASKED | {"layers": [0]}, **little)
+        if answer.status_code == 200:
+            break
+        assert answer.status_code == 429
+        time.sleep(0.1)
+    assert "summary" in lines_of(answer)[-1]
+    assert rows_patched(server) - before < 190, "the rest was not computed"
+    assert client.completions.create(model="demo", prompt=HAPPY, max_tokens=2).choices
