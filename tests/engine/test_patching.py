@@ -341,11 +341,15 @@ def nothing_kept(llm):
 
 
 @pytest.mark.usefixtures("nothing_kept")
-def test_rows_of_a_run_are_those_of_transformers_and_are_named_by_requests(llm, reference):
+@pytest.mark.parametrize("on_host", [False, True])
+def test_rows_of_a_run_are_those_of_transformers_and_are_named_by_requests(llm, reference, on_host):
     """A prompt in chunks whose blocks were cached; at other positions, and at the same."""
     clean, corrupt = prompts_of([40, 40], seed=20)
     generate(llm, [clean], greedy(1))
-    run = llm.patching.run(clean, hooks=RUN_HOOKS, layers=[0, -1], name="clean")
+    run = llm.patching.run(clean, hooks=RUN_HOOKS, layers=[0, -1], name="clean", on_host=on_host)
+    patching = llm.llm_engine.model_executor.driver_worker.worker.session.patching
+    assert patching.kept_bytes(on_host=on_host) == run.num_bytes
+    assert patching.kept_bytes(on_host=not on_host) == 0
     assert run.num_positions == 40 and run.num_bytes == 40 * 5 * HIDDEN * 4
     assert llm.patching.kept() == {"clean": run}
     places = [("post_block", 0), ("post_block", 3), ("attn_out", 0), ("lm_head_in", None)]
@@ -416,8 +420,15 @@ def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
     try:
         with pytest.raises(ValueError, match=r"take 0\.0 MiB.*drop what is not needed"):
             llm.patching.run(prompt, hooks="post_block", layers=0)
+        llm.patching.drop(llm.patching.run(prompt, hooks="post_block", layers=0, on_host=True))
     finally:
         patching._max_bytes = before
+    patching._max_host_bytes, before = run.num_bytes - 100, patching._max_host_bytes
+    try:
+        with pytest.raises(ValueError, match=r"max_patch_host_mib=8192 there are 0\.0 MiB left"):
+            llm.patching.run(prompt, hooks="post_block", layers=0, on_host=True)
+    finally:
+        patching._max_host_bytes = before
     llm.patching.drop(run)
     with pytest.raises(ValueError, match="nothing is kept under the name 'run'"):
         generate(llm, [prompt], greedy(1, patch=[{**ZERO, "layer": 0, "source": {"run": run}}]))

@@ -32,7 +32,7 @@ def taps():
 
 @pytest.fixture
 def patching(taps):
-    return Patching(taps, lambda hook, layer: (HookPoint(hook), layer), 2**20)
+    return Patching(taps, lambda hook, layer: (HookPoint(hook), layer), 2**20, 2**20)
 
 
 def rows_of(starts):
@@ -134,13 +134,13 @@ def test_kept_rows_have_a_limit_and_go_when_they_are_dropped(patching):
     rows = torch.zeros(2**14, 1, HIDDEN)
     patching.keep("a", [("post_block", 0)], rows)
     patching.keep("b", [("post_block", 0)], rows.clone())
-    assert patching.free_bytes == 0
+    assert patching.free_bytes() == 0
     with pytest.raises(ValueError, match=r"0\.0 MiB left; drop what is not needed"):
         patching.keep("c", [("post_block", 0)], torch.zeros(1, 1, HIDDEN))
     use = PatchUse("post_block", 0, (2,), 0.0, 1.0, None, None, ("a", (0,)))
     patched = patching.acquire([use], POSITIONS)
     patching.drop("a")
-    assert patching.free_bytes == rows.nbytes
+    assert patching.free_bytes() == rows.nbytes
     assert patched.alive, "whoever runs still has them"
     with pytest.raises(ValueError, match="dropped before the request began"):
         patching.acquire([PatchUse("post_block", 0, (3,), 0.0, 1.0, None, None, ("a", (0,)))], 9)

@@ -79,6 +79,7 @@ class Engine:
             steering_rows=4,
             steering_vectors=4,
             max_patch_bytes=2**20,
+            max_patch_host_bytes=2**20,
             ring_rows=64 * layers,
             max_ring_rows=64 * layers,
             overflow="block",

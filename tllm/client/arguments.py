@@ -28,7 +28,8 @@ class OurArguments(TypedDict, total=False):
         enable_steering: False turns steering off, as `max_steering_configs=0` does.
         max_steering_configs, max_steering_mib: how many distinct ways of steering run at once (the
             rest waits), and the device memory for their vectors.
-        max_patch_mib: the memory for rows that are kept to be patched in (`llm.patching`).
+        max_patch_mib, max_patch_host_mib: the memory for rows that are kept to be patched in
+            (`llm.patching`), on the device and on the host.
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
             compiles the model for a GPU and it is not quantized). With False a tap costs a launch
             of its own, and what is not intervened in is computed by vLLM's own kernels alone.
@@ -45,6 +46,7 @@ class OurArguments(TypedDict, total=False):
     max_steering_configs: int | None
     max_steering_mib: int | None
     max_patch_mib: int | None
+    max_patch_host_mib: int | None
     fuse_norms: bool | None
 
 

@@ -45,6 +45,7 @@ class PatchingControl:
         hooks: str | Sequence[str],
         layers: int | Sequence[int] | None = None,
         name: str | None = None,
+        on_host: bool = False,
     ) -> Any:
         """Compute a prompt and keep its rows on the workers, for
         `patch=[{..., "source": {"run": run, "positions": [...]}}]`.
@@ -54,14 +55,16 @@ class PatchingControl:
             hooks: hook points whose rows are kept.
             layers: of those that belong to layers; negative ones count from the end. None: all.
             name: what requests may call it, in place of the run itself.
+            on_host: keep the rows in the host's memory, up to `max_patch_host_mib`; a request takes
+                those that it names to the device.
 
         Returns:
             The run (`KeptRows`). It stays until `drop`.
 
         Raises `ValueError` for what the model does not have, for a name that is taken, and where
-        `max_patch_mib` has no room.
+        `max_patch_mib` or `max_patch_host_mib` has no room.
         """
-        return self._generation.do(self._run_of(prompt, hooks, layers, name))
+        return self._generation.do(self._run_of(prompt, hooks, layers, name, on_host))
 
     def register_mean(self, name: str, rows: Mapping[str, Any]) -> Any:
         """Give rows a name, for `patch=[{..., "source": {"mean": name}}]`: one for each place, put
@@ -267,12 +270,16 @@ class PatchingControl:
 
         return self._generation.do(work())
 
-    def _run_of(self, prompt: Any, hooks: Any, layers: Any, name: str | None) -> Work[KeptRows]:
+    def _run_of(
+        self, prompt: Any, hooks: Any, layers: Any, name: str | None, on_host: bool
+    ) -> Work[KeptRows]:
         yield self._client.current()
         if name is not None:
             self._check_free(name)
         places = self.places(hooks, layers)
-        [kept], _ = yield from self.runs([self.tokens(prompt)], places, [name])
+        [kept], _ = yield from self.runs(
+            [self.tokens(prompt)], places, [name], on_host=bool(on_host)
+        )
         return kept
 
     def runs(
@@ -282,6 +289,7 @@ class PatchingControl:
         names: Sequence[str | None] | None = None,
         asked: Sequence[Mapping[str, Any]] | None = None,
         patches: Sequence[Any] | None = None,
+        on_host: bool = False,
     ) -> Work[tuple[list[KeptRows], list[Any]]]:
         """Compute prompts and keep their rows.
 
@@ -289,6 +297,7 @@ class PatchingControl:
             names: of each run; None: one of its own.
             asked: what else each request asks of consumers.
             patches: of each.
+            on_host: where rows are kept.
 
         Returns:
             What is kept of each, and the outputs.
@@ -299,7 +308,7 @@ class PatchingControl:
                 f"this engine has {client.replicas} data-parallel replicas, and rows of a run stay "
                 "in the one that computed it; start one with data_parallel_size=1"
             )
-        yield from self._check_room(prompts, places)
+        yield from self._check_room(prompts, places, on_host)
         yield client.ensure(PatchRunsConsumer())
         uids = [uuid.uuid4().hex for _ in prompts]
         wanted = [{"uid": uid, "places": list(places)} for uid in uids]
@@ -318,10 +327,10 @@ class PatchingControl:
             outputs = yield Generation(prompts, params)
             for i, (uid, output) in enumerate(zip(uids, outputs, strict=True)):
                 _refuse_failed(output)
-                answers = yield client.ask(WorkerCall("keep_run", (uid,)))
+                answers = yield client.ask(WorkerCall("keep_run", (uid, on_host)))
                 size = sum(answer[1] for answer in answers if answer is not None)
                 name = (names[i] if names else None) or f"run-{uid}"
-                run = KeptRows(name, uid, "run", tuple(places), len(prompts[i]), size)
+                run = KeptRows(name, uid, "run", tuple(places), len(prompts[i]), size, on_host)
                 yield self._register(run)
                 kept.append(run)
         except BaseException:
@@ -345,18 +354,22 @@ class PatchingControl:
         answers = yield self._client.ask(WorkerCall("free_patch_bytes"))
         return int(sum(answers)) // (tokens * len(places) * self._client.facts.row_bytes)
 
-    def _check_room(self, prompts: Sequence[Sequence[int]], places: Sequence[Place]) -> Work[None]:
+    def _check_room(
+        self, prompts: Sequence[Sequence[int]], places: Sequence[Place], on_host: bool
+    ) -> Work[None]:
         """Refuse what there is no room for, before it is computed."""
-        answers = yield self._client.ask(WorkerCall("free_patch_bytes"))
+        answers = yield self._client.ask(WorkerCall("free_patch_bytes", (on_host,)))
         facts = self._client.facts
+        option = "max_patch_host_mib" if on_host else "max_patch_mib"
+        most = facts.max_patch_host_mib if on_host else facts.max_patch_mib
         needed = sum(map(len, prompts)) * len(places) * facts.row_bytes
         if needed > sum(answers):
             raise ValueError(
                 f"the rows of {sum(map(len, prompts))} tokens at {len(places)} places take "
-                f"{needed / 2**20:.1f} MiB, and of max_patch_mib={facts.max_patch_mib} there are "
+                f"{needed / 2**20:.1f} MiB, and of {option}={most} there are "
                 f"{min(answers) / 2**20:.1f} MiB left; drop what is not needed with "
                 "llm.patching.drop(name), keep fewer hooks or layers, or start the engine with a "
-                "larger max_patch_mib"
+                f"larger {option}"
             )
 
     def _register(self, kept: KeptRows) -> Steps[None]:

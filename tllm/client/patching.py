@@ -135,10 +135,16 @@ class PatchComposer:
 
     def _limit(self, uses: Sequence[PatchUse]) -> None:
         assert self.facts is not None
-        brought = sum(len(use.rows) for use in uses if use.rows is not None)
+        on_host = {kept.uid for kept in self.kept.values() if kept.on_host}
+        brought = sum(
+            len(use.positions) * self.facts.row_bytes
+            if use.kept is not None and use.kept[0] in on_host
+            else len(use.rows or b"")
+            for use in uses
+        )
         if brought > self.facts.max_patch_mib << 20:
             raise ValueError(
                 f"patch brings {brought / 2**20:.1f} MiB of rows, and max_patch_mib="
-                f"{self.facts.max_patch_mib}; let the workers keep them (llm.patching.run), or "
-                "start the engine with a larger max_patch_mib"
+                f"{self.facts.max_patch_mib}; let the workers keep them on the device "
+                "(llm.patching.run), or start the engine with a larger max_patch_mib"
             )

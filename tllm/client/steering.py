@@ -57,7 +57,7 @@ class Facts:
         row_bytes: device memory of one vector.
         max_value: the largest number that the model's dtype holds.
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
-        max_patch_mib: the engine's option.
+        max_patch_mib, max_patch_host_mib: the engine's options.
         num_stages: pipeline stages.
     """
 
@@ -69,6 +69,7 @@ class Facts:
     max_configs: int
     max_mib: int
     max_patch_mib: int
+    max_patch_host_mib: int
     num_stages: int
 
     @classmethod

@@ -46,6 +46,7 @@ class EngineOptions:
             need more wait. 0 turns steering off.
         max_steering_mib: the most memory that steering vectors take on the device, in MiB.
         max_patch_mib: the most memory that rows take which are kept to be patched in, in MiB.
+        max_patch_host_mib: the same of those that are kept on the host.
         fuse_norms: whether a tap before an RMSNorm is computed together with it, by one kernel of
             ours. It sums squares in another order than vLLM's: of half a million normed values in
             bfloat16 one or none was seen to differ, by a rounding.
@@ -58,6 +59,7 @@ class EngineOptions:
     max_steering_configs: int = 512
     max_steering_mib: int = 1024
     max_patch_mib: int = 1024
+    max_patch_host_mib: int = 8192
     fuse_norms: bool = True
 
     def __post_init__(self) -> None:
@@ -73,7 +75,8 @@ class EngineOptions:
             )
         if not isinstance(self.fuse_norms, bool):
             raise ValueError(f"fuse_norms={self.fuse_norms!r} must be True or False")
-        for name in ("capture_mib", "max_capture_mib", "max_steering_mib", "max_patch_mib"):
+        sizes = "capture_mib", "max_capture_mib", "max_steering_mib"
+        for name in (*sizes, "max_patch_mib", "max_patch_host_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         if self.max_steering_configs < 0:

@@ -146,6 +146,7 @@ class InterventionWorker(_Base):
             steering_rows=options.max_steering_configs,
             steering_vectors=options.max_steering_mib * 2**20 // row_bytes,
             max_patch_bytes=options.max_patch_mib * 2**20,
+            max_patch_host_bytes=options.max_patch_host_mib * 2**20,
             ring_rows=max(64, options.capture_mib * 2**20 // row_bytes),
             max_ring_rows=options.max_capture_mib * 2**20 // row_bytes,
             overflow=options.overflow,

@@ -64,6 +64,7 @@ class WorkerCalls:
             "max_configs": self._options.max_steering_configs,
             "max_mib": self._options.max_steering_mib,
             "max_patch_mib": self._options.max_patch_mib,
+            "max_patch_host_mib": self._options.max_patch_host_mib,
             "num_stages": self._session.num_stages,
         }
 
@@ -108,14 +109,14 @@ class WorkerCalls:
         """See `HeldGroups.put`."""
         self._groups.put(holder, vectors, groups, released, gates)
 
-    def keep_run(self, uid: str) -> tuple[int, int] | None:
+    def keep_run(self, uid: str, on_host: bool = False) -> tuple[int, int] | None:
         """Keep the rows of a run that has ended, for patches; the number of its tokens, and the
         bytes taken. None where this worker has none of them."""
         taken = self._session.call_consumer(PatchRunsConsumer.consumer_id, "take", uid)
         if taken is None:
             return None
         places, rows = taken
-        self._session.patching.keep(uid, places, rows)
+        self._session.patching.keep(uid, places, rows, on_host=on_host)
         return len(rows), rows.nbytes
 
     @torch.inference_mode()
@@ -149,9 +150,9 @@ class WorkerCalls:
                 dropped += 1
         return dropped
 
-    def free_patch_bytes(self) -> int:
-        """How much more may be kept for patches."""
-        return self._session.patching.free_bytes
+    def free_patch_bytes(self, on_host: bool = False) -> int:
+        """How much more may be kept for patches, on the device or on the host."""
+        return self._session.patching.free_bytes(on_host=on_host)
 
     def vectors_on_device(self) -> int:
         """How many steering vectors are kept here, for all front ends."""

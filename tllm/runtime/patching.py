@@ -16,7 +16,7 @@ from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import Replacement
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
-from tllm.runtime.transfer import upload
+from tllm.runtime.transfer import PinnedCopy, upload, uploaded
 from tllm.spec.patching import PatchUse
 
 _WORDS = int(Replacement.SIZE)
@@ -24,10 +24,12 @@ _WORDS = int(Replacement.SIZE)
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """Rows that are kept: `[positions, places, hidden]`."""
+    """Rows that are kept: `[positions, places, hidden]`; on the device, or in page-locked memory of
+    the host."""
 
     places: dict[TapKey, int]
     rows: torch.Tensor
+    on_host: bool
 
 
 @dataclass(eq=False)
@@ -61,18 +63,23 @@ class Patching:
     Args:
         resolve: from a hook point and layer to its key; raises `ValueError` for one that this
             engine has no tap for.
-        max_bytes: the most that kept rows take.
+        max_bytes, max_host_bytes: the most that kept rows take on the device, and on the host.
 
     Attributes:
         users: sequences that are patched.
     """
 
     def __init__(
-        self, taps: Taps, resolve: Callable[[str, int | None], TapKey], max_bytes: int
+        self,
+        taps: Taps,
+        resolve: Callable[[str, int | None], TapKey],
+        max_bytes: int,
+        max_host_bytes: int,
     ) -> None:
         self._taps = taps
         self._resolve = resolve
         self._max_bytes = max_bytes
+        self._max_host_bytes = max_host_bytes
         self._kept: dict[str, _Kept] = {}
         self._patched: dict[tuple[int, tuple[str, ...]], PatchedRows] = {}
         self._points: Counter[int] = Counter()
@@ -85,34 +92,44 @@ class Patching:
 
     # -- rows that are kept ------------------------------------------------------------------------
 
-    @property
-    def kept_bytes(self) -> int:
-        """What kept rows take."""
-        return sum(kept.rows.nbytes for kept in self._kept.values())
+    def kept_bytes(self, *, on_host: bool = False) -> int:
+        """What kept rows take on the device, or on the host."""
+        return sum(kept.rows.nbytes for kept in self._kept.values() if kept.on_host == on_host)
 
-    @property
-    def free_bytes(self) -> int:
-        """How much more may be kept."""
-        return self._max_bytes - self.kept_bytes
+    def free_bytes(self, *, on_host: bool = False) -> int:
+        """How much more may be kept there."""
+        most = self._max_host_bytes if on_host else self._max_bytes
+        return most - self.kept_bytes(on_host=on_host)
 
-    def keep(self, uid: str, places: Sequence[tuple[str, int | None]], rows: torch.Tensor) -> None:
+    def keep(
+        self,
+        uid: str,
+        places: Sequence[tuple[str, int | None]],
+        rows: torch.Tensor,
+        *,
+        on_host: bool = False,
+    ) -> None:
         """Keep rows for sequences to refer to.
 
         Args:
             places: hook point and layer of each.
             rows: `[positions, places, hidden]` on the device, in the model's dtype.
+            on_host: keep a copy on the host instead, of which sequences take what they need.
 
         Raises `ValueError` when there is no room.
         """
-        if rows.nbytes > self.free_bytes:
+        free = self.free_bytes(on_host=on_host)
+        if rows.nbytes > free:
+            option = "max_patch_host_mib" if on_host else "max_patch_mib"
+            most = self._max_host_bytes if on_host else self._max_bytes
             raise ValueError(
-                f"these rows take {rows.nbytes / 2**20:.1f} MiB, and of max_patch_mib="
-                f"{self._max_bytes >> 20} there are {self.free_bytes / 2**20:.1f} MiB left; drop "
-                "what is not needed with llm.patching.drop(name), keep fewer hooks or layers, or "
-                "start the engine with a larger max_patch_mib"
+                f"these rows take {rows.nbytes / 2**20:.1f} MiB, and of {option}={most >> 20} "
+                f"there are {free / 2**20:.1f} MiB left; drop what is not needed with "
+                "llm.patching.drop(name), keep fewer hooks or layers, or start the engine with a "
+                f"larger {option}"
             )
         keys = {self._resolve(hook, layer): i for i, (hook, layer) in enumerate(places)}
-        self._kept[uid] = _Kept(keys, rows)
+        self._kept[uid] = _Kept(keys, PinnedCopy(rows).wait() if on_host else rows, on_host)
 
     @property
     def device(self) -> torch.device:
@@ -224,9 +241,14 @@ class Patching:
                     f"patch at {use.hook!r} of layer {use.layer}: the rows that it names were "
                     "dropped before the request began; keep them until it has ended"
                 )
-            alive.append(kept.rows)
-            places = len(kept.places)
-            offsets = [row * places + kept.places[tap] for row in rows]
+            place, places = kept.places[tap], len(kept.places)
+            if kept.on_host:
+                chosen = kept.rows[list(rows), place]
+                alive.append(uploaded(chosen, self._taps.device))
+                offsets = list(range(count))
+            else:
+                alive.append(kept.rows)
+                offsets = [row * places + place for row in rows]
         elif use.rows is not None:
             given = np.frombuffer(use.rows, np.float32).reshape(-1, hidden).copy()
             alive.append(upload(given, self._taps.device).to(self._taps.dtype))

@@ -43,7 +43,8 @@ class Session:
         max_sequences: the most that run at once.
         steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
             for; more can be had.
-        max_patch_bytes: the most memory for rows that are kept to be put elsewhere.
+        max_patch_bytes, max_patch_host_bytes: the most memory for rows that are kept to be put
+            elsewhere, on the device and on the host.
         ring_rows, max_ring_rows, overflow: see `Ring`.
 
     Attributes:
@@ -68,6 +69,7 @@ class Session:
         steering_rows: int,
         steering_vectors: int,
         max_patch_bytes: int,
+        max_patch_host_bytes: int,
         ring_rows: int,
         max_ring_rows: int,
         overflow: Overflow,
@@ -80,7 +82,7 @@ class Session:
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
         self.steering = steering = Steering(taps, resolve, steering_rows, steering_vectors)
-        self.patching = patching = Patching(taps, resolve, max_patch_bytes)
+        self.patching = patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         additions = Additions(taps, slots)
         self._assignments = Assignments(slots, self._programs, steering, patching, self._consumers)
         self._dispatcher = dispatcher = Dispatcher(
@@ -267,7 +269,8 @@ class Session:
             "results_kept": self._results.num_kept,
             "steering_configurations": self.steering.rows_in_use,
             "steering_mib": self.steering.vector_bytes / 2**20,
-            "patch_mib": self.patching.kept_bytes / 2**20,
+            "patch_mib": self.patching.kept_bytes() / 2**20,
+            "patch_host_mib": self.patching.kept_bytes(on_host=True) / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
             "requests_held_back": self.requests_held_back,
             "by_consumer": {owner.id: owner.counters() for owner in self.consumers},

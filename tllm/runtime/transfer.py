@@ -21,7 +21,11 @@ _PATIENCE_S = 5.0
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on the device; enqueued on the current stream, never waited for."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return uploaded(torch.from_numpy(np.ascontiguousarray(array)), device)
+
+
+def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same of a tensor on the host."""
     if device.type == "cpu":
         return tensor
     # The caching host allocator reuses a pinned block only once the copies from it are done.

@@ -40,6 +40,7 @@ class KeptRows:
         places: hook points with their layers.
         num_positions: rows at each place.
         num_bytes: what they take, on all workers together.
+        on_host: they are in the host's memory, and requests take what they need to the device.
     """
 
     name: str
@@ -48,6 +49,7 @@ class KeptRows:
     places: tuple[tuple[str, int | None], ...]
     num_positions: int
     num_bytes: int
+    on_host: bool = False
 
     def check(self, place: tuple[str, int | None], positions: Iterable[int], field: str) -> None:
         """Refuse a place, or positions, of which nothing is kept."""
