@@ -17,7 +17,8 @@ from tllm.spec.hooks import HookPoint
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
-IN_LAYERS = [(p.value, layer) for layer in range(LAYERS) for p in HookPoint if p.has_layer]
+IN_BLOCK = [p.value for p in HookPoint if p.has_layer and p is not HookPoint.ROUTER]
+IN_LAYERS = [(point, layer) for layer in range(LAYERS) for point in IN_BLOCK]
 PLACES = [("embed", None), *IN_LAYERS, ("lm_head_in", None)]
 BORDER = 1e-4
 """Scores this near to a threshold, relative to the row, may fall on either side of it."""

@@ -18,7 +18,7 @@ from tllm.spec.patching import noise_rows
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
-POINTS = [point.value for point in HookPoint]
+POINTS = [point.value for point in HookPoint if point is not HookPoint.ROUTER]
 ZERO = {"hook": "post_block", "layer": 1, "positions": [2], "source": {"zero": True}}
 
 

@@ -19,6 +19,10 @@ LAYERS = 3
 HIDDEN = 8
 
 
+ALL = tuple(point for point in HookPoint if point is not HookPoint.ROUTER)
+"""Of a model without experts."""
+
+
 class Norm(nn.Module):
     """Like vLLM's: its forward takes `*args`, and adds the residual when it is given one."""
 
@@ -134,7 +138,7 @@ class Wrapper(nn.Module):
 
 def test_unlisted_model_that_computes_as_llama_has_every_point() -> None:
     sites = resolve(CausalLM(Stack()))
-    assert sites.points.points == tuple(HookPoint)
+    assert sites.points.points == ALL
     assert sites.points.family == "Stack (like llama)"
     assert (sites.points.num_layers, sites.hidden_size) == (LAYERS, HIDDEN)
 
@@ -158,7 +162,7 @@ def test_unlisted_model_that_differs_has_no_point_and_says_why(
 
 
 def test_language_model_of_a_multimodal_wrapper_is_found() -> None:
-    assert resolve(Wrapper(CausalLM(Stack()))).points.points == tuple(HookPoint)
+    assert resolve(Wrapper(CausalLM(Stack()))).points.points == ALL
 
 
 def test_sites_are_in_the_order_the_forward_pass_reaches_them() -> None:
@@ -287,7 +291,7 @@ def test_row_holds_only_with_the_values_it_names() -> None:
     )
     sites = resolve(CausalLM(Stack()).train(), families=[row])
     assert "known only with {'training': False}" in sites.points.reasons["pre_attn"]
-    assert resolve(CausalLM(Stack()).eval(), families=[row]).points.points == tuple(HookPoint)
+    assert resolve(CausalLM(Stack()).eval(), families=[row]).points.points == ALL
 
 
 class MixerBlock(Block):
@@ -320,7 +324,7 @@ HYBRID = (
 def test_point_that_one_layer_lacks_is_refused_there_with_the_layers_that_have_it() -> None:
     sites = resolve(hybrid(), families=HYBRID)
     points = sites.points
-    assert points.points == tuple(HookPoint)
+    assert points.points == ALL
     assert points.layers(HookPoint.ATTN_OUT) == (0, 2)
     assert points.layers(HookPoint.MLP_OUT) == (0, 1, 2)
     assert points.check(HookPoint.ATTN_OUT, -1) == (HookPoint.ATTN_OUT, 2)
@@ -422,7 +426,7 @@ def test_pipeline_stages_together_know_what_every_layer_lacks() -> None:
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
 def test_every_row_speaks_of_every_point_of_a_block(row: Family) -> None:
-    assert set(row.layout) == {point for point in HookPoint if point.has_layer}
+    assert set(row.layout) | {HookPoint.ROUTER} == {point for point in HookPoint if point.has_layer}
 
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
@@ -448,3 +452,36 @@ def _source_file(module: str) -> Path:
     if package == "vllm":
         return root / "model_executor" / "models" / f"{module}.py"
     return root / "models" / module.removeprefix("modeling_") / f"{module}.py"
+
+
+class Mixture(nn.Module):
+    """A mixture of experts."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, experts)
+        self.gate.output_size = experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gate(x).amax(-1, keepdim=True)
+
+
+def test_routers_are_found_where_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = Stack()
+    stack.layers[1].mlp = Mixture(3)
+    stack.layers[2].mlp = Mixture(HIDDEN + 1)
+    row = Family("routed", "test_resolver.Stack", "test_resolver.Block", FULL)
+    assert resolve(CausalLM(stack), families=[row]).points.layers(HookPoint.ROUTER) == ()
+    monkeypatch.setattr("tllm.models.routers.ROUTERS", {"test_resolver.Mixture": "gate"})
+    sites = resolve(CausalLM(stack), families=[row])
+    assert sites.points.layers(HookPoint.ROUTER) == (1,)
+    assert sites.points.experts == {1: 3} == sites.points.described()["experts"]
+    site = sites.sites[HookPoint.ROUTER, 1]
+    assert site.module is stack.layers[1].mlp.gate and site.width == 3
+    with pytest.raises(ValueError, match="in layer 0: it has no mixture of experts"):
+        sites.points.check(HookPoint.ROUTER, 0)
+    with pytest.raises(ValueError, match=f"in layer 2: it has {HIDDEN + 1} experts, and what is"):
+        sites.points.check(HookPoint.ROUTER, 2)
+    stack.layers[1].mlp.is_sequence_parallel = True
+    missing = resolve(CausalLM(stack), families=[row]).points.missing
+    assert "rows that it routes are divided over" in missing[HookPoint.ROUTER, 1]

@@ -179,6 +179,7 @@ def _child(families: Sequence[str], runner: str, errors: IO[str]) -> subprocess.
     environment = {
         **os.environ,
         "TLLM_TEST_RUNNER": runner,
+        "TRITON_INTERPRET": str(int(runner == "v2")),  # Triton may be imported before it is chosen
         "PYTHONPATH": os.pathsep.join(paths),
     }
     return subprocess.Popen(
@@ -399,8 +400,7 @@ def document(findings: Sequence[Finding]) -> str:
         "|---|---|---|---|---|---|",
         *right,
         "",
-        *_compared_at(HookPoint.EMBED, findings),
-        *_compared_at(HookPoint.ATTN_HEADS, findings),
+        *_compared_at(findings),
         "",
         "As right, and held in every run of the tests (`tests/oracle/test_differential.py`), under "
         "preemption, prefix caching and prompts computed in chunks:",
@@ -427,12 +427,17 @@ def document(findings: Sequence[Finding]) -> str:
     return "\n".join(parts)
 
 
-def _compared_at(point: HookPoint, findings: Sequence[Finding]) -> list[str]:
-    """In which rows a hook point was compared that most of them were written before."""
-    names = sorted({one.family for one in findings if one.is_right and point.value in one.worst})
-    if not names:
-        return [f"`{point}` was compared in no row of this table."]
-    return [f"`{point}` was compared in these rows: {', '.join(names)}. The others are older."]
+def _compared_at(findings: Sequence[Finding]) -> list[str]:
+    """In which rows points were compared that the first ones were written before."""
+    right = [one for one in findings if one.is_right]
+    older = {one.family for one in right if one.runner == "V1 CPU" and "embed" not in one.worst}
+    routed = {one.family for one in right if "router" in one.worst}
+    but = f", but for these, which are older: {', '.join(sorted(older))}" if older else ""
+    return [
+        f"`embed`, and `attn_heads` where there is one, were compared in every row{but}. `router` "
+        "is a point of mixtures of experts; it was compared, and steered, in these rows: "
+        f"{', '.join(sorted(routed)) or 'none'}.",
+    ]
 
 
 def _not_compared(seen: set[str]) -> list[str]:
@@ -528,7 +533,7 @@ def _error_cell(finding: Finding | None) -> str:
 
 
 def _points_cell(finding: Finding) -> str:
-    known = [point.value for point in HookPoint if point.value in finding.reasons]
+    known = [p.value for p in HookPoint if p.value in finding.reasons and p is not HookPoint.ROUTER]
     lacking = [point for point in known if point not in finding.layers]
     every = "all" if not lacking else f"all but {', '.join(lacking)}"
     partly: dict[str, list[str]] = {}
@@ -536,6 +541,8 @@ def _points_cell(finding: Finding) -> str:
         if layers and len(layers) < finding.num_layers:
             partly.setdefault(ranges(layers), []).append(point)
     some = [f"{', '.join(points)} in layers {where}" for where, points in partly.items()]
+    if finding.layers.get("router") and len(finding.layers["router"]) == finding.num_layers:
+        every += ", and router"
     return "; ".join([every, *some])
 
 

@@ -48,9 +48,11 @@ def test_document_says_what_was_found_and_where() -> None:
     text = document(findings)
     points = "all but attn_in, post_attn, mlp_in, mlp_out, lm_head_in; attn_out in layers 0, 2"
     assert f"| `HybridForCausalLM` (hybrid) | hybrid | {points} | 2e-06 | not run |  |" in text
-    assert "`embed` was compared in no row of this table" in text
-    again = document([replace(found, worst={**found.worst, "embed": 1e-6}), *findings[1:]])
-    assert "`embed` was compared in these rows: hybrid." in again
+    assert "compared in every row, but for these, which are older: hybrid. `router`" in text
+    assert "in these rows: none." in text
+    more = {**found.worst, "embed": 1e-6, "router": 1e-6}
+    again = document([replace(found, worst=more), *findings[1:]])
+    assert "compared in every row. `router`" in again and "in these rows: hybrid." in again
     assert "| `LoopsForCausalLM` (loops) | it runs its blocks twice |" in text
     assert "| `WrongForCausalLM` (wrong) | 1e-01 | 2e-01 |" in text
     assert "| absent | no kernel |" in text

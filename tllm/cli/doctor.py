@@ -206,6 +206,9 @@ def _examine_model(report: Report, model: str) -> None:
         if point is HookPoint.ATTN_HEADS and has:
             splits = {f"{s.num_heads} of {s.head_dim}" for s in points.heads.values()}
             found += f" (heads: {', '.join(sorted(splits))})"
+        if point is HookPoint.ROUTER and has:
+            counts = ", ".join(map(str, sorted(set(points.experts.values()))))
+            found += f" (experts: {counts})"
         report.note(point.value, found if has else f"no: {missing[point]}")
     if not points.points:
         report.wrong(

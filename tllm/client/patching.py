@@ -85,6 +85,7 @@ class PatchComposer:
             kept = self._kept(patch, (patch.point.value, layer))
         if rows is not None:
             self._check_rows(rows, patch)
+            rows = facts.widened(rows)
         return PatchUse(
             patch.point.value,
             layer,
@@ -121,7 +122,7 @@ class PatchComposer:
     def _check_rows(self, rows: FloatArray, patch: Patch) -> None:
         facts, field = self.facts, f"{patch.name}['source'][{patch.source.kind!r}]"
         assert facts is not None
-        if rows.shape[1] != facts.hidden_size:
+        if rows.shape[1] not in facts.widths_at(patch.point, patch.layer):
             raise ValueError(
                 f"{field} has rows of {rows.shape[1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"

@@ -34,8 +34,9 @@ from tllm.spec.groups import (
     gates_of,
     most_configurations,
 )
-from tllm.spec.hooks import ModelPoints
+from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.operations import LARGEST_FLOAT32, MAX_CLAMPS, MAX_OPERATIONS
+from tllm.spec.reading import FloatArray
 from tllm.spec.selection import Selection
 from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
 
@@ -87,6 +88,18 @@ class Facts:
         computes from such a row means nothing, in whatever dtype it is kept.
         """
         return min(self.max_value, math.sqrt(LARGEST_FLOAT32 / self.hidden_size))
+
+    def widths_at(self, point: HookPoint, layer: int | None) -> tuple[int, ...]:
+        """How many numbers may be given for a row there: the routers of experts are given as many
+        as there are experts, too."""
+        if point is not HookPoint.ROUTER or layer is None:
+            return (self.hidden_size,)
+        return self.hidden_size, self.points.experts[layer % self.points.num_layers]
+
+    def widened(self, rows: FloatArray) -> FloatArray:
+        """Rows, or one, `[..., numbers]`, filled up with zeros to `[..., hidden]`."""
+        ends = [(0, 0)] * (rows.ndim - 1)
+        return np.pad(rows, [*ends, (0, self.hidden_size - rows.shape[-1])])
 
 
 class Composer:
@@ -229,10 +242,12 @@ class Composer:
         assert self.facts is not None
         when = None if entry.when is None else self._found(entry.when)
         from_end = entry.layer is not None and entry.layer < 0
-        if not from_end and when is entry.when:
+        narrow = entry.vector.shape[-1] < self.facts.hidden_size
+        if not from_end and not narrow and when is entry.when:
             return entry
         layer = None if entry.layer is None else entry.layer % self.facts.points.num_layers
-        return replace(entry, layer=layer, when=when)
+        vector = self.facts.widened(entry.vector)
+        return replace(entry, layer=layer, when=when, vector=vector)
 
     def _endings(self, asked: Endings) -> Endings:
         """What ends a request, with its conditions found. Raises where the engine judges none."""
@@ -284,7 +299,7 @@ class Composer:
             located = self._located(entry)
             assert located.when is not None
             check_order(located.when, located.point, located.layer, facts.points, name)
-        if entry.vector.shape[-1] != facts.hidden_size:
+        if entry.vector.shape[-1] not in facts.widths_at(entry.point, entry.layer):
             raise ValueError(
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"

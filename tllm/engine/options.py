@@ -21,7 +21,8 @@ CONFIG_KEY = "tllm"
 CHEAP_POINTS = ("embed", "pre_attn", "post_attn", "post_block", "lm_head_in")
 """The points whose taps are computed with the norm that follows, where that is compiled; `embed`
 has the tap of `pre_attn` of the first layer."""
-EAGER_POINTS = tuple(p.value for p in HookPoint if p is not HookPoint.ATTN_HEADS)
+_NAMED_ONLY = HookPoint.ATTN_HEADS, HookPoint.ROUTER
+EAGER_POINTS = tuple(point.value for point in HookPoint if point not in _NAMED_ONLY)
 """The points that have taps by default where nothing is compiled."""
 
 
@@ -36,8 +37,8 @@ class EngineOptions:
     Attributes:
         hook_points: the points that get a tap in every layer, or `"all"`. A tap that nobody uses
             costs at most one empty kernel launch (see `fuse_norms`); a point without a tap cannot
-            be used later. None: all but `attn_heads`, and where the model is compiled for a GPU
-            `CHEAP_POINTS`, so that what is not used costs nothing there.
+            be used later. None: all but `attn_heads` and `router`, and where the model is
+            compiled for a GPU `CHEAP_POINTS`, so that what is not used costs nothing there.
         capture_mib: memory the capture ring begins with, in MiB.
         max_capture_mib: the most it grows to.
         overflow: what happens when consumers are slower than the model and the ring is full:

@@ -41,12 +41,14 @@ class Output:
     partial: under tensor parallelism each rank holds only a term of the sum.
     next_norm: the submodule of the next block that is the `norm` of the site. After the last block
         it is the stack's final norm.
+    width: as in `Site`.
     """
 
     path: str
     residual: int | None = None
     partial: bool = False
     next_norm: str | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True)

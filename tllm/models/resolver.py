@@ -13,6 +13,7 @@ from torch import nn
 from tllm.models.dataflow import check_llama_block, check_llama_stack
 from tllm.models.families import FAMILIES, FUSED, Family, Heads, Input, Layout, Output, Written
 from tllm.models.heads import find_heads
+from tllm.models.routers import find_router
 from tllm.models.sites import Argument, ModelSites, Site
 from tllm.spec.hooks import HeadSplit, HookPoint, ModelPoints, TapKey
 
@@ -38,9 +39,16 @@ def resolve(
     tapped = frozenset(tapped)
     try:
         stack = _with_heads(_find_stack(root, families), config, tensor_parallel_size)
+        stack = _with_routers(stack, config.hidden_size)
         missing = _missing(stack, tensor_parallel_size)
         points = ModelPoints(
-            stack.family, stack.num_layers, missing, tapped, stack.linked, stack.heads
+            stack.family,
+            stack.num_layers,
+            missing,
+            tapped,
+            stack.linked,
+            stack.heads,
+            stack.experts,
         )
         return ModelSites(points, config.hidden_size, _sites(stack, points))
     except (ValueError, AttributeError) as error:  # AttributeError: a submodule that it lacks
@@ -70,6 +78,8 @@ class _Stack:
     added there."""
     heads: Mapping[int, HeadSplit] = field(default_factory=dict)
     """Of the layers here that have `attn_heads`."""
+    experts: Mapping[int, int] = field(default_factory=dict)
+    """How many there are, in the layers here that have `router`."""
 
 
 def _with_heads(stack: _Stack, config: Any, tensor_parallel_size: int) -> _Stack:
@@ -86,6 +96,22 @@ def _with_heads(stack: _Stack, config: Any, tensor_parallel_size: int) -> _Stack
             found = str(error)
         blocks[layer] = block, {**layout, HookPoint.ATTN_HEADS: found}
     return replace(stack, blocks=blocks, heads=heads)
+
+
+def _with_routers(stack: _Stack, hidden: int) -> _Stack:
+    """A stack whose layouts name the routers of its experts, or say why there is none."""
+    blocks, experts = dict(stack.blocks), {}
+    for layer, (block, layout) in stack.blocks.items():
+        if HookPoint.ROUTER in layout:  # nothing of the block is understood
+            continue
+        found: Output | str
+        try:
+            path, experts[layer] = find_router(block, hidden)
+            found = Output(path, width=experts[layer])
+        except ValueError as error:
+            found = str(error)
+        blocks[layer] = block, {**layout, HookPoint.ROUTER: found}
+    return replace(stack, blocks=blocks, experts=experts)
 
 
 def _find_stack(root: nn.Module, families: Sequence[Family]) -> _Stack:
@@ -236,7 +262,16 @@ def _site(
     if isinstance(where, Written):
         return Site(point, layer, module, "output", _argument(module, where.stream))
     if isinstance(where, Output):
-        return Site(point, layer, module, "output", stream=0, residual=where.residual, norm=norm)
+        return Site(
+            point,
+            layer,
+            module,
+            "output",
+            stream=0,
+            residual=where.residual,
+            norm=norm,
+            width=where.width,
+        )
     residual = None if where.residual is None else _argument(module, where.residual)
     stream = _argument(module, where.stream)
     return Site(point, layer, module, "input", stream, residual, where.private, norm)

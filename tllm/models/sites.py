@@ -66,6 +66,9 @@ class Site:
     """The module that is called next, with this stream and residual as its only arguments: nothing
     reads them before it, but for the auxiliary states that speculative decoding asks for. None
     where the next one is on another pipeline rank, too."""
+    width: int | None = None
+    """How wide the tensor is where that is less than `hidden`: the rows that taps see are filled up
+    with zeros. None elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,9 @@ class Taps:
             module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
             if norm is not None:
                 module.forward = MethodType(_tapped_norm(norm.eps, name), module)
+            elif site.width is not None:
+                hook = _narrow_hook(name, site.width, self.hidden_size, self.dtype)
+                site.module.register_forward_hook(hook)
             elif site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
@@ -361,5 +364,25 @@ def _output_hook(site: Site, name: str) -> Any:
         else:
             stream = output
         torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, _PLAN_BUFFER))
+
+    return hook
+
+
+def _narrow_hook(name: str, width: int, hidden: int, dtype: torch.dtype) -> Any:
+    """A forward hook that taps what the module returns, `[tokens, width]`, in place.
+
+    Taps see rows `[tokens, hidden]` in their own dtype. What they leave alone keeps its value, also
+    where the module's dtype has more of it.
+    """
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found = output[0] if isinstance(output, tuple) else output
+        rows = torch.nn.functional.pad(found.to(dtype), (0, hidden - width))
+        before = rows if found.dtype == dtype else rows[:, :width].clone()
+        torch.ops.tllm.tap(rows, None, getattr(module, name), getattr(module, _PLAN_BUFFER))
+        after = rows[:, :width]
+        if found.dtype != dtype:
+            after = torch.where(after == before, found, after.to(found.dtype))
+        found.copy_(after)
 
     return hook

@@ -344,7 +344,7 @@ def _side_by_side(
 ) -> bool:
     """Whether neither of two points of a layer is computed from the other."""
     attention = {HookPoint.ATTN_IN, HookPoint.ATTN_HEADS, HookPoint.ATTN_OUT}
-    mlp = {HookPoint.MLP_IN, HookPoint.MLP_OUT}
+    mlp = {HookPoint.MLP_IN, HookPoint.ROUTER, HookPoint.MLP_OUT}
     return first in attention and second in mlp and (HookPoint.POST_ATTN, layer) in points.missing
 
 

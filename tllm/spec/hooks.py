@@ -27,6 +27,9 @@ class HookPoint(str, Enum):
     """The stream after the attention branch is added."""
     MLP_IN = "mlp_in"
     """What the MLP (or expert layer) receives."""
+    ROUTER = "router"
+    """The logits by which a mixture of experts chooses among them, one for each expert; the rest of
+    the row is zero."""
     MLP_OUT = "mlp_out"
     """The MLP branch as it is added to the stream."""
     POST_BLOCK = "post_block"
@@ -88,6 +91,7 @@ class ModelPoints:
     tapped: the points that get a tap in every layer that has them.
     linked: what leaves a block enters the next one: `pre_attn(i)` is `post_block(i - 1)`.
     heads: by layer that has `attn_heads`. A pipeline rank knows this of its own layers only.
+    experts: how many there are, by layer that has `router`. Likewise.
     """
 
     family: str
@@ -96,13 +100,15 @@ class ModelPoints:
     tapped: frozenset[HookPoint] = frozenset(HookPoint)
     linked: bool = True
     heads: Mapping[int, HeadSplit] = field(default_factory=dict)
+    experts: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of_stages(cls, stages: Sequence[ModelPoints]) -> ModelPoints:
         """What the ranks of all pipeline stages know together."""
         missing = {key: why for stage in stages for key, why in stage.missing.items()}
         heads = {layer: split for stage in stages for layer, split in stage.heads.items()}
-        return replace(stages[0], missing=missing, heads=heads)
+        experts = {layer: count for stage in stages for layer, count in stage.experts.items()}
+        return replace(stages[0], missing=missing, heads=heads, experts=experts)
 
     @cached_property
     def points(self) -> tuple[HookPoint, ...]:
@@ -180,7 +186,8 @@ class ModelPoints:
 
     def described(self) -> dict[str, Any]:
         """For people and for JSON: the points with a tap, the layers of those that not every layer
-        has, why points are missing, and how rows of `attn_heads` are divided in each layer."""
+        has, why points are missing, how rows of `attn_heads` are divided in each layer, and how
+        many experts those of `router` are of."""
         tapped = [point for point in self.points if point in self.tapped]
         partly = [p for p in tapped if p.has_layer and len(self.layers(p)) < self.num_layers]
         return {
@@ -189,6 +196,7 @@ class ModelPoints:
             "layers": {point.value: list(self.layers(point)) for point in partly},
             "missing": self.reasons,
             "heads": {layer: asdict(split) for layer, split in sorted(self.heads.items())},
+            "experts": dict(sorted(self.experts.items())),
         }
 
     def explain_missing(self, point: HookPoint, layer: int | None) -> str:

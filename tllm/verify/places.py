@@ -20,6 +20,7 @@ POINTS = (
     "attn_out",
     "post_attn",
     "mlp_in",
+    "router",
     "mlp_out",
     "post_block",
     "lm_head_in",
@@ -33,10 +34,11 @@ class BlockPlace:
     """A tensor at the boundary of one of the block's modules.
 
     path: "" is the block; "a|b" is whichever of the two a block has.
+    side: "product": what the module's first product with a matrix gives, before it works on that.
     """
 
     path: str
-    side: Literal["input", "output"]
+    side: Literal["input", "output", "product"]
     in_place: bool = False
     """A write changes the tensor for whoever holds it, as the stream at `post_attn` must be."""
 
@@ -87,6 +89,21 @@ _FALCON = _NO_POST_ATTN | {
     "attn_out": _out_of("self_attention"),
 }
 
+
+_ROUTER = BlockPlace(
+    "mlp.gate|mlp.router|block_sparse_moe.gate|block_sparse_moe.router|feed_forward.gate|"
+    "feed_forward.router",
+    "product",
+)
+ROUTED = frozenset(
+    {
+        *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
+        *("glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "phimoe"),
+        *("granitemoehybrid", "granitemoe_swa", "lfm2_moe", "exaone_moe", "hy_v3", "ernie4_5_moe"),
+        "llama4_text",
+    }
+)
+"""Kinds of models whose mixtures of experts have a router at that place."""
 
 Places = Mapping[str, BlockPlace]
 
@@ -249,6 +266,8 @@ def places_of(model_type: str, block: nn.Module, hidden: int) -> Places:
     listed = PLACES.get(model_type, _LLAMA)
     named = listed(block) if callable(listed) else listed
     everywhere = {"pre_attn": _into(""), **named, "post_block": _out_of("")}
+    if model_type in ROUTED:
+        everywhere["router"] = _ROUTER
     found = {point: place.module(block) for point, place in everywhere.items()}
     return {
         point: everywhere[point]

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tllm.verify.places import POINTS, WITHOUT_LAYER, BlockPlace, is_known, places_of
@@ -102,8 +104,8 @@ class Reference:
         self.model: Any = model.to(device).eval()
         self.model_type: str = config.get_text_config().model_type
         self.blocks = _blocks(self.model)
-        hidden = config.get_text_config().hidden_size
-        self.by_layer = [places_of(self.model_type, block, hidden) for block in self.blocks]
+        self.hidden: int = config.get_text_config().hidden_size
+        self.by_layer = [places_of(self.model_type, block, self.hidden) for block in self.blocks]
 
     def places(self) -> list[tuple[str, Layer]]:
         """The hook points there are, each with every layer that has it."""
@@ -141,6 +143,9 @@ class Reference:
         def visit(point: str, layer: Layer, tensor: Tensor) -> Tensor:
             """Keeps a copy of the tensor `[1, tokens, hidden]`; returns what to add to it."""
             arrived = tensor.reshape(-1, tensor.shape[-1]).clone()
+            width = arrived.shape[1]
+            if point == "router":
+                arrived = F.pad(arrived, (0, self.hidden - width))
             states.setdefault(point, {})[layer] = arrived.cpu()
             leaving = arrived
             for method, vector, given, mask in (steers or {}).get((point, layer), ()):
@@ -153,7 +158,7 @@ class Reference:
                     strength = when.strength(states).to(arrived.device)[:, None]
                     changed = leaving + strength * (changed - leaving)
                 leaving = torch.where(rows[:, None], changed, leaving)
-            return (leaving - arrived).view_as(tensor)
+            return (leaving - arrived)[:, :width].view_as(tensor)
 
         with self._hooked(visit):
             tokens = torch.tensor([token_ids], device=self.model.device)
@@ -199,9 +204,40 @@ def _hook(root: nn.Module, place: BlockPlace, delta: Callable[[Tensor], Tensor])
 
     module = place.module(root)
     assert module is not None
+    if place.side == "product":
+        return _WithinForward(module, changed)
     if place.side == "input":
         return module.register_forward_pre_hook(before, with_kwargs=True)
     return module.register_forward_hook(after)
+
+
+class _WithinForward:
+    """Changes what the first product with a matrix gives in a module's `forward`."""
+
+    def __init__(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        self._module, self._forward = module, module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with _FirstProduct(change):
+                return self._forward(*args, **kwargs)
+
+        module.forward = forward
+
+    def remove(self) -> None:
+        self._module.forward = self._forward
+
+
+class _FirstProduct(TorchFunctionMode):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._change: Callable[[Tensor], Tensor] | None = change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is F.linear and self._change is not None:
+            change, self._change = self._change, None
+            return change(found)
+        return found
 
 
 def kind_of(config: Any) -> Any:
