@@ -54,3 +54,17 @@ def test_tokens_that_nobody_knows_are_no_places(embedding):
         assert result.status == "error"
         assert "token_ids" in result.error and "given as embeddings" in result.error
     assert llm.intervention_stats()[0]["running_sequences"] == 0
+
+
+def test_a_condition_beside_tokens_that_nobody_knows_is_refused(embedding):
+    """The worker could not steer the request, and would judge none of its rows."""
+    llm, embeddings = embedding
+    probe = {"hook": "post_block", "layer": 2, "vector": VECTOR}
+    ends = {"probe": probe, "above": -1e9, "name": "always"}
+    unknown = {"post_block": {1: {"vector": VECTOR, "positions": {"token_ids": PROMPT[:3]}}}}
+    for name in ("stop_when", "abort_when"):
+        params = greedy(3, steering_vectors=unknown, **{name: ends})
+        with pytest.raises(ValueError, match=f"{name} was given with steering by token_ids"):
+            llm.generate([{"prompt_embeds": embeddings}], params)
+        [told] = llm.generate([{"prompt_embeds": embeddings}], greedy(3, **{name: ends}))
+        assert told.outputs[0].stop_reason == "always"

@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMClientError
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition
 from engine.test_conditions import BORDER, PLACES, SCORES
-from tllm import BeamSearchParams, SamplingParams
+from tllm import BeamSearchParams, PoolingParams, SamplingParams
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 12 if INTERPRETED else 80
@@ -293,3 +293,17 @@ def test_beams_and_prompts_that_only_are_pooled_cannot_end(llm):
     beams = BeamSearchParams(beam_width=2, max_tokens=2, stop_when={**WHEN, "above": 1})
     with pytest.raises(VLLMClientError, match="a beam is computed by many requests"):
         llm.beam_search([{"prompt_token_ids": PROMPT}], beams)
+    for name in ("stop_when", "abort_when"):
+        pooled = PoolingParams(task="embed", **{name: {**WHEN, "above": 1}})
+        with pytest.raises(ValueError, match=f"{name} was given for pooling"):
+            llm.llm_engine.add_request("pooled", {"prompt_token_ids": PROMPT}, pooled)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_a_condition_is_not_called_as_a_stop_string(llm):
+    """Of a sample that ends by either, `stop_reason` would say the same."""
+    for name in ("stop_when", "abort_when"):
+        for stop in ("turned", ["over", "turned"]):
+            params = SamplingParams(max_tokens=2, stop=stop, **{name: {**WHEN, "above": 1e9}})
+            with pytest.raises(ValueError, match=f"{name}: the condition 'turned' is called as"):
+                generate(llm, [PROMPT], params)

@@ -12,6 +12,7 @@ from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
 from tllm.runtime.session import Session
 from tllm.runtime.taps import Taps
+from tllm.spec.conditions import MAX_GATES
 from tllm.spec.groups import GroupUse
 from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import Coefficients
@@ -485,6 +486,17 @@ def test_nobody_is_given_rows_that_were_to_be_steered_and_are_not(engine):
     result = engine.session.pop_results(["a"], {})["a"][0]["positions"]
     assert result["status"] == "error" and "unknown is not in this worker" in result["error"]
     assert consumer.seen == {"b": [0, 1, 2]}
+
+
+def test_what_stands_beside_rows_that_nobody_judges_ends_nothing(engine):
+    """Strengths of the last step whose rows were judged, which may be anybody's."""
+    spec = RequestSpec("a", steering=(GroupUse("any", Selection(), "unknown"),), stops=((0, "x"),))
+    engine.session.sequences.start("a", [1] * PROMPT, PROMPT, spec, 0)
+    engine.start("b", EVERYWHERE)
+    engine.computed["a"] = PROMPT
+    engine.begin({"a": 1, "b": PROMPT})
+    engine.session.steering.gates._state = torch.ones(64, 2, MAX_GATES)
+    assert engine.session.steps.take_verdicts() is None
 
 
 def test_who_was_to_be_steered_and_is_not_is_told_once(engine):

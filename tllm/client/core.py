@@ -36,7 +36,7 @@ from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.conditions import signal_names
-from tllm.spec.groups import SteeringGroup, gates_of
+from tllm.spec.groups import GroupUse, SteeringGroup, gates_of
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
@@ -590,10 +590,12 @@ def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:
 
 def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
     """Refuse positions at which the sequences of a request cannot have rows."""
+    tokens = request.prompt_token_ids
+    if tokens is None:
+        _check_judged(wire)
     reads, patch = wire.get("reads", ()), wire.get("patch", ())
     if not reads and not patch:
         return
-    tokens = request.prompt_token_ids
     prompt_len = len(request.prompt_embeds if tokens is None else tokens)
     max_tokens = 1 if request.sampling_params is None else request.sampling_params.max_tokens
     if wire.get("streamed"):  # a later part of the prompt may reach the position
@@ -601,6 +603,19 @@ def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
     check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
     for read in map(RowsRead.from_wire, reads if tokens is not None else ()):
         read.positions.check(prompt_len, max_tokens, read.name)
+
+
+def _check_judged(wire: Mapping[str, Any]) -> None:
+    """Refuse conditions that end a request whose prompt is embeddings, where nobody knows which of
+    its tokens are steered: a worker would judge none of them."""
+    name = next((name for name in ("stop", "abort") if wire.get(f"{name}s")), None)
+    if name is None:
+        return
+    if any(use.names_prompt_tokens for use in map(GroupUse.from_wire, wire["steering"])):
+        raise ValueError(
+            f"{name}_when was given with steering by token_ids, which cannot be found in a prompt "
+            "that was given as embeddings; give positions"
+        )
 
 
 def _check_media(flow: ConsumerFlow, options: Mapping[str, Any], field: str) -> None:
@@ -657,10 +672,13 @@ def _ends(
         for phase in ("decode", "prefill")
     )
     given = [params.stop] if isinstance(params.stop, str) else params.stop or ()
-    for _, name in stops:
+    for field, (_, name) in [
+        *(("stop_when", end) for end in stops),
+        *(("abort_when", end) for end in aborts),
+    ]:
         if name in given:
             raise ValueError(
-                f"stop_when: the condition {name!r} is called as one of the stop strings, and "
+                f"{field}: the condition {name!r} is called as one of the stop strings, and "
                 "stop_reason could not tell them apart; give it another 'name'"
             )
     return stops, aborts

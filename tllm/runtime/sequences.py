@@ -68,11 +68,12 @@ class RunningSequences:
             spec.patch,
         )
         self.slots.add_sequence(sequence)
-        if spec.stops or spec.aborts:
-            self.verdicts.ask(info.slot, prompt_len, spec.stops, spec.aborts)
         for owner in self.consumers:
             self.consumers.ask(sequence, owner)
         self.assignments.assign(sequence)
+        # Of rows that have no steering row nothing is judged: what stands there is another's.
+        if (spec.stops or spec.aborts) and "steering" not in sequence.errors:
+            self.verdicts.ask(info.slot, prompt_len, spec.stops, spec.aborts)
         self.consumers.introduce(sequence, self.consumers)
 
     def _go_on(
