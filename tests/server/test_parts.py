@@ -27,6 +27,7 @@ from tllm.cli import app
 from tllm.cli import serving as serve
 from tllm.client.results import ConsumerResult
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.engine.handlers import Watch
 from tllm.engine.launch import engine_parser
 from tllm.ports import Payload
 from tllm.server import document, plugin
@@ -34,6 +35,7 @@ from tllm.server.fields import FIELDS, FieldError, asked_in
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
 from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.patch_sweeps import PatchSweeps
+from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.server.state import ServerState
@@ -398,3 +400,22 @@ def test_modules_are_given_as_name_and_path():
     assert list(serve.modules_of(["happy=a.gguf"])) == ["happy"]
     with pytest.raises(ValueError, match="give name=path"):
         serve.modules_of(["happy"])
+
+
+def test_choices_that_are_refused_end_once_before_the_tokens_are_counted():
+    """The second sample of the first prompt was echoed, and ended, by vLLM."""
+    watch = Watch(outputs={"cmpl-a-0": None, "cmpl-a-1": None})
+    watch.refused.update({"cmpl-a-0": {1: "no", 0: "no"}, "cmpl-a-1": {1: "never"}})
+    about = {"id": "cmpl-a", "object": "text_completion", "created": 1, "model": "demo"}
+    ended = {"index": 1, "text": "echoed", "finish_reason": "abort", "stop_reason": "no"}
+    bodies = [{"choices": [ended]}, {"choices": [], "usage": {}}]
+    events = ["data: " + json.dumps(about | body, separators=(",", ":")) for body in bodies]
+    for first in ({}, about):
+        refusals = RefusedChoices(watch, 2, "demo")
+        echoed, counted, done = [refusals.before(e, first) for e in (*events, "data: [DONE]")]
+        assert (echoed, done) == ([], [])
+        ends = [(c["index"], c["stop_reason"]) for each in counted for c in each["choices"]]
+        assert ends == [(0, "no"), (3, "never")]
+        assert {each["id"] for each in counted} == {"cmpl-a"}
+    not_counted = RefusedChoices(watch, 2, "demo").before("data: [DONE]", {})
+    assert len(not_counted) == 3

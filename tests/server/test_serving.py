@@ -256,6 +256,25 @@ def test_a_prompt_is_refused_by_a_monitor(server, client, model, streamed):
         assert len(decoded(signal["scores"])) > 1
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_each_choice_that_is_refused_ends_once_and_before_the_tokens_are_counted(client, echo):
+    """Eight samples do not fit into one step, and nobody looks at their signals."""
+    probe = {"hook": "post_block", "layer": 1, "vector": [1.0] * 128}
+    spec = {"probe": probe, "above": -1e9, "name": "everything"}
+    asked = {"abort_when": spec, "consumers": {"signals": {"enabled": False}}}
+    events = list(
+        client.completions.create(
+            model="demo", prompt=[25 * PROMPT, PROMPT], n=8, max_tokens=4, echo=echo, stream=True,
+            stream_options={"include_usage": True}, extra_body=asked,
+        )
+    )  # fmt: skip
+    ends = [c.index for each in events for c in each.choices if c.finish_reason == "abort"]
+    assert sorted(ends) == list(range(16))
+    counted = [at for at, each in enumerate(events) if each.usage is not None]
+    assert all(not each.choices for each in events[counted[0] :])
+    assert events[counted[0]].usage.completion_tokens == 0
+
+
 def test_chats_and_responses_are_steered_too(server, client):
     chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
     spec = {"post_block": {"2": [5.0] * 128}}

@@ -95,10 +95,13 @@ class Watch:
         admit: called with the prompt and parameters of each before the engine has it; what it
             raises, the handler's caller gets.
         outputs: the last output of each, by its id, in the order of the prompts.
+        refused: the condition that refused the prompt of each sample, by id and sample; not all of
+            them are in the last output.
     """
 
     admit: Callable[[Any, Any], None] | None = None
     outputs: dict[str, Any] = field(default_factory=dict)
+    refused: dict[str, dict[int, str]] = field(default_factory=dict)
     beams: BeamSteps | None = None
 
 
@@ -141,7 +144,7 @@ class WatchedEngine:
         if watch is None:
             return outputs
         watch.outputs[request_id] = None
-        return _noting(outputs, request_id, watch.outputs)
+        return _noting(outputs, request_id, watch)
 
     async def _step(
         self, beams: BeamSteps, prompt: Any, params: Any, request_id: str, more: dict[str, Any]
@@ -159,10 +162,14 @@ class WatchedEngine:
 
 
 async def _noting(
-    outputs: AsyncGenerator[Any, None], request_id: str, noted: dict[str, Any]
+    outputs: AsyncGenerator[Any, None], request_id: str, watch: Watch
 ) -> AsyncGenerator[Any, None]:
     async for output in outputs:
-        noted[request_id] = output
+        watch.outputs[request_id] = output
+        for sample in output.outputs:
+            # What vLLM aborts has no reason.
+            if sample.finish_reason == "abort" and sample.stop_reason is not None:
+                watch.refused.setdefault(request_id, {})[sample.index] = sample.stop_reason
         yield output
 
 

@@ -20,7 +20,7 @@ from tllm.engine.media import media_of_prompt
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
-from tllm.server.refusals import refused_choices
+from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
 from tllm.spec.request import EXTRA_ARG
@@ -138,7 +138,8 @@ class Door:
                 turns = self._streamed_turns(response, watch, wanted)
                 return turns if watch.admit is None else await _begun(turns, watch)
             num_samples = getattr(request, "n", None) or 1
-            return self._streamed_choices(response, outputs, wanted, num_samples, request.model)
+            refusals = RefusedChoices(watch, num_samples, request.model)
+            return self._streamed_choices(response, outputs, wanted, num_samples, refusals)
         samples = self._samples(outputs, wanted)
         if in_turns:
             return _with_turns(response, samples)
@@ -247,11 +248,10 @@ class Door:
         noted: dict[str, Any],
         wanted: list[str],
         num_samples: int,
-        model: str,
+        refusals: RefusedChoices,
     ) -> AsyncGenerator[str, None]:
         """The events, and before the last one what came of the request, as an event without
-        choices. None after an error. vLLM has no event for a choice without tokens: one whose
-        prompt was refused gets it here."""
+        choices. None after an error."""
         first: dict[str, Any] = {}
         failed = False
         scores = StreamScores(self._live, noted, wanted)
@@ -259,11 +259,9 @@ class Door:
             if not first and event.startswith("data: {"):
                 first = json.loads(event.removeprefix("data: "))
             failed = failed or event.startswith('data: {"error"')
-            if event.startswith(_DONE) and not failed:
-                refused = refused_choices(noted, num_samples, first, model)
-                for each in refused:
-                    yield f"data: {json.dumps(each)}\n\n"
-                first = first or next(iter(refused), {})
+            for refused in () if failed else refusals.before(event, first):
+                first = first or refused
+                yield f"data: {json.dumps(refused)}\n\n"
             if event.startswith(_DONE) and first and not failed:
                 samples = self._samples(noted, wanted)
                 last = {name: first[name] for name in ("id", "object", "created", "model")}

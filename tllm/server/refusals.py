@@ -2,42 +2,77 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from tllm.engine.handlers import Watch
 
-def refused_choices(
-    noted: Mapping[str, Any], num_samples: int, first: Mapping[str, Any], model: str
-) -> list[dict[str, Any]]:
-    """The last event of each choice without tokens that a condition has ended.
+_ABORTED = '"finish_reason":"abort"'
+_NO_CHOICES = '"choices":[]'
+"""In the event that counts the tokens of all choices."""
+_DONE = "data: [DONE]"
+
+
+class RefusedChoices:
+    """The last events of the choices of one stream whose prompts a condition refused. vLLM has none
+    for a choice without tokens, unless it echoes the prompt.
 
     Args:
-        noted: the last output of each prompt, by its id, in the order of the prompts.
-        first: the stream's first event; empty where there was none, as of completions.
+        watch: of the HTTP request.
+        num_samples: of each prompt.
+        model: as the request names it.
     """
-    found: list[dict[str, Any]] = []
-    for number, (request_id, output) in enumerate(noted.items()):
-        for sample in () if output is None else output.outputs:
-            if sample.finish_reason != "abort" or sample.stop_reason is None:
-                continue
-            about = {name: first[name] for name in ("id", "object", "created", "model") if first}
-            if not about:
-                about = {
-                    "id": request_id.rpartition("-")[0],
-                    "object": "text_completion",
-                    "created": int(time.time()),
-                    "model": model,
-                }
-            empty: dict[str, Any] = {"text": ""}
-            if about["object"].startswith("chat"):
-                empty = {"delta": {}}
-            choice = {
-                "index": sample.index + number * num_samples,
-                **empty,
-                "logprobs": None,
-                "finish_reason": sample.finish_reason,
-                "stop_reason": sample.stop_reason,
+
+    def __init__(self, watch: Watch, num_samples: int, model: str) -> None:
+        self._watch = watch
+        self._num_samples = num_samples
+        self._model = model
+        self._over = False
+        #: Choices that vLLM has ended.
+        self._told: set[int] = set()
+
+    def before(self, event: str, first: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What comes before an event of vLLM's: nothing, unless all choices are over with it.
+
+        Args:
+            first: the stream's first event; empty where there was none, as of completions.
+        """
+        if _ABORTED in event:
+            choices = json.loads(event.removeprefix("data: "))["choices"]
+            self._told.update(each["index"] for each in choices if each.get("finish_reason"))
+        if self._over or not (_NO_CHOICES in event or event.startswith(_DONE)):
+            return []
+        self._over = True
+        found = []
+        for number, request_id in enumerate(self._watch.outputs):
+            for sample, reason in sorted(self._watch.refused.get(request_id, {}).items()):
+                index = sample + number * self._num_samples
+                if index not in self._told:
+                    found.append(self._end(index, reason, request_id, first))
+        return found
+
+    def _end(
+        self, index: int, reason: str, request_id: str, first: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The last event of a choice."""
+        about = {name: first[name] for name in ("id", "object", "created", "model") if first}
+        if not about:
+            about = {
+                "id": request_id.rpartition("-")[0],
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": self._model,
             }
-            found.append({**about, "choices": [choice]})
-    return found
+        empty: dict[str, Any] = {"text": ""}
+        if about["object"].startswith("chat"):
+            empty = {"delta": {}}
+        choice = {
+            "index": index,
+            **empty,
+            "logprobs": None,
+            "finish_reason": "abort",
+            "stop_reason": reason,
+        }
+        return {**about, "choices": [choice]}
