@@ -89,7 +89,7 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, ada
         temperature=0,
         ignore_eos=True,
         detokenize=False,
-        steering_vectors={"post_block": {1: VECTOR}},
+        steering_vectors={"post_block": {1: VECTOR}, "attn_heads": {2: VECTOR}},
     )
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
@@ -98,7 +98,8 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, ada
         use_tqdm=False,
     )
     for output, prompt in zip(outputs, prompts, strict=True):
-        expected = changed.greedy(prompt, 6, [Addition(("post_block", 1), VECTOR)])
+        places = ("post_block", 1), ("attn_heads", 2)  # what the adapter changes reads the heads
+        expected = changed.greedy(prompt, 6, [Addition(place, VECTOR) for place in places])
         assert list(output.outputs[0].token_ids) == expected
 
     probe = {"hook": "pre_attn", "layer": 1, "vector": VECTOR}
