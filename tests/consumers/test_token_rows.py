@@ -55,3 +55,20 @@ def test_bundles_are_sorted_by_sequence_whatever_their_order_and_shape() -> None
         assert taken["values"].positions.tolist() == positions
         assert taken["values"].values.tolist() == found
     assert rows.so_far({"one": {0: 0}}) == {}
+
+
+def test_of_two_rows_of_a_position_the_later_counts_whatever_its_shape() -> None:
+    """Values are as wide as the widest request of a step, and a streamed prompt drops tokens."""
+    rows, one, wide = TokenRows(), request("one", 0), request("wide", 1)
+
+    def add(position: int, *given: float) -> None:
+        both = [one] if len(given) == 1 else [one, wide]
+        index = list(range(len(both)))
+        row = {"values": np.array([given] * len(both), np.float32)}
+        rows.add(meta(both, index, [position] * len(both)), row)
+
+    add(0, 1)
+    add(1, 2, 0)  # of a token that is dropped then
+    add(1, 3)
+    taken = rows.take(one, 1)
+    assert taken is not None and taken["values"].values.tolist() == [[1], [3]]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -98,12 +99,7 @@ class TokenRows:
 
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []
-        # Bundles of different flows may have values of different shapes.
-        groups: dict[tuple[Any, ...], list[tuple[RowMeta, Arrays]]] = {}
-        for meta, arrays in added:
-            shape = tuple((name, array.shape[1:]) for name, array in arrays.items())
-            groups.setdefault(shape, []).append((meta, arrays))
-        for group in groups.values():
+        for group in _groups(added):
             numbers: dict[_Key, int] = {}
             owners = []
             for meta, _ in group:
@@ -124,6 +120,28 @@ class TokenRows:
 
 def _key(request: RequestInfo) -> _Key:
     return request.prompt_id, request.sample_index
+
+
+def _groups(added: list[tuple[RowMeta, Arrays]]) -> Iterable[list[tuple[RowMeta, Arrays]]]:
+    """Bundles whose values have one shape; those of different flows may have others.
+
+    Where a sequence has several, only bundles that follow each other are put together: of two rows
+    of one position the later counts.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[RowMeta, Arrays]]] = {}
+    for each in added:
+        groups.setdefault(_shape(each), []).append(each)
+    if len(groups) > 1:
+        owners = [
+            {_key(r) for meta, _ in group for r in meta.requests} for group in groups.values()
+        ]
+        if len(set().union(*owners)) < sum(map(len, owners)):
+            return [list(group) for _, group in groupby(added, _shape)]
+    return groups.values()
+
+
+def _shape(added: tuple[RowMeta, Arrays]) -> tuple[Any, ...]:
+    return tuple((name, array.shape[1:]) for name, array in added[1].items())
 
 
 def _from(pieces: Sequence[_Piece], first: int) -> list[_Piece]:
