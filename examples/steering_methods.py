@@ -33,6 +33,8 @@ GIVEN = {
     "rotate": {"degrees": 0.0},
     "affine": {"strength": 0.8},
     "scale_dimensions": {"scale": 1.5},
+    "low_rank": {},
+    "sae_features": {},
 }
 
 
@@ -50,13 +52,16 @@ def main() -> None:
     happy, sad = stories
     module = extract(llm, sad, happy, layers=LAYER)
     direction = module.vectors["post_block"][LAYER]["vector"]
+    unit = direction / np.linalg.norm(direction)
     strongest = np.argsort(np.abs(direction))[-16:]
     mask = np.zeros_like(direction)
     mask[strongest] = 1.0
     arrays = {
         "rotate": {"plane": [direction, np.roll(direction, 1)]},
-        "affine": {"shift": 9.0 * direction / np.linalg.norm(direction)},
+        "affine": {"shift": 9.0 * unit},
         "scale_dimensions": {"mask": mask},
+        "low_rank": {"rotation": [unit], "weight": [0.0 * unit], "bias": [9.0]},
+        "sae_features": {"encoder": [unit], "decoder": [unit], "value": [9.0]},
     }
     opening = "One day Leo went to the lake."
     plain = {"max_tokens": 48, "temperature": 0}

@@ -151,6 +151,65 @@ def _scale_dimensions(draw: Draws) -> DrawnMethod:
     return DrawnMethod({"mask": mask, "scale": scale}, lambda h: h + scale * (h * mask))
 
 
+def _low_rank(draw: Draws) -> DrawnMethod:
+    rank = draw.pick.choice([1, 4, 5])
+    rotation = torch.linalg.qr(draw.rows(rank).double().T).Q.T.float()
+    weight, bias = draw.rows(rank) / draw.hidden**0.5, draw.size * draw.rows(rank)[:, 0]
+    strength = draw.strength()
+
+    def change(h):
+        return h + strength * (h @ weight.T + bias - h @ rotation.T) @ rotation
+
+    entry = {"rotation": rotation, "weight": weight, "bias": bias, "strength": strength}
+    return DrawnMethod(entry, change)
+
+
+def _sae_features(draw: Draws) -> DrawnMethod:
+    count, strength = draw.pick.choice([1, 3, 6]), draw.strength()
+    encoder, decoder = (draw.rows(count) / draw.hidden**0.5 for _ in range(2))
+    encoder_bias, decoder_bias = draw.size * draw.rows(count)[:, 0], draw.size * draw.rows()
+    threshold = draw.size * draw.rows(count)[:, 0].abs() * draw.pick.choice([0.0, 0.3])
+    numbers = draw.size * draw.rows(2, count)[..., 0].sort(dim=0).values
+    asked: dict[str, torch.Tensor] = draw.pick.choice(
+        [
+            {"value": numbers[1]},
+            {"factor": numbers[0]},
+            {"min": numbers[0].abs()},
+            {"min": numbers[0], "max": numbers[1]},
+        ]
+    )
+    only = draw.pick.choice([True, False])
+    entry = {
+        "encoder": encoder,
+        "decoder": decoder,
+        "encoder_bias": encoder_bias,
+        "decoder_bias": decoder_bias,
+        "threshold": threshold,
+        "only_if_active": only,
+        "strength": strength,
+    }
+
+    def scores(h):
+        return (h - decoder_bias) @ encoder.T + encoder_bias
+
+    def change(h):
+        features = torch.where(scores(h) > threshold, scores(h).relu(), 0.0)
+        target = features
+        if "value" in asked:
+            target = asked["value"].expand_as(features)
+        elif "factor" in asked:
+            target = asked["factor"] * features
+        else:
+            target = torch.clip(features, asked["min"], asked.get("max"))
+        if only:
+            target = torch.where(features > 0, target, features)
+        return h + strength * (target - features) @ decoder
+
+    jumps = only or float(threshold.max()) > 0
+    margin = (lambda h: (scores(h) - threshold).abs()) if jumps else None
+    return DrawnMethod({**entry, **asked}, change, margin)
+
+
 METHODS: Mapping[str, Callable[[Draws], DrawnMethod]] = {
     "add": _add,
     "norm_match": _norm_match,
@@ -161,6 +220,8 @@ METHODS: Mapping[str, Callable[[Draws], DrawnMethod]] = {
     "rotate": _rotate,
     "affine": _affine,
     "scale_dimensions": _scale_dimensions,
+    "low_rank": _low_rank,
+    "sae_features": _sae_features,
 }
 
 

@@ -133,6 +133,7 @@ def test_a_module_and_global_steering_take_every_method(llm, reference, method):
 
 
 ONES = [1.0] * HIDDEN
+SAE = {"encoder": [ONES, ONES], "decoder": [ONES, ONES]}
 PLANE = [[1.0, *ONES[1:]], [-1.0, *ONES[1:]]]
 
 
@@ -182,6 +183,28 @@ PLANE = [[1.0, *ONES[1:]], [-1.0, *ONES[1:]]]
         (
             {"method": "scale_dimensions", "mask": ONES, "scale": 1e30},
             "adds up to 2e+30 to the numbers of a row",
+        ),
+        ({"method": "low_rank", "rotation": PLANE}, "[1] has no 'weight'"),
+        (
+            {"method": "low_rank", "rotation": PLANE, "weight": [ONES]},
+            "[1]['weight'] has shape [1, 128]; give [rank, hidden] with rank=2, hidden=128",
+        ),
+        (
+            {"method": "low_rank", "rotation": [ONES] * 129, "weight": [ONES] * 129},
+            "has 129 features; at most 128 are allowed at one place",
+        ),
+        ({"method": "sae_features", **SAE}, "gives nothing to do; give value"),
+        (
+            {"method": "sae_features", **SAE, "value": [1.0, 2.0], "factor": [1.0, 2.0]},
+            "gives value, factor; give value (what features are set to), factor",
+        ),
+        (
+            {"method": "sae_features", **SAE, "min": [1.0, 2.0], "max": [1.0, 1.0]},
+            "has a feature with min above max",
+        ),
+        (
+            {"method": "sae_features", **SAE, "value": [1.0]},
+            "[1]['value'] has shape [1]; give [features] with features=2",
         ),
     ],
 )

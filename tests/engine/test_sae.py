@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from engine.asking import generate, greedy, prompts_of, sampled
-from engine.reference import HIDDEN, LAYERS
+from engine.reference import HIDDEN, LAYERS, GatedChange
 from tllm.consumers.sae import NO_FEATURE, SaeConsumer
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+from tllm.steering import steer_features
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 FEATURES, K = 40, 6
@@ -252,3 +253,63 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             generate(llm, prompts_of([5]), greedy(2, consumers=options))
+
+
+STEERED = {
+    "value": lambda f: torch.tensor([4.0, 2.0]).expand_as(f),
+    "factor": lambda f: torch.tensor([-1.0, 3.0]) * f,
+    "minimum": lambda f: f.clamp(min=torch.tensor([1.0, 0.5])),
+}
+
+
+@pytest.mark.parametrize("only_if_active", [False, True])
+@pytest.mark.parametrize("given", STEERED)
+@pytest.mark.parametrize("name", ["standard", "jumprelu"])
+def test_features_are_set_scaled_and_clamped(llm, reference, tmp_path, name, given, only_if_active):
+    """The rest of the row, which the autoencoder does not reconstruct, stays."""
+    config = CONFIGS[name]
+    folder, weights = saved(tmp_path / "sae", config), weights_of(name)
+    features = [3, 7]
+    numbers = {"value": [4.0, 2.0], "factor": [-1.0, 3.0], "minimum": [1.0, 0.5]}[given]
+    asked = {given: dict(zip(features, numbers, strict=True))}
+    spec = steer_features(folder, only_if_active=only_if_active, **asked)
+    assert list(spec) == [PLACE[0]]
+
+    def change(rows):
+        found = published(config, rows)[:, features]
+        target = STEERED[given](found)
+        if only_if_active:
+            target = torch.where(found > 0, target, found)
+        return rows + (target - found) @ weights["W_dec"][features]
+
+    [prompt] = prompts_of([30], seed=8)
+    [output] = generate(llm, [prompt], greedy(3, logprobs=1, steering_vectors=spec))
+    tokens = list(output.outputs[0].token_ids)
+    logits, _ = reference.run([*prompt, *tokens][:-1], gated=[GatedChange(PLACE, change, [], None)])
+    expected = logits[len(prompt) - 1 :].log_softmax(-1)
+    ours = [
+        step[token].logprob for step, token in zip(output.outputs[0].logprobs, tokens, strict=True)
+    ]
+    theirs = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        (
+            "topk",
+            {"value": {1: 1.0}},
+            "a topk autoencoder with normalize_activations='none' cannot",
+        ),
+        ("gated", {"value": {1: 1.0}}, "standard and jumprelu ones without normalisation can"),
+        ("standard", {}, "given are none; give one of value, factor, or minimum and maximum"),
+        ("standard", {"minimum": {1: 1.0}, "maximum": {2: 1.0}}, "the same features in both"),
+        ("standard", {"value": {9999: 1.0}}, "it has no feature 9999, only 0 to"),
+    ],
+)
+def test_features_that_cannot_be_steered_are_refused(tmp_path, name, given, says):
+    config = next(c for c in CONFIGS.values() if architecture_of(c) == name)
+    with pytest.raises(ValueError) as refused:
+        steer_features(saved(tmp_path / "sae", config), **given)
+    assert says in str(refused.value)

@@ -335,6 +335,7 @@ class Composer:
                     f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} are "
                     "allowed at one place: join vectors that are added, or drop some"
                 )
+        SteeringGroup.check_features(groups, what)
         assert self.facts is not None
         if reach and (added := max(reach.values())) > self.facts.max_reach:
             hook, layer = max(reach, key=reach.__getitem__)

@@ -52,6 +52,10 @@ class OperationKind(IntEnum):
     DIMENSIONS = 2
     """`h' = h + g STRENGTH (b1 h + b2)` dimension by dimension, without `b2` where `COMPONENT` (how
     many vectors there are) is 1, and where it is 4 only of numbers from `b3` to `b4`."""
+    FEATURES = 3
+    """`h' = h + g STRENGTH sum(a_i(h . b(2i - 1)) b(2i))`, each `a_i` as a `FeatureWord` record
+    says. They lie among the operations, the first of them where the integer in `LOW` says, and
+    are as many as that in `HIGH`."""
 
 
 class Operation(IntEnum):
@@ -74,6 +78,22 @@ class Operation(IntEnum):
     """1 and the number of the gate that decides, 0 for none; and `KIND_UNIT` times the kind. Words
     from here on are free: an operation of 16 words begins where 64 bytes do."""
     SIZE = 16
+
+
+class FeatureWord(IntEnum):
+    """Words of one feature, in a record as long as an operation's, float32.
+
+    With `s` the product and `BIAS` added, `f = s` where `s > THRESHOLD`, else 0, it computes
+    `SLOPE f + clip(f, LOW, HIGH) - f`, or 0 where `ONLY_ACTIVE` is not 0 and `s <= THRESHOLD`.
+    """
+
+    BIAS = 0
+    THRESHOLD = 1
+    SLOPE = 2
+    LOW = 3
+    HIGH = 4
+    ONLY_ACTIVE = 5
+    END = 6
 
 
 KIND_UNIT = 256

@@ -25,7 +25,13 @@ from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.conditions import PROBE, Gate, GroupGates
-from tllm.spec.operations import Coefficients, DimensionWise, OperationForm, Rotation
+from tllm.spec.operations import (
+    Coefficients,
+    DimensionWise,
+    Features,
+    OperationForm,
+    Rotation,
+)
 
 GroupOperation = tuple[str, int | None, str, OperationForm]
 """Hook point, layer, digest of the vector, and what is done with it."""
@@ -67,7 +73,8 @@ class _Configuration:
     places: _Places
     """Where it has operations."""
     chains: list[tuple[int, int]]
-    """`(start, length)` of the operations after the entry's, at each point with several."""
+    """`(start, length)` of the operations after the entry's, at each point with several; and of the
+    rules of features."""
     vectors: set[str]
     gates: JudgedGates | None = None
     """The conditions that are judged for it."""
@@ -328,6 +335,7 @@ class Steering:
         sums: dict[int, list[tuple[int, float]]] = {}
         operations: dict[int, list[npt.NDArray[np.int32]]] = {}
         vectors: set[str] = set()
+        chains: list[tuple[int, int]] = []
         judged: dict[int, dict[int, Gate]] = {}
         for digest in groups:
             for point, gate in self._groups[digest].gates:
@@ -350,9 +358,11 @@ class Steering:
                 words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
                 words[Operation.GATE] = number + 1 + KIND_UNIT * kind
                 others.append(words)
+                if isinstance(coefficients, Features):
+                    chains.append(self._placed_rules(coefficients))
+                    words[[Operation.LOW, Operation.HIGH]] = chains[-1]
         self._stale = True
         row = self._free_row()
-        chains = []
         for point, others in operations.items():
             entry = others[0].copy() if others else np.zeros(_WORDS, np.int32)
             rest = others[1:]
@@ -376,6 +386,16 @@ class Steering:
             in_order = {p: [at[n] for n in sorted(at)] for p, at in judged.items()}
             gates = self.gates.place(row, in_order)
         return _Configuration(row, places, chains, vectors, gates)
+
+    def _placed_rules(self, features: Features) -> tuple[int, int]:
+        """Where the rules of features lie, and how many there are."""
+        count = len(features.rules)
+        start = self._chains.acquire(count)
+        for i, rule in enumerate(features.rules):
+            words = np.zeros(_WORDS, np.float32)
+            words[: len(rule)] = rule  # as `FeatureWord` has it
+            self._operations.stage(start + i, words.view(np.int32))
+        return start, count
 
     def _free_row(self) -> int:
         if not self._free_rows and len(self._configurations) >= self._first_rows:
@@ -482,4 +502,6 @@ def _in_words(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float3
         return OperationKind.DIMENSIONS, np.array(
             (0, 0, form.vectors, form.strength, 0, 0), np.float32
         )
+    if isinstance(form, Features):  # where its rules are, who places them says
+        return OperationKind.FEATURES, np.array((0, 0, 0, form.strength, 0, 0), np.float32)
     return OperationKind.ALONG, np.array(form, np.float32)

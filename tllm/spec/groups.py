@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
-from tllm.spec.operations import OperationForm
+from tllm.spec.operations import MAX_FEATURES, Features, OperationForm
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
@@ -152,6 +152,24 @@ class SteeringGroup:
         gates = numbers.gates(number for number in of_each if number >= 0)
         vectors |= {gate.vector: numbers.vectors[gate.vector] for gate in gates if gate.vector}
         return cls(phase, positions, operations, vectors, reach, GroupGates(of_each, gates))
+
+    @staticmethod
+    def check_features(groups: Iterable[SteeringGroup], what: str) -> None:
+        """Refuse groups that read too many features at one place.
+
+        Args:
+            what: has them, for the message.
+        """
+        counts: dict[tuple[str, int | None], int] = defaultdict(int)
+        for hook, layer, _, done in (each for group in groups for each in group.operations):
+            if isinstance(done, Features):
+                counts[hook, layer] += len(done.rules)
+        for (hook, layer), count in counts.items():
+            if count > MAX_FEATURES:
+                raise ValueError(
+                    f"{what} has {count} features and rows of low_rank at {hook!r} of layer "
+                    f"{layer}; at most {MAX_FEATURES} are allowed at one place: drop some"
+                )
 
     @cached_property
     def digest(self) -> str:

@@ -9,7 +9,15 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tllm.spec.operations import Coefficients, DimensionWise, OperationForm, Rotation
+from tllm.spec.operations import (
+    MAX_FEATURES,
+    Coefficients,
+    DimensionWise,
+    FeatureRule,
+    Features,
+    OperationForm,
+    Rotation,
+)
 from tllm.spec.reading import FloatArray
 
 Arrays: TypeAlias = Mapping[str, FloatArray]
@@ -162,6 +170,61 @@ def _scale_dimensions(arrays: Arrays, given: Parameters) -> tuple[FloatArray, Op
     return arrays["mask"][None], DimensionWise(given["scale"], 1)
 
 
+def _features(
+    read: FloatArray, written: FloatArray, rules: list[FeatureRule], strength: float
+) -> tuple[FloatArray, Features]:
+    """The operation that reads and writes along the rows of two arrays `[features, hidden]`."""
+    if len(rules) > MAX_FEATURES:
+        raise ValueError(
+            f"has {len(rules)} features; at most {MAX_FEATURES} are allowed at one place"
+        )
+    vectors = np.stack([read, written], axis=1).reshape(-1, read.shape[1])
+    bound = 0.0
+    for rule, along, added in zip(rules, read.astype(np.float64), np.abs(written), strict=True):
+        edges = [abs(edge) for edge in (rule.low, rule.high) if math.isfinite(edge)]
+        feature = math.sqrt(along @ along) + abs(rule.bias)
+        bound += float(added.max()) * (
+            abs(rule.slope) * feature + (feature if edges else 0.0) + max([0.0, *edges])
+        )
+    return vectors, Features(strength, tuple(rules), bound)
+
+
+def _low_rank(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+    rotation = arrays["rotation"]
+    bias = arrays.get("bias", np.zeros(len(rotation), np.float32))
+    rules = [FeatureRule(bias=each, slope=1.0) for each in bias.tolist()]
+    return _features(arrays["weight"] - rotation, rotation, rules, _number(given["strength"]))
+
+
+def _sae_features(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+    encoder = arrays["encoder"]
+    count = len(encoder)
+    bias = arrays.get("encoder_bias", np.zeros(count, np.float32)).astype(np.float64)
+    if "decoder_bias" in arrays:
+        bias = bias - encoder.astype(np.float64) @ arrays["decoder_bias"].astype(np.float64)
+    threshold = np.maximum(arrays.get("threshold", np.zeros(count, np.float32)), 0.0)
+    asked = {
+        key: arrays[key].tolist() for key in ("value", "factor", "min", "max") if key in arrays
+    }
+    if set(asked) not in ({"value"}, {"factor"}, {"min"}, {"max"}, {"min", "max"}):
+        raise ValueError(
+            f"gives {', '.join(asked) or 'nothing to do'}; give value (what features are set to), "
+            "factor (what they are multiplied with), or min, max or both (clamp), one number for "
+            "each feature"
+        )
+    low = asked.get("value") or asked.get("min") or [-math.inf] * count
+    high = asked.get("value") or asked.get("max") or [math.inf] * count
+    if any(least > most for least, most in zip(low, high, strict=True)):
+        raise ValueError("has a feature with min above max")
+    slope = [factor - 1 for factor in asked.get("factor", [1.0] * count)]
+    only = bool(given["only_if_active"])
+    rules = [
+        FeatureRule(*rule, only)
+        for rule in zip(bias.tolist(), threshold.tolist(), slope, low, high, strict=True)
+    ]
+    return _features(encoder, arrays["decoder"], rules, _number(given["strength"]))
+
+
 def _number(value: float | None) -> float:
     assert value is not None
     return value
@@ -224,5 +287,27 @@ METHODS: Mapping[str, SteeringMethod] = {
         parameters={"scale": None},
         operation=_scale_dimensions,
         arrays={"mask": ("hidden",)},
+    ),
+    "low_rank": SteeringMethod(
+        "h + strength rotation^T (weight h + bias - rotation h)",
+        parameters={"strength": 1.0},
+        operation=_low_rank,
+        arrays={"rotation": ("rank", "hidden"), "weight": ("rank", "hidden"), "bias": ("rank",)},
+        optional=frozenset(["bias"]),
+    ),
+    "sae_features": SteeringMethod(
+        "h + strength sum((target_i - f_i) decoder_i), f_i as the encoder has it",
+        parameters={"only_if_active": False, "strength": 1.0},
+        operation=_sae_features,
+        arrays={
+            "encoder": ("features", "hidden"),
+            "decoder": ("features", "hidden"),
+            **dict.fromkeys(("encoder_bias", "threshold"), ("features",)),
+            "decoder_bias": ("hidden",),
+            **dict.fromkeys(("value", "factor", "min", "max"), ("features",)),
+        },
+        optional=frozenset(
+            ("encoder_bias", "threshold", "decoder_bias", "value", "factor", "min", "max")
+        ),
     ),
 }

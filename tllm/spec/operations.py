@@ -145,5 +145,63 @@ class DimensionWise(NamedTuple):
         return repr(self).encode()
 
 
-OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise
+MAX_FEATURES = 128
+"""The most features that operations read at one hook point of one layer, together."""
+
+
+class FeatureRule(NamedTuple):
+    """What is made of one feature of a row.
+
+    With `s` the product of the row with the feature's first vector, and `bias` added, the feature
+    is `f = s` where `s > threshold`, else 0. What is added of its second vector:
+    `slope f + clip(f, low, high) - f`; with `only_if_active` nothing where `s <= threshold`.
+    """
+
+    bias: float = 0.0
+    threshold: float = -math.inf
+    slope: float = 0.0
+    low: float = -math.inf
+    high: float = math.inf
+    only_if_active: bool = False
+
+
+class Features(NamedTuple):
+    """Numbers read from a row, each along a vector, and what they decide added along others.
+
+    With the vectors `e1, d1, e2, d2, ...`: `h' = h + strength sum(a(h . ei) di)`, `a` as each rule
+    says. All are read before anything is added.
+
+    Attributes:
+        bound: the most that the sum may be at one number of a row whose norm is at most 1.
+    """
+
+    strength: float
+    rules: tuple[FeatureRule, ...]
+    bound: float
+
+    def scaled(self, factor: float) -> Features:
+        """The operation with its whole effect multiplied."""
+        return self._replace(strength=self.strength * factor)
+
+    def reach(self, largest: float) -> float:
+        """The most that it may add to a number of a row whose norm is at most 1."""
+        return abs(self.strength) * self.bound
+
+    @property
+    def idle(self) -> bool:
+        """Whether it changes nothing."""
+        return self.strength == 0
+
+    @property
+    def reads_component(self) -> bool:
+        """Whether it counts among the clamps: its features are counted by themselves."""
+        return False
+
+    @property
+    def content(self) -> bytes:
+        """Equal for two that do the same."""
+        return repr(self).encode()
+
+
+OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise | Features
 """What is done with the vectors of an entry."""

@@ -15,6 +15,7 @@ from tllm.runtime.descriptor import (
     KIND_UNIT,
     STAGE_FIELDS,
     Descriptor,
+    FeatureWord,
     GateWord,
     Operation,
     OperationKind,
@@ -63,6 +64,13 @@ if HAS_TRITON:
     GATE = tl.constexpr(int(Operation.GATE))
     KIND = tl.constexpr(KIND_UNIT)
     ROTATE = tl.constexpr(int(OperationKind.ROTATE))
+    DIMENSIONS = tl.constexpr(int(OperationKind.DIMENSIONS))
+    FEATURE_BIAS = tl.constexpr(int(FeatureWord.BIAS))
+    FEATURE_THRESHOLD = tl.constexpr(int(FeatureWord.THRESHOLD))
+    FEATURE_SLOPE = tl.constexpr(int(FeatureWord.SLOPE))
+    FEATURE_LOW = tl.constexpr(int(FeatureWord.LOW))
+    FEATURE_HIGH = tl.constexpr(int(FeatureWord.HIGH))
+    FEATURE_ONLY_ACTIVE = tl.constexpr(int(FeatureWord.ONLY_ACTIVE))
     REPLACEMENT_WORDS = tl.constexpr(int(Replacement.SIZE))
     SOURCE = tl.constexpr(int(Replacement.SOURCE))
     CHOSEN = tl.constexpr(int(Replacement.MASK))
@@ -129,12 +137,35 @@ if HAS_TRITON:
         return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
     @triton.jit
+    def _along_features(value, operation, tables, offsets, inside, HIDDEN: tl.constexpr):
+        """What an operation adds that reads features of a row, at strength 1."""
+        _, vectors, operations = tables
+        first = operation[5].to(tl.int32, bitcast=True)
+        delta = tl.zeros_like(value)
+        for i in range(operation[6].to(tl.int32, bitcast=True)):
+            read = _following(vectors, operation, 2 * i, offsets, inside, HIDDEN)
+            rule = (operations + (first + i) * WORDS).to(tl.pointer_type(tl.float32))
+            score = tl.sum(value * read, axis=0) + tl.load(rule + FEATURE_BIAS)
+            active = score > tl.load(rule + FEATURE_THRESHOLD)
+            feature = tl.where(active, score, 0.0)
+            low, high = tl.load(rule + FEATURE_LOW), tl.load(rule + FEATURE_HIGH)
+            added = tl.load(rule + FEATURE_SLOPE) * feature
+            added += tl.minimum(tl.maximum(feature, low), high) - feature
+            asleep = (tl.load(rule + FEATURE_ONLY_ACTIVE) != 0.0) & (
+                score <= tl.load(rule + FEATURE_THRESHOLD)
+            )
+            added = tl.where(asleep, 0.0, added)
+            delta += added * _following(vectors, operation, 2 * i + 1, offsets, inside, HIDDEN)
+        return delta
+
+    @triton.jit
     def _operate_with_several(
-        value, vector, operation, share, vectors, offsets, inside, HIDDEN: tl.constexpr
+        value, vector, operation, share, tables, offsets, inside, HIDDEN: tl.constexpr
     ):
         """An operation with more vectors than the first, on a row `[BLOCK]`; see `OperationKind`.
         Padding stays 0."""
         _, add, norm, component, strength, _, _, word = operation
+        vectors = tables[1]
         vector = vector.to(tl.float32)
         if word // KIND == ROTATE:
             second = _following(vectors, operation, 1, offsets, inside, HIDDEN)
@@ -143,7 +174,7 @@ if HAS_TRITON:
             length = tl.sqrt(along * along + across * across)
             delta = (length * add - along) * vector + (length * norm - across) * second
             share = tl.where((component != 0.0) & (along <= 0.0), 0.0, share)
-        else:
+        elif word // KIND == DIMENSIONS:
             delta = vector * value
             if component > 1.0:
                 delta += _following(vectors, operation, 1, offsets, inside, HIDDEN)
@@ -151,6 +182,8 @@ if HAS_TRITON:
                 low = _following(vectors, operation, 2, offsets, inside, HIDDEN)
                 high = _following(vectors, operation, 3, offsets, inside, HIDDEN)
                 delta = tl.where((value >= low) & (value <= high), delta, 0.0)
+        else:
+            delta = _along_features(value, operation, tables, offsets, inside, HIDDEN)
         return value + tl.where(share != 0.0, share * strength * delta, 0.0)
 
     @triton.jit
@@ -456,7 +489,7 @@ if HAS_TRITON:
                         value = _operate(value, vector, operation, share)
                     else:
                         value = _operate_with_several(
-                            value, vector, operation, share, vectors, offsets, inside, HIDDEN
+                            value, vector, operation, share, tables, offsets, inside, HIDDEN
                         )
                     operation = _operation(following + i * WORDS, i + 1 < count)
                     vector = _vector(vectors, operation, i + 1 < count, offsets, inside, HIDDEN)
@@ -581,6 +614,7 @@ def _operate_reference(
     rows: torch.Tensor,
     operation: torch.Tensor,
     vectors_at: int,
+    operations_at: int,
     dtype: torch.dtype,
     share: torch.Tensor,
 ) -> torch.Tensor:
@@ -607,6 +641,17 @@ def _operate_reference(
         delta = strength * (weight * rows + sum(more[:1]))
         if len(more) > 1:
             delta = torch.where((rows >= more[1]) & (rows <= more[2]), delta, 0.0)
+    elif kind == OperationKind.FEATURES:
+        start, count = operation[[Operation.LOW, Operation.HIGH]].tolist()
+        size = int(Operation.SIZE)
+        words = _at(operations_at + 4 * size * start, torch.float32, count, size)
+        bias, threshold, slope, low, high, only = words[:, : FeatureWord.END].unbind(1)
+        read, written = vectors(2 * count).view(count, 2, hidden).unbind(1)
+        score = rows @ read.T + bias
+        feature = torch.where(score > threshold, score, 0.0)
+        added = slope * feature + feature.clamp(low, high) - feature
+        added = torch.where((only != 0) & (score <= threshold), 0.0, added)
+        delta = strength * added @ written
     else:
         (vector,) = vectors(1)
         along = rows @ vector
@@ -800,6 +845,11 @@ def _steer(
             )
         changed |= share != 0
         value[steered] = _operate_reference(
-            value[steered], operation, fields[Descriptor.VECTORS], dtype, share
+            value[steered],
+            operation,
+            fields[Descriptor.VECTORS],
+            fields[Descriptor.OPERATIONS],
+            dtype,
+            share,
         )
     return steered[changed]

@@ -1,0 +1,96 @@
+"""Interventions of pyreft from their files."""
+
+import json
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from tllm.spec.tiers import Tiers
+from tllm.steering import load_reft
+
+HIDDEN, RANK = 12, 3
+NAMES = {
+    "intkey_layer.2.repr.block_output.unit.pos.nunit.1#0.bin": ("post_block", 2),
+    "intkey_layer_7_comp_mlp_output_unit_pos_nunit_4#0.bin": ("mlp_out", 7),
+    "intkey_comp_model_layers[4]_output_unit_pos_nunit_1#0.bin": ("post_block", 4),
+    "intkey_layer.5.repr.model.layers[5].output.unit.pos.nunit.1#0.bin": ("post_block", 5),
+}
+TYPE = "<class 'pyreft.interventions.LoreftIntervention'>"
+
+
+def state(seed=0):
+    """What `LoreftIntervention.state_dict` gives."""
+    generator = torch.Generator().manual_seed(seed)
+    linear = torch.nn.Linear(HIDDEN, RANK)
+    rotation = torch.linalg.qr(torch.randn(HIDDEN, RANK, generator=generator)).Q
+    return OrderedDict(**linear.state_dict(), rotate_layer=rotation)
+
+
+def saved(folder, names=NAMES, kinds=(TYPE,), content=None):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"intervention_types": list(kinds)}))
+    states = {name: content or state(seed) for seed, name in enumerate(names)}
+    for name, each in states.items():
+        torch.save(each, folder / name)
+    return states
+
+
+def test_a_folder_of_pyreft_is_what_it_computes(tmp_path):
+    states = saved(tmp_path / "reft")
+    spec = load_reft(tmp_path / "reft", strength=0.5, positions="last_prompt")
+    assert len(list(Tiers.parse(vectors=spec))) == len(NAMES)
+    h = torch.randn(5, HIDDEN)
+    for name, (hook, layer) in NAMES.items():
+        [entry] = spec[hook][layer]
+        assert entry["positions"] == "last_prompt"
+        of = states[name]
+        # pyreft: base + (learned_source(base) - rotate_layer(base)) @ rotate_layer.weight.T
+        learned = h @ of["weight"].T + of["bias"]
+        expected = h + 0.5 * (learned - h @ of["rotate_layer"]) @ of["rotate_layer"].T
+        rotation, weight, bias = (
+            torch.from_numpy(entry[key]) for key in ("rotation", "weight", "bias")
+        )
+        found = h + entry["strength"] * (h @ weight.T + bias - h @ rotation.T) @ rotation
+        torch.testing.assert_close(found, expected)
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"names": []}, "is no folder of pyreft, which has config.json and intkey"),
+        (
+            {"kinds": ["<class 'pyreft.interventions.DireftIntervention'>"]},
+            "DireftIntervention'>; those of LoreftIntervention are read",
+        ),
+        ({"names": ["intkey_layer.1.bin"]}, "is none of intkey_layer.N.repr.COMPONENT"),
+        (
+            {"names": ["intkey_layer_1_comp_head_attention_value_output_unit_pos_nunit_1#0.bin"]},
+            "is for the component 'head_attention_value_output'; those that are read are block_",
+        ),
+        ({"content": {"weight": torch.zeros(2, 3)}}, "holds ['weight']; LoReFT's hold ['bias'"),
+        ({"content": {**state(), "bias": torch.zeros(1)}}, "has shapes weight [3, 12], bias [1]"),
+        ({"content": Code()}, "cannot be read as tensors alone, and anything else could run code"),
+    ],
+)
+def test_what_is_no_loreft_is_refused(tmp_path, capsys, options, says):
+    saved(tmp_path / "reft", **options)
+    with pytest.raises(ValueError) as refused:
+        load_reft(tmp_path / "reft")
+    assert says in str(refused.value)
+    assert "run" not in capsys.readouterr().out
+
+
+def test_arrays_are_floats_of_32_bits(tmp_path):
+    """pyreft's default is bfloat16."""
+    half = {name: tensor.bfloat16() for name, tensor in state().items()}
+    saved(tmp_path / "reft", list(NAMES)[:1], content=half)
+    [entry] = load_reft(tmp_path / "reft")["post_block"][2]
+    assert entry["weight"].dtype == np.float32
+    assert entry["rotation"].shape == (RANK, HIDDEN)

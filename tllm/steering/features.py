@@ -1,0 +1,108 @@
+"""Steering by features of a sparse autoencoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+
+Numbers = Mapping[int, float]
+
+
+def steer_features(
+    folder: str | PathLike[str],
+    *,
+    value: Numbers | None = None,
+    factor: Numbers | None = None,
+    minimum: Numbers | None = None,
+    maximum: Numbers | None = None,
+    only_if_active: bool = False,
+    strength: float = 1.0,
+    hook: str | None = None,
+    layer: int | None = None,
+    **more: Any,
+) -> dict[str, dict[int, dict[str, Any]]]:
+    """A spec for `steering_vectors` and the like that sets, scales or clamps features.
+
+    `x' = x + strength sum((target_i - f_i) W_dec[i])`, with `f` what the encoder says of the row:
+    what the autoencoder does not reconstruct stays as it is.
+
+    Args:
+        folder: of SAELens, with `cfg.json` and `sae_weights.safetensors`; standard (ReLU) or
+            JumpReLU, without normalisation.
+        value: what features are set to, by their number.
+        factor: what features are multiplied with.
+        minimum, maximum: between which features are kept. One of the three is given.
+        only_if_active: leave rows alone in which a feature is 0.
+        hook, layer: where it is done; where the autoencoder was trained, if not given.
+        **more: `positions` and `when` of the entries.
+
+    Raises:
+        ValueError: an autoencoder whose features hang on each other (TopK), are gated, or read
+            normalised rows; features that it does not have; nothing to do.
+    """
+    path = Path(folder)
+    config = SparseAutoencoder.read_config(path)
+    if config.architecture not in ("standard", "jumprelu") or config.normalization != "none":
+        raise ValueError(
+            f"{path}: a {config.architecture} autoencoder with normalize_activations="
+            f"{config.normalization!r} cannot be steered feature by feature; standard and jumprelu "
+            "ones without normalisation can"
+        )
+    place = (hook, layer) if hook is not None and layer is not None else config.place
+    if place is None or place[1] is None:
+        raise ValueError(
+            f"{path}: it was trained at {config.hook_name!r}, which is no hook point here; give "
+            "hook= and layer="
+        )
+    given = {
+        key: numbers
+        for key, numbers in zip(
+            ("value", "factor", "min", "max"), (value, factor, minimum, maximum), strict=True
+        )
+        if numbers is not None
+    }
+    features = sorted({feature for numbers in given.values() for feature in numbers})
+    if not features or any(set(numbers) != set(features) for numbers in given.values()):
+        raise ValueError(
+            f"given are {', '.join(given) or 'none'}; give one of value, factor, or minimum and "
+            "maximum as {feature: number}, the same features in both: all features of an entry are "
+            "read before any is changed"
+        )
+    encoder = SparseAutoencoder.load(path)
+    with safe_open(path / "sae_weights.safetensors", framework="pt") as file:
+        decoder = file.get_tensor("W_dec").float().numpy()
+    entry = {
+        "method": "sae_features",
+        **_arrays(encoder, decoder, features, path),
+        **{key: [float(numbers[f]) for f in features] for key, numbers in given.items()},
+        "only_if_active": only_if_active,
+        "strength": strength,
+        **more,
+    }
+    return {str(place[0]): {int(place[1]): entry}}
+
+
+def _arrays(
+    encoder: SparseAutoencoder, decoder: Any, features: list[int], path: Path
+) -> dict[str, Any]:
+    config = encoder.config
+    if wrong := [f for f in features if type(f) is not int or not 0 <= f < config.d_sae]:
+        raise ValueError(f"{path}: it has no feature {wrong[0]!r}, only 0 to {config.d_sae - 1}")
+    weights = {name: tensor.float().numpy() for name, tensor in encoder.weights.items()}
+    arrays = {
+        "encoder": np.ascontiguousarray(weights["W_enc"][:, features].T),
+        "encoder_bias": weights["b_enc"][features],
+        "decoder": decoder[features],
+    }
+    if config.subtract_b_dec:
+        arrays["decoder_bias"] = weights["b_dec"]
+    if "threshold" in weights:
+        arrays["threshold"] = weights["threshold"][features]
+    return arrays
