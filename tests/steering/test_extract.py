@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from demo import moods as told
 from demo.text import mood, mood_pair, neutral_opening
 from tllm import LLM, SamplingParams
-from tllm.steering import ExtractedModule, SteeringModule, extract, load
+from tllm.steering import ExtractedModule, SteeringModule, extract, fit_probe, load, sweep
 from tllm.steering.directions import FINDERS, find_direction
 
 MODEL = str(Path(__file__).parents[2] / "demo" / "model")
@@ -347,3 +347,106 @@ def test_the_demo_steers_moods_and_tells_them_apart_token_by_token(llm: LLM):
         assert len(story.tokens) == len(story.scores) + 1
     happily, sadly = (np.mean(story.scores) for story in stories)
     assert happily > sadly + 0.5
+
+
+# -- conditions that are learned -------------------------------------------------------------------
+
+
+def test_a_probe_is_fitted_with_a_threshold_and_used_as_a_condition(llm, reference):
+    fitted = fit_probe(llm, HAPPY[:16], SAD[:16], name="happy", method="diffmean")
+    assert fitted.auroc[fitted.layer] == max(fitted.auroc.values()) > 0.9
+    assert set(fitted.auroc) == set(range(LAYERS))
+    first, last = fitted.roc[0], fitted.roc[-1]
+    assert (first.true_positives, first.false_positives) == (0, 0)
+    assert (last.true_positives, last.false_positives) == (1, 1)
+    for shares in zip(*((p.true_positives, p.false_positives) for p in fitted.roc), strict=True):
+        assert list(shares) == sorted(shares)
+    gain = max(p.true_positives - p.false_positives for p in fitted.roc)
+    assert fitted.chosen.true_positives - fitted.chosen.false_positives == gain
+    # Told apart by the engine, as transformers' rows say, on prompts that it has not seen.
+    vector = torch.zeros(HIDDEN)
+    vector[0] = 1e-3
+    entry = {"vector": vector, "when": fitted.condition}
+    asked = {"post_block": {-1: entry}}
+    params = SamplingParams(max_tokens=1, temperature=0, prefill_steering_vectors=asked)
+    prompts = [*HAPPY[16:], *SAD[16:]]
+    probe, right = fitted.condition["probe"], 0
+    for i, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+        score = float(output.signals["happy"].scores[-1])
+        _, rows = reference.run(output.prompt, read=("post_block", fitted.layer))
+        expected = float(rows[-1] @ torch.from_numpy(probe["vector"])) + probe["bias"]
+        assert score == pytest.approx(expected, abs=1e-3)
+        right += (score > fitted.condition["above"]) == (i < len(HAPPY) - 16)
+    assert right >= 0.9 * len(prompts)
+
+
+def test_a_threshold_for_few_false_positives(llm):
+    loose, strict = (
+        fit_probe(llm, HAPPY[:8], SAD[:8], layers=0, max_false_positives=share)
+        for share in (0.9, 0.0)
+    )
+    assert strict.chosen.false_positives == 0 < loose.chosen.false_positives <= 0.9
+    assert strict.chosen.true_positives <= loose.chosen.true_positives
+    with pytest.raises(ValueError, match="max_false_positives=2; give a share from 0 to 1"):
+        fit_probe(llm, HAPPY, SAD, max_false_positives=2)
+
+
+# -- strengths -------------------------------------------------------------------------------------
+
+
+def log_probabilities(reference, tokens, entry=None, layer=0):
+    """Of each token but the first, with a vector added after a layer."""
+
+    def added(module, args, output):
+        rows = output[0] if isinstance(output, tuple) else output
+        changed = rows + torch.from_numpy(entry["vector"]) * entry["scale"]
+        return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+    with ExitStack() as stack, torch.inference_mode():
+        if entry is not None:
+            block = reference.model.model.layers[layer]
+            stack.enter_context(block.register_forward_hook(added))
+        logits = reference.model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_module, tmp_path):
+    prompts = [neutral_opening(Random(seed)) for seed in range(4)]
+    texts = [reference.tokenizer(text).input_ids for text in (HAPPY[0], SAD[1])]
+    written: list[str] = []
+
+    def happy(text: str) -> float:
+        written.append(text)
+        return float(mood(text) == "happy")
+
+    module = mood_module.select(3)
+    swept = sweep(llm, module, [0.0, 4.0], prompts, happy, texts=texts, max_tokens=24)
+    plain, strong = swept.rows
+    assert [row.strength for row in swept.rows] == [0.0, 4.0]
+    assert plain.effect == pytest.approx(np.mean([mood(t) == "happy" for t in written[:4]]))
+    assert strong.perplexity > plain.perplexity > 1
+    entry = module.vectors["post_block"][3]
+    for row in swept.rows:
+        scaled = {"vector": entry["vector"], "scale": row.strength * entry["scale"]}
+        of_texts = torch.cat([log_probabilities(reference, text, scaled, 3) for text in texts])
+        assert row.text_perplexity == pytest.approx(float(torch.exp(-of_texts.mean())), rel=1e-3)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    found = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        start = len(output.prompt_token_ids)
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        found.append(log_probabilities(reference, tokens)[start - 1 :])
+    assert plain.perplexity == pytest.approx(float(torch.exp(-torch.cat(found).mean())), rel=1e-3)
+    assert swept.best(1.0) == plain
+    picture = swept.plot(tmp_path / "sweep.svg").read_text()
+    assert picture.startswith("<svg") and picture.count("<polyline") == 3
+    assert not llm.steering.modules()
+    for wrong, says in (
+        ({"strengths": []}, "give at least one strength"),
+        ({"prompts": "one"}, "a list of at least one prompt"),
+        ({"phase": "later"}, "phase='later' is not known"),
+        ({"texts": "one"}, "texts is one text"),
+    ):
+        given = {"vectors": module, "strengths": [1.0], "prompts": prompts, "effect": happy} | wrong
+        with pytest.raises(ValueError, match=says):
+            sweep(llm, **given)

@@ -122,6 +122,34 @@ def extract(
     )
 
 
+Rows = tuple[dict[int, torch.Tensor], torch.Tensor]
+"""What was captured of prompts, by layer `[rows, hidden]`, and each row's prompt."""
+
+
+def rows_of_prompts(
+    llm: LLM,
+    positive: Sequence[Prompt],
+    negative: Sequence[Prompt],
+    method: str,
+    hook: str | HookPoint,
+    layers: int | Iterable[int] | str,
+    positions: str | Sequence[int] | Mapping[str, Any],
+    batch_size: int,
+) -> tuple[HookPoint, Rows, Rows]:
+    """The hook point, and the rows of the prompts of both sides, which are no pairs; the arguments
+    are those of `extract`."""
+    point = _checked_arguments(
+        positive, negative, method, hook, positions, False, "natural", batch_size
+    )
+    capture: dict[str, Any] = {
+        "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
+        "positions": positions,
+        "reduction": "none",
+    }
+    high, low = (_rows(llm, prompts, capture, batch_size) for prompts in (positive, negative))
+    return point, high, low
+
+
 def _checked_arguments(
     positive: Sequence[Prompt],
     negative: Sequence[Prompt],

@@ -27,6 +27,19 @@ from tllm.steering.directions import NoDirectionError, checked_rows, finder_name
 MAX_FOLDS = 5
 
 
+class HeldOutScores(NamedTuple):
+    """Scores of rows, each from a direction that has not seen it, and the fold of each.
+
+    Attributes:
+        positive, negative: `h @ v - middle`; 0 where a fold's other rows define no direction.
+        folds: of the positive and of the negative rows.
+    """
+
+    positive: torch.Tensor
+    negative: torch.Tensor
+    folds: tuple[torch.Tensor, torch.Tensor]
+
+
 class Separation(NamedTuple):
     """Held-out scores of one layer: AUROC in [0, 1], and d' (infinite if nothing varies)."""
 
@@ -61,6 +74,35 @@ def measure_separation(
     Raises:
         ValueError: fewer than two prompts on a side.
     """
+    scores = held_out_scores(
+        positive,
+        negative,
+        method,
+        paired=paired,
+        seed=seed,
+        positive_groups=positive_groups,
+        negative_groups=negative_groups,
+    )
+    ordered = pairs = 0.0
+    for fold in range(int(scores.folds[0].max()) + 1):
+        high = scores.positive[scores.folds[0] == fold]
+        low = scores.negative[scores.folds[1] == fold]
+        pairs += len(high) * len(low)
+        ordered += _in_order(high, low)
+    return Separation(ordered / pairs, _d_prime(scores.positive, scores.negative))
+
+
+def held_out_scores(
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    method: str,
+    *,
+    paired: bool = True,
+    seed: int = 0,
+    positive_groups: torch.Tensor | None = None,
+    negative_groups: torch.Tensor | None = None,
+) -> HeldOutScores:
+    """What `measure_separation` measures; the arguments are its."""
     find = finder_named(method)
     positive, negative = checked_rows(positive, negative)
     groups = [
@@ -78,24 +120,17 @@ def measure_separation(
     if paired:
         dealt[1] = dealt[0]
     fold_of = [deal[group] for deal, group in zip(dealt, groups, strict=True)]
-
-    ordered = pairs = 0.0
-    scores: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    scores = [rows.new_zeros(len(rows)) for rows in (positive, negative)]
     for fold in range(folds):
         trained = [rows[at != fold] for rows, at in zip((positive, negative), fold_of, strict=True)]
-        held = [rows[at == fold] for rows, at in zip((positive, negative), fold_of, strict=True)]
         try:
             found = oriented(find(*trained, paired=paired, seed=seed), *trained)
         except NoDirectionError:
-            high, low = (rows.new_zeros(len(rows)) for rows in held)
-        else:
-            vector = torch.from_numpy(found.vector).to(positive)
-            high, low = (rows @ vector - found.middle for rows in held)
-        scores[0].append(high)
-        scores[1].append(low)
-        pairs += len(high) * len(low)
-        ordered += _in_order(high, low)
-    return Separation(ordered / pairs, _d_prime(torch.cat(scores[0]), torch.cat(scores[1])))
+            continue
+        vector = torch.from_numpy(found.vector).to(positive)
+        for rows, at, of in zip((positive, negative), fold_of, scores, strict=True):
+            of[at == fold] = rows[at == fold] @ vector - found.middle
+    return HeldOutScores(scores[0], scores[1], (fold_of[0], fold_of[1]))
 
 
 def _in_order(high: torch.Tensor, low: torch.Tensor) -> float:

@@ -1,0 +1,217 @@
+"""Strength against effect and utility: how much of a steering is too much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from tllm.steering.extraction import Prompt
+
+if TYPE_CHECKING:
+    from tllm.client.llm import LLM
+
+Effect = Callable[[str], float]
+_MODULE = "tllm.steering.sweep"
+
+
+@dataclass(frozen=True)
+class StrengthPoint:
+    """What one strength does.
+
+    Attributes:
+        effect: mean over the prompts, `effect_error` its standard error.
+        perplexity: of the unsteered model on what was written; NaN where nothing was.
+        text_perplexity: of the steered model on the fixed texts; NaN without any.
+    """
+
+    strength: float
+    effect: float
+    effect_error: float
+    perplexity: float
+    text_perplexity: float
+
+
+@dataclass(frozen=True)
+class StrengthSweep:
+    """Strengths with what each does, in the order in which they were given."""
+
+    rows: tuple[StrengthPoint, ...]
+
+    @property
+    def frame(self) -> Any:
+        """A data frame, one row a strength; needs pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError(
+                "a frame needs pandas, which is not installed: pip install pandas, or use .rows"
+            ) from None
+        return pandas.DataFrame([vars(row) for row in self.rows])
+
+    def best(self, max_perplexity_ratio: float = 1.5) -> StrengthPoint:
+        """The strength with the greatest effect among those whose texts the unsteered model finds
+        at most so much more surprising than those at the least strength in size."""
+        plain = min(self.rows, key=lambda row: abs(row.strength))
+        limit = plain.perplexity * max_perplexity_ratio
+        return max((r for r in self.rows if r.perplexity <= limit), key=lambda row: row.effect)
+
+    def plot(self, path: str | PathLike[str]) -> Path:
+        """Draw effect and perplexity against strength, as SVG."""
+        Path(path).write_text(_drawn(self.rows), encoding="utf-8")
+        return Path(path)
+
+
+def sweep(
+    llm: LLM,
+    vectors: Any,
+    strengths: Sequence[float],
+    prompts: Sequence[Prompt],
+    effect: Effect,
+    *,
+    phase: Literal["any", "prefill", "decode"] = "decode",
+    texts: Sequence[Prompt] = (),
+    max_tokens: int = 48,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> StrengthSweep:
+    """Steer at several strengths; measure what it brings, and what it costs.
+
+    At each strength the model continues all prompts, steered, and `effect` judges what it wrote.
+    What it wrote is then read by the model unsteered: its perplexity says how strange the text has
+    become. `texts` are read under steering: how well the model still predicts text that is given.
+    Several benchmarks find side effects of every method, so look at both before choosing.
+
+    Args:
+        llm: a `tllm.LLM`. Global steering applies throughout, as to any request.
+        vectors: what `steering_vectors` takes, of any methods: a module, or a spec.
+        strengths: what the whole effect is multiplied with, as a module's factor.
+        prompts: to be continued, as text or token ids.
+        effect: from a continuation's text to a number.
+        phase: the tokens that are steered while it writes; `texts` are steered in whole.
+        texts: of two tokens and more.
+        max_tokens, temperature, seed: of the continuations.
+
+    Raises:
+        ValueError: no strengths or prompts, or steering that is refused.
+    """
+    from tllm.params import SamplingParams  # vLLM takes seconds to import
+
+    if not len(strengths) or not len(prompts) or isinstance(prompts, str):
+        raise ValueError("give at least one strength, and a list of at least one prompt")
+    if phase not in ("any", "prefill", "decode"):
+        raise ValueError(f"phase={phase!r} is not known; choose 'any', 'prefill' or 'decode'")
+    if isinstance(texts, str):
+        raise ValueError("texts is one text; give a list of them")
+    field = "vectors" if phase == "any" else f"{phase}_vectors"
+    writing, reading = f"{_MODULE} writing", f"{_MODULE} reading"
+    llm.steering.register_module(writing, {field: vectors})
+    try:
+        llm.steering.register_module(reading, {"vectors": vectors})
+        rows = []
+        for strength in map(float, strengths):
+            written = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                steering_module_ref=(writing, strength),
+            )
+            outputs = llm.generate([_input(each) for each in prompts], written, use_tqdm=False)
+            effects = [float(effect(output.outputs[0].text)) for output in outputs]
+            tokens = [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs]
+            rows.append(
+                StrengthPoint(
+                    strength,
+                    float(np.mean(effects)),
+                    float(np.std(effects) / math.sqrt(len(effects))),
+                    _perplexity(llm, [(p + c, len(p)) for p, c in tokens if c], None),
+                    _perplexity(llm, [(t, 1) for t in texts], (reading, strength)),
+                )
+            )
+    finally:
+        for name in (writing, reading):
+            if name in llm.steering.modules():
+                llm.steering.unregister_module(name)
+    return StrengthSweep(tuple(rows))
+
+
+def _input(prompt: Prompt) -> Any:
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+
+
+def _perplexity(
+    llm: LLM, texts: Sequence[tuple[Prompt, int]], module: tuple[str, float] | None
+) -> float:
+    """Of the tokens of texts, each from a position on; NaN without any."""
+    from tllm.params import SamplingParams
+
+    if not texts:
+        return math.nan
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, prompt_logprobs=0, steering_module_ref=module
+    )
+    outputs = llm.generate([_input(text) for text, _ in texts], params, use_tqdm=False)
+    found = [
+        at[token].logprob
+        for output, (_, start) in zip(outputs, texts, strict=True)
+        for at, token in list(zip(output.prompt_logprobs, output.prompt_token_ids, strict=True))[
+            start:
+        ]
+    ]
+    return math.exp(-sum(found) / len(found)) if found else math.nan
+
+
+# -- the picture -----------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _MARGIN = 480, 220, 60
+
+
+def _drawn(rows: Sequence[StrengthPoint]) -> str:
+    """Two lines over the strengths, each with a scale of its own."""
+    rows = sorted(rows, key=lambda row: row.strength)
+    strengths = [row.strength for row in rows]
+    lines = [("effect", "#b2182b", [row.effect for row in rows])]
+    lines.append(("perplexity of what was written", "#2166ac", [row.perplexity for row in rows]))
+    if any(math.isfinite(row.text_perplexity) for row in rows):
+        lines.append(("perplexity of texts", "#4d9221", [row.text_perplexity for row in rows]))
+    low, high = strengths[0], strengths[-1]
+    parts = []
+    for number, (name, colour, values) in enumerate(lines):
+        top = _MARGIN / 2 + number * (_HEIGHT + _MARGIN)
+        below = top + _HEIGHT + 16
+        known = [value for value in values if math.isfinite(value)]
+        least, most = (min(known), max(known)) if known else (0.0, 1.0)
+        points = [
+            (
+                _MARGIN + _WIDTH * ((x - low) / (high - low) if high > low else 0.5),
+                top + _HEIGHT * (1 - ((y - least) / (most - least) if most > least else 0.5)),
+            )
+            for x, y in zip(strengths, values, strict=True)
+            if math.isfinite(y)
+        ]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts += [
+            f'<text x="{_MARGIN}" y="{top - 8}" fill="{colour}">{name}</text>',
+            f'<path d="M{_MARGIN} {top}v{_HEIGHT}h{_WIDTH}" fill="none" stroke="#999"/>',
+            f'<text x="{_MARGIN - 6}" y="{top + 10}" text-anchor="end">{most:.3g}</text>',
+            f'<text x="{_MARGIN - 6}" y="{top + _HEIGHT}" text-anchor="end">{least:.3g}</text>',
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>',
+            *(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points),
+            f'<text x="{_MARGIN}" y="{below}">{low:g}</text>',
+            f'<text x="{_MARGIN + _WIDTH}" y="{below}" text-anchor="end">{high:g}</text>',
+        ]
+    size = f"{_WIDTH + 2 * _MARGIN} {len(lines) * (_HEIGHT + _MARGIN) + _MARGIN / 2}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-size="12" '
+            'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
