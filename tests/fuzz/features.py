@@ -22,6 +22,25 @@ VECTORS = [
 ]
 """As long as a row is, nearly: what is steered says something else."""
 
+WITH_SEVERAL_VECTORS: tuple[dict[str, Any], ...] = (
+    {"method": "rotate", "plane": np.stack(VECTORS[:2]), "degrees": 70.0, "strength": 0.6},
+    {"method": "affine", "weight": 1 + 0.2 * VECTORS[2], "shift": 0.2 * VECTORS[3]},
+    {"method": "scale_dimensions", "mask": (VECTORS[4] > 0.4).astype(np.float32), "scale": -0.5},
+    {
+        "method": "low_rank",
+        "rotation": np.stack(VECTORS[2:5]) / 4.5,
+        "weight": np.stack(VECTORS[:3]) / 20,
+        "bias": np.array([1.0, -1.0, 0.5], np.float32),
+    },
+    {
+        "method": "sae_features",
+        "encoder": np.stack(VECTORS[3:5]) / 4.5,
+        "decoder": np.stack(VECTORS[:2]),
+        "value": np.array([0.5, 0.0], np.float32),
+    },
+)
+"""Entries of methods that take more than one vector; none of them jumps at an edge."""
+
 MODULES: Mapping[str, Mapping[str, Any]] = {
     "calm": {"vectors": {"post_block": {1: VECTORS[0]}}},
     "late": {
@@ -144,6 +163,8 @@ def _entry(pick: Random, ask: Ask, clamp: bool) -> dict[str, Any]:
         ]
     )
     entry = {"vector": vector, **pick.choice(entries)}
+    if not clamp and pick.random() < 0.3:
+        entry = dict(pick.choice(WITH_SEVERAL_VECTORS))
     if pick.random() < 0.5:
         return entry
     if len(ask.selections) < 3:  # more ways of choosing tokens than an engine takes are refused
