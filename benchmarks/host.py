@@ -191,7 +191,11 @@ class Steady:
             max_programs=64,
             add_rows=2 * self.batch,
         )
-        newer: dict[str, Any] = {"max_patch_bytes": 0}
+        newer: dict[str, Any] = {
+            "max_patch_bytes": 0,
+            "max_patch_host_bytes": 0,
+            "max_positions": 2048,
+        }
         newer = {name: newer[name] for name in newer.keys() & signature(Session).parameters.keys()}
         self.session = Session(
             taps,

@@ -192,6 +192,13 @@ def beams_as_greedy(llm: Any) -> None:
 def beams_refuse(llm: Any) -> None:
     with pytest.raises(ValueError, match="a beam is computed by many requests; capture its rows"):
         llm.beam_search(TEXTS, BeamSearchParams(**BEAMS, capture=CAPTURE))
+    [(point, layers)] = VECTOR.items()
+    [(layer, vector)] = layers.items()
+    probe = {"hook": "embed", "vector": vector}
+    entry = {"vector": vector, "when": {"probe": probe, "above": 0.5, "scope": "rest"}}
+    asked = {"steering_vectors": {point: {layer: entry}}}
+    with pytest.raises(ValueError, match="a beam, which is computed by many requests"):
+        llm.beam_search(TEXTS, BeamSearchParams(**BEAMS, **asked))
 
 
 def survives(call: Any, llm: Any) -> None:

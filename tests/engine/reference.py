@@ -79,8 +79,12 @@ class GatedChange:
         change: from rows `[tokens, hidden]` to what they are where the strength is 1.
         probes: where rows are scored as they arrive, and how: from rows to `[tokens]`.
         strength: from the scores of all probes to `[tokens]`, 0 to 1; None where it is 1.
+        recall: from what the strengths are to how much is done to each of the tokens, where that
+            depends on other tokens than itself.
         scores: of the last run, `[probes]` of `[tokens]`.
         seen: the rows of the last run, before they were changed.
+        known: where `recall` is given, the scores of the run before, in which nothing was different
+            before the tokens that it is right for.
     """
 
     place: Place
@@ -89,17 +93,29 @@ class GatedChange:
     strength: Callable[[list[torch.Tensor]], torch.Tensor] | None
     start: int = 0
     stop: int | None = None
+    recall: Callable[[torch.Tensor], torch.Tensor] | None = None
     scores: list[torch.Tensor] = field(default_factory=list)
     seen: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    known: list[torch.Tensor] | None = None
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         self.seen = rows.clone()
-        strength = torch.ones(len(rows), 1)
-        if self.strength is not None:
-            strength = self.strength(self.scores)[:, None].clone()
-        inside = torch.zeros_like(strength)
+        share = torch.ones(len(rows))
+        if self.recall is None:
+            share = share if self.strength is None else self.strength(self.scores)
+        elif self.known is None:
+            return rows
+        else:
+            share = self.shares(self.known)
+        inside = torch.zeros(len(rows), 1)
         inside[self.start : self.stop] = 1
-        return rows + inside * strength * (self.change(rows) - rows)
+        return rows + inside * share[:, None] * (self.change(rows) - rows)
+
+    def shares(self, scores: list[torch.Tensor]) -> torch.Tensor:
+        assert self.recall is not None
+        judged = torch.zeros(len(scores[0]))
+        judged[self.start : self.stop] = 1
+        return self.recall(judged * self.strength(scores))
 
 
 class Reference:
@@ -218,6 +234,18 @@ class Reference:
             for change in gated:
                 stack.enter_context(self._hooked(change.place, gate(change)))
             logits = self.model(torch.tensor([list(tokens)])).logits[0]
+            # What depends on earlier tokens: each run is right for one token more, at least.
+            remembering = [change for change in gated if change.recall is not None]
+            for change in remembering:
+                change.known = None
+            while any(
+                change.known is None
+                or not torch.equal(change.shares(change.known), change.shares(change.scores))
+                for change in remembering
+            ):
+                for change in remembering:
+                    change.known = list(change.scores)
+                logits = self.model(torch.tensor([list(tokens)])).logits[0]
         return logits, seen
 
     def greedy(

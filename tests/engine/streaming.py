@@ -40,6 +40,7 @@ ALWAYS = {
     "name": "always",
 }
 """A condition that holds for every row."""
+REMEMBERED = {"post_block": {2: {"vector": [1.0] * HIDDEN, "when": {**ALWAYS, "scope": "rest"}}}}
 ENDED_AFTER = 3
 """Tokens before which it does not end a sample."""
 
@@ -239,6 +240,7 @@ async def main(model: str, output: str) -> None:
         "steering": await refused_session(engine, {}, vector),
         "other steering": await refused_session(engine, vector, {"steering_module_ref": "none"}),
         "stop_when": await refused_session(engine, {"stop_when": ALWAYS}, {}),
+        "scope": await refused_session(engine, {"steering_vectors": REMEMBERED}, {}),
         "deltas": await refused_session(engine, {}, {"output_kind": RequestOutputKind.DELTA}),
         "the same": await refused_session(engine, {"capture": other}, {"capture": other}),
         "the same steering": await refused_session(engine, vector, vector),

@@ -234,6 +234,8 @@ def assert_signals(request, sample, cached):
             names.add(term["name"])
             signal = sample.signals[term["name"]]
             judged = torch.arange(len(expected))[change.start : change.stop]
+            if "over" in when:  # of the whole prompt, at its last token
+                judged = judged[len(request.prompt) - 1 : len(request.prompt)]
             found = signal.positions.tolist()
             assert found == sorted(set(found)) and set(found) <= set(judged.tolist())
             missing = set(judged.tolist()) - set(found)
@@ -262,8 +264,8 @@ def gated(change=None, place=("post_block", 1), start=0, stop=None, above=0.5):
     return GatedChange(place, change or add(V, 1.0), probes, strength, start, stop)
 
 
-def run_random(llm, reference, seed, count, patched=None):
-    asked, compared = Asked(seed), []
+def run_random(llm, reference, seed, count, patched=None, kind=Asked):
+    asked, compared = kind(seed), []
     fired = []
     for _ in range(0, count, 16):
         requests = [asked.request(patched) for _ in range(min(16, count))]
@@ -459,10 +461,18 @@ PROBE = WHEN["probe"]
         ({"above": None, "between": [1, 2], "soft": 1.0}, "the threshold as above or below"),
         ({"soft": -1.0}, "give a number above 0"),
         ({"above": float("nan")}, "is not finite"),
-        ({"scope": "rest"}, r"\['scope'\]='rest' \(the rest of the sample\) is not supported"),
-        ({"scope": "conversation"}, "'conversation' .* is not supported"),
-        ({"scope": "somewhere"}, r"\['scope'\]='somewhere' is not known"),
+        ({"scope": "somewhere"}, r"\['scope'\]='somewhere' is not known; choose one of"),
+        ({"over": 1}, r"\['over'\]=1 is not known; choose one of \('token', 'prompt_last'"),
+        ({"scope": "next", "over": "prompt_last"}, "decides for all tokens after it"),
         ({"over": "prompt_mean"}, r"\['over'\]='prompt_mean' .* is not supported"),
+        (
+            {"scope": "rest", "probe": {**PROBE, "layer": 1}},
+            "pass it together. Give a probe at an earlier place, or decode_steering_vectors",
+        ),
+        (
+            {"scope": "next", "probe": {**PROBE, "layer": 2}},
+            "at or before the place that it gates, or decode_steering_vectors",
+        ),
         ({"name": ""}, "is no name"),
         ({"more": 1}, r"unknown keys \['more'\]; a condition takes"),
         ({"all": [WHEN]}, r"has \['probe', 'all'\] of probe, all and any; give one of them"),

@@ -398,6 +398,15 @@ def test_conditions_judge_each_token_and_tell_of_none_that_was_rejected(
     drafts.assert_some_came_true()
 
 
+def test_conditions_that_remember_are_refused(drafting):
+    """A draft that is rejected may have been judged."""
+    when = {"probe": {"hook": "embed", "vector": W}, "above": 0.5, "scope": "rest"}
+    asked = {"post_block": {1: {"vector": V, "when": when}}}
+    with pytest.raises(ValueError, match=r"may be a draft that is rejected.*speculative_config"):
+        generate(drafting, prompts_of([4]), few(4, steering_vectors=asked))
+    assert generate(drafting, prompts_of([4]), few(4))
+
+
 def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
     drafting, reference, drafts
 ):

@@ -34,7 +34,7 @@ def taps():
 
 @pytest.fixture
 def steering(taps):
-    return Steering(taps, lambda hook, layer: (HookPoint(hook), layer), 2, 16)
+    return Steering(taps, lambda hook, layer: (HookPoint(hook), layer), 2, 16, 64)
 
 
 def entry(layer, above=0.5):

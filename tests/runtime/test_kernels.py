@@ -219,7 +219,7 @@ def patch_tables(taps, keys, generator, dtype):
 
 def gates_at(keys, taps, generator):
     """Conditions of steering rows 2 and 3: a score of each kind, hard and soft, and joints."""
-    gates = Gates(taps)
+    gates = Gates(taps, 64)
     for name, vector in zip(
         "abc", torch.randn(3, taps.hidden_size, generator=generator), strict=True
     ):
@@ -433,7 +433,7 @@ def test_each_score_is_its_formula(score):
         taps = taps_of({key: None}, hidden, torch.float32, device)
         numbers = GateNumbers()
         number = numbers.number(condition)
-        gates = Gates(taps)
+        gates = Gates(taps, 64)
         gates.hold(condition.vector_digest, condition.vector)
         gates.use(gates.place(0, {0: numbers.gates([number])}), 1)
         gates.commit(1)
@@ -463,7 +463,7 @@ def test_each_method_computes_its_formula(method, seed):
     vectors = {"w": (w / w.norm()).numpy(), "v": parsed.vector}
     for run, device in ((tap.launch, DEVICE), (tap.reference, "cpu")):
         taps = taps_of({key: None}, hidden, torch.float32, device)
-        steering = Steering(taps, lambda hook, layer: key, 4, 16)
+        steering = Steering(taps, lambda hook, layer: key, 4, 16, 64)
         steering.put(vectors, {"g": operations, "f": [before]})
         steer = taps.plan[Column.STEER.plan_row]
         steer[:] = -1

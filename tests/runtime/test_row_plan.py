@@ -151,7 +151,7 @@ def test_a_stretch_is_looked_up_once_however_often_the_batch_changes(monkeypatch
         Timeline, "between", lambda of, *where: (seen.append(where), between(of, *where))[1]
     )
     values = np.tile(NEUTRAL[:, None, None], (2, SLOTS))
-    timelines = [[(8, 0, -1, 2, -1, -1), (20, 0, -1, 3, -1, -1), (5, 0, -1, 1, -1, -1)]]
+    timelines = [[(n, 0, -1, row, -1, -1, -1) for n, row in ((8, 2), (20, 3), (5, 1))]]
     both = [[(0, 4, False), (1, 6, False)]]
     changing = [[(0, 1, False)], [(1, 1, False), (0, 1, False)]]
     plays(values, timelines + (SLOTS - 1) * [[]], SLOTS * [4], both + 20 * changing)
@@ -168,8 +168,10 @@ def asked_of(table, timeline, slot, position):
         for column in Column:
             if column.by_position:
                 said[column] = timeline.said[column][at]
-            if column.consecutive and said[column] >= 0:
-                said[column] += position - timeline.starts[at]
+                if column.consecutive and said[column] >= 0:
+                    said[column] += position - timeline.starts[at]
+    if said[Column.GATE] >= 0:
+        said[Column.POSITION] = position
     return said
 
 

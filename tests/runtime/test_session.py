@@ -76,6 +76,7 @@ class Engine:
             lm_head=None,
             samples=True,
             max_sequences=4,
+            max_positions=64,
             max_programs=16,
             steering_rows=4,
             steering_vectors=4,

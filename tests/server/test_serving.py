@@ -205,6 +205,32 @@ def test_steering_on_a_condition_and_its_signals(server, client, model, way):
         torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_condition_that_remembers_is_a_plain_field(client, model):
+    """One that holds for the first token steers all others; `AsyncLLM` serves it."""
+    vector, p = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
+    ids = model[1](PROMPT)["input_ids"]
+    probe = {"hook": "post_block", "layer": 1, "vector": p.tolist()}
+    when = {"probe": probe, "above": -1e9, "name": "first", "scope": "rest"}
+    entry = {"vector": (2 * vector).tolist(), "when": when}
+    always = {"vector": (2 * vector).tolist(), "positions": {"ranges": [[1, None]]}}
+    answers = [
+        client.completions.create(
+            **WORDS,
+            max_tokens=8,
+            extra_body={
+                "steering_vectors": {"post_block": {"3": each}},
+                "return_token_ids": True,
+                "ignore_eos": True,
+            },
+        )
+        for each in (entry, always)
+    ]
+    tokens = [answer.choices[0].token_ids for answer in answers]
+    assert tokens[0] == tokens[1] != steered_tokens(model, ids, 3, torch.zeros(128), 8)
+    signal = answers[0].choices[0].consumer_results["signals"]["payload"]["first"]
+    assert decoded(signal["fired"]).tolist() == list(range(len(ids) + 7))
+
+
 def condition_of(model, ids):
     """One that holds for the third generated token, and for none before; with its name."""
     tokens = steered_tokens(model, ids, 3, torch.zeros(128), 8)

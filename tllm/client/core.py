@@ -298,6 +298,7 @@ class Client:
         groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
+        _check_memory(groups, streamed=streamed, generated=generated)
         if results and groups:
             asked = _with_signals(asked, groups)
         for name, make in BUILT_IN.items():
@@ -382,6 +383,8 @@ class Client:
                 "streamed, or a question for log-probabilities; give a whole prompt at once, to "
                 "generate() or chat()"
             )
+        if any(group.needs_prompt for group in groups):
+            uses.reads.append(RowsRead("when", _PROMPT))
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=prompt_id if results else "",
@@ -651,6 +654,21 @@ def _check_endings(asked: Asked, params: Any, *, streamed: bool) -> None:
             f"{name} was given for a prompt that is streamed, whose answers end with each part of "
             "it; give the whole prompt at once"
         )
+
+
+def _check_memory(groups: Sequence[SteeringGroup], *, streamed: bool, generated: int) -> None:
+    """Refuse conditions that remember, in a request of a kind of which they cannot."""
+    if not (streamed or generated) or not any(group.remembers for group in groups):
+        return
+    why = (
+        "a prompt that is streamed, of which tokens are dropped; give the whole prompt at once"
+        if streamed
+        else "a beam, which is computed by many requests; use generate()"
+    )
+    raise ValueError(
+        "a condition of steering, the request's own or a global one, decides on later tokens "
+        f"('scope', 'over'), and was given for {why}, or leave scope and over out"
+    )
 
 
 def _ends(

@@ -35,10 +35,11 @@ from tllm.spec.groups import (
     most_configurations,
 )
 from tllm.spec.hooks import HookPoint, ModelPoints
+from tllm.spec.memory import NOTHING
 from tllm.spec.operations import LARGEST_FLOAT32, MAX_CLAMPS, MAX_OPERATIONS
 from tllm.spec.reading import FloatArray
 from tllm.spec.selection import Selection
-from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
+from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, SteeringPhase, Tiers
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 GLOBAL, MODULE, MONITOR = "steering", "module:", "monitor:"
 """Keys under which the workers keep global steering, and the beginnings of those of modules and of
 monitors."""
+
+_PHASES: Mapping[SteeringPhase, str] = {"any": "any", "prefill": "prompt", "decode": "generation"}
+"""As a selection calls them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Facts:
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
         max_patch_mib, max_patch_host_mib: the engine's options.
         num_stages: pipeline stages.
+        drafts: whether tokens are drafted (speculative decoding).
     """
 
     points: ModelPoints
@@ -72,6 +77,7 @@ class Facts:
     max_patch_mib: int
     max_patch_host_mib: int
     num_stages: int
+    drafts: bool
 
     @classmethod
     def of_workers(cls, answers: Sequence[Mapping[str, Any]]) -> Facts:
@@ -232,9 +238,11 @@ class Composer:
     def _checked(self, tiers: Tiers) -> Tiers:
         """The tiers with layers counted from 0; raises for what this engine does not have."""
         changes = False
-        for entry in tiers:
-            self._check(entry)
-            changes = changes or self._located(entry) is not entry
+        for tier in (tiers.vectors, tiers.clamps):
+            for phase, entries in tier.items():
+                for entry in entries:
+                    self._check(entry, phase)
+                    changes = changes or self._located(entry) is not entry
         return tiers.map(self._located) if changes else tiers
 
     def _located(self, entry: SteeringEntry) -> SteeringEntry:
@@ -267,6 +275,12 @@ class Composer:
                 "pipeline_parallel_size=1"
             )
         stop, abort = (tuple(map(self._found, each)) for each in (asked.stop, asked.abort))
+        for found in (*stop, *abort):
+            if found.memory != NOTHING:
+                raise ValueError(
+                    f"{name}: a condition that ends a request is judged for each token and ends it "
+                    f"there; leave {' and '.join(found.memory.described())} out"
+                )
         pairs = zip((*stop, *abort), (*asked.stop, *asked.abort), strict=True)
         return asked if all(ours is theirs for ours, theirs in pairs) else Endings(stop, abort)
 
@@ -283,7 +297,7 @@ class Composer:
                 )
         return found
 
-    def _check(self, entry: SteeringEntry) -> None:
+    def _check(self, entry: SteeringEntry, phase: SteeringPhase) -> None:
         facts, name = self.facts, entry.name
         assert facts is not None
         if not facts.max_configs:
@@ -296,9 +310,7 @@ class Composer:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if entry.when is not None:
-            located = self._located(entry)
-            assert located.when is not None
-            check_order(located.when, located.point, located.layer, facts.points, name)
+            self._check_condition(self._located(entry), phase)
         if entry.vector.shape[-1] not in facts.widths_at(entry.point, entry.layer):
             raise ValueError(
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
@@ -313,6 +325,27 @@ class Composer:
             raise ValueError(
                 f"{name} adds up to {reach:.3g} to the numbers of a row, and this model can use "
                 f"rows up to {facts.max_reach:.3g}; give a smaller vector, scale or strength"
+            )
+
+    def _check_condition(self, entry: SteeringEntry, phase: SteeringPhase) -> None:
+        """Refuse a condition, found, that cannot decide on its entry."""
+        facts, when, name = self.facts, entry.when, entry.name
+        assert facts is not None
+        assert when is not None
+        generated = "generation" in (entry.positions.phase, _PHASES[phase])
+        check_order(when, entry.point, entry.layer, facts.points, name, generated=generated)
+        if when.memory.of_prompt and "prompt" in (entry.positions.phase, _PHASES[phase]):
+            raise ValueError(
+                f"{name}: its condition has over={when.memory.over!r} and decides on the tokens "
+                "after the prompt, but the entry is for tokens of the prompt; give "
+                "steering_vectors or decode_steering_vectors"
+            )
+        if when.memory.lasts and facts.drafts:
+            raise ValueError(
+                f"{name}: its condition has {when.memory.described()}, and decides on other tokens "
+                "than the one it is judged for; with speculative decoding that may be a draft that "
+                "is rejected. Leave scope and over out, or start the engine without "
+                "speculative_config"
             )
 
     def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:

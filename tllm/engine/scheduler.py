@@ -84,19 +84,23 @@ class _Rules(_Base):
         prompt_len = request.num_prompt_tokens - spec.generated
         prompt = prompt_len, request.prompt_token_ids or ()
         stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
-        changed = stretches
+        changed, history = stretches, ""
         if spec.stops or spec.aborts:
             self._tllm_endings.add(request.request_id, spec)
+        changing = [use for use in spec.steering if use.changes_rows]
+        if len(changing) < len(spec.steering):
             # Blocks are shared with whoever does not ask to be judged.
-            changing = [use for use in spec.steering if use.changes_rows]
             changed = steering_stretches(changing, *prompt) if changing else []
+            # But what comes after a prompt may depend on what was judged for it, and where it ends.
+            of_prompt = [use.to_wire() for use in spec.steering if use.judges_prompt]
+            history = repr((prompt_len, of_prompt)) if of_prompt else ""
         if not known:
             first = spec.rows_from(*prompt, spec.sample_index(request.request_id))
             if first is not None:
                 # A cached block's rows would never pass the model. Blocks are still written, under
                 # the plain key: reading changes nothing in them.
                 self._tllm_reuse_limits[request.request_id] = first
-            changes: dict[str, Changes] = {"steering": steering_changes(changed)}
+            changes: dict[str, Changes] = {"steering": steering_changes(changed, history)}
             if spec.patch:
                 patched = patch_changes(spec.patch, request.num_prompt_tokens)
                 changes = changes | {"patch": patched} if changed else {"patch": patched}

@@ -111,7 +111,8 @@ class InterventionWorker(_Base):
             self._guidance_refusal = attachment.guidance_refusal(self.model_runner)
             self.session = self._session(model, self._taps())
         self._answers = AnswerWriter(self.session.result_memory)
-        self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
+        drafts = self.vllm_config.speculative_config is not None
+        self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank, drafts)
         self._attachment = attachment(self.model_runner, self.session)
 
     def _taps(self) -> Taps:
@@ -142,6 +143,7 @@ class InterventionWorker(_Base):
             lm_head=head if head is None else self._guidance_refusal or head,
             samples=model_view.is_last_stage(),
             max_sequences=config.scheduler_config.max_num_seqs,
+            max_positions=config.model_config.max_model_len,
             max_programs=_MAX_PROGRAMS,
             steering_rows=options.max_steering_configs,
             steering_vectors=options.max_steering_mib * 2**20 // row_bytes,

@@ -23,15 +23,17 @@ class WorkerCalls:
 
     Args:
         rank: of the worker in its replica; the first one shows the version of what is registered.
+        drafts: whether tokens are drafted (speculative decoding).
     """
 
     def __init__(
-        self, session: Session, sites: ModelSites, options: EngineOptions, rank: int
+        self, session: Session, sites: ModelSites, options: EngineOptions, rank: int, drafts: bool
     ) -> None:
         self._session = session
         self._sites = sites
         self._options = options
         self._rank = rank
+        self._drafts = drafts
         self._registered = Registered()
         self._groups = HeldGroups(session.steering)
         self._consumers: set[str] = set()
@@ -66,6 +68,7 @@ class WorkerCalls:
             "max_patch_mib": self._options.max_patch_mib,
             "max_patch_host_mib": self._options.max_patch_host_mib,
             "num_stages": self._session.num_stages,
+            "drafts": self._drafts,
         }
 
     # -- what is registered ----------------------------------------------------------------------

@@ -70,6 +70,7 @@ class Assignments:
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
         steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         patched = self._acquire_patches(sequence)
+        self._acquire_latch(sequence)
         if not self._consumers and not patched and len(steered) <= 1:
             said = {Column.STEER: [row for _, row in steered]} if steered else {}
             self._slots.assign_timeline(slot, Timeline((0,), said), prompt_len)
@@ -186,6 +187,15 @@ class Assignments:
             for start, applied in stretches
         ]
 
+    def _acquire_latch(self, sequence: RunningSequence) -> None:
+        """What a sequence remembers of its conditions; kept until it is removed."""
+        if sequence.steering_rows and sequence.latch is None:
+            groups = {digest for groups in sequence.steering_rows for digest in groups}
+            sequence.latch = self._steering.remember(sorted(groups))
+        row = Column.GATE.neutral if sequence.latch is None else sequence.latch.row
+        for phase in (PREFILL, DECODE):
+            self._slots.assign(sequence.info.slot, phase, Column.GATE, row)
+
     def _acquire_patches(self, sequence: RunningSequence) -> list[tuple[int, int]]:
         """`(first position, patch row)` of each stretch of a sequence; patch rows are kept until it
         is removed. When they cannot be had, no consumer is given rows, as with steering."""
@@ -235,6 +245,8 @@ class Assignments:
             self._steering.release(groups)
         for choice in sequence.token_choices:
             self._steering.choices.release(choice)
+        if sequence.latch is not None:
+            self._steering.forget(sequence.latch)
         if sequence.patched is not None:
             self._patching.release(sequence.patched)
 

@@ -74,12 +74,15 @@ class Column(IntEnum):
     """The patch row, one for each patched token. `PATCHES`: int32 `[patch rows]`, the first
     replacement of each, or -1. `REPLACEMENTS`: int32 `[replacements, Replacement.SIZE]`, which are
     the same for every point."""
-    GATE = -1, ("GATES", "GATE_RECORDS", "GATE_STATE"), True, False
+    GATE = -1, ("GATES", "GATE_RECORDS", "GATE_STATE", "LATCHES", "HELD", "ROW_SUMS"), False, False
     """Conditions are judged, before anything is changed. Which ones, the steering row says: they
-    are part of what a configuration does, and this column says nothing of a row yet. `GATES`: int32
-    `[steering rows]`, the first record of each at this point, or -1. `GATE_RECORDS`: int32
-    `[records, GateWord.SIZE]`, and `GATE_STATE`: float32 `[tokens, 2, MAX_GATES]`, strengths and
-    scores, which are the same for every point."""
+    are part of what a configuration does. The column says what the sequence remembers of them: its
+    latch. `GATES`: int32 `[steering rows]`, the first record of each at this point, or -1.
+    `GATE_RECORDS`: int32 `[records, GateWord.SIZE]`, and `GATE_STATE`: float32
+    `[tokens, 2, MAX_GATES]`, strengths and scores, which are the same for every point, as are the
+    tables of `Latches`: `LATCHES`, `HELD`, `ROW_SUMS`."""
+    POSITION = -1, (), False, True
+    """Which token of its sequence it is, where that has a latch."""
 
     @property
     def flag(self) -> int:

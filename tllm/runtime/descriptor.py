@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 8
+LAYOUT_VERSION = 9
 
 
 class Descriptor(IntEnum):
@@ -75,8 +75,9 @@ class Operation(IntEnum):
     HIGH = 7
     COEFFICIENTS_END = 8
     GATE = 9
-    """1 and the number of the gate that decides, 0 for none; and `KIND_UNIT` times the kind. Words
-    from here on are free: an operation of 16 words begins where 64 bytes do."""
+    """1 and the number of the gate that decides, 0 for none; `SCOPE_UNIT` times its scope, by
+    `SCOPES`; and `KIND_UNIT` times the kind. Words from here on are free: an operation of 16 words
+    begins where 64 bytes do."""
     SIZE = 16
 
 
@@ -146,9 +147,13 @@ class GateWord(IntEnum):
     HIGH = 9
     SOFT = 10
     MIDDLE = 11
+    SCOPE = 12
+    """Whether it is remembered where the strength is above one half, and how: the index in
+    `SCOPES`. `SUMMED`: nothing is judged, but rows are added up."""
     SIZE = 16
 
 
 HAS_SUM = 128
 """No steering row has this many operations at one point."""
 CHAIN_UNIT = 256
+SCOPE_UNIT = 64

@@ -12,6 +12,7 @@ import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import GateWord
+from tllm.runtime.latches import SUMMED, Latches
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
@@ -37,10 +38,17 @@ class Gates:
 
     Nothing is allocated before the first condition. What changes here reaches the device in
     `commit`.
+
+    Args:
+        max_positions: the most tokens of a sequence.
+
+    Attributes:
+        latches: what sequences remember of their conditions.
     """
 
-    def __init__(self, taps: Taps) -> None:
+    def __init__(self, taps: Taps, max_positions: int) -> None:
         self._taps = taps
+        self.latches = Latches(taps.hidden_size, max_positions, taps.device)
         self._vectors: dict[str, torch.Tensor] = {}
         self._records_placed = ConsecutivePlaces()
         self._points: Counter[int] = Counter()  # configurations in use that judge there
@@ -70,6 +78,10 @@ class Gates:
         """
         judged = JudgedGates(row)
         for point, at_point in gates.items():
+            # What is made of the mean of a prompt is known when the prompt ends (`PromptMeans`).
+            at_point = [gate for gate in at_point if gate.vector or not gate.of_mean]
+            if not at_point:
+                continue
             first = self._records_placed.acquire(len(at_point))
             judged.chains[point] = first, len(at_point)
             for i, gate in enumerate(at_point):
@@ -100,6 +112,7 @@ class Gates:
         terms = np.array(sum(1 << term for term in gate.terms), np.uint32)
         words[GateWord.TERMS] = terms.view(np.int32)
         words[GateWord.EVERY] = gate.every
+        words[GateWord.SCOPE] = SUMMED if gate.of_mean else gate.scope
         floats = np.array([gate.bias, gate.low, gate.high, gate.soft, gate.middle], np.float32)
         words[GateWord.BIAS : GateWord.MIDDLE + 1] = floats.view(np.int32)
         return words
@@ -117,12 +130,15 @@ class Gates:
         moved = [
             self._table.grow((self._taps.num_points, rows)),
             self._records.grow((room(self._records_placed.end, 64), _WORDS)),
+            self.latches.commit(),
         ]
         if self._state is None:
             shape = self._taps.plan.shape[1], 2, MAX_GATES
             self._state = torch.full(shape, torch.nan, device=self._taps.device)
         if any(moved):
-            self._taps.place_gates(self._table.tensor, self._records.tensor, self._state)
+            self._taps.place_gates(
+                self._table.tensor, self._records.tensor, self._state, self.latches.tables
+            )
         self._table.commit()
         self._records.commit()
         used: Iterable[int] = (point for point, users in self._points.items() if users)

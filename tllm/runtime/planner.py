@@ -33,6 +33,7 @@ from tllm.runtime.transfer import upload
 from tllm.spec.selection import END
 
 _COLUMN_WORDS = slice(Column(0).word, Column(0).word + len(Column))
+_OTHERS_CONSECUTIVE = CONSECUTIVE & ~Column.POSITION.flag
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +120,11 @@ class BatchLayout:
         """Whether the steering of any row depends on its token."""
         return bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
 
+    @cached_property
+    def has_positions(self) -> bool:
+        """Whether the plan says of any row which token it is: another one in each step."""
+        return bool(self.used & Column.POSITION.flag)
+
     def continues(self, slots: IntArray, starts: IntArray, counts: IntArray, version: int) -> bool:
         """Whether a batch is the next step of the same decoding sequences."""
         before = self.batch.slots
@@ -135,6 +141,10 @@ class BatchLayout:
         """The next step is computed, up to these positions."""
         self._next_starts = ends.tobytes()
         self.steps_left -= 1
+        if self.has_positions:
+            positions = self.segments[:, Column.POSITION.word]
+            positions += positions >= 0
+            self.on_device.clear()
 
     def without_capture(self) -> BatchLayout:
         """The same batch when its rows found no place in the ring: all else is done to them."""
@@ -279,6 +289,8 @@ class RowPlanner:
             for name in ("owners", "low", "high")
         )
         values = np.concatenate([part.values for part in parts], 1)
+        remembers = values[Column.GATE] >= 0
+        values[Column.POSITION, remembers] = low[remembers]
         steps_left = min(part.steps_left for part in parts)
         segments = np.zeros((len(owners), SEGMENT_WIDTH), np.int32)
         first_rows = np.cumsum(batch.counts) - batch.counts
@@ -305,7 +317,7 @@ class RowPlanner:
             groups=groups,
             rows=rows,
             tokens=int(batch.counts.sum()),
-            steps_left=0 if used_columns(values) & CONSECUTIVE else steps_left,
+            steps_left=0 if used_columns(values) & _OTHERS_CONSECUTIVE else steps_left,
         )
 
     def _stretches(self, batch: StepBatch, prompt_len: IntArray) -> list[_Stretches]:
@@ -419,8 +431,9 @@ class RowPlanner:
 
     def _write(self, layout: BatchLayout, start: int) -> None:
         """Expand the layout into the plan; rows that no segment covers do nothing."""
-        # What depends on tokens is chosen anew in each step.
-        self._held = None if layout.chooses else (layout, start)
+        # What depends on tokens is chosen anew in each step, and positions are other ones.
+        anew = layout.chooses or layout.has_positions
+        self._held = None if anew else (layout, start)
         if not len(layout.segments) and not self._dirty:
             return
         end = max(layout.tokens, self._dirty)

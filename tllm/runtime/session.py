@@ -41,6 +41,7 @@ class Session:
             cannot be projected on it.
         samples: whether this rank samples tokens.
         max_sequences: the most that run at once.
+        max_positions: the most tokens of a sequence.
         steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
             for; more can be had.
         max_patch_bytes, max_patch_host_bytes: the most memory for rows that are kept to be put
@@ -65,6 +66,7 @@ class Session:
         lm_head: LmHead | str | None,
         samples: bool,
         max_sequences: int,
+        max_positions: int,
         max_programs: int,
         steering_rows: int,
         steering_vectors: int,
@@ -81,7 +83,9 @@ class Session:
         self._consumers: dict[str, BoundConsumer] = {}
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
-        self.steering = steering = Steering(taps, resolve, steering_rows, steering_vectors)
+        self.steering = steering = Steering(
+            taps, resolve, steering_rows, steering_vectors, max_positions
+        )
         self.patching = patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         additions = Additions(taps, slots)
         self._assignments = Assignments(slots, self._programs, steering, patching, self._consumers)

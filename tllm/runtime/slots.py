@@ -11,6 +11,7 @@ import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
 from tllm.runtime.columns import DECODE, NEUTRAL, PREFILL, Column, IntArray
+from tllm.runtime.latches import Latch
 from tllm.runtime.patching import PatchedRows
 from tllm.runtime.steering import Choice
 from tllm.spec.groups import Configuration, GroupUse
@@ -87,6 +88,8 @@ class RunningSequence:
     """What stands in the row plan for each choice by token."""
     patched: PatchedRows | None = None
     """Its patch rows."""
+    latch: Latch | None = None
+    """What it remembers of its conditions."""
     laid_out: Any = None
     """Which flows want its rows and which consumers it uses, where every row is treated alike."""
 

@@ -17,10 +17,18 @@ import numpy.typing as npt
 import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
-from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, KIND_UNIT, Operation, OperationKind
+from tllm.runtime.descriptor import (
+    CHAIN_UNIT,
+    HAS_SUM,
+    KIND_UNIT,
+    SCOPE_UNIT,
+    Operation,
+    OperationKind,
+)
 from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.kernels import token_choice
 from tllm.runtime.kernels.backend import uses_triton
+from tllm.runtime.latches import Latch
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
@@ -57,12 +65,15 @@ class _HeldGroup:
     """A group as this worker does it.
 
     Attributes:
-        operations: point, digest of the vector, what is done, and the number of its gate or -1.
+        operations: point, digest of the vector, what is done, and which gate decides, as
+            `Operation.GATE` says it.
         gates: point and condition.
+        remembered: what a sequence remembers of its conditions.
     """
 
     operations: list[tuple[int, str, OperationForm, int]]
     gates: list[tuple[int, Gate]]
+    remembered: list[Gate]
 
 
 @dataclass(eq=False)
@@ -149,6 +160,7 @@ class Steering:
             engine has no tap for.
         rows: rows to begin with; tables grow.
         max_vectors: vectors to allocate room for ahead of need.
+        max_positions: the most tokens of a sequence.
 
     Attributes:
         choices: rows that depend on the token.
@@ -162,11 +174,12 @@ class Steering:
         resolve: Callable[[str, int | None], TapKey],
         rows: int,
         max_vectors: int,
+        max_positions: int,
     ) -> None:
         self._taps = taps
         self._resolve = resolve
         self.choices = TokenChoices(taps.device)
-        self.gates = Gates(taps)
+        self.gates = Gates(taps, max_positions)
         self._groups: dict[str, _HeldGroup] = {}
         self._vectors: dict[str, int] = {}
         self._vector_users: Counter[str] = Counter()  # configurations
@@ -229,33 +242,44 @@ class Steering:
         self, operations: Sequence[GroupOperation], gates: GroupGates | None
     ) -> _HeldGroup:
         """A group as this worker does it: without what another pipeline stage does."""
-        of_each = [-1] * len(operations) if gates is None else gates.of_operations
+        gates = GroupGates((-1,) * len(operations), ()) if gates is None else gates
         index, found = self._taps.index, []
-        for (hook, layer, vector, coefficients), gate in zip(operations, of_each, strict=True):
-            key = self._resolve(hook, layer)
-            if key in index:
-                found.append((index[key], vector, coefficients, gate))
-        judged, points = [], {}
-        for each in () if gates is None else gates.gates:
+        points = {}
+        for each in gates.gates:
             key = self._resolve(each.hook, each.layer)
             if key in index:
-                judged.append((index[key], each))
                 points[each.number] = index[key]
-        for point, _, _, number in found:
-            self._check_gate(point, number, points)
+        for (hook, layer, vector, coefficients), number in zip(
+            operations, gates.of_operations, strict=True
+        ):
+            key = self._resolve(hook, layer)
+            if key in index:
+                scope = gates.scope_of(number)
+                self._check_gate(index[key], number, points, earlier=scope > 0)
+                word = number + 1 + SCOPE_UNIT * scope
+                found.append((index[key], vector, coefficients, word))
+        judged = [(points[each.number], each) for each in gates.judged if each.number in points]
         for point, each in judged:
             for term in each.terms:
-                self._check_gate(point, term, points)
-        return _HeldGroup(found, judged)
+                self._check_gate(point, term, points, earlier=each.of_mean)
+        remembered = [each for each in gates.gates if each.scope or each.over]
+        return _HeldGroup(found, judged, [each for each in remembered if each.number in points])
 
-    def _check_gate(self, point: int, number: int, points: Mapping[int, int]) -> None:
-        """Refuse a gate that is not judged when it is needed."""
-        if number >= 0 and points.get(number, point + 1) > point:
-            raise ValueError(
-                "a condition is judged on another pipeline stage, or later in the network, than "
-                "what it decides on; give a probe in a layer of the same stage, at or before the "
-                "place that it gates, or start the engine with pipeline_parallel_size=1"
-            )
+    def _check_gate(
+        self, point: int, number: int, points: Mapping[int, int], *, earlier: bool
+    ) -> None:
+        """Refuse a gate that is not judged when it is needed.
+
+        Args:
+            earlier: whether what was judged for earlier tokens is needed.
+        """
+        if number < 0 or (number in points and (earlier or points[number] <= point)):
+            return
+        raise ValueError(
+            "a condition is judged on another pipeline stage, or later in the network, than "
+            "what it decides on; give a probe in a layer of the same stage, at or before the "
+            "place that it gates, or start the engine with pipeline_parallel_size=1"
+        )
 
     def drop(self, groups: Iterable[str], vectors: Iterable[str]) -> None:
         """Forget groups that no new sequence will ask for, and vectors that none of the groups left
@@ -305,6 +329,20 @@ class Steering:
         configuration.users += 1
         return configuration.row
 
+    def remember(self, groups: Iterable[str]) -> Latch | None:
+        """What a sequence with these groups has to remember of its conditions; to be given back
+        with `forget`. None for nothing."""
+        held = (self._groups[digest] for digest in groups if digest in self._groups)
+        gates = {gate.number: gate for group in held for gate in group.remembered}
+        if not gates:
+            return None
+        self._stale = True
+        return self.gates.latches.acquire(gates.values())
+
+    def forget(self, latch: Latch) -> None:
+        """A sequence has ended."""
+        self.gates.latches.release(latch)
+
     def release(self, groups: tuple[str, ...]) -> None:
         """A sequence does not need this row any more. It is kept until its place is needed."""
         if not groups:
@@ -348,7 +386,7 @@ class Steering:
                     isinstance(coefficients, Coefficients)
                     and coefficients.only_adds
                     and not others
-                    and number < 0
+                    and not number
                 ):
                     sums.setdefault(point, []).append((self._vectors[vector], coefficients.add))
                     continue
@@ -356,7 +394,7 @@ class Steering:
                 words[Operation.VECTOR] = self._vectors[vector]
                 kind, floats = _in_words(coefficients)
                 words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
-                words[Operation.GATE] = number + 1 + KIND_UNIT * kind
+                words[Operation.GATE] = number + KIND_UNIT * kind
                 others.append(words)
                 if isinstance(coefficients, Features):
                     chains.append(self._placed_rules(coefficients))

@@ -200,18 +200,26 @@ class Taps:
         """Which points (numbers of `index`) judge any condition."""
         self._set_flag(Column.GATE, points)
 
-    def place_gates(self, gates: torch.Tensor, records: torch.Tensor, state: torch.Tensor) -> None:
+    def place_gates(
+        self,
+        gates: torch.Tensor,
+        records: torch.Tensor,
+        state: torch.Tensor,
+        latches: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> None:
         """Where conditions are read from, and what they give is kept, from the next commit on.
 
         Args:
             gates: int32 `[points, steering rows]`.
             records: int32 `[records, GateWord.SIZE]`.
             state: float32 `[tokens, 2, MAX_GATES]`.
+            latches: the tables of `Latches`.
         """
         points = range(self.num_points)
         self._set_fields("GATES", points, gates)
-        self._set_fields("GATE_RECORDS", points, [records] * self.num_points)
-        self._set_fields("GATE_STATE", points, [state] * self.num_points)
+        fields = "GATE_RECORDS", "GATE_STATE", "LATCHES", "HELD", "ROW_SUMS"
+        for name, table in zip(fields, (records, state, *latches), strict=True):
+            self._set_fields(name, points, [table] * self.num_points)
 
     def place_patches(self, patches: torch.Tensor, replacements: torch.Tensor) -> None:
         """Where patches are read from, from the next commit on.

@@ -14,10 +14,14 @@ Changes: TypeAlias = Sequence[tuple[int, bytes]]
 is. The first begins at 0, the last has no end. Digests are alike where rows are changed alike."""
 
 
-def steering_changes(stretches: Stretches) -> Changes:
-    """What steering does to a sequence."""
+def steering_changes(stretches: Stretches, history: str = "") -> Changes:
+    """What steering does to a sequence.
+
+    Args:
+        history: what else decides on what is done, beside the tokens and what is done to them.
+    """
     return [
-        (start, hashlib.sha256(repr(applied).encode()).digest() if applied else b"")
+        (start, hashlib.sha256(f"{history}{applied!r}".encode()).digest() if applied else b"")
         for start, applied in stretches
     ]
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tllm.spec.hooks import HookPoint, ModelPoints
+from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
+from tllm.spec.memory import NOTHING, OVERS, SCOPES, Memory
 from tllm.spec.reading import (
     FloatArray,
     digest_of,
@@ -50,6 +51,8 @@ class Gate(NamedTuple):
         every: whether all of them must hold: its strength is then the least of theirs, else the
             greatest.
         names: of its signal, as the user gave them: what is judged alike is judged once.
+        scope: index in `SCOPES`: the tokens for which it decides.
+        over: index in `OVERS`: what it is judged for.
     """
 
     number: int
@@ -65,6 +68,13 @@ class Gate(NamedTuple):
     terms: tuple[int, ...] = ()
     every: bool = False
     names: tuple[str, ...] = ()
+    scope: int = 0
+    over: int = 0
+
+    @property
+    def of_mean(self) -> bool:
+        """Whether it is judged for the mean of the prompt's rows."""
+        return OVERS[self.over] == "prompt_mean"
 
 
 class GroupGates(NamedTuple):
@@ -72,11 +82,23 @@ class GroupGates(NamedTuple):
 
     Attributes:
         of_operations: the number of the gate of each operation, -1 for none.
-        gates: what is judged for it, terms before joints.
+        gates: what must be judged for it, terms before joints.
+        judges: whether its tokens are those for which conditions on the prompt are judged; all
+            others are judged for the tokens of every group that has them.
     """
 
     of_operations: tuple[int, ...]
     gates: tuple[Gate, ...]
+    judges: bool = False
+
+    @property
+    def judged(self) -> tuple[Gate, ...]:
+        """What is judged for the tokens of the group."""
+        return tuple(gate for gate in self.gates if bool(gate.over) == self.judges)
+
+    def scope_of(self, number: int) -> int:
+        """That of a gate of the group; 0 for none."""
+        return next((gate.scope for gate in self.gates if gate.number == number), 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +112,7 @@ class ProbeCondition:
         vector: float32 `[hidden]`.
         score: one of `SCORES`.
         low, high, soft, middle: see `Gate`.
+        memory: for which tokens it decides.
     """
 
     field: str
@@ -103,6 +126,7 @@ class ProbeCondition:
     high: float
     soft: float
     middle: float
+    memory: Memory = NOTHING
 
     is_complete = True
 
@@ -120,8 +144,8 @@ class ProbeCondition:
 
     @property
     def key(self) -> Hashable:
-        """Equal for two that judge alike and are called alike."""
-        return self.name, self.digest
+        """Equal for two that judge alike, for the same tokens, and are called alike."""
+        return self.name, self.digest, self.memory
 
     def probes(self) -> Iterator[ProbeCondition]:
         """Those that it is made of."""
@@ -143,7 +167,7 @@ class JointCondition:
     """Several conditions, of which all must hold, or any.
 
     Attributes:
-        field, name: as of a `ProbeCondition`.
+        field, name, memory: as of a `ProbeCondition`.
         every: whether all must hold.
     """
 
@@ -151,6 +175,7 @@ class JointCondition:
     name: str
     terms: tuple[Condition, ...]
     every: bool
+    memory: Memory = NOTHING
 
     @property
     def is_complete(self) -> bool:
@@ -165,7 +190,7 @@ class JointCondition:
     @property
     def key(self) -> Hashable:
         """As that of a `ProbeCondition`."""
-        return self.name, self.every, tuple(term.key for term in self.terms)
+        return self.name, self.every, tuple(term.key for term in self.terms), self.memory
 
     def probes(self) -> Iterator[ProbeCondition]:
         """Those that it is made of."""
@@ -175,6 +200,13 @@ class JointCondition:
     def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
         """The same with its terms found."""
         terms = tuple(term.found(points, monitors) for term in self.terms)
+        for term, asked in zip(terms, self.terms, strict=True):
+            if isinstance(asked, NamedCondition) and term.memory != NOTHING:
+                raise ValueError(
+                    f"{asked.field}: the monitor {asked.name!r} has "
+                    f"{term.memory.described()}, and is joined with others here; give that to the "
+                    "condition that joins them, and register a monitor without it"
+                )
         alike = all(ours is theirs for ours, theirs in zip(terms, self.terms, strict=True))
         return self if alike else replace(self, terms=terms)
 
@@ -187,6 +219,11 @@ class NamedCondition:
     name: str
 
     is_complete = False
+
+    @property
+    def memory(self) -> Memory:
+        """As `digest`."""
+        raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
 
     @property
     def digest(self) -> str:
@@ -222,21 +259,29 @@ class GateNumbers:
     """Numbers the conditions of a request, those that judge alike together."""
 
     def __init__(self) -> None:
-        self._gates: dict[str, Gate] = {}
+        self._gates: dict[tuple[str, Memory], Gate] = {}
         self._needed: dict[int, frozenset[int]] = {}
         self.vectors: dict[str, FloatArray] = {}
 
-    def number(self, condition: Condition) -> int:
-        """The number of a condition; it gets one if it has none."""
-        known = self._gates.get(condition.digest)
+    def number(self, condition: Condition, memory: Memory | None = None) -> int:
+        """The number of a condition; it gets one if it has none.
+
+        Args:
+            memory: of one that is joined with others; by default its own.
+        """
+        memory = condition.memory if memory is None else memory
+        key = condition.digest, memory
+        known = self._gates.get(key)
         if known is not None:
             if condition.name and condition.name not in known.names:
                 names = *known.names, condition.name
-                self._gates[condition.digest] = known._replace(names=names)
+                self._gates[key] = known._replace(names=names)
             return known.number
         assert not isinstance(condition, NamedCondition)
+        scope, over = SCOPES.index(memory.scope), OVERS.index(memory.over)
         if isinstance(condition, JointCondition):
-            terms = tuple(dict.fromkeys(map(self.number, condition.terms)))  # each once
+            numbers = [self.number(term, memory.of_terms) for term in condition.terms]
+            terms = tuple(dict.fromkeys(numbers))  # each once
             last = max(condition.probes(), key=lambda probe: order_of(probe.point, probe.layer))
             gate = Gate(
                 len(self._gates),
@@ -245,6 +290,8 @@ class GateNumbers:
                 terms=terms,
                 every=condition.every,
                 names=(condition.name,) if condition.name else (),
+                scope=scope,
+                over=over,
             )
             self._needed[gate.number] = frozenset((gate.number,)).union(
                 *(self._needed[term] for term in terms)
@@ -262,11 +309,17 @@ class GateNumbers:
                 condition.soft,
                 condition.middle,
                 names=(condition.name,) if condition.name else (),
+                scope=scope,
+                over=over,
             )
             self._needed[gate.number] = frozenset((gate.number,))
             self.vectors[condition.vector_digest] = condition.vector
-        self._gates[condition.digest] = gate
+        self._gates[key] = gate
         return gate.number
+
+    def of(self, gates: Iterable[Gate]) -> dict[str, FloatArray]:
+        """The vectors of these, by digest."""
+        return {gate.vector: self.vectors[gate.vector] for gate in gates if gate.vector}
 
     def gates(self, numbers: Iterable[int]) -> tuple[Gate, ...]:
         """What must be judged for these."""
@@ -315,7 +368,13 @@ def order_of(point: HookPoint, layer: int | None) -> tuple[int, int]:
 
 
 def check_order(
-    condition: Condition, point: HookPoint, layer: int | None, points: ModelPoints, name: str
+    condition: Condition,
+    point: HookPoint,
+    layer: int | None,
+    points: ModelPoints,
+    name: str,
+    *,
+    generated: bool,
 ) -> None:
     """Refuse a condition that is not known yet where it is to decide.
 
@@ -323,13 +382,24 @@ def check_order(
         condition: found.
         point, layer: of the entry that it gates.
         name: of the entry, for messages.
+        generated: whether the entry is for generated tokens alone. What earlier tokens have said is
+            known wherever one is computed after the other.
     """
+    memory = condition.memory
+    if memory.of_prompt or (memory.lasts and generated):
+        return
     for probe in condition.probes():
+        if memory.lasts and _one_tensor((probe.point, probe.layer), (point, layer), points):
+            raise ValueError(
+                f"{name}: its condition looks at {_place(probe.point, probe.layer)}, and decides "
+                f"on later tokens at {_place(point, layer)}; the tokens of a prompt pass it "
+                "together. Give a probe at an earlier place, or decode_steering_vectors"
+            )
         if order_of(probe.point, probe.layer) > order_of(point, layer):
             raise ValueError(
                 f"{name}: its condition looks at {_place(probe.point, probe.layer)}, which the "
                 f"network computes after {_place(point, layer)}; give a probe at or before the "
-                "place that it gates"
+                f"place that it gates{_OR_DECODE if memory.lasts else ''}"
             )
         if probe.layer == layer and _side_by_side(probe.point, point, layer, points):
             raise ValueError(
@@ -337,6 +407,20 @@ def check_order(
                 f"by side, and what {probe.point} says may not be known at {point}; give a probe "
                 "of an earlier layer, or of pre_attn"
             )
+
+
+_OR_DECODE = ", or decode_steering_vectors"
+
+
+def _one_tensor(first: TapKey, second: TapKey, points: ModelPoints) -> bool:
+    """Whether two places are the same one, or the same tensor between two blocks."""
+    (point, layer), (other, other_layer) = first, second
+    if other is HookPoint.PRE_ATTN and point is HookPoint.EMBED:
+        return other_layer == 0
+    if other is HookPoint.PRE_ATTN and point is HookPoint.POST_BLOCK and points.linked:
+        assert layer is not None
+        return other_layer == layer + 1
+    return first == second
 
 
 def _side_by_side(
@@ -359,7 +443,8 @@ def condition_described(condition: Condition) -> dict[str, Any]:
         return told
     if isinstance(condition, JointCondition):
         kind = "all" if condition.every else "any"
-        return {**told, kind: [condition_described(term) for term in condition.terms]}
+        terms = [condition_described(term) for term in condition.terms]
+        return {**told, kind: terms, **condition.memory.described()}
     threshold: dict[str, Any] = {"above": condition.low, "below": condition.high}
     if condition.low > -math.inf and condition.high < math.inf:
         threshold = {"between": [condition.low, condition.high]}
@@ -371,6 +456,7 @@ def condition_described(condition: Condition) -> dict[str, Any]:
         "score": condition.score,
     }
     told |= {"probe": probe, **{k: x for k, x in threshold.items() if x not in _UNBOUND}}
+    told |= condition.memory.described()
     return {**told, "soft": abs(condition.soft)} if condition.soft else told
 
 
@@ -391,7 +477,7 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
             f"{field}={given!r:.60} is {type(given).__name__}; give the name of a registered "
             "monitor, or a mapping with 'probe' and any of above, below, between"
         )
-    _check_scope(given, field)
+    memory = Memory.parse(given, field, joined=depth > 0)
     kinds = [kind for kind in ("probe", "all", "any") if given.get(kind) is not None]
     if len(kinds) != 1:
         raise ValueError(f"{field} has {kinds or 'none'} of probe, all and any; give one of them")
@@ -399,7 +485,7 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
     if not isinstance(name, str) or ("name" in given and not name):
         raise ValueError(f"{field}['name']={name!r} is no name; give a text that is not empty")
     if kinds == ["probe"]:
-        return _probe_condition(given, field, name)
+        return _probe_condition(given, field, name, memory)
     [kind] = kinds
     _allow(given, {kind, "name", "scope", "over"}, field, f"a condition with {kind!r}")
     terms = given[kind]
@@ -410,7 +496,7 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
     parsed = [
         parse_condition(term, f"{field}[{kind!r}][{i}]", depth + 1) for i, term in enumerate(terms)
     ]
-    return JointCondition(field, name, tuple(parsed), kind == "all")
+    return JointCondition(field, name, tuple(parsed), kind == "all", memory)
 
 
 def parse_conditions(given: Any, field: str) -> tuple[Condition, ...]:
@@ -422,33 +508,9 @@ def parse_conditions(given: Any, field: str) -> tuple[Condition, ...]:
     return tuple(parse_condition(each, f"{field}[{i}]") for i, each in enumerate(given))
 
 
-_REFUSED: Mapping[str, Mapping[str, str]] = {
-    "scope": {
-        "next": "the following token",
-        "rest": "the rest of the sample",
-        "conversation": "later requests",
-    },
-    "over": {
-        "prompt_last": "the last token of the prompt",
-        "prompt_mean": "the mean of the prompt",
-    },
-}
-
-
-def _check_scope(given: Mapping[str, Any], field: str) -> None:
-    """Refuse scopes that are not there."""
-    for key, known in _REFUSED.items():
-        value = given.get(key, "token")
-        if isinstance(value, str) and value in known:
-            raise ValueError(
-                f"{field}[{key!r}]={value!r} ({known[value]}) is not supported; only 'token' is: "
-                "each row is judged for itself"
-            )
-        if value != "token":
-            raise ValueError(f"{field}[{key!r}]={value!r} is not known; give 'token'")
-
-
-def _probe_condition(given: Mapping[str, Any], field: str, name: str) -> ProbeCondition:
+def _probe_condition(
+    given: Mapping[str, Any], field: str, name: str, memory: Memory
+) -> ProbeCondition:
     _allow(given, {"probe", "name", "scope", "over", "soft", *_RANGES}, field, "a condition")
     probe = given["probe"]
     if not isinstance(probe, Mapping):
@@ -491,6 +553,7 @@ def _probe_condition(given: Mapping[str, Any], field: str, name: str) -> ProbeCo
         high,
         soft,
         middle,
+        memory,
     )
 
 

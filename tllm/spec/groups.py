@@ -11,13 +11,15 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
+from tllm.spec.memory import OVERS
 from tllm.spec.operations import MAX_FEATURES, Features, OperationForm
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 
-_JUDGED = "judged:"
-"""What the digest of a group begins with that changes nothing."""
+_JUDGED, _OF_PROMPT = "judged:", "of_prompt:"
+"""What the digests of groups begin with that change nothing: those whose conditions end a request,
+and those whose conditions decide on the tokens after the prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,8 +127,20 @@ class SteeringGroup:
         """
         ends = tuple((numbers.number(each), each.name) for each in conditions)
         gates = numbers.gates(number for number, _ in ends)
-        vectors = {gate.vector: numbers.vectors[gate.vector] for gate in gates if gate.vector}
-        return cls(phase, _EVERYWHERE, (), vectors, {}, GroupGates((), gates), ends)
+        return cls(phase, _EVERYWHERE, (), numbers.of(gates), {}, GroupGates((), gates), ends)
+
+    @classmethod
+    def of_prompt(cls, over: str, numbered: Iterable[int], numbers: GateNumbers) -> SteeringGroup:
+        """What judges the prompt, and changes nothing.
+
+        Args:
+            over: of `OVERS`, that of these.
+            numbered: conditions that decide on the tokens after the prompt.
+        """
+        gates = numbers.gates(numbered)
+        where = _LAST if over == "prompt_last" else _EVERYWHERE
+        judged = GroupGates((), gates, judges=True)
+        return cls("prefill", where, (), numbers.of(gates), {}, judged)
 
     @classmethod
     def of(
@@ -149,9 +163,9 @@ class SteeringGroup:
         if all(e.when is None for e in entries):
             return cls(phase, positions, operations, vectors, reach)
         of_each = tuple(-1 if e.when is None else numbers.number(e.when) for e in entries)
-        gates = numbers.gates(number for number in of_each if number >= 0)
-        vectors |= {gate.vector: numbers.vectors[gate.vector] for gate in gates if gate.vector}
-        return cls(phase, positions, operations, vectors, reach, GroupGates(of_each, gates))
+        gates = GroupGates(of_each, numbers.gates(number for number in of_each if number >= 0))
+        vectors |= numbers.of(gates.judged)
+        return cls(phase, positions, operations, vectors, reach, gates)
 
     @staticmethod
     def check_features(groups: Iterable[SteeringGroup], what: str) -> None:
@@ -182,7 +196,26 @@ class SteeringGroup:
             judged = [gate._replace(names=()) for gate in self.gates.gates]
             parts.append(repr((self.gates.of_operations, judged)).encode())
         digest = digest_of(b"".join(parts))
-        return digest if self.operations else f"{_JUDGED}{digest}"
+        if self.operations:
+            return digest
+        judges = self.gates is not None and self.gates.judges
+        return f"{_OF_PROMPT if judges else _JUDGED}{digest}"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether any of its conditions decides for other tokens than those it is judged for."""
+        return self.gates is not None and any(gate.scope for gate in self.gates.gates)
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether it remembers what its conditions said of rows of the prompt other than the last,
+        which is always computed."""
+        if self.gates is None or self.phase == "decode" or self.positions.phase == "generation":
+            return False
+        return any(
+            (gate.scope or gate.over) and OVERS[gate.over] != "prompt_last"
+            for gate in self.gates.judged
+        )
 
     @cached_property
     def use(self) -> GroupUse:
@@ -201,7 +234,12 @@ class GroupUse:
     @property
     def changes_rows(self) -> bool:
         """Whether anything is done to the tokens, which are only judged otherwise."""
-        return not self.digest.startswith(_JUDGED)
+        return not self.digest.startswith((_JUDGED, _OF_PROMPT))
+
+    @property
+    def judges_prompt(self) -> bool:
+        """Whether what is done to the tokens after the prompt depends on what it judges."""
+        return self.digest.startswith(_OF_PROMPT)
 
     @property
     def names_prompt_tokens(self) -> bool:
@@ -222,7 +260,7 @@ class GroupUse:
         return cls(phase, _EVERYWHERE if positions is None else Selection.parse(positions), digest)
 
 
-_EVERYWHERE = Selection()
+_EVERYWHERE, _LAST = Selection(), Selection.parse("last_prompt")
 
 
 def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[SteeringGroup, ...]:
@@ -238,19 +276,25 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
             for entry in entries:
                 if entry.coefficients.idle:
                     continue
-                if not runs or runs[-1][0] != (phase, entry.positions):
-                    runs.append(((phase, entry.positions), []))
+                after_prompt = entry.when is not None and entry.when.memory.of_prompt
+                tokens = "decode" if after_prompt else phase, entry.positions
+                if not runs or runs[-1][0] != tokens:
+                    runs.append((tokens, []))
                 runs[-1][1].append(entry)
     numbers = GateNumbers()
+    of_prompt: dict[str, list[int]] = {}
     for condition in (entry.when for _, run in runs for entry in run):
         if condition is not None:
-            numbers.number(condition)
+            number = numbers.number(condition)
+            if condition.memory.of_prompt:
+                of_prompt.setdefault(condition.memory.over, []).append(number)
     judged: list[tuple[SteeringPhase, tuple[Condition, ...]]] = []
     if endings is not None:
         judged = [("decode", endings.stop), ("prefill", endings.abort)]
     for condition in (condition for _, conditions in judged for condition in conditions):
         numbers.number(condition)
     groups = [SteeringGroup.of(*tokens, entries, numbers) for tokens, entries in runs]
+    groups += [SteeringGroup.of_prompt(over, of, numbers) for over, of in of_prompt.items()]
     groups += [
         SteeringGroup.judging(phase, conditions, numbers)
         for phase, conditions in judged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tllm.runtime.descriptor import (
     CHAIN_UNIT,
     HAS_SUM,
     KIND_UNIT,
+    SCOPE_UNIT,
     STAGE_FIELDS,
     Descriptor,
     FeatureWord,
@@ -23,7 +25,11 @@ from tllm.runtime.descriptor import (
     stage_field,
 )
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
+from tllm.runtime.latches import NEXT, SUMMED
 from tllm.spec.conditions import MAX_GATES, SCORES
+
+HOLDS = 0.5
+"""A condition is remembered where its strength is above this."""
 
 if HAS_TRITON:
     import triton
@@ -43,6 +49,9 @@ if HAS_TRITON:
     GATES = tl.constexpr(stage_field("GATES"))
     GATE_RECORDS = tl.constexpr(stage_field("GATE_RECORDS"))
     GATE_STATE = tl.constexpr(stage_field("GATE_STATE"))
+    LATCHES = tl.constexpr(stage_field("LATCHES"))
+    HELD = tl.constexpr(stage_field("HELD"))
+    ROW_SUMS = tl.constexpr(stage_field("ROW_SUMS"))
     CAPTURE_FLAG = tl.constexpr(Column.PROGRAM.flag)
     ADD_FLAG = tl.constexpr(Column.ADD.flag)
     STEER_FLAG = tl.constexpr(Column.STEER.flag)
@@ -90,6 +99,11 @@ if HAS_TRITON:
     GATE_HIGH = tl.constexpr(int(GateWord.HIGH))
     GATE_SOFT = tl.constexpr(int(GateWord.SOFT))
     GATE_MIDDLE = tl.constexpr(int(GateWord.MIDDLE))
+    GATE_SCOPE = tl.constexpr(int(GateWord.SCOPE))
+    SCOPED = tl.constexpr(SCOPE_UNIT)
+    SCOPE_NEXT = tl.constexpr(NEXT)
+    SCOPE_SUMMED = tl.constexpr(SUMMED)
+    HALF = tl.constexpr(HOLDS)
     COSINE = tl.constexpr(SCORES.index("cosine"))
     CAST = tl.constexpr(SCORES.index("cast"))
     PLAN_DESTINATION = tl.constexpr(columns.DESTINATION)
@@ -97,6 +111,8 @@ if HAS_TRITON:
     PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
     PLAN_STEER = tl.constexpr(Column.STEER.plan_row)
     PLAN_PATCH = tl.constexpr(Column.PATCH.plan_row)
+    PLAN_GATE = tl.constexpr(Column.GATE.plan_row)
+    PLAN_POSITION = tl.constexpr(Column.POSITION.plan_row)
 
     @triton.jit
     def _along(start, offsets, HIDDEN: tl.constexpr):
@@ -202,12 +218,69 @@ if HAS_TRITON:
         )
 
     @triton.jit
-    def _share(fields, operation):
+    def _latch(fields, plan_ptr, plan_stride):
+        """What the sequence of a row remembers, and which token of it the row is; -1 for none."""
+        at = plan_ptr + tl.program_id(0)
+        row = tl.load(at + PLAN_GATE * plan_stride)
+        cells = tl.load(fields + LATCHES).to(tl.pointer_type(tl.int32))
+        cells += tl.maximum(row, 0).to(tl.int64) * (2 * GATE_COUNT)
+        return cells, tl.where(row >= 0, tl.load(at + PLAN_POSITION * plan_stride), -1)
+
+    @triton.jit
+    def _held(fields, cells, number, position, known):
+        """The word with the bit of a position, and the bit."""
+        words = tl.load(fields + HELD).to(tl.pointer_type(tl.int32))
+        start = tl.load(cells + GATE_COUNT + number, mask=known, other=0)
+        return words + start + tl.where(known, position // 32, 0), position % 32
+
+    @triton.jit
+    def _recalled(fields, gate, plan_ptr, plan_stride):
+        """Whether a gate held for an earlier token of the sequence of a row, as its scope asks."""
+        cells, position = _latch(fields, plan_ptr, plan_stride)
+        number = gate % SCOPED - 1
+        # Not by way of the first cache, which may have what was there before.
+        first = tl.load(cells + number, cache_modifier=".cg")
+        held = first < position
+        if gate // SCOPED == SCOPE_NEXT:
+            word, bit = _held(fields, cells, number, position - 1, position > 0)
+            bits = tl.load(word, mask=position > 0, other=0, cache_modifier=".cg")
+            held = ((bits >> bit) & 1) != 0
+        return tl.where(held, 1.0, 0.0)
+
+    @triton.jit
+    def _remember(fields, number, scope, plan_ptr, plan_stride):
+        """A gate holds for a row."""
+        cells, position = _latch(fields, plan_ptr, plan_stride)
+        if position >= 0:
+            tl.atomic_min(cells + number, position, sem="relaxed")
+            if scope == SCOPE_NEXT:
+                word, bit = _held(fields, cells, number, position, position >= 0)
+                tl.atomic_or(word, 1 << bit, sem="relaxed")
+
+    @triton.jit
+    def _sum_up(
+        value, fields, number, plan_ptr, plan_stride, offsets, inside, HIDDEN: tl.constexpr
+    ):
+        """Add a row `[BLOCK]` to the sum that its sequence keeps for a probe."""
+        cells, position = _latch(fields, plan_ptr, plan_stride)
+        if position >= 0:
+            sums = tl.load(fields + ROW_SUMS).to(tl.pointer_type(tl.float32))
+            row = tl.load(cells + GATE_COUNT + number)
+            tl.atomic_add(
+                sums + row.to(tl.int64) * HIDDEN + offsets, value, mask=inside, sem="relaxed"
+            )
+
+    @triton.jit
+    def _share(fields, operation, plan_ptr, plan_stride):
         """How much of an operation is done: the strength of its gate, all without one."""
         gate = operation[7] % KIND
-        state = tl.load(fields + GATE_STATE, mask=gate > 0, other=0).to(tl.pointer_type(tl.float32))
-        at = state + tl.program_id(0).to(tl.int64) * (2 * GATE_COUNT) + gate - 1
-        return tl.load(at, mask=gate > 0, other=1.0)
+        own = tl.where(gate < SCOPED, gate, 0)
+        state = tl.load(fields + GATE_STATE, mask=own > 0, other=0).to(tl.pointer_type(tl.float32))
+        at = state + tl.program_id(0).to(tl.int64) * (2 * GATE_COUNT) + own - 1
+        share = tl.load(at, mask=own > 0, other=1.0)
+        if gate >= SCOPED:
+            share = _recalled(fields, gate, plan_ptr, plan_stride)
+        return share
 
     @triton.jit
     def _stage(fields):
@@ -342,9 +415,19 @@ if HAS_TRITON:
         return score + tl.load(floats + GATE_BIAS)
 
     @triton.jit
-    def _judge(value, fields, steering_row, offsets, inside, HIDDEN: tl.constexpr):
+    def _judge(
+        value,
+        fields,
+        steering_row,
+        plan_ptr,
+        plan_stride,
+        offsets,
+        inside,
+        HIDDEN: tl.constexpr,
+    ):
         """Judge the conditions that a steering row has at one stage: score the row `[BLOCK]`, and
-        leave scores and strengths where later operations on this token find them.
+        leave scores and strengths where later operations on this token find them, and what holds
+        where those on later tokens do.
 
         Args:
             fields: the descriptor, one word on for the second stage.
@@ -363,7 +446,13 @@ if HAS_TRITON:
                 words = records + i * GATE_WORDS
                 floats = words.to(float_ptr)
                 address = tl.load((words + GATE_VECTOR).to(tl.pointer_type(tl.int64)))
-                if address != 0:
+                scope = tl.load(words + GATE_SCOPE)
+                number = tl.load(words + GATE_NUMBER)
+                score = tl.load(floats + GATE_BIAS)
+                strength = score
+                if scope == SCOPE_SUMMED:
+                    _sum_up(value, fields, number, plan_ptr, plan_stride, offsets, inside, HIDDEN)
+                elif address != 0:
                     at = _along(address.to(float_ptr), offsets, HIDDEN)
                     vector = tl.load(at, mask=inside, other=0.0)
                     score = _score(value, vector, words, floats)
@@ -378,7 +467,10 @@ if HAS_TRITON:
                     greatest = tl.max(tl.where(joined, held, 0.0), axis=0)
                     strength = tl.where(tl.load(words + GATE_EVERY) != 0, least, greatest)
                     score = strength
-                own = numbers == tl.load(words + GATE_NUMBER)
+                judged = scope != SCOPE_SUMMED
+                if (scope != 0) & judged & (strength > HALF):
+                    _remember(fields, number, scope, plan_ptr, plan_stride)
+                own = (numbers == number) & judged
                 held = tl.where(own, strength, held)
                 scores = tl.where(own, score, scores)
             tl.store(state + numbers, held)
@@ -434,6 +526,8 @@ if HAS_TRITON:
         value,
         desc_ptr,
         flags,
+        plan_ptr,
+        plan_stride,
         planned,
         tables,
         ahead,
@@ -466,7 +560,16 @@ if HAS_TRITON:
                 place = _row(arena, planned[0] + ring_offset, offsets, HIDDEN)
                 tl.store(place, value.to(dtype), mask=inside)
             if tl.where((own & GATE_FLAG) != 0, planned[3], -1) >= 0:
-                _judge(value, desc_ptr + stage, planned[3], offsets, inside, HIDDEN)
+                _judge(
+                    value,
+                    desc_ptr + stage,
+                    planned[3],
+                    plan_ptr,
+                    plan_stride,
+                    offsets,
+                    inside,
+                    HIDDEN,
+                )
             if tl.where((own & PATCH_FLAG) != 0, planned[4], -1) >= 0:
                 value, patched = _patch(
                     value, desc_ptr + stage, planned[4], offsets, inside, HIDDEN, dtype
@@ -483,7 +586,7 @@ if HAS_TRITON:
                 count = chain & (SUM - 1)
                 following = operations + (chain // UNIT) * WORDS
                 for i in range(count):
-                    share = _share(desc_ptr + stage, operation)
+                    share = _share(desc_ptr + stage, operation, plan_ptr, plan_stride)
                     changed = tl.where(share != 0.0, 1, changed)
                     if operation[7] < KIND:
                         value = _operate(value, vector, operation, share)
@@ -543,7 +646,18 @@ if HAS_TRITON:
             value += residual.to(tl.float32)
             value = value.to(dtype).to(tl.float32)
         value, changed = _work(
-            value, desc_ptr, flags, planned, tables, ahead, offsets, inside, HIDDEN, AHEAD
+            value,
+            desc_ptr,
+            flags,
+            plan_ptr,
+            plan_stride,
+            planned,
+            tables,
+            ahead,
+            offsets,
+            inside,
+            HIDDEN,
+            AHEAD,
         )
         if changed > 0:
             written = value.to(dtype)
@@ -700,7 +814,7 @@ def reference(
             for row in plan[Column.STEER.plan_row].unique().tolist():
                 if row >= 0:
                     steered = (plan[Column.STEER.plan_row] == row).nonzero().squeeze(1)
-                    changed[_steer(value, steered, row, fields, at_stage, dtype, at)] = True
+                    changed[_steer(value, steered, row, fields, at_stage, dtype, plan, at)] = True
         value = value.to(dtype).float()
     at, written = at[changed], value[changed].to(dtype)
     if fused is not None:
@@ -733,17 +847,23 @@ def _judge_reference(
     """Judge the conditions of rows, the tokens `at` of the batch."""
     hidden, size = value.shape[1], int(GateWord.SIZE)
     rows = plan[Column.STEER.plan_row].tolist()
-    for row, token, h in zip(rows, at.tolist(), value, strict=True):
+    for i, (row, token, h) in enumerate(zip(rows, at.tolist(), value, strict=True)):
         first = int(_at(at_stage["GATES"] + 4 * row, torch.int32, 1)) if row >= 0 else -1
         if first < 0:
             continue
         strengths, scores = _state_at(at_stage["GATE_STATE"], token)
+        latch = _latch_of(plan[:, i], at_stage)
         begin = at_stage["GATE_RECORDS"] + 4 * size * first
         count = int(_at(begin, torch.int32, size)[GateWord.COUNT])
         for words in _at(begin, torch.int32, count, size):
             number = int(words[GateWord.NUMBER])
             floats = words.view(torch.float32)
             address = int(words[GateWord.VECTOR : GateWord.NUMBER].view(torch.int64))
+            scope = int(words[GateWord.SCOPE])
+            if scope == SUMMED:
+                if latch is not None:
+                    latch.row_sum(number, hidden).add_(h)
+                continue
             if address:
                 kind = SCORES[int(words[GateWord.SCORE])]
                 score = score_of(h, _at(address, torch.float32, hidden), kind)
@@ -757,6 +877,58 @@ def _judge_reference(
                 joined = strengths[terms]
                 strengths[number] = joined.min() if words[GateWord.EVERY] else joined.max()
                 scores[number] = strengths[number]
+            if scope and latch is not None and float(strengths[number]) > HOLDS:
+                latch.remember(number, scope)
+
+
+@dataclass(frozen=True)
+class _SequenceLatch:
+    """What the sequence of a row remembers.
+
+    Attributes:
+        cells: int32 `[2, MAX_GATES]`.
+        position: which token of it the row is.
+        at_stage: the addresses.
+    """
+
+    cells: torch.Tensor
+    position: int
+    at_stage: dict[str, int]
+
+    def row_sum(self, number: int, hidden: int) -> torch.Tensor:
+        """The sum that is kept for a probe, `[hidden]`."""
+        begin = self.at_stage["ROW_SUMS"] + 4 * hidden * int(self.cells[1, number])
+        return _at(begin, torch.float32, hidden)
+
+    def remember(self, number: int, scope: int) -> None:
+        """A gate holds for the row."""
+        self.cells[0, number] = min(int(self.cells[0, number]), self.position)
+        if scope == NEXT:
+            word, bit = self._held(number, self.position)
+            word |= bit
+
+    def recalled(self, number: int, scope: int) -> bool:
+        """Whether a gate held for an earlier token, as its scope asks."""
+        if scope != NEXT:
+            return int(self.cells[0, number]) < self.position
+        if not self.position:
+            return False
+        word, bit = self._held(number, self.position - 1)
+        return bool(int(word) & bit)
+
+    def _held(self, number: int, position: int) -> tuple[torch.Tensor, int]:
+        start = int(self.cells[1, number]) + position // 32
+        bit = 1 << position % 32
+        return _at(self.at_stage["HELD"] + 4 * start, torch.int32, 1), bit - (bit >> 31 << 32)
+
+
+def _latch_of(planned: torch.Tensor, at_stage: dict[str, int]) -> _SequenceLatch | None:
+    """What a row's sequence remembers; `planned` is what the plan says of the row."""
+    row = int(planned[Column.GATE.plan_row])
+    if row < 0:
+        return None
+    cells = _at(at_stage["LATCHES"] + 4 * 2 * MAX_GATES * row, torch.int32, 2, MAX_GATES)
+    return _SequenceLatch(cells, int(planned[Column.POSITION.plan_row]), at_stage)
 
 
 def score_of(h: torch.Tensor, vector: torch.Tensor, kind: str) -> torch.Tensor:
@@ -817,12 +989,14 @@ def _steer(
     fields: list[int],
     at_stage: dict[str, int],
     dtype: torch.dtype,
+    plan: torch.Tensor,
     tokens: torch.Tensor,
 ) -> torch.Tensor:
     """Do what a steering row says; returns which of the rows `steered` have changed.
 
     Args:
-        tokens: which of the batch the rows of `value` are.
+        plan: of the rows of `value`.
+        tokens: which of the batch they are.
     """
     size, hidden = int(Operation.SIZE), value.shape[1]
     entry = _at(at_stage["STEERING"] + 4 * size * row, torch.int32, size)
@@ -840,9 +1014,13 @@ def _steer(
         share = torch.ones(len(steered))
         if gate := int(operation[Operation.GATE]) % KIND_UNIT:
             state = at_stage["GATE_STATE"]
-            share = torch.stack(
-                [_state_at(state, token)[0, gate - 1] for token in tokens[steered].tolist()]
-            )
+            scope, number = gate // SCOPE_UNIT, gate % SCOPE_UNIT - 1
+            for i, each in enumerate(steered.tolist()):
+                latch = _latch_of(plan[:, each], at_stage) if scope else None
+                if not scope:
+                    share[i] = _state_at(state, int(tokens[each]))[0, number]
+                else:
+                    share[i] = float(latch is not None and latch.recalled(number, scope))
         changed |= share != 0
         value[steered] = _operate_reference(
             value[steered],

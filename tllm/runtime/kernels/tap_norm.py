@@ -80,7 +80,18 @@ if HAS_TRITON:
         if wanted >= 0:
             value = x.to(dtype).to(tl.float32)
             value, changed = _work(
-                value, desc_ptr, flags, planned, tables, ahead, offsets, inside, HIDDEN, AHEAD
+                value,
+                desc_ptr,
+                flags,
+                plan_ptr,
+                plan_stride,
+                planned,
+                tables,
+                ahead,
+                offsets,
+                inside,
+                HIDDEN,
+                AHEAD,
             )
             if changed > 0:
                 x = value
