@@ -464,7 +464,6 @@ PROBE = WHEN["probe"]
         ({"scope": "somewhere"}, r"\['scope'\]='somewhere' is not known; choose one of"),
         ({"over": 1}, r"\['over'\]=1 is not known; choose one of \('token', 'prompt_last'"),
         ({"scope": "next", "over": "prompt_last"}, "decides for all tokens after it"),
-        ({"over": "prompt_mean"}, r"\['over'\]='prompt_mean' .* is not supported"),
         (
             {"scope": "rest", "probe": {**PROBE, "layer": 1}},
             "pass it together. Give a probe at an earlier place, or decode_steering_vectors",

@@ -64,7 +64,7 @@ def of_prompt(score, prompt_len, over):
 class Remembering(Asked):
     """Random requests of which most conditions remember."""
 
-    overs = ("prompt_last",)
+    overs = ("prompt_last", "prompt_mean")
 
     def entry(self, prompt_len):
         pick = self.pick

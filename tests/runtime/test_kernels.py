@@ -15,9 +15,10 @@ from engine.drawn_methods import drawn
 
 from tllm.runtime import ops
 from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
-from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, Operation, Replacement
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SCOPE_UNIT, Operation, Replacement
 from tllm.runtime.gates import Gates
 from tllm.runtime.kernels import candidates, contrast, row_plan, tap, tap_norm, token_choice
+from tllm.runtime.latches import NEVER, NEXT, REST
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
 from tllm.spec.conditions import SCORES, Gate, GateNumbers, parse_condition
@@ -175,7 +176,8 @@ def steering_tables(taps, keys, generator, dtype):
         fill(table[2], 1, Coefficients(norm=0.7), 3 + HAS_SUM + CHAIN_UNIT * 4)
         fill(operations[4], 2, Coefficients(strength=0.9, low=-0.2, high=0.1))
         fill(operations[5], 3, Coefficients(add=1.5, component=-0.5))
-        operations[5, Operation.GATE] = 1 + 2
+        operations[4, Operation.GATE] = 1 + 9 + SCOPE_UNIT * NEXT
+        operations[5, Operation.GATE] = 1 + (7 if hidden % 2 else 2) + SCOPE_UNIT * (hidden % 2)
         fill(table[3], 4, Coefficients(strength=1.0, low=0.0, high=0.0), 1)
         table[3, Operation.GATE] = 1 + 4
     sums = 2 * torch.randn(count, 4, hidden, generator=generator)
@@ -226,19 +228,33 @@ def gates_at(keys, taps, generator):
         gates.hold(name, vector.numpy())
     place = "post_block", 0
     first = [
-        Gate(0, *place, "a", bias=0.3, low=0.0),
-        Gate(1, *place, "b", score=1, low=-0.1, high=0.1),
+        Gate(0, *place, "a", bias=0.3, low=0.0, scope=REST),
+        Gate(1, *place, "b", score=1, low=-0.1, high=0.1, scope=NEXT),
         Gate(2, *place, terms=(0, 1), every=False),
+        Gate(3, *place, "c", over=2),
     ]
     second = [
         Gate(0, *place, "c", score=2, low=0.2, soft=6.0, middle=0.2),
         Gate(31, *place, "a", bias=-0.1, soft=-0.7, middle=0.4),
-        Gate(4, *place, terms=(0, 31), every=True),
+        Gate(4, *place, terms=(0, 31), every=True, scope=REST),
     ]
     for row, judged in ((2, first), (3, second)):
         gates.use(gates.place(row, {taps.index[key]: judged for key in keys}), 1)
+    # Three sequences, of which something is known that other taps have judged.
+    known = Gate(7, *place, scope=REST), Gate(9, *place, scope=NEXT)
+    latches = [gates.latches.acquire([*first, *second, *known]) for _ in range(3)]
     gates.commit(4)
     gates.forget_scores(16)
+    cells, held, _ = gates.latches.tables
+    cells[:3, 0, 7] = torch.tensor([2, 5, 40])
+    at = [latch.held[9] for latch in latches]
+    held[at] = (
+        torch.randint(-(2**31), 2**31 - 1, held[at].shape, generator=generator)
+        .int()
+        .to(held.device)
+    )
+    taps.plan[Column.GATE.plan_row] = torch.randint(-1, 3, (16,), generator=generator)
+    taps.plan[Column.POSITION.plan_row] = torch.randperm(60, generator=generator)[:16].int()
     return gates
 
 
@@ -301,7 +317,11 @@ def test_tap(seed, dtype, fused):
         busy = BusyTap(seed, dtype, device)
         run(busy.stream, busy.residual if fused else None, busy.descriptor, busy.taps.plan)
         state = busy.gates.state.cpu()
-        results.append((busy.arena.cpu(), busy.stream.cpu(), busy.residual.cpu(), state))
+        remembered = [table.cpu() for table in busy.gates.latches.tables]
+        results.append(
+            (busy.arena.cpu(), busy.stream.cpu(), busy.residual.cpu(), state, *remembered)
+        )
+        assert seed or ((remembered[0][:3, 0, :3] < NEVER).any() and remembered[2].any())
         judged = (busy.taps.plan[Column.STEER.plan_row, : busy.rows] > 1).cpu()
         assert torch.equal(~state[: busy.rows, 0, 0].isnan(), judged)
         assert state[busy.rows :].isnan().all()

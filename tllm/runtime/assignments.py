@@ -191,7 +191,8 @@ class Assignments:
         """What a sequence remembers of its conditions; kept until it is removed."""
         if sequence.steering_rows and sequence.latch is None:
             groups = {digest for groups in sequence.steering_rows for digest in groups}
-            sequence.latch = self._steering.remember(sorted(groups))
+            info = sequence.info
+            sequence.latch = self._steering.remember(info.slot, groups, info.prompt_len)
         row = Column.GATE.neutral if sequence.latch is None else sequence.latch.row
         for phase in (PREFILL, DECODE):
             self._slots.assign(sequence.info.slot, phase, Column.GATE, row)
@@ -246,7 +247,7 @@ class Assignments:
         for choice in sequence.token_choices:
             self._steering.choices.release(choice)
         if sequence.latch is not None:
-            self._steering.forget(sequence.latch)
+            self._steering.forget(sequence.info.slot, sequence.latch)
         if sequence.patched is not None:
             self._patching.release(sequence.patched)
 

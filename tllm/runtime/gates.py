@@ -13,6 +13,7 @@ import torch
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import GateWord
 from tllm.runtime.latches import SUMMED, Latches
+from tllm.runtime.prompt_means import PromptMeans
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
@@ -44,12 +45,14 @@ class Gates:
 
     Attributes:
         latches: what sequences remember of their conditions.
+        means: judges the means of prompts.
     """
 
     def __init__(self, taps: Taps, max_positions: int) -> None:
         self._taps = taps
         self.latches = Latches(taps.hidden_size, max_positions, taps.device)
         self._vectors: dict[str, torch.Tensor] = {}
+        self.means = PromptMeans(self.latches, self._vectors, lambda: self._state, taps.device)
         self._records_placed = ConsecutivePlaces()
         self._points: Counter[int] = Counter()  # configurations in use that judge there
         device = taps.device

@@ -139,6 +139,7 @@ class Session:
             dispatcher,
             self._guidance,
             verdicts,
+            steering.gates.means,
         )
 
     @property

@@ -329,7 +329,7 @@ class Steering:
         configuration.users += 1
         return configuration.row
 
-    def remember(self, groups: Iterable[str]) -> Latch | None:
+    def remember(self, slot: int, groups: Iterable[str], prompt_len: int) -> Latch | None:
         """What a sequence with these groups has to remember of its conditions; to be given back
         with `forget`. None for nothing."""
         held = (self._groups[digest] for digest in groups if digest in self._groups)
@@ -337,10 +337,14 @@ class Steering:
         if not gates:
             return None
         self._stale = True
-        return self.gates.latches.acquire(gates.values())
+        latch = self.gates.latches.acquire(gates.values())
+        if of_mean := [gates[number] for number in sorted(gates) if gates[number].of_mean]:
+            self.gates.means.ask(slot, latch, of_mean, prompt_len)
+        return latch
 
-    def forget(self, latch: Latch) -> None:
+    def forget(self, slot: int, latch: Latch) -> None:
         """A sequence has ended."""
+        self.gates.means.forget(slot)
         self.gates.latches.release(latch)
 
     def release(self, groups: tuple[str, ...]) -> None:

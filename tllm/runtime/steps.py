@@ -16,6 +16,7 @@ from tllm.runtime.flows import BoundFlow
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
+from tllm.runtime.prompt_means import PromptMeans
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.sampling import Guidance, SamplerStep
 from tllm.runtime.slots import Slots
@@ -50,6 +51,7 @@ class Steps:
     dispatcher: Dispatcher
     guidance: Guidance
     verdicts: Verdicts
+    means: PromptMeans
     rows_captured: int = 0
     ring_rows_taken: int = 0
     rows_dropped: int = 0
@@ -124,6 +126,8 @@ class Steps:
                 tokens = int(counts.sum())
                 steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
                 self.steering.choices.apply(steering_rows, token_ids[:tokens])
+        if self.means.waiting:
+            self.means.begin(slots, starts, counts)
         self.verdicts.begin(engine_ids, slots, starts, counts, drafts)
         self.taps.commit()
         self.taps.separate()
@@ -199,6 +203,8 @@ class Steps:
         frame = self._frame
         if frame is None or self._bundled:
             return
+        if self.means.waiting:
+            self.means.judge()
         if logits is not None and any(
             flow.keeps_logits or (frame.undecided and flow.flow.reads_port("logits"))
             for flow in self._flows
@@ -281,6 +287,8 @@ class Steps:
 
     def end(self) -> None:
         """Everything of the step is enqueued: hand out the rest. Safe to call again."""
+        if self.means.waiting:
+            self.means.judge()
         if self._frame is not None:
             self._complete(self._frame)
 

@@ -52,11 +52,6 @@ class Memory(NamedTuple):
                 f"{field} has {'scope' if found.lasts else 'over'!r}, and is joined with others; "
                 "give it to the condition that joins them"
             )
-        if over == "prompt_mean":
-            raise ValueError(
-                f"{field}['over']='prompt_mean' (the mean of the prompt) is not supported; choose "
-                "'token' or 'prompt_last'"
-            )
         if found.of_prompt and scope == "next":
             raise ValueError(
                 f"{field}['scope']='next' with over={over!r}: what is judged for the prompt "

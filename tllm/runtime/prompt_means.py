@@ -1,0 +1,183 @@
+"""Conditions on the mean of a prompt's rows: judged when the forward pass has the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tllm.runtime.columns import IntArray
+from tllm.runtime.latches import Latch, Latches
+from tllm.runtime.transfer import upload
+from tllm.spec.conditions import MAX_GATES, SCORES, Gate
+
+_HOLDS = 0.5
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt of which conditions judge the mean."""
+
+    latch: Latch
+    gates: tuple[Gate, ...]
+    length: int
+    begun: bool = False
+
+
+class _Ended(NamedTuple):
+    """A prompt whose last row the forward pass has, and where in the batch that is."""
+
+    prompt: _Prompt
+    row: int
+
+
+class PromptMeans:
+    """Judges conditions on the mean of a prompt, a few operations in a step in which one ends.
+
+    Taps add rows up (`Latches`). A sequence that is preempted within its prompt begins anew.
+
+    Args:
+        state: see `Gates.state`.
+
+    Attributes:
+        waiting: whether there is any prompt to judge, now or later.
+    """
+
+    def __init__(
+        self,
+        latches: Latches,
+        vectors: Mapping[str, torch.Tensor],
+        state: Callable[[], torch.Tensor | None],
+        device: torch.device,
+    ) -> None:
+        self._latches = latches
+        self._vectors = vectors
+        self._state = state
+        self._device = device
+        self._prompts: dict[int, _Prompt] = {}
+        self._ended: list[_Ended] = []
+        self.waiting = False
+
+    def ask(self, slot: int, latch: Latch, gates: Sequence[Gate], length: int) -> None:
+        """A sequence begins whose prompt is to be judged.
+
+        Args:
+            gates: terms before joints.
+        """
+        self._prompts[slot] = _Prompt(latch, tuple(gates), length)
+        self.waiting = True
+
+    def forget(self, slot: int) -> None:
+        """A sequence has ended."""
+        self._prompts.pop(slot, None)
+        self.waiting = bool(self._prompts or self._ended)
+
+    def begin(self, slots: IntArray, starts: IntArray, counts: IntArray) -> None:
+        """Before a forward pass, behind what `commit` brought; arrays as in `StepBatch`."""
+        again: list[int] = []
+        first_rows = np.cumsum(counts) - counts
+        for i, slot in enumerate(slots.tolist()):
+            prompt = self._prompts.get(slot)
+            if prompt is None:
+                continue
+            start, end = int(starts[i]), int(starts[i] + counts[i])
+            if start == 0 and prompt.begun:
+                again += prompt.latch.sums.values()
+            prompt.begun = True
+            if end >= prompt.length:
+                row = int(first_rows[i]) + prompt.length - 1 - start
+                self._ended.append(_Ended(prompt, row))
+                del self._prompts[slot]  # what was found stays, also if it is computed again
+        if again:
+            at = upload(np.array(again, np.int64), self._device)
+            self._latches.tables[2].index_fill_(0, at, 0.0)
+
+    @torch.inference_mode()
+    def judge(self) -> None:
+        """Behind the forward pass, on its stream. Safe to call again."""
+        if not self._ended:
+            return
+        ended, self._ended = self._ended, []
+        self.waiting = bool(self._prompts)
+        state = self._state()
+        if state is None:
+            return
+        scores = torch.full((len(ended), MAX_GATES), torch.nan, device=self._device)
+        strengths = scores.clone()
+        self._judge_probes(ended, scores, strengths)
+        for i, (prompt, _) in enumerate(ended):
+            for gate in prompt.gates:
+                if not gate.vector:
+                    terms = torch.stack([strengths[i, term] for term in gate.terms])
+                    strengths[i, gate.number] = terms.amin() if gate.every else terms.amax()
+                    scores[i, gate.number] = strengths[i, gate.number]
+        self._note(ended, scores, strengths, state)
+
+    def _judge_probes(
+        self, ended: Sequence[_Ended], scores: torch.Tensor, strengths: torch.Tensor
+    ) -> None:
+        """Scores and strengths of all probes of all prompts, `[prompts, MAX_GATES]`."""
+        each = [
+            (i, prompt, gate)
+            for i, (prompt, _) in enumerate(ended)
+            for gate in prompt.gates
+            if gate.vector
+        ]
+        ints = [
+            (prompt.latch.sums[gate.number], i * MAX_GATES + gate.number, gate.score)
+            for i, prompt, gate in each
+        ]
+        floats = [
+            (prompt.length, gate.bias, gate.low, gate.high, gate.soft, gate.middle)
+            for _, prompt, gate in each
+        ]
+        rows, places, kinds = upload(np.array(ints, np.int64).T.copy(), self._device)
+        length, bias, low, high, soft, middle = upload(
+            np.array(floats, np.float32).T.copy(), self._device
+        )
+        means = self._latches.tables[2][rows] / length[:, None]
+        vectors = torch.stack([self._vectors[gate.vector] for _, _, gate in each])
+        along = (means * vectors).sum(1)
+        cast = (kinds == SCORES.index("cast"))[:, None]
+        vectors = torch.where(cast, torch.tanh(along[:, None] * vectors), vectors)
+        lengths = means.norm(dim=1) * vectors.norm(dim=1)
+        cosines = torch.where(lengths > 0, (means * vectors).sum(1) / lengths, 0.0)
+        score = torch.where(kinds == SCORES.index("dot"), along, cosines) + bias
+        hard = ((score > low) & (score < high)).float()
+        strength = torch.where(soft != 0, torch.sigmoid(soft * (score - middle)), hard)
+        scores.view(-1).index_copy_(0, places, score)
+        strengths.view(-1).index_copy_(0, places, strength)
+
+    def _note(
+        self,
+        ended: Sequence[_Ended],
+        scores: torch.Tensor,
+        strengths: torch.Tensor,
+        state: torch.Tensor,
+    ) -> None:
+        """Tell the signals of the prompts' last rows, and remember what holds."""
+        judged = [
+            (i * MAX_GATES + gate.number, row * 2 * MAX_GATES + gate.number)
+            for i, (prompt, row) in enumerate(ended)
+            for gate in prompt.gates
+        ]
+        at, told = upload(np.array(judged, np.int64).T.copy(), self._device)
+        state.view(-1).index_copy_(0, told, strengths.view(-1)[at])
+        state.view(-1).index_copy_(0, told + MAX_GATES, scores.view(-1)[at])
+        decide = [
+            (
+                i * MAX_GATES + gate.number,
+                prompt.latch.row * 2 * MAX_GATES + gate.number,
+                prompt.length - 1,
+            )
+            for i, (prompt, _) in enumerate(ended)
+            for gate in prompt.gates
+            if gate.scope
+        ]
+        at, cell, last = upload(np.array(decide, np.int64).T.copy(), self._device)
+        cells = self._latches.tables[0].view(-1)
+        found = torch.where(strengths.view(-1)[at] > _HOLDS, last.int(), cells[cell])
+        cells.index_copy_(0, cell, found)
