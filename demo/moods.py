@@ -91,9 +91,10 @@ def measure(
             steering_positions=way.positions,
             max_tokens=max_tokens,
             temperature=0.8,
+            seed=number,  # the same story, but for what steering does
         )
         for way, scale in settings
-        for _ in range(openings)
+        for number in range(openings)
     ]
     outputs = llm.generate(told * len(settings), params, use_tqdm=False)
     texts = [output.outputs[0].text for output in outputs]
