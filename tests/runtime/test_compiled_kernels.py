@@ -75,7 +75,7 @@ def test_a_plan_row_that_no_column_uses_is_not_written(has_starts):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = row_plan._row_plan_kernel
+    kernel = row_plan._row_plan_kernel.kernel
     chosen = {"HAS_STARTS": has_starts, "BLOCK": 256}
     numbers = dict.fromkeys(("plan_stride", "used"), "i32")
     signature = {

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tllm.consumers.esamp.distiller import AdamW
 from tllm.consumers.esamp.norm import Norm, RmsNorm
+from tllm.kernel_launch import RepeatedLaunch
 
 # Block sizes do not follow the number of rows: a new size would compile in mid-generation.
 _UPDATE_BLOCK = 2048
@@ -32,6 +33,7 @@ def _row_warps(hidden: int) -> int:
     return 8 if hidden > 2048 else 4
 
 
+@RepeatedLaunch
 @triton.jit(do_not_specialize_on_alignment=["index"])
 def _gather_rows(rows, row_stride, index, out, hidden, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
@@ -51,6 +53,7 @@ def gather_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
     _gather_rows[grid](rows, rows.stride(0), index, out, hidden, BLOCK=block)
 
 
+@RepeatedLaunch
 @triton.jit(do_not_specialize=["width"])
 def _gate(projected, bias, bias_stride, out, width, rank, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -79,6 +82,7 @@ def gate(projected: Tensor, gate_bias: Tensor, out: Tensor) -> None:
     )
 
 
+@RepeatedLaunch
 @triton.jit(do_not_specialize_on_alignment=["index"])
 def _scatter_predictions(
     x, branch, scale, eps, index, out, hidden, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr
@@ -115,6 +119,7 @@ def scatter_predictions(x: Tensor, branch: Tensor, norm: Norm, index: Tensor, ou
     )
 
 
+@RepeatedLaunch
 @triton.jit(do_not_specialize=["width"])
 def _loss_backward(
     x,
@@ -187,6 +192,7 @@ def loss_backward(
     )
 
 
+@RepeatedLaunch
 @triton.jit(do_not_specialize=["width"])
 def _gate_backward(
     grad_hidden,
@@ -251,6 +257,7 @@ def gate_backward(
     )
 
 
+@RepeatedLaunch
 @triton.jit(
     do_not_specialize=["width"],
     do_not_specialize_on_alignment=["corrections", "ledger"],
@@ -320,6 +327,7 @@ def open_update(
     )
 
 
+@RepeatedLaunch
 @triton.jit(do_not_specialize_on_alignment=["corrections"])
 def _update(
     weights,
@@ -393,6 +401,7 @@ def update(
     )
 
 
+@RepeatedLaunch
 @triton.jit
 def _guidance(
     logits,

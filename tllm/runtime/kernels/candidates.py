@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.kernels.backend import HAS_TRITON, uses_triton
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    @RepeatedLaunch
     @triton.jit
     def _row_max_kernel(
         logits_ptr, logits_stride, max_ptr, vocab, SPAN: tl.constexpr, BLOCK: tl.constexpr
@@ -27,6 +29,7 @@ if HAS_TRITON:
             best = tl.maximum(best, value.to(tl.float32))
         tl.store(max_ptr + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, axis=0))
 
+    @RepeatedLaunch
     @triton.jit
     def _filter_kernel(
         logits_ptr,
@@ -72,6 +75,7 @@ if HAS_TRITON:
                 tl.store(ids_ptr + row * width + place, at, mask=store)
                 tl.store(values_ptr + row * width + place, value, mask=store)
 
+    @RepeatedLaunch
     @triton.jit
     def _collect_kernel(
         logits_ptr,
@@ -102,6 +106,7 @@ if HAS_TRITON:
                 tl.store(ids_ptr + out * width + place, at, mask=store)
                 tl.store(values_ptr + out * width + place, value, mask=store)
 
+    @RepeatedLaunch
     @triton.jit
     def _limit_kernel(found_ptr, counts_ptr, overflow_ptr, values_ptr, width, BLOCK: tl.constexpr):
         row = tl.program_id(0)
@@ -114,6 +119,7 @@ if HAS_TRITON:
         c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         tl.store(values_ptr + row * width + c, float("-inf"), mask=(c >= count) & (c < width))
 
+    @RepeatedLaunch
     @triton.jit
     def _project_kernel(
         hidden_ptr,
@@ -151,6 +157,7 @@ if HAS_TRITON:
                     total += tl.load(bias_ptr + local, mask=here, other=0.0)
                 tl.store(out_ptr + out_row * width + c, total)
 
+    @RepeatedLaunch
     @triton.jit
     def _finish_kernel(
         raw_ptr,
@@ -181,6 +188,7 @@ if HAS_TRITON:
         value = tl.where(valid, raw * scale / temperature, logits)
         tl.store(out_ptr + row * width + c, value, mask=inside)
 
+    @RepeatedLaunch
     @triton.jit
     def _edit_kernel(
         logits_ptr,

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 
+from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.kernels.backend import HAS_TRITON, uses_triton
 from tllm.runtime.kernels.candidates import CandidateRows
 
@@ -27,6 +28,7 @@ if HAS_TRITON:
         strength = tl.load(strength_ptr + m, mask=inside, other=0.0)
         return (found > width) & (state >= 0) & (strength != 0.0)
 
+    @RepeatedLaunch
     @triton.jit(do_not_specialize=["num_rows"])
     def _contrast_kernel(
         hidden_ptr,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime import columns
 from tllm.runtime.columns import CONSECUTIVE, SEGMENT_WIDTH, Column, SegmentWord
 from tllm.runtime.kernels.backend import HAS_TRITON
@@ -28,6 +29,7 @@ if HAS_TRITON:
     FIRST_PLAN_ROW = tl.constexpr(Column(0).plan_row)
     DESTINATION = tl.constexpr(columns.DESTINATION)
 
+    @RepeatedLaunch
     @triton.jit(do_not_specialize=["plan_stride", "used"])
     def _row_plan_kernel(
         segments_ptr,

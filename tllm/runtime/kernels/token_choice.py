@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.kernels.backend import HAS_TRITON
 
 if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    @RepeatedLaunch
     @triton.jit
     def _token_choice_kernel(steer_ptr, ids_ptr, heads_ptr, entries_ptr, BLOCK: tl.constexpr):
         at = steer_ptr + tl.program_id(0)
