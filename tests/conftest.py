@@ -2,7 +2,8 @@
 
 `TLLM_TEST_RUNNER=v1` (the default) is how tLLM runs on a CPU: the V1 runner, and the PyTorch
 references in place of our kernels. `TLLM_TEST_RUNNER=v2` runs the V2 runner, and every Triton
-kernel, vLLM's and ours, in Triton's interpreter: a test harness, never a product path.
+kernel, vLLM's and ours, in Triton's interpreter: a test harness, never a product path. On a machine
+with a GPU kernels are compiled, and multiply float32 numbers as such, not as tf32.
 """
 
 import os
@@ -25,6 +26,7 @@ INTERPRETED = RUNNER == "v2" and not HAS_GPU
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "TRITON_F32_DEFAULT": "ieee",
     "TRITON_INTERPRET": str(int(INTERPRETED)),
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
