@@ -66,3 +66,8 @@ def test_a_position_that_is_named_from_both_ends_is_refused():
     check_patch_positions([use], 13, 4)
     with pytest.raises(ValueError, match="-1 and 11 are the same position of a prompt of 12"):
         check_patch_positions([use], 12, 4)
+
+
+def test_generated_positions_are_not_those_of_the_prompt() -> None:
+    """The third token of the prompt, and the third that is generated."""
+    check_patch_positions([PatchUse("post_block", 0, (2, 14, -1, 13), keep=0.0, scale=1.0)], 12, 4)

@@ -335,7 +335,7 @@ def check_patch_positions(
                     f"patch[{i}]['positions']: position {position} is out of range for a prompt of "
                     f"{prompt_len} tokens and max_tokens={max_tokens}; give {-prompt_len}{last}"
                 )
-        twice = set(use.positions) & {p - prompt_len for p in use.positions if p >= 0}
+        twice = set(use.positions) & {p - prompt_len for p in use.positions if 0 <= p < prompt_len}
         if twice:
             one = max(twice)
             raise ValueError(
