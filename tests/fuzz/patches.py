@@ -40,8 +40,11 @@ def _source(pick: Random, count: int) -> dict[str, Any]:
 
 def _patch(pick: Random, ask: Ask) -> dict[str, Any]:
     """One entry."""
-    low, high = -len(ask.prompt), len(ask.prompt) + ask.options["max_tokens"] - 1
-    positions = pick.sample(range(low, high), min(high - low, pick.randint(1, 5)))
+    length = len(ask.prompt)
+    last = length + ask.options["max_tokens"] - 1
+    positions = pick.sample(range(last), min(last, pick.randint(1, 5)))
+    from_end = {at for at in positions if at < length and pick.random() < 0.5}
+    positions = [at - length if at in from_end else at for at in positions]
     point = pick.choice(ask.points)
     entry = {"hook": point, "positions": positions, "source": _source(pick, len(positions))}
     if point not in WITHOUT_LAYER:
