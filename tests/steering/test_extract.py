@@ -411,6 +411,7 @@ def log_probabilities(reference, tokens, entry=None, layer=0):
 
 
 def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_module, tmp_path):
+    before = llm.steering.modules()
     prompts = [neutral_opening(Random(seed)) for seed in range(4)]
     texts = [reference.tokenizer(text).input_ids for text in (HAPPY[0], SAD[1])]
     written: list[str] = []
@@ -440,7 +441,7 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
     assert swept.best(1.0) == plain
     picture = swept.plot(tmp_path / "sweep.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<polyline") == 3
-    assert not llm.steering.modules()
+    assert llm.steering.modules() == before
     for wrong, says in (
         ({"strengths": []}, "give at least one strength"),
         ({"prompts": "one"}, "a list of at least one prompt"),
