@@ -15,7 +15,7 @@ from fuzz.rounds import attack
 SEED = int(os.environ.get("TLLM_FUZZ_SEED", "1"))
 SECONDS = os.environ.get("TLLM_FUZZ_SECONDS")
 RUNNER = os.environ["TLLM_TEST_RUNNER"]
-ROUNDS = {"v1": 4, "v2": 2}
+ROUNDS = {"v1": 4, "v2": 1}  # what is interpreted takes minutes
 
 
 def test_requests_that_run_together_are_as_alone_and_leave_nothing(attacked):
