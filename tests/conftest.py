@@ -4,9 +4,16 @@
 references in place of our kernels. `TLLM_TEST_RUNNER=v2` runs the V2 runner, and every Triton
 kernel, vLLM's and ours, in Triton's interpreter: a test harness, never a product path. On a machine
 with a GPU kernels are compiled, and multiply float32 numbers as such, not as tf32.
+
+One thread a process: threads that wait for each other at every small product, beside another
+process that wants the same cores, took five times the time of the work. The number is read when
+torch is imported, and never again.
 """
 
 import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import types
 from collections.abc import Callable
 from importlib import metadata
@@ -25,7 +32,6 @@ INTERPRETED = RUNNER == "v2" and not HAS_GPU
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
     "TRITON_F32_DEFAULT": "ieee",
     "TRITON_INTERPRET": str(int(INTERPRETED)),
     "VLLM_CPU_KVCACHE_SPACE": "1",

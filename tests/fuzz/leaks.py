@@ -33,6 +33,8 @@ KEPT = {
 """What grows with what was done, and why it may."""
 SLACK = {"bytes of tensors": 2000}
 """How much more there may be of something."""
+STILL_S, PATIENCE_S = 0.5, 5.0
+"""How long what there is more of must stay the same, and how long that is waited for."""
 
 _CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 _DEEPEST = 3
@@ -116,21 +118,33 @@ def _kind_of(target: str) -> str:
     return target.partition(":[")[0] if ":[" in target else target
 
 
-def grown(
-    measure: Callable[[], Footprint], before: Footprint, patience_s: float = 5.0
-) -> list[str]:
+def more_than(before: Footprint, after: Footprint) -> list[str]:
+    """What there is more of."""
+    return [
+        f"{name}: {before[name]} and {count - before[name]} more"
+        for name, count in sorted(after.items())
+        if count > before[name] + SLACK.get(name, 0) and not any(kept in name for kept in KEPT)
+    ]
+
+
+class Rest:
+    """Whether threads that work on after a round have come to rest."""
+
+    def __init__(self) -> None:
+        self._begun = self._changed = time.monotonic()
+        self._more: list[str] = []
+
+    def reached(self, more: list[str]) -> bool:
+        """Whether what there is more of has not changed for long, or never stays the same."""
+        now = time.monotonic()
+        if more != self._more:
+            self._more, self._changed = more, now
+        return now - self._changed > STILL_S or now - self._begun > PATIENCE_S
+
+
+def grown(measure: Callable[[], Footprint], before: Footprint) -> list[str]:
     """What there is more of than before, when threads had time to come to rest."""
-    deadline = time.monotonic() + patience_s
-    while True:
-        after = measure()
-        more = {
-            name: after[name] - before[name]
-            for name in after
-            if after[name] > before[name] + SLACK.get(name, 0)
-            and not any(kept in name for kept in KEPT)
-        }
-        if not more or time.monotonic() > deadline:
-            return [
-                f"{name}: {before[name]} and {count} more" for name, count in sorted(more.items())
-            ]
+    rest = Rest()
+    while (more := more_than(before, measure())) and not rest.reached(more):
         time.sleep(0.1)
+    return more

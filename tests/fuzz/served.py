@@ -26,7 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from fuzz.asks import Ask
 from fuzz.features import MODULES, draw_together
 from fuzz.gates import MONITORS
-from fuzz.leaks import Footprint, grown, of_process
+from fuzz.leaks import Footprint, Rest, more_than, of_process
 from fuzz.oracle import Oracle, WrongError
 from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
 from fuzz.rounds import AGAIN, PROBE, consumers
@@ -115,10 +115,8 @@ class Served:
         return f"request-{self._number}"
 
     async def _more_than(self, before: Footprint) -> list[str]:
-        for _ in range(50):
-            after = await self._footprint()
-            if not (more := grown(lambda: after, before, patience_s=0)):  # noqa: B023
-                break
+        rest = Rest()
+        while (more := more_than(before, await self._footprint())) and not rest.reached(more):
             await asyncio.sleep(0.1)
         return more
 
