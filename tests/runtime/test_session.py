@@ -75,6 +75,7 @@ class Engine:
             ModelView(HIDDEN, layers, 10, torch.float32, CPU, None, None, None, max_requests=4),
             lm_head=None,
             samples=True,
+            drafts=False,
             max_sequences=4,
             max_positions=64,
             max_programs=16,

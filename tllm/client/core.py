@@ -371,6 +371,7 @@ class Client:
         if streamed and results and len(uses.unused) < len(self.consumers):
             uses.wants_tokens = True
         generates = isinstance(params, vllm.SamplingParams)
+        _check_acting(uses, generates=generates, streamed=streamed, generated=generated)
         groups, patch = changes
         stops, aborts = _ends(groups, params)
         if aborts:  # rows of cached blocks would not be judged
@@ -392,6 +393,7 @@ class Client:
             consumers=asked.consumers,
             reads=tuple(dict.fromkeys(uses.reads)),
             wants_tokens=uses.wants_tokens,
+            acted=uses.acting is not None,
             isolated=uses.writes,
             steering=tuple(group.use for group in groups),
             patch=patch,
@@ -668,6 +670,23 @@ def _check_memory(groups: Sequence[SteeringGroup], *, streamed: bool, generated:
     raise ValueError(
         "a condition of steering, the request's own or a global one, decides on later tokens "
         f"('scope', 'over'), and was given for {why}, or leave scope and over out"
+    )
+
+
+def _check_acting(uses: Uses, *, generates: bool, streamed: bool, generated: int) -> None:
+    """Refuse controllers for requests of a kind that they cannot act on."""
+    if uses.acting is None or (generates and not streamed and not generated):
+        return
+    why = "a beam, which is computed by many requests; use generate()"
+    if not generates:
+        why = "pooling, which generates nothing; use generate()"
+    elif streamed:
+        why = (
+            "a prompt that is streamed, of which tokens are dropped; give the whole prompt at once"
+        )
+    raise ValueError(
+        f"{uses.acting} decides what is done to requests (Actions.write), and this one is for "
+        f"{why}, or turn it off for this request: {uses.acting} = {{'enabled': False}}"
     )
 
 

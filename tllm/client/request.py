@@ -24,6 +24,7 @@ class Uses:
     Attributes:
         reads: rows that they read.
         writes: they may change rows.
+        acting: the first that decides what is done to it; None for none.
         captures: those whose results are capture results.
         wants_tokens: one waits for the tokens of the output.
         unused: those that have nothing to do with it.
@@ -33,6 +34,7 @@ class Uses:
 
     reads: list[RowsRead] = field(default_factory=list)
     writes: bool = False
+    acting: str | None = None
     captures: list[str] = field(default_factory=list)
     wants_tokens: bool = False
     unused: set[str] = field(default_factory=set)
@@ -44,6 +46,8 @@ class Uses:
             named = [(f"{field_name}['positions']", i) for i in flow.selection.include.media]
             self.media = [*(self.media or ()), *named]
         self.reads += rows_read(flow, field_name)
+        if flow.actions:
+            self.acting = self.acting or field_name
         self.writes = self.writes or any(each.port == "residual_stream" for each in flow.writes)
 
 

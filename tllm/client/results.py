@@ -10,7 +10,7 @@ from typing import Any, Literal
 import cloudpickle
 from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 
-from tllm.ports import Payload
+from tllm.ports import ActionLog, Payload
 from tllm.ports.payload import cut
 
 Status = Literal["ok", "partial_error", "error", "pending"]
@@ -204,20 +204,33 @@ def attach_results(
         # The last generated token never passes the model; all of a prompt's do.
         num_tokens = prompt_len + max(lengths.get(index, 0), 1)
         completed = isinstance(sample, CompletionOutput)
-        judged = completed and sample.stop_reason in ended_by
+        judged = completed and (sample.stop_reason in ended_by or _stopped(own, sample))
         aborted = completed and sample.finish_reason == "abort" and not judged
         final = {
-            # What a condition made of the last token counts where it has ended the sample.
+            # What a condition, or a controller, made of the last token counts where one of them has
+            # ended the sample.
             name: _final(
                 result,
                 given.get(0, {}).get(name),
-                num_tokens - (name == _SIGNALS and not judged),
+                num_tokens - (not judged and _judges(name, result)),
                 aborted,
             )
             for name, result in own.items()
         }
         _set(sample, final, named)
     _set(output, samples[0][1].consumer_results if samples else {}, named)
+
+
+def _stopped(results: Mapping[str, ConsumerResult], sample: CompletionOutput) -> bool:
+    """Whether a controller has ended a sample."""
+    logs = (r.payload for r in results.values() if isinstance(r.payload, ActionLog))
+    ended = sample.finish_reason == "stop" and sample.stop_reason is not None
+    return ended and any(log.stopped_by(sample.stop_reason) for log in logs)
+
+
+def _judges(name: str, result: ConsumerResult) -> bool:
+    """Whether a result is of every token that was judged, the one that ended the sample too."""
+    return name == _SIGNALS or isinstance(result.payload, ActionLog)
 
 
 def hand_on(pooled: Iterable[Any], outputs: Sequence[Any]) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
 import torch
 
 from tllm.ports import (
+    Action,
     Candidates,
     ConsumerContext,
     ConsumerFlow,
@@ -107,6 +108,14 @@ class Consumer(ABC):
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Rows have arrived. See `ConsumerFlow.window` for when and on which stream."""
 
+    def decide(self, rows: PortBundle, ctx: ConsumerContext) -> Iterable[Action] | None:
+        """Rows have arrived of a flow that has `Actions.write`: what to do to their requests.
+
+        What is raised here is heard by the requests of the bundle, which are decided for no more;
+        the consumer stays. Under tensor parallelism the first rank decides for all.
+        """
+        return None
+
     def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None:
         """Logit deltas `[rows, width]` float32 for the candidates, or None to leave them.
 
@@ -136,9 +145,10 @@ class Consumer(ABC):
             data, numpy arrays or CPU tensors; None for nothing. Give values that belong to
             tokens as `PerToken`: rows that the engine computed ahead of a stop are then cut off.
             A `RequestResult` says that something is missing. A `concurrent.futures.Future` of
-            any of these lets the engine go on: whoever takes the result waits for it.
+            any of these lets the engine go on: whoever takes the result waits for it. By default
+            what `decide` did, if anything.
         """
-        return None
+        return request.actions
 
     def expedite(self) -> None:
         """Somebody waits for results that are still promised: do not hold them back for others.

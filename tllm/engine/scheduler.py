@@ -85,7 +85,7 @@ class _Rules(_Base):
         prompt = prompt_len, request.prompt_token_ids or ()
         stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
         changed, history = stretches, ""
-        if spec.stops or spec.aborts:
+        if spec.stops or spec.aborts or spec.acted:
             self._tllm_endings.add(request.request_id, spec)
         changing = [use for use in spec.steering if use.changes_rows]
         if len(changing) < len(spec.steering):
@@ -145,7 +145,7 @@ class _Rules(_Base):
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
-        "outputs of requests in bulk go back in one message; conditions that end requests",
+        "outputs of requests in bulk go back in one message; what conditions and controllers end",
     )
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._tllm_endings.hear(model_runner_output)
@@ -162,7 +162,7 @@ class _Rules(_Base):
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler._update_request_with_output",
-        "a condition ends a request",
+        "a condition or a controller ends a request",
     )
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any

@@ -1,4 +1,5 @@
-"""How a request ends by a condition: the worker says which held, the scheduler what comes of it."""
+"""How a request ends by a condition or a controller: the worker says which held, or that it was
+stopped, the scheduler what comes of it."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ class RequestEndings:
         return bool(self._asked)
 
     def add(self, request_id: str, spec: RequestSpec) -> None:
-        """A request may be ended by conditions."""
+        """A request may be ended by conditions, or by controllers."""
         self._asked[request_id] = spec
 
     def forget(self, request_id: str) -> None:
@@ -111,7 +112,7 @@ class RequestEndings:
             if request_id not in self._asked:  # it has ended since
                 continue
             order = [number for number, _ in self._asked[request_id].aborts]
-            held = [order.index(number) for drawn, number in fired if drawn == PROMPT]
+            held = [order.index(number) for drawn, number in fired if drawn == PROMPT]  # type: ignore[arg-type]
             if held:
                 self._refused[request_id] = min(*held, self._refused.get(request_id, len(order)))
 
@@ -167,5 +168,6 @@ class RequestEndings:
             return None
         first = min(places)
         held = {number for place, number in fired if place == first}
-        reason = next(name for number, name in spec.stops if number in held)
+        named = [name for number, name in spec.stops if number in held]
+        reason = next(iter((*named, *(each for each in held if isinstance(each, str)))))
         return _End(first, RequestStatus.FINISHED_STOPPED, reason)

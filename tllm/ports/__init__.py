@@ -1,5 +1,6 @@
 """The catalogue: what a consumer may read and write."""
 
+from tllm.ports.actions import Action, ActionLog, Actions, Note, Stop, TakenAction
 from tllm.ports.base import ConsumerFlow, Phase, Place, PortRead, PortWrite, Window
 from tllm.ports.bundle import ConsumerContext, HostTensor, ModelView, PortBundle, ResidualWriter
 from tllm.ports.cpu_export import CpuExport
@@ -12,6 +13,9 @@ from tllm.ports.signals import Signals
 from tllm.ports.token_target import TokenTarget
 
 __all__ = [
+    "Action",
+    "ActionLog",
+    "Actions",
     "Candidates",
     "ConsumerContext",
     "ConsumerFlow",
@@ -19,6 +23,7 @@ __all__ = [
     "HostTensor",
     "Logits",
     "ModelView",
+    "Note",
     "Payload",
     "PerToken",
     "Phase",
@@ -34,6 +39,8 @@ __all__ = [
     "RowMeta",
     "Sampler",
     "Signals",
+    "Stop",
+    "TakenAction",
     "TokenTarget",
     "Window",
     "in_order",

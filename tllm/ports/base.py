@@ -61,7 +61,7 @@ class ConsumerFlow:
         reads: what arrives in each bundle. All residual reads of one flow share a phase:
             rows of a bundle are aligned across its entries.
         writes: what the consumer may change (`ResidualStream.write`, `Sampler.write`,
-            `CpuExport.write`).
+            `CpuExport.write`), and whether its `decide` is given the rows (`Actions.write`).
         window: when `consume_bundle` runs.
             `same_step`: on the engine's thread and compute stream, after the forward pass and
             before this step's tokens are sampled (after sampling, when the flow reads
@@ -146,6 +146,7 @@ class ConsumerFlow:
                 "captured; add 'phase': 'prompt', or read all of them and choose by the tokens of "
                 "the output"
             )
+        self._check_actions()
         if not self.selection.everything and (
             self.reads_port("logits") or self.reads_port("token_target")
         ):
@@ -153,6 +154,44 @@ class ConsumerFlow:
                 "positions: a flow that reads the logits or the token target is given every row; "
                 "choose among them by bundle.meta.positions"
             )
+
+    def _check_actions(self) -> None:
+        """Refuse windows in which what is decided could not act when it should."""
+        if not (kinds := self.actions):
+            return
+        if self.window == "out_of_band":
+            raise ValueError(
+                "window='out_of_band' with Actions.write: what is decided on a side stream acts "
+                "when nobody knows; use 'same_step', 'next_step' or 'background'"
+            )
+        if self.window == "same_step" and "steer" in kinds:
+            raise ValueError(
+                "window='same_step' with Actions.write('steer'): the forward pass is over when its "
+                "rows are here, so nothing can be done to them any more; use "
+                "window='next_step', or steering with a condition ('when'), which is judged in "
+                "the pass itself"
+            )
+        if self.window == "same_step" and self.reads_port("token_target"):
+            raise ValueError(
+                "window='same_step' with Actions.write and TokenTarget.read(): the token is drawn "
+                "and on its way when it can be read; use window='next_step'"
+            )
+        if self.window != "background" and self.dispatch_every_n_steps > 1:
+            raise ValueError(
+                f"dispatch_every_n_steps={self.dispatch_every_n_steps} with Actions.write and "
+                f"window={self.window!r}: rows of earlier steps could not act in time; use 1, or "
+                "window='background'"
+            )
+
+    @cached_property
+    def actions(self) -> frozenset[str]:
+        """The kinds of actions that may be decided by its rows; empty where none."""
+        found: frozenset[str] = frozenset()
+        for write in self.writes:
+            kinds = write.options.get("kinds")
+            if write.port == "actions" and isinstance(kinds, frozenset):
+                found |= kinds
+        return found
 
     @property
     def selection(self) -> Selection:

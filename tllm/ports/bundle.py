@@ -38,6 +38,11 @@ class PortBundle:
     label: str = ""
     reads: tuple[PortRead, ...] = ()
 
+    @property
+    def owners(self) -> list[RequestInfo]:
+        """Whose each row is: `[rows]`."""
+        return [self.meta.requests[i] for i in self.meta.request_index.tolist()]
+
 
 @dataclass(frozen=True)
 class ModelView:

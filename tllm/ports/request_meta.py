@@ -30,6 +30,8 @@ class RequestInfo:
         token_ids: all tokens, prompt and output, in `on_request_finished` of a consumer with
             `needs_tokens`; None while they are not known, and when the request was given up.
         missing: in `on_request_finished`: which rows the runtime had to give up; None for none.
+        actions: in `on_request_finished`: what the consumer's `decide` did to the sequence, an
+            `ActionLog`; None for nothing.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class RequestInfo:
     options: Mapping[str, Any] = field(default_factory=dict)
     token_ids: tuple[int, ...] | None = None
     missing: str | None = None
+    actions: Any = None
 
 
 @dataclass(frozen=True, eq=False)

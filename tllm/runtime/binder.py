@@ -18,6 +18,7 @@ class Binder:
             `ValueError` with what the model has.
         samples: whether this rank samples tokens.
         refusal: why candidates cannot be guided here, if they cannot.
+        drafts: whether tokens are drafted (speculative decoding).
     """
 
     def __init__(
@@ -28,12 +29,14 @@ class Binder:
         *,
         samples: bool,
         refusal: str | None,
+        drafts: bool,
     ) -> None:
         self._taps = taps
         self._resolve = resolve
         self._model = model
         self._samples = samples
         self._refusal = refusal
+        self._drafts = drafts
 
     def reads_here(self, flow: ConsumerFlow) -> tuple[PortRead, ...] | None:
         """A flow's reads as this rank has them. None: the flow belongs to another rank.
@@ -44,6 +47,8 @@ class Binder:
         guides = any(write.port == "sampler" for write in flow.writes)
         if guides and self._samples and self._refusal:
             raise ValueError(f"Sampler.write is not possible: {self._refusal}")
+        if flow.actions:
+            self._check_actions()
         reads, wanted, here = [], 0, 0
         for read in flow.reads:
             keys = [self._resolve(site, layer) for site, layer in read.places]
@@ -63,9 +68,25 @@ class Binder:
                 f"a flow reads hook points of several pipeline stages ({here} of {wanted} are "
                 "here); declare one flow for each stage, or give it split_by_stage=True"
             )
-        if (wanted and not here) or (flow.ranks == "first" and not self._model.first_rank):
+        # Ranks that decided each for itself could come to different ends: the first one decides.
+        on_first = flow.ranks == "first" or bool(flow.actions)
+        if (wanted and not here) or (on_first and not self._model.first_rank):
             return None
         return tuple(reads)
+
+    def _check_actions(self) -> None:
+        """Refuse what is decided in an engine in which it could not act where it should."""
+        if self._model.num_stages > 1:
+            raise ValueError(
+                f"Actions.write is not possible: this engine has {self._model.num_stages} pipeline "
+                "stages, which compute several steps at once; start it with "
+                "pipeline_parallel_size=1"
+            )
+        if self._drafts:
+            raise ValueError(
+                "Actions.write is not possible with speculative decoding: rows of drafted tokens "
+                "that are rejected would be decided by; leave out speculative_config"
+            )
 
     def bound(
         self, owner: BoundConsumer, number: int, flow: ConsumerFlow, reads: tuple[PortRead, ...]

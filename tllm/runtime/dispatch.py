@@ -18,7 +18,8 @@ import torch
 from tllm.ports import PortBundle, RequestInfo, RowMeta
 from tllm.runtime.batch import Frame, ProgramRows
 from tllm.runtime.columns import DECODE, PREFILL
-from tllm.runtime.flows import BoundConsumer, BoundFlow, Roles
+from tllm.runtime.controllers import Controllers
+from tllm.runtime.flows import BoundConsumer, BoundFlow, Context, Roles
 from tllm.runtime.ring import Span
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
@@ -71,6 +72,7 @@ class Dispatcher:
 
     Args:
         on_failure: told when a consumer raised, after it was marked dead.
+        controllers: given what consumers decide.
     """
 
     def __init__(
@@ -78,10 +80,12 @@ class Dispatcher:
         slots: Slots,
         device: torch.device,
         on_failure: Callable[[BoundConsumer], None],
+        controllers: Controllers,
     ) -> None:
         self._slots = slots
         self._device = device
         self._on_failure = on_failure
+        self._controllers = controllers
         self._waiting_for_next_step: list[tuple[BoundFlow, Frame, list[FlowRows]]] = []
 
     # -- calls ---------------------------------------------------------------------------------
@@ -404,7 +408,28 @@ class Dispatcher:
             owner.rows += len(part_meta)
             apart = _apart(part, lent=spec.delivery == "device_lease")
             bundle = PortBundle(apart, part_meta, key, flow.number, spec.label, flow.reads)
-            owner.consumer.consume_bundle(bundle, context)
+            if spec.actions:
+                self._decide(flow, bundle, context)
+            else:
+                owner.consumer.consume_bundle(bundle, context)
+
+    def _decide(self, flow: BoundFlow, bundle: PortBundle, context: Context) -> None:
+        """Let a consumer decide. What it raises is a matter of the bundle's requests alone."""
+        owner = flow.owner
+        try:
+            actions = owner.consumer.decide(bundle, context)
+            self._controllers.hear(flow, bundle, actions or (), context.step)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            logger.error(
+                "consumer %r raised in decide; the %d requests that it was given rows of go on "
+                "without it.\n%s",
+                owner.id,
+                len(bundle.meta.requests),
+                "".join(traceback.format_exception(error)),
+            )
+            self._controllers.fail(owner, bundle, error)
 
 
 def ends_process(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from inspect import signature
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tllm.ports import (
+    Action,
     Candidates,
     ConsumerContext,
     ConsumerFlow,
@@ -58,6 +59,7 @@ class ConsumerProtocol(Protocol):
     def on_weights_changed(self, ctx: ConsumerContext) -> None: ...
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
+    def decide(self, rows: PortBundle, ctx: ConsumerContext) -> Iterable[Action] | None: ...
     def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None: ...
     def on_step_end(self, ctx: ConsumerContext) -> None: ...
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any: ...

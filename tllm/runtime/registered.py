@@ -9,6 +9,7 @@ from functools import partial
 from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
+from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import PHASES, BoundConsumer, ConsumerProtocol
 from tllm.runtime.results import Results
@@ -39,6 +40,7 @@ class RegisteredConsumers:
     assignments: Assignments
     results: Results
     result_memory: ResultMemory
+    controllers: Controllers
     step: int = 0
     _writers: dict[str, list[TapWriter]] = field(default_factory=dict)
     _failed: list[BoundConsumer] = field(default_factory=list)
@@ -160,6 +162,23 @@ class RegisteredConsumers:
         for owner in failed:
             self._remove_writers(owner)
         self.reassign()
+
+    def give_up_undecided(self) -> None:
+        """Let sequences for which `decide` raised go on without the consumer."""
+        for owner, sequence, error in self.controllers.take_failed():
+            self.give_up(owner, sequence, error)
+
+    def give_up(self, owner: BoundConsumer, sequence: RunningSequence, error: str) -> None:
+        """Let a sequence go on without a consumer; its result says why."""
+        if not owner.serves(sequence):
+            return
+        info, context = owner.info(sequence), owner.context.at(self.step)
+        self.dispatcher.call(owner, owner.consumer.on_request_finished, info, context)
+        sequence.errors[owner.id] = error
+        sequence.refused.add(owner.id)
+        owner.forget(sequence.info.slot)
+        owner.asked.pop(sequence.info.slot, None)
+        self.assignments.assign(sequence)
 
     # -- what they want of a sequence
 

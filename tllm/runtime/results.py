@@ -11,6 +11,7 @@ from typing import Any
 
 from tllm.ports import RequestInfo, RequestResult
 from tllm.ports.payload import cut
+from tllm.runtime.controllers import ControlledSequence
 from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import BoundConsumer
 from tllm.runtime.slots import RunningSequence
@@ -74,7 +75,12 @@ class Results:
         for owner in self._consumers.values():
             if owner.serves(sequence):
                 self._dispatcher.flush(owner)
-                info = replace(owner.info(sequence), missing=_missing(sequence, owner.id))
+                controlled: ControlledSequence | None = sequence.controlled
+                info = replace(
+                    owner.info(sequence),
+                    missing=_missing(sequence, owner.id),
+                    actions=controlled and controlled.log(owner.id),
+                )
                 needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
                 if needs_tokens:
                     info = replace(info, token_ids=sequence.token_ids)
@@ -88,7 +94,8 @@ class Results:
             owner.forget(sequence.info.slot)
             owner.asked.pop(sequence.info.slot, None)
         for name, error in sequence.errors.items():
-            results[name] = RequestResult(None, "error", error)
+            log = sequence.controlled and sequence.controlled.log(name)
+            results[name] = RequestResult(log, "error", error)
         if sequence.keep_results:
             known = None if sequence.token_ids is None else len(sequence.token_ids)
             for name, result in results.items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from tllm.ports import RequestInfo
 from tllm.runtime.assignments import Assignments
+from tllm.runtime.controllers import ControlledSequence
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.results import PENDING, PromptResults, Results
@@ -66,6 +67,7 @@ class RunningSequences:
             prompt_token_ids,
             spec.steering,
             spec.patch,
+            controlled=ControlledSequence() if spec.acted else None,
         )
         self.slots.add_sequence(sequence)
         for owner in self.consumers:
@@ -122,6 +124,7 @@ class RunningSequences:
         if sequence.ended:
             return
         self.dispatcher.before_forward()
+        self.consumers.give_up_undecided()
         self.results.conclude(sequence, self.consumers.step)
         self.additions.forget(sequence.info.slot)
         sequence.ended = True

@@ -10,6 +10,7 @@ import torch
 from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
+from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.flows import BoundConsumer, ConsumerProtocol
 from tllm.runtime.patching import Patching
@@ -40,6 +41,7 @@ class Session:
         lm_head: None on a pipeline rank without it, or a string that says why candidates
             cannot be projected on it.
         samples: whether this rank samples tokens.
+        drafts: whether tokens are drafted (speculative decoding).
         max_sequences: the most that run at once.
         max_positions: the most tokens of a sequence.
         steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
@@ -65,6 +67,7 @@ class Session:
         *,
         lm_head: LmHead | str | None,
         samples: bool,
+        drafts: bool,
         max_sequences: int,
         max_positions: int,
         max_programs: int,
@@ -89,8 +92,9 @@ class Session:
         self.patching = patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         additions = Additions(taps, slots)
         self._assignments = Assignments(slots, self._programs, steering, patching, self._consumers)
+        self._controllers = controllers = Controllers(slots)
         self._dispatcher = dispatcher = Dispatcher(
-            slots, model.device, lambda owner: self.consumers.note_failure(owner)
+            slots, model.device, lambda owner: self.consumers.note_failure(owner), controllers
         )
         self._guidance = Guidance(lm_head, model, slots, dispatcher)
         self._results = Results(dispatcher, self._consumers, payloads=model.first_rank)
@@ -109,13 +113,21 @@ class Session:
             self._consumers,
             slots,
             model,
-            Binder(taps, resolve, model, samples=samples, refusal=self._guidance.refusal),
+            Binder(
+                taps,
+                resolve,
+                model,
+                samples=samples,
+                refusal=self._guidance.refusal,
+                drafts=drafts,
+            ),
             additions,
             dispatcher,
             self._guidance,
             self._assignments,
             self._results,
             self.result_memory,
+            controllers,
         )
         verdicts = Verdicts(steering.gates, max_sequences)
         self.sequences = RunningSequences(
@@ -140,6 +152,7 @@ class Session:
             self._guidance,
             verdicts,
             steering.gates.means,
+            controllers,
         )
 
     @property
@@ -249,6 +262,7 @@ class Session:
         stats = dict(self._dispatcher.call(owner, owner.consumer.read_stats) or {})
         stats["runtime"] = {
             **owner.counters(),
+            **self._decided_by(owner),
             "rows_with_too_many_candidates": int(self._guidance.overflow),
         }
         return stats
@@ -278,8 +292,15 @@ class Session:
             "patch_host_mib": self.patching.kept_bytes(on_host=True) / 2**20,
             "running_sequences": sum(not sequence.ended for sequence in self._slots),
             "requests_held_back": self.requests_held_back,
-            "by_consumer": {owner.id: owner.counters() for owner in self.consumers},
+            "by_consumer": {
+                owner.id: owner.counters() | self._decided_by(owner) for owner in self.consumers
+            },
         }
+
+    def _decided_by(self, owner: BoundConsumer) -> dict[str, Any]:
+        """Counters of a consumer's actions, where it has decided anything."""
+        counters = self._controllers.counters(owner.id)
+        return {} if counters is None else {"actions": counters}
 
     def _make_progress(self) -> bool:
         """Let a delivery thread finish a job; False when none has one."""

@@ -90,6 +90,8 @@ class RunningSequence:
     """Its patch rows."""
     latch: Latch | None = None
     """What it remembers of its conditions."""
+    controlled: Any = None
+    """What controllers did to it (`ControlledSequence`); None where they may not act."""
     laid_out: Any = None
     """Which flows want its rows and which consumers it uses, where every row is treated alike."""
 

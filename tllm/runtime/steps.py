@@ -11,6 +11,7 @@ import torch
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.columns import Column
+from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.kernels.candidates import CandidateRows
@@ -23,7 +24,7 @@ from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
-from tllm.runtime.verdicts import StepVerdicts, Verdicts
+from tllm.runtime.verdicts import StepVerdicts, StoppedSequences, Verdicts
 from tllm.runtime.writer import Additions
 
 
@@ -52,6 +53,7 @@ class Steps:
     guidance: Guidance
     verdicts: Verdicts
     means: PromptMeans
+    controllers: Controllers
     rows_captured: int = 0
     ring_rows_taken: int = 0
     rows_dropped: int = 0
@@ -115,6 +117,7 @@ class Steps:
         if observed:
             self.dispatcher.before_forward()
             self.consumers.detach_failed()
+            self.consumers.give_up_undecided()
             self.additions.commit()
         self.steering.commit()
         self.patching.commit()
@@ -129,6 +132,8 @@ class Steps:
         if self.means.waiting:
             self.means.begin(slots, starts, counts)
         self.verdicts.begin(engine_ids, slots, starts, counts, drafts)
+        if observed:
+            self.controllers.begin(engine_ids, starts + counts, self.consumers.step)
         self.taps.commit()
         self.taps.separate()
         if frame is not None and observed:
@@ -280,8 +285,9 @@ class Steps:
 
     def take_verdicts(self) -> StepVerdicts | None:
         """What conditions that end requests made of the step, on its way to the host; None where
-        no sequence of it asks. Before `end`."""
-        return self.verdicts.take()
+        no sequence of it asks. What controllers stop comes with it. Before `end`."""
+        judged, stopped = self.verdicts.take(), self.controllers.take_stops()
+        return StoppedSequences(stopped, judged) if stopped else judged
 
     # -- its end -----------------------------------------------------------------------------------
 

@@ -17,9 +17,10 @@ from tllm.spec.conditions import MAX_GATES
 PROMPT = -1
 """In a `Fired`, for a row of the prompt."""
 
-Fired: TypeAlias = tuple[tuple[int, int], ...]
+Fired: TypeAlias = tuple[tuple[int, int | str], ...]
 """Of one sequence: `(which token drawn in the step, number of the condition)` for each condition
-that held for the row that a token was drawn from; in order."""
+that held for the row that a token was drawn from; in order. What a controller stops has its reason
+in place of a number."""
 
 _HOLDS = 0.5
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
@@ -61,6 +62,26 @@ class StepVerdicts:
             engine_id = judged.engine_ids[judged.sequence[row]]
             found.setdefault(engine_id, set()).add((int(judged.drawn[row]), number))
         return {engine_id: tuple(sorted(fired)) for engine_id, fired in found.items()}
+
+
+class StoppedSequences(StepVerdicts):
+    """What controllers stopped in one step, with what was judged in it.
+
+    Args:
+        reasons: by the engine's id of each that ends with the row that its token is drawn from.
+        judged: None for nothing.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], judged: StepVerdicts | None) -> None:
+        self._reasons = reasons
+        self._others = judged
+
+    def wait(self) -> Mapping[str, Fired]:
+        """What ends sequences, conditions before controllers."""
+        found = {} if self._others is None else dict(self._others.wait())
+        for engine_id, reason in self._reasons.items():
+            found[engine_id] = (*found.get(engine_id, ()), (0, reason))
+        return found
 
 
 class Verdicts:

@@ -84,6 +84,7 @@ class RequestSpec:
         consumers: options by consumer id.
         reads: the rows that somebody reads, those of generated tokens too.
         wants_tokens: the workers are told its tokens when it ends.
+        acted: controllers may act on it.
         isolated: rows are changed by writes, so cached blocks are not shared with anybody.
         steering: what is done to which rows, in order; the operations themselves were sent to
             the workers before, and are known by their digest.
@@ -103,6 +104,7 @@ class RequestSpec:
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reads: tuple[RowsRead, ...] = ()
     wants_tokens: bool = False
+    acted: bool = False
     isolated: bool = False
     steering: tuple[GroupUse, ...] = ()
     patch: tuple[PatchUse, ...] = ()
@@ -115,7 +117,7 @@ class RequestSpec:
     @property
     def is_plain(self) -> bool:
         """Whether it is nobody's concern but vLLM's."""
-        changed = self.steering or self.patch or self.isolated
+        changed = self.steering or self.patch or self.isolated or self.acted
         return not (changed or self.consumers or self.reads or self.wants_tokens)
 
     def to_wire(self) -> dict[str, Any]:
@@ -129,6 +131,8 @@ class RequestSpec:
             wire["reads"] = [read.to_wire() for read in self.reads]
         if self.wants_tokens:
             wire["wants_tokens"] = True
+        if self.acted:
+            wire["acted"] = True
         if self.isolated:
             wire["isolated"] = True
         if self.generated:
