@@ -451,7 +451,7 @@ PROBE = WHEN["probe"]
         ({"probe": {**PROBE, "vector": None}}, "has no 'vector'"),
         ({"probe": {**PROBE, "bias": "x"}}, r"\['bias'\]='x' is not a number"),
         ({"probe": {**PROBE, "score": "sum"}}, "choose one of"),
-        ({"probe": {**PROBE, "sae": "x"}}, "an SAE feature as a probe is not supported"),
+        ({"probe": {**PROBE, "sae": "x"}}, "a probe that is a feature of an autoencoder takes"),
         ({"probe": {**PROBE, "layers": []}}, "a small MLP as a probe is not supported"),
         ({"probe": {**PROBE, "more": 1}}, r"unknown keys \['more'\]; a probe takes"),
         ({"probe": [1.0]}, "give a mapping with hook, layer and vector"),

@@ -313,3 +313,176 @@ def test_features_that_cannot_be_steered_are_refused(tmp_path, name, given, says
     with pytest.raises(ValueError) as refused:
         steer_features(saved(tmp_path / "sae", config), **given)
     assert says in str(refused.value)
+
+
+class FeatureGate:
+    """A condition on a feature that decides: about half of the rows of a prompt are above."""
+
+    def __init__(self, name, feature, reference, tokens, side="above", soft=0.0):
+        self.config, self.feature, self.side, self.soft = CONFIGS[name], feature, side, soft
+        _, states = reference.run(tokens, [PLACE])
+        self.edge = float(self.score(states[PLACE]).median()) + 0.01
+        edge = [self.edge, self.edge + 9.0] if side == "between" else self.edge
+        self.when = {"probe": {"sae": name, "feature": feature}, side: edge, "name": name}
+        if soft:
+            self.when["soft"] = soft
+
+    def score(self, rows):
+        return published(self.config, rows)[:, self.feature]
+
+    def strength(self, scores):
+        off = scores[0] - self.edge if self.side != "below" else self.edge - scores[0]
+        if self.soft:
+            return torch.sigmoid(self.soft * off)
+        return ((off > 0) & (off < 9)).float()
+
+
+def busiest(config, rows):
+    """The feature that is nearest to being active in half of the rows."""
+    return int(((published(config, rows) > 0).float().mean(0) - 0.5).abs().argmin())
+
+
+@pytest.fixture
+def probed(llm, reference, tmp_path):
+    """Autoencoders of every kind that can be a probe, registered; and a gate of each."""
+    [tokens] = prompts_of([64], seed=12)
+    _, states = reference.run(tokens, [PLACE])
+    names = ["standard", "jumprelu", "gated", "layer norm", "rescaled"]
+    sides = dict(zip(names, ["above", "below", "above", "between", "above"], strict=True))
+    for name in names:
+        llm.register_consumer(SaeConsumer(saved(tmp_path / name, CONFIGS[name]), consumer_id=name))
+    return {
+        name: FeatureGate(
+            name,
+            busiest(CONFIGS[name], states[PLACE]),
+            reference,
+            tokens,
+            sides[name],
+            soft=2.0 if name == "gated" else 0.0,
+        )
+        for name in names
+    }
+
+
+def logprobs_are(reference, prompt, sample, changes, positions=None):
+    tokens = list(sample.token_ids)
+    logits, _ = reference.run([*prompt, *tokens][:-1], gated=changes)
+    expected = logits[len(prompt) - 1 :].log_softmax(-1)
+    ours = [step[token].logprob for step, token in zip(sample.logprobs, tokens, strict=True)]
+    theirs = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_features_are_probes(llm, reference, probed):
+    """In a batch of requests with a feature each, two of them joined, chunked and cached prompts;
+    the scores are what the consumer reports of the same rows."""
+    vector = 3 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3))
+    add = lambda rows: rows + vector  # noqa: E731
+    later = ("post_block", 3)
+    [shared] = prompts_of([64], seed=12)
+    prompts, params, changes = [], [], []
+    for name, gate in probed.items():
+        entry = {"vector": vector, "when": gate.when}
+        prompts.append([*shared, len(prompts) + 2])
+        asked = {name: {"top_k": 10}} if name == "jumprelu" else {}
+        params.append(
+            greedy(3, logprobs=1, steering_vectors={"post_block": {3: entry}}, consumers=asked)
+        )
+        changes.append(GatedChange(later, add, [(PLACE, gate.score)], gate.strength))
+    one, two = probed["standard"], probed["rescaled"]
+    joined = {"any": [one.when, two.when], "name": "joined"}
+    prompts.append(shared[:40])
+    entry = {"vector": vector, "when": joined}
+    params.append(greedy(3, logprobs=1, steering_vectors={"post_block": {3: entry}}))
+    either = lambda s: torch.maximum(one.strength(s[:1]), two.strength(s[1:]))  # noqa: E731
+    changes.append(GatedChange(later, add, [(PLACE, one.score), (PLACE, two.score)], either))
+    outputs = generate(llm, prompts, params)
+    for prompt, output, change, name in zip(
+        prompts, outputs, changes, [*probed, "joined"], strict=True
+    ):
+        [sample] = output.outputs
+        logprobs_are(reference, prompt, sample, [change])
+        assert 0.1 < float(change.strength(change.scores).mean()) < 0.9
+        signal = sample.signals[name]
+        if name != "joined":
+            wanted = change.scores[0][signal.positions]
+            torch.testing.assert_close(
+                torch.from_numpy(signal.scores), wanted, rtol=1e-4, atol=1e-3
+            )
+            assert (signal.scores == 0).any()
+    found = outputs[1].outputs[0]
+    assert_reported(found, probed["jumprelu"].feature)
+
+
+def assert_reported(sample, feature):
+    """The scores of a signal are the activations that the consumer reports of the same rows."""
+    payload, signal = sample.consumer_results["jumprelu"].payload, sample.signals["jumprelu"]
+    scores = dict(zip(signal.positions.tolist(), signal.scores.tolist(), strict=True))
+    seen = 0
+    for position, features, values in zip(
+        payload["features"].positions.tolist(),
+        payload["features"].values,
+        payload["values"].values,
+        strict=True,
+    ):
+        if position in scores and feature in features.tolist():
+            [value] = values[features == feature]
+            assert scores[position] == pytest.approx(float(value), rel=1e-4, abs=1e-3)
+            seen += 1
+    assert seen
+
+
+def test_a_feature_stops_is_a_monitor_and_judges_prompts(llm, reference, probed):
+    gate = probed["standard"]
+    [prompt] = prompts_of([30], seed=4)
+    llm.steering.register_monitor("feature", gate.when)
+    told = llm.steering.monitors()["feature"]["probe"]
+    assert (told["sae"], told["feature"]) == ("standard", gate.feature)
+    [free] = generate(llm, [prompt], greedy(12))
+    tokens = list(free.outputs[0].token_ids)
+    _, states = reference.run([*prompt, *tokens][:-1], [PLACE])
+    scores = gate.score(states[PLACE])
+    held = (scores[len(prompt) :] > gate.edge).tolist()
+    [ended] = generate(llm, [prompt], greedy(12, stop_when="feature"))
+    assert any(held)
+    assert list(ended.outputs[0].token_ids) == tokens[: held.index(True) + 1]
+    assert ended.outputs[0].stop_reason == "feature"
+    mean = {**gate.when, "over": "prompt_mean", "name": "mean"}
+    entry = {"vector": torch.ones(HIDDEN), "when": mean}
+    for name in ("standard", "layer norm", "rescaled"):
+        probe = {"sae": name, "feature": probed[name].feature}
+        entry = {"vector": torch.ones(HIDDEN), "when": {**mean, "probe": probe}}
+        asked = greedy(2, decode_steering_vectors={"post_block": {1: entry}})
+        [output] = generate(llm, [prompt], asked)
+        row = states[PLACE][: len(prompt)].mean(0, keepdim=True)
+        [score] = output.outputs[0].signals["mean"].scores
+        assert score == pytest.approx(float(probed[name].score(row)), rel=1e-4, abs=1e-3)
+    llm.unregister_consumer("standard")
+    assert generate(llm, [prompt], greedy(2, stop_when="feature"))  # as it was registered
+    llm.steering.unregister_monitor("feature")
+
+
+@pytest.mark.parametrize(
+    ("probe", "sentence"),
+    [
+        ({"sae": "nobody", "feature": 1}, "no autoencoder 'nobody' is registered; registered are"),
+        ({"sae": "signals", "feature": 1}, "no autoencoder 'signals' is registered"),
+        ({"sae": "sae", "feature": 40}, "has features 0 to 39, and feature=40 was given"),
+        ({"sae": "best", "feature": 1}, "in which a feature's activation depends on all others"),
+        ({"sae": "sae"}, r"\['feature'\]=None; give the number of a feature"),
+        ({"sae": "sae", "feature": -1}, "give the number of a feature"),
+        ({"sae": 3, "feature": 1}, r"\['sae'\]=3 is no name; give the consumer_id"),
+        ({"sae": "sae", "feature": 1, "layer": 2}, r"unknown keys \['layer'\]"),
+        ({"sae": "late", "feature": 1}, "which the network computes after post_block of layer 2"),
+    ],
+)
+def test_what_is_no_feature_is_refused(llm, tmp_path, probe, sentence):
+    folder = saved(tmp_path / "sae", CONFIGS["standard"])
+    llm.register_consumer(SaeConsumer(folder))
+    llm.register_consumer(SaeConsumer(folder, layer=3, consumer_id="late"))
+    llm.register_consumer(
+        SaeConsumer(saved(tmp_path / "best", CONFIGS["topk"]), consumer_id="best")
+    )
+    entry = {"vector": torch.ones(HIDDEN), "when": {"probe": probe, "above": 0.5}}
+    with pytest.raises(ValueError, match=sentence):
+        generate(llm, [[1, 2]], greedy(1, steering_vectors={"post_block": {2: entry}}))

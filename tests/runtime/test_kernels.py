@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine.drawn_methods import drawn
 
+from tllm.consumers.sparse_autoencoder import AutoencoderConfig, SparseAutoencoder
 from tllm.runtime import ops
 from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SCOPE_UNIT, Operation, Replacement
@@ -21,10 +22,11 @@ from tllm.runtime.kernels import candidates, contrast, row_plan, tap, tap_norm, 
 from tllm.runtime.latches import NEVER, NEXT, REST
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
-from tllm.spec.conditions import SCORES, Gate, GateNumbers, parse_condition
-from tllm.spec.hooks import HookPoint
+from tllm.spec.conditions import Gate, GateNumbers, Known, parse_condition
+from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.methods import METHODS
 from tllm.spec.operations import Coefficients
+from tllm.spec.probes import SCORES
 from tllm.spec.tiers import Tiers
 
 pytestmark = pytest.mark.kernels
@@ -436,7 +438,7 @@ def test_rows_that_do_not_lie_side_by_side():
 def test_each_score_is_its_formula(score):
     """Of rows of every size, with the vector as the spec gives it."""
     generator = torch.Generator().manual_seed(4)
-    hidden, key = 48, (HookPoint.POST_BLOCK, 0)
+    hidden = 48
     w = torch.randn(hidden, generator=generator)
     h = torch.randn(6, hidden, generator=generator) * torch.logspace(-3, 2, 6)[:, None]
     h[5] = 0
@@ -449,8 +451,14 @@ def test_each_score_is_its_formula(score):
         "cosine": torch.cosine_similarity(h, w[None], eps=0),
         "cast": torch.cosine_similarity(h, projected, eps=0),
     }[score].nan_to_num() + 0.25
+    assert_scored(condition, h, expected)
+
+
+def assert_scored(condition, h, expected, above=0.5):
+    """The kernel and its reference give rows these scores by a condition at `post_block`."""
+    key = (HookPoint.POST_BLOCK, 0)
     for run, device in ((tap.launch, DEVICE), (tap.reference, "cpu")):
-        taps = taps_of({key: None}, hidden, torch.float32, device)
+        taps = taps_of({key: None}, h.shape[1], torch.float32, device)
         numbers = GateNumbers()
         number = numbers.number(condition)
         gates = Gates(taps, 64)
@@ -461,10 +469,52 @@ def test_each_score_is_its_formula(score):
         taps.commit()
         stream = h.to(device, copy=True)
         run(stream, None, taps.descriptors[0], taps.plan)
-        strengths, scores = gates.state[:6, :, number].cpu().T
+        strengths, scores = gates.state[: len(h), :, number].cpu().T
         torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
-        assert torch.equal(strengths, (scores > 0.5).float())
+        assert torch.equal(strengths, (scores > above).float())
         assert torch.equal(stream.cpu(), h)
+
+
+AUTOENCODERS = {
+    "relu": ("standard", "none", False),
+    "jumprelu": ("jumprelu", "none", False),
+    "gated": ("gated", "none", False),
+    "centered": ("standard", "none", True),
+    "layer norm": ("jumprelu", "layer_norm", True),
+    "rescaled": ("gated", "constant_norm_rescale", False),
+    "rescaled, centered": ("jumprelu", "constant_norm_rescale", True),
+}
+
+
+@pytest.mark.parametrize("name", AUTOENCODERS)
+def test_a_feature_is_scored_as_its_autoencoder_encodes_it(name):
+    architecture, normalization, centered = AUTOENCODERS[name]
+    hidden, features = 48, 5
+    generator = torch.Generator().manual_seed(8)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    vectors = {"standard": ("b_enc",), "jumprelu": ("b_enc", "threshold")}
+    weights = {"W_enc": normal(hidden, features) / 4, "b_dec": normal(hidden)}
+    for each in vectors.get(architecture, ("b_gate", "b_mag", "r_mag")):
+        weights[each] = normal(features)
+    given = {"architecture": architecture, "normalize_activations": normalization}
+    config = AutoencoderConfig.parse({**given, "d_in": hidden, "d_sae": features})
+    autoencoder = SparseAutoencoder(config, weights)
+    h = normal(12, hidden) * torch.linspace(0.5, 3, 12)[:, None]
+    seen = h - h.mean(1, keepdim=True) if centered else h
+    expected = autoencoder.encode(seen)
+    assert 0.1 < (expected > 0).float().mean() < 0.9
+
+    def find(_, feature):
+        one = autoencoder.only([feature])
+        return one.probe(HookPoint.POST_BLOCK, 0, centered=centered)
+
+    for feature in range(features):
+        given = {"probe": {"sae": "any", "feature": feature}, "above": 0.2}
+        condition = parse_condition(given, "when").found(Known(ModelPoints("any", 1, {}), {}, find))
+        assert_scored(condition, h, expected[:, feature], 0.2)
 
 
 @pytest.mark.parametrize("seed", range(3))

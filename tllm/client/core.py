@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
+from tllm.client.feature_probes import FeatureProbes
 from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect
 from tllm.client.results import Samples, attach_results, samples_of, set_result
@@ -84,7 +85,8 @@ class Client:
         workers: int | None = None,
     ) -> None:
         self.consumers: dict[str, Consumer] = {}
-        self.composer = Composer()
+        self._features = FeatureProbes(self.consumers, lambda: self.facts)
+        self.composer = Composer(self._features.find)
         self.patches = PatchComposer()
         self.held = HeldByWorkers()
         self.shared = SharedFolder()
@@ -180,6 +182,8 @@ class Client:
         for key, (changed, value) in entries.items():
             self._versions[key] = changed
             if key.startswith(_CONSUMER):
+                self._features.forget()
+                self.composer.forget_composed()
                 self._learn_consumer(key[len(_CONSUMER) :], value)
             elif key == _FRONT_ENDS:
                 self._front_ends = max(self._front_ends, int(value or 1))

@@ -20,6 +20,8 @@ from tllm.client.calls import ALONE, Steps, WorkerCall
 from tllm.spec.conditions import (
     MAX_GATES,
     Condition,
+    FeatureCondition,
+    Known,
     NamedCondition,
     check_order,
     condition_described,
@@ -37,6 +39,7 @@ from tllm.spec.groups import (
 from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.memory import NOTHING
 from tllm.spec.operations import LARGEST_FLOAT32, MAX_CLAMPS, MAX_OPERATIONS
+from tllm.spec.probes import FindFeature
 from tllm.spec.reading import FloatArray
 from tllm.spec.selection import Selection
 from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, SteeringPhase, Tiers
@@ -64,6 +67,7 @@ class Facts:
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
         max_patch_mib, max_patch_host_mib: the engine's options.
         num_stages: pipeline stages.
+        centers_rows: whether the model's final norm takes the mean off rows, as no RMS norm does.
         drafts: whether tokens are drafted (speculative decoding).
     """
 
@@ -77,6 +81,7 @@ class Facts:
     max_patch_mib: int
     max_patch_host_mib: int
     num_stages: int
+    centers_rows: bool
     drafts: bool
 
     @classmethod
@@ -84,7 +89,8 @@ class Facts:
         """From the answers of all workers to `attach`."""
         points = ModelPoints.of_stages([answer["points"] for answer in answers])
         told = {each.name: answers[0][each.name] for each in fields(cls)}
-        return cls(**{**told, "points": points})
+        centers = all(answer["centers_rows"] for answer in answers)  # the last stage knows
+        return cls(**{**told, "points": points, "centers_rows": centers})
 
     @property
     def max_reach(self) -> float:
@@ -114,13 +120,17 @@ class Composer:
     A request is composed of what is global, then the modules it names, then its own. It keeps what
     was composed for it; later changes meet later requests.
 
+    Args:
+        find_feature: of autoencoders that are registered as consumers.
+
     Attributes:
         facts: None until the workers have told.
         everywhere: what is global.
         modules, monitors: by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find_feature: FindFeature) -> None:
+        self._find_feature = find_feature
         self.facts: Facts | None = None
         self.everywhere = Tiers()
         self.modules: dict[str, Tiers] = {}
@@ -130,9 +140,13 @@ class Composer:
         )
         self._plain: tuple[SteeringGroup, ...] | None = ()
 
+    def forget_composed(self) -> None:
+        """Requests are composed anew: a consumer has come or gone whose features they may name."""
+        self._composed.clear()
+
     def learn(self, key: str, value: bytes | None) -> None:
         """Know what somebody has registered, or removed."""
-        self._composed.clear()
+        self.forget_composed()
         if key.startswith(MONITOR):
             self._learn_monitor(key[len(MONITOR) :], value)
             return
@@ -193,7 +207,7 @@ class Composer:
             raise ValueError(f"monitor name {name!r}: give a text that is not empty")
         condition = parse_condition(given, f"monitor {name!r}")
         found = self._found(condition)
-        if isinstance(found, NamedCondition):
+        if isinstance(found, (NamedCondition, FeatureCondition)):
             raise TypeError("a condition that was found has no name to look up")
         return replace(found, name=name)
 
@@ -288,7 +302,7 @@ class Composer:
         """A condition with layers counted from 0, and the monitors that it names."""
         facts = self.facts
         assert facts is not None
-        found = condition.found(facts.points, self.monitors)
+        found = condition.found(Known(facts.points, self.monitors, self._find_feature))
         for probe in found.probes():
             if probe.vector.shape != (facts.hidden_size,):
                 raise ValueError(

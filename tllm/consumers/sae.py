@@ -12,6 +12,7 @@ from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, whole_number
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint
+from tllm.spec.probes import FeatureProbe
 
 _CHUNK_BYTES = 64 * 2**20
 """Activations that are there at once: vLLM's memory profile knows nothing of us."""
@@ -97,6 +98,33 @@ class SaeConsumer(ReadoutConsumer):
                 )
             layer %= num_layers
         return ((site, layer if HookPoint(site).has_layer else None),)
+
+    def probe_of(self, feature: int, *, centers_rows: bool) -> FeatureProbe:
+        """A feature as a probe, for conditions: any, also where only some are given to requests.
+
+        Args:
+            centers_rows: whether the model's norms take the mean off rows.
+
+        Raises `ValueError` for a feature that there is not, or that is no function of its own
+        weights.
+        """
+        name = f"consumer {self.consumer_id!r}"
+        config = SparseAutoencoder.read_config(self._path)
+        if config.architecture == "topk":
+            raise ValueError(
+                f"{name} is a topk autoencoder, in which a feature's activation depends on all "
+                "others; give a standard, jumprelu or gated one, or the row of its encoder as "
+                "'vector'"
+            )
+        if not 0 <= feature < config.d_sae:
+            raise ValueError(
+                f"{name} has features 0 to {config.d_sae - 1}, and feature={feature} was given"
+            )
+        found = SparseAutoencoder.load(self._path, feature)
+        site, layer = self._place
+        point = HookPoint(site)
+        centered = config.centered and centers_rows
+        return found.probe(point, layer if point.has_layer else None, centered=centered)
 
     def start(self, ctx: ConsumerContext) -> None:
         """Put the encoder where the rows are."""

@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm.ports import Place
+from tllm.spec.hooks import HookPoint
+from tllm.spec.probes import FeatureProbe
 
 Architecture = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -141,16 +143,25 @@ class SparseAutoencoder:
             raise ValueError(f"path={str(folder)!r}: {error}") from None
 
     @classmethod
-    def load(cls, folder: Path) -> SparseAutoencoder:
-        """The encoder in a folder of SAELens (`cfg.json` and `sae_weights.safetensors`)."""
+    def load(cls, folder: Path, feature: int | None = None) -> SparseAutoencoder:
+        """The encoder in a folder of SAELens (`cfg.json` and `sae_weights.safetensors`).
+
+        Args:
+            feature: the only one that is wanted; the others are not read. Not of `topk`.
+        """
         config = cls.read_config(folder)
         try:
             with safe_open(folder / "sae_weights.safetensors", framework="pt") as file:
-                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                found = {
+                    name: _read(file.get_slice(name), name, config, feature)
+                    for name in file.keys()  # noqa: SIM118
+                }
         except SafetensorError as error:
             raise ValueError(f"path={str(folder)!r}: its weights cannot be read: {error}") from None
         if "log_threshold" in found:
             found["threshold"] = found.pop("log_threshold").exp()
+        if feature is not None:
+            config = replace(config, d_sae=1)
         needed = _NEEDED[config.architecture]
         missing = sorted(set(needed) - set(found))
         unknown = sorted(set(found) - {*needed, *_DECODING})
@@ -194,6 +205,40 @@ class SparseAutoencoder:
         scale = None if self.scale is None else cut(self.scale)
         return SparseAutoencoder(replace(self.config, d_sae=len(features)), weights, scale)
 
+    def probe(self, point: HookPoint, layer: int | None, *, centered: bool) -> FeatureProbe:
+        """The same as a probe, of an autoencoder with one feature.
+
+        Args:
+            point, layer: where rows are read.
+            centered: whether their mean is taken off first.
+        """
+        config = self.config
+        assert config.d_sae == 1 and config.architecture != "topk"
+        weights = {name: tensor.double().squeeze(-1) for name, tensor in self.weights.items()}
+        vector, threshold = weights["W_enc"], torch.zeros((), dtype=torch.float64)
+        if config.architecture == "gated":
+            scale = weights["r_mag"].exp()
+            bias = weights["b_mag"]
+            threshold = bias - scale * weights["b_gate"]
+        else:
+            scale = torch.ones(()) if self.scale is None else self.scale.double().squeeze(-1)
+            bias = scale * weights["b_enc"]
+            if config.architecture == "jumprelu":
+                threshold = weights["threshold"]
+        vector = scale * vector
+        if config.subtract_b_dec:
+            bias = bias - vector @ weights["b_dec"]
+        kind = "feature"
+        if config.normalization == "layer_norm":
+            kind = "layer_norm_feature"
+        elif config.normalization == "constant_norm_rescale":
+            kind = "centered_rescaled_feature" if centered else "rescaled_feature"
+        if centered or kind == "layer_norm_feature":
+            vector = vector - vector.mean()
+        return FeatureProbe(
+            point, layer, vector.float().numpy(), float(bias), max(0.0, float(threshold)), kind
+        )
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> SparseAutoencoder:
         weights = {name: change(tensor) for name, tensor in self.weights.items()}
         return replace(
@@ -235,6 +280,20 @@ class SparseAutoencoder:
         if self.config.normalization == "constant_norm_rescale":
             return x * (self.config.d_in**0.5 / x.norm(dim=-1, keepdim=True))
         return x
+
+
+def _read(lazy: Any, name: str, config: AutoencoderConfig, feature: int | None) -> torch.Tensor:
+    """A tensor of a file, or the part of it that one feature has."""
+    shape = lazy.get_shape()
+    every: torch.Tensor
+    if feature is None or name == "b_dec" or not shape or config.d_sae not in shape:
+        every = lazy[:] if shape else lazy[...]
+        return every
+    if name == "W_dec":
+        every = lazy[feature : feature + 1]
+    else:
+        every = lazy[:, feature : feature + 1] if len(shape) == 2 else lazy[feature : feature + 1]
+    return every
 
 
 def _require(name: str, given: Any, known: Sequence[str]) -> None:

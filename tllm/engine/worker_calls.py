@@ -68,6 +68,7 @@ class WorkerCalls:
             "max_patch_mib": self._options.max_patch_mib,
             "max_patch_host_mib": self._options.max_patch_host_mib,
             "num_stages": self._session.num_stages,
+            "centers_rows": self._session.centers_rows,
             "drafts": self._drafts,
         }
 

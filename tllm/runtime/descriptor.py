@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 9
+LAYOUT_VERSION = 10
 
 
 class Descriptor(IntEnum):
@@ -137,7 +137,7 @@ class GateWord(IntEnum):
     """In the first of a steering row at a point: how many there are; they lie one after the
     other."""
     SCORE = 4
-    """What the product is: 0 the dot product, 1 the cosine, 2 the cosine with `tanh((p . h) p)`."""
+    """What stands in the place of the product: the index in `KINDS`."""
     TERMS = 5
     """Of a joint: a bit for each gate that it joins."""
     EVERY = 6
@@ -150,6 +150,8 @@ class GateWord(IntEnum):
     SCOPE = 12
     """Whether it is remembered where the strength is above one half, and how: the index in
     `SCOPES`. `SUMMED`: nothing is judged, but rows are added up."""
+    THRESHOLD = 13
+    """Of the feature of an autoencoder: where `s` is not above it, it is 0."""
     SIZE = 16
 
 

@@ -118,6 +118,7 @@ class Gates:
         words[GateWord.SCOPE] = SUMMED if gate.of_mean else gate.scope
         floats = np.array([gate.bias, gate.low, gate.high, gate.soft, gate.middle], np.float32)
         words[GateWord.BIAS : GateWord.MIDDLE + 1] = floats.view(np.int32)
+        words[GateWord.THRESHOLD] = np.float32(gate.threshold).view(np.int32)
         return words
 
     # -- the device --------------------------------------------------------------------------------

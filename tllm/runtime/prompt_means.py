@@ -12,7 +12,8 @@ import torch
 from tllm.runtime.columns import IntArray
 from tllm.runtime.latches import Latch, Latches
 from tllm.runtime.transfer import upload
-from tllm.spec.conditions import MAX_GATES, SCORES, Gate
+from tllm.spec.conditions import MAX_GATES, Gate
+from tllm.spec.probes import FEATURES, KINDS
 
 _HOLDS = 0.5
 
@@ -131,21 +132,26 @@ class PromptMeans:
             for i, prompt, gate in each
         ]
         floats = [
-            (prompt.length, gate.bias, gate.low, gate.high, gate.soft, gate.middle)
+            (
+                prompt.length,
+                gate.bias,
+                gate.low,
+                gate.high,
+                gate.soft,
+                gate.middle,
+                gate.threshold,
+            )
             for _, prompt, gate in each
         ]
         rows, places, kinds = upload(np.array(ints, np.int64).T.copy(), self._device)
-        length, bias, low, high, soft, middle = upload(
+        length, bias, low, high, soft, middle, threshold = upload(
             np.array(floats, np.float32).T.copy(), self._device
         )
         means = self._latches.tables[2][rows] / length[:, None]
         vectors = torch.stack([self._vectors[gate.vector] for _, _, gate in each])
-        along = (means * vectors).sum(1)
-        cast = (kinds == SCORES.index("cast"))[:, None]
-        vectors = torch.where(cast, torch.tanh(along[:, None] * vectors), vectors)
-        lengths = means.norm(dim=1) * vectors.norm(dim=1)
-        cosines = torch.where(lengths > 0, (means * vectors).sum(1) / lengths, 0.0)
-        score = torch.where(kinds == SCORES.index("dot"), along, cosines) + bias
+        score = _scores(means, vectors, kinds) + bias
+        active = (kinds < KINDS.index(FEATURES[0])) | ~(score <= threshold)
+        score = torch.where(active, score, 0.0)
         hard = ((score > low) & (score < high)).float()
         strength = torch.where(soft != 0, torch.sigmoid(soft * (score - middle)), hard)
         scores.view(-1).index_copy_(0, places, score)
@@ -181,3 +187,23 @@ class PromptMeans:
         cells = self._latches.tables[0].view(-1)
         found = torch.where(strengths.view(-1)[at] > _HOLDS, last.int(), cells[cell])
         cells.index_copy_(0, cell, found)
+
+
+def _scores(means: torch.Tensor, vectors: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Of rows and probes `[probes, hidden]`, without biases and thresholds."""
+    along = (means * vectors).sum(1)
+    cast = (kinds == KINDS.index("cast"))[:, None]
+    vectors = torch.where(cast, torch.tanh(along[:, None] * vectors), vectors)
+    ones = torch.ones_like(along)
+    cosine = means.norm(dim=1) * vectors.norm(dim=1)
+    lengths = {
+        "dot": ones,
+        "cosine": cosine,
+        "cast": cosine,
+        "feature": ones,
+        "layer_norm_feature": means.std(dim=1) + 1e-5,
+        "rescaled_feature": means.square().mean(dim=1).sqrt(),
+        "centered_rescaled_feature": means.std(dim=1, correction=0),
+    }
+    chosen = torch.stack([lengths[kind] for kind in KINDS]).gather(0, kinds[None])[0]
+    return torch.where(chosen > 0, (means * vectors).sum(1) / chosen, 0.0)

@@ -166,6 +166,11 @@ class Session:
         return self._model.num_stages
 
     @property
+    def centers_rows(self) -> bool:
+        """Whether the model's final norm is no RMS norm, as far as this stage knows."""
+        return self._model.final_norm_weight is None
+
+    @property
     def vocab_size(self) -> int:
         """Of the model."""
         return self._model.vocab_size

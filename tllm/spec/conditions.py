@@ -13,6 +13,7 @@ import numpy as np
 
 from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
 from tllm.spec.memory import NOTHING, OVERS, SCOPES, Memory
+from tllm.spec.probes import KINDS, SCORES, FindFeature
 from tllm.spec.reading import (
     FloatArray,
     digest_of,
@@ -25,15 +26,11 @@ from tllm.spec.reading import (
 MAX_GATES = 32
 """The most probes, and joints of them, that one request may have, global steering together with its
 own."""
-SCORES = ("dot", "cosine", "cast")
-"""What a probe gives a row `h` with its vector `p`: `p . h`, `cos(p, h)`, or `cos(h, tanh(P h))`
-with `P = p pT / (p . p)` (CAST, arXiv 2409.05907); and the bias added to it."""
-
 PROBE = "probe:"
 """What the digest of a probe's vector begins with, among those of steering vectors."""
 
 _DEEPEST = 8
-_NUMBERS = struct.Struct("<5d")
+_NUMBERS = struct.Struct("<6d")
 _RANGES = ("above", "below", "between")
 
 
@@ -44,7 +41,7 @@ class Gate(NamedTuple):
         number: which of the request's it is; those that a joint names have smaller ones.
         hook, layer: where it is judged; a joint, where the last of its terms is.
         vector: digest of the probe's vector; none for a joint.
-        score: index in `SCORES`.
+        score: index in `KINDS`.
         bias, low, high, soft, middle: with the score `s`, bias included, its strength is 1 where
             `low < s < high` and else 0; or `sigmoid(soft (s - middle))` where `soft` is not 0.
         terms: numbers of those that a joint joins.
@@ -53,6 +50,7 @@ class Gate(NamedTuple):
         names: of its signal, as the user gave them: what is judged alike is judged once.
         scope: index in `SCOPES`: the tokens for which it decides.
         over: index in `OVERS`: what it is judged for.
+        threshold: of the feature of an autoencoder, which is 0 where it is not above.
     """
 
     number: int
@@ -70,6 +68,7 @@ class Gate(NamedTuple):
     names: tuple[str, ...] = ()
     scope: int = 0
     over: int = 0
+    threshold: float = 0.0
 
     @property
     def of_mean(self) -> bool:
@@ -110,9 +109,11 @@ class ProbeCondition:
         name: of its signal; "" for none of its own.
         layer: negative counts from the end.
         vector: float32 `[hidden]`.
-        score: one of `SCORES`.
+        score: one of `KINDS`.
         low, high, soft, middle: see `Gate`.
         memory: for which tokens it decides.
+        threshold: see `Gate`.
+        feature: the autoencoder and the feature that it is made of; None for none.
     """
 
     field: str
@@ -127,6 +128,8 @@ class ProbeCondition:
     soft: float
     middle: float
     memory: Memory = NOTHING
+    threshold: float = 0.0
+    feature: tuple[str, int] | None = None
 
     is_complete = True
 
@@ -138,7 +141,8 @@ class ProbeCondition:
     @cached_property
     def digest(self) -> str:
         """Of what is judged, whatever it is called."""
-        numbers = _NUMBERS.pack(self.bias, self.low, self.high, self.soft, self.middle)
+        edges = self.low, self.high, self.soft, self.middle
+        numbers = _NUMBERS.pack(self.bias, *edges, self.threshold)
         place = f"{self.point.value}:{self.layer}:{self.score}:{self.vector_digest}:"
         return digest_of(place.encode() + numbers)
 
@@ -151,15 +155,15 @@ class ProbeCondition:
         """Those that it is made of."""
         yield self
 
-    def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
+    def found(self, known: Known) -> Condition:
         """The condition with its layer counted from 0. `ValueError` for a point without a tap."""
         try:
-            points.check(self.point, self.layer)
+            known.points.check(self.point, self.layer)
         except ValueError as error:
             raise ValueError(f"{self.field}['probe']: {error}") from None
         if self.layer is None or self.layer >= 0:
             return self
-        return replace(self, layer=self.layer % points.num_layers)
+        return replace(self, layer=self.layer % known.points.num_layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,9 +201,9 @@ class JointCondition:
         for term in self.terms:
             yield from term.probes()
 
-    def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
+    def found(self, known: Known) -> Condition:
         """The same with its terms found."""
-        terms = tuple(term.found(points, monitors) for term in self.terms)
+        terms = tuple(term.found(known) for term in self.terms)
         for term, asked in zip(terms, self.terms, strict=True):
             if isinstance(asked, NamedCondition) and term.memory != NOTHING:
                 raise ValueError(
@@ -239,17 +243,92 @@ class NamedCondition:
         """As `digest`."""
         raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
 
-    def found(self, points: ModelPoints, monitors: Mapping[str, Condition]) -> Condition:
+    def found(self, known: Known) -> Condition:
         """What is registered under the name."""
+        monitors = known.monitors
         if self.name not in monitors:
             raise ValueError(
                 f"{self.field}: no monitor {self.name!r} is registered; registered are "
                 f"{', '.join(sorted(monitors)) or 'none'}. Use llm.steering.register_monitor"
             )
-        return monitors[self.name].found(points, monitors)
+        return monitors[self.name].found(known)
 
 
-Condition = ProbeCondition | JointCondition | NamedCondition
+@dataclass(frozen=True, eq=False)
+class FeatureCondition:
+    """How active a feature is of an autoencoder that is registered as a consumer decides.
+
+    Attributes:
+        field, name, low, high, soft, middle, memory: as of a `ProbeCondition`.
+        sae: the id of the consumer.
+    """
+
+    field: str
+    name: str
+    sae: str
+    feature: int
+    low: float
+    high: float
+    soft: float
+    middle: float
+    memory: Memory = NOTHING
+
+    is_complete = False
+
+    @property
+    def digest(self) -> str:
+        """Nobody knows what it judges before it is found."""
+        raise ValueError(f"{self.field}: the autoencoder {self.sae!r} was not looked up")
+
+    @property
+    def key(self) -> Hashable:
+        """As that of a `ProbeCondition`; the autoencoder is not looked at."""
+        edges = self.low, self.high, self.soft, self.middle
+        return self.name, self.sae, self.feature, edges, self.memory
+
+    def probes(self) -> Iterator[ProbeCondition]:
+        """As `digest`."""
+        raise ValueError(f"{self.field}: the autoencoder {self.sae!r} was not looked up")
+
+    def found(self, known: Known) -> Condition:
+        """The feature as a probe, where the autoencoder reads."""
+        try:
+            probe = known.feature(self.sae, self.feature)
+        except ValueError as error:
+            raise ValueError(f"{self.field}['probe']: {error}") from None
+        return ProbeCondition(
+            self.field,
+            self.name,
+            probe.point,
+            probe.layer,
+            probe.vector,
+            probe.bias,
+            probe.kind,
+            self.low,
+            self.high,
+            self.soft,
+            self.middle,
+            self.memory,
+            probe.threshold,
+            (self.sae, self.feature),
+        ).found(known)
+
+
+Condition = ProbeCondition | JointCondition | NamedCondition | FeatureCondition
+
+
+class Known(NamedTuple):
+    """What conditions are found in.
+
+    Attributes:
+        points: the hook points of the model.
+        monitors: those that are registered, by name.
+        feature: raises `ValueError` for an autoencoder or a feature that there is not.
+    """
+
+    points: ModelPoints
+    monitors: Mapping[str, Condition]
+    feature: FindFeature
 
 
 # -- in a request ----------------------------------------------------------------------------------
@@ -277,7 +356,7 @@ class GateNumbers:
                 names = *known.names, condition.name
                 self._gates[key] = known._replace(names=names)
             return known.number
-        assert not isinstance(condition, NamedCondition)
+        assert not isinstance(condition, (NamedCondition, FeatureCondition))
         scope, over = SCOPES.index(memory.scope), OVERS.index(memory.over)
         if isinstance(condition, JointCondition):
             numbers = [self.number(term, memory.of_terms) for term in condition.terms]
@@ -302,7 +381,7 @@ class GateNumbers:
                 condition.point.value,
                 condition.layer,
                 condition.vector_digest,
-                SCORES.index(condition.score),
+                KINDS.index(condition.score),
                 condition.bias,
                 condition.low,
                 condition.high,
@@ -311,6 +390,7 @@ class GateNumbers:
                 names=(condition.name,) if condition.name else (),
                 scope=scope,
                 over=over,
+                threshold=condition.threshold,
             )
             self._needed[gate.number] = frozenset((gate.number,))
             self.vectors[condition.vector_digest] = condition.vector
@@ -445,10 +525,13 @@ def condition_described(condition: Condition) -> dict[str, Any]:
         kind = "all" if condition.every else "any"
         terms = [condition_described(term) for term in condition.terms]
         return {**told, kind: terms, **condition.memory.described()}
+    if isinstance(condition, FeatureCondition):
+        return {**told, "probe": {"sae": condition.sae, "feature": condition.feature}}
     threshold: dict[str, Any] = {"above": condition.low, "below": condition.high}
     if condition.low > -math.inf and condition.high < math.inf:
         threshold = {"between": [condition.low, condition.high]}
     probe = {
+        **dict(zip(("sae", "feature"), condition.feature or (), strict=False)),
         "hook": condition.point.value,
         "layer": condition.layer,
         "norm": float(np.linalg.norm(condition.vector)),
@@ -510,21 +593,21 @@ def parse_conditions(given: Any, field: str) -> tuple[Condition, ...]:
 
 def _probe_condition(
     given: Mapping[str, Any], field: str, name: str, memory: Memory
-) -> ProbeCondition:
+) -> ProbeCondition | FeatureCondition:
     _allow(given, {"probe", "name", "scope", "over", "soft", *_RANGES}, field, "a condition")
     probe = given["probe"]
     if not isinstance(probe, Mapping):
         raise ValueError(
             f"{field}['probe'] is {type(probe).__name__}; give a mapping with hook, layer and "
-            "vector"
+            "vector, or with sae and feature"
         )
     inner = f"{field}['probe']"
-    for key, what in (("sae", "an SAE feature"), ("layers", "a small MLP")):
-        if key in probe:
-            raise ValueError(
-                f"{inner}[{key!r}]: {what} as a probe is not supported; give a vector (for an SAE "
-                "feature, its row of the encoder's weight, with the bias)"
-            )
+    if probe.get("sae") is not None:
+        return _feature_condition(given, field, name, memory)
+    if "layers" in probe:
+        raise ValueError(
+            f"{inner}['layers']: a small MLP as a probe is not supported; give a vector"
+        )
     _allow(probe, {"hook", "layer", "vector", "bias", "score"}, inner, "a probe")
     for key in ("hook", "vector"):
         if probe.get(key) is None:
@@ -555,6 +638,22 @@ def _probe_condition(
         middle,
         memory,
     )
+
+
+def _feature_condition(
+    given: Mapping[str, Any], field: str, name: str, memory: Memory
+) -> FeatureCondition:
+    probe, inner = given["probe"], f"{field}['probe']"
+    _allow(probe, {"sae", "feature"}, inner, "a probe that is a feature of an autoencoder")
+    sae, feature = probe["sae"], probe.get("feature")
+    if not isinstance(sae, str) or not sae:
+        raise ValueError(
+            f"{inner}['sae']={sae!r:.60} is no name; give the consumer_id of an SaeConsumer that "
+            "is registered"
+        )
+    if type(feature) is not int or feature < 0:
+        raise ValueError(f"{inner}['feature']={feature!r:.60}; give the number of a feature")
+    return FeatureCondition(field, name, sae, feature, *_range(given, field), memory)
 
 
 def _range(given: Mapping[str, Any], field: str) -> tuple[float, float, float, float]:

@@ -26,7 +26,8 @@ from tllm.runtime.descriptor import (
 )
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
 from tllm.runtime.latches import NEXT, SUMMED
-from tllm.spec.conditions import MAX_GATES, SCORES
+from tllm.spec.conditions import MAX_GATES
+from tllm.spec.probes import FEATURES, KINDS
 
 HOLDS = 0.5
 """A condition is remembered where its strength is above this."""
@@ -99,13 +100,16 @@ if HAS_TRITON:
     GATE_HIGH = tl.constexpr(int(GateWord.HIGH))
     GATE_SOFT = tl.constexpr(int(GateWord.SOFT))
     GATE_MIDDLE = tl.constexpr(int(GateWord.MIDDLE))
+    GATE_THRESHOLD = tl.constexpr(int(GateWord.THRESHOLD))
     GATE_SCOPE = tl.constexpr(int(GateWord.SCOPE))
     SCOPED = tl.constexpr(SCOPE_UNIT)
     SCOPE_NEXT = tl.constexpr(NEXT)
     SCOPE_SUMMED = tl.constexpr(SUMMED)
     HALF = tl.constexpr(HOLDS)
-    COSINE = tl.constexpr(SCORES.index("cosine"))
-    CAST = tl.constexpr(SCORES.index("cast"))
+    CAST = tl.constexpr(KINDS.index("cast"))
+    FEATURE = tl.constexpr(KINDS.index("feature"))
+    LAYER_NORM_FEATURE = tl.constexpr(KINDS.index("layer_norm_feature"))
+    RESCALED_FEATURE = tl.constexpr(KINDS.index("rescaled_feature"))
     PLAN_DESTINATION = tl.constexpr(columns.DESTINATION)
     PLAN_PROGRAM = tl.constexpr(Column.PROGRAM.plan_row)
     PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
@@ -402,17 +406,33 @@ if HAS_TRITON:
         return tl.where(tl.abs(x) < 0.1, series, tl.where(x < 0.0, -far, far))
 
     @triton.jit
-    def _score(value, vector, words, floats):
+    def _normalised(score, value, kind, inside, HIDDEN: tl.constexpr):
+        """The product of a feature with a row `[BLOCK]` that its autoencoder normalises."""
+        mean = tl.where(kind == RESCALED_FEATURE, 0.0, tl.sum(value, axis=0) / HIDDEN)
+        centered = tl.where(inside, value - mean, 0.0)
+        squares = tl.sum(centered * centered, axis=0)
+        length = tl.sqrt(squares / HIDDEN)
+        if kind == LAYER_NORM_FEATURE:
+            length = tl.sqrt(squares / max(HIDDEN - 1, 1)) + 1e-5
+        return tl.where(length > 0.0, score / length, 0.0)
+
+    @triton.jit
+    def _score(value, vector, words, floats, inside, HIDDEN: tl.constexpr):
         """What a probe says of a row `[BLOCK]`."""
         kind = tl.load(words + GATE_SCORE)
         score = tl.sum(value * vector, axis=0)
-        if kind != 0:
+        bias = tl.load(floats + GATE_BIAS)
+        if kind >= FEATURE:
+            if kind > FEATURE:
+                score = _normalised(score, value, kind, inside, HIDDEN)
+            score = tl.where(score + bias <= tl.load(floats + GATE_THRESHOLD), -bias, score)
+        elif kind != 0:
             if kind == CAST:
                 vector = _tanh(score * vector)
                 score = tl.sum(value * vector, axis=0)
             squares = tl.sum(value * value, axis=0) * tl.sum(vector * vector, axis=0)
             score = tl.where(squares > 0.0, score / tl.sqrt(squares), 0.0)
-        return score + tl.load(floats + GATE_BIAS)
+        return score + bias
 
     @triton.jit
     def _judge(
@@ -455,7 +475,7 @@ if HAS_TRITON:
                 elif address != 0:
                     at = _along(address.to(float_ptr), offsets, HIDDEN)
                     vector = tl.load(at, mask=inside, other=0.0)
-                    score = _score(value, vector, words, floats)
+                    score = _score(value, vector, words, floats, inside, HIDDEN)
                     low, high = tl.load(floats + GATE_LOW), tl.load(floats + GATE_HIGH)
                     soft, middle = tl.load(floats + GATE_SOFT), tl.load(floats + GATE_MIDDLE)
                     strength = tl.where((score > low) & (score < high), 1.0, 0.0)
@@ -865,9 +885,11 @@ def _judge_reference(
                     latch.row_sum(number, hidden).add_(h)
                 continue
             if address:
-                kind = SCORES[int(words[GateWord.SCORE])]
+                kind = KINDS[int(words[GateWord.SCORE])]
                 score = score_of(h, _at(address, torch.float32, hidden), kind)
                 score = score + floats[GateWord.BIAS]
+                if kind in FEATURES and score <= floats[GateWord.THRESHOLD]:
+                    score = torch.zeros(())
                 fires = (score > floats[GateWord.LOW]) & (score < floats[GateWord.HIGH])
                 soft = floats[GateWord.SOFT]
                 smooth = torch.sigmoid(soft * (score - floats[GateWord.MIDDLE]))
@@ -932,12 +954,20 @@ def _latch_of(planned: torch.Tensor, at_stage: dict[str, int]) -> _SequenceLatch
 
 
 def score_of(h: torch.Tensor, vector: torch.Tensor, kind: str) -> torch.Tensor:
-    """What a probe says of a row `[hidden]`, without its bias."""
+    """What a probe says of a row `[hidden]`, without its bias and threshold."""
     if kind == "dot":
         return h @ vector
-    if kind == "cast":
-        vector = torch.tanh((h @ vector) * vector)
-    lengths = h.norm() * vector.norm()
+    if kind in FEATURES:
+        lengths = {
+            "feature": torch.ones(()),
+            "layer_norm_feature": h.std() + 1e-5,
+            "rescaled_feature": h.square().mean().sqrt(),
+            "centered_rescaled_feature": h.std(correction=0),
+        }[kind]
+    else:
+        if kind == "cast":
+            vector = torch.tanh((h @ vector) * vector)
+        lengths = h.norm() * vector.norm()
     return (h @ vector) / lengths if lengths > 0 else torch.zeros(())
 
 
