@@ -16,10 +16,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import version
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -67,6 +69,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "kernels: runs Triton kernels; without a GPU, in the v2 pass"
     )
+
+
+def pytest_unconfigure() -> None:
+    """Python waits at its exit for processes that were started, also for one that hangs."""
+    ours = psutil.Process()
+    helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+    for left in ours.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(left.cmdline())
+            if left.parent() == ours and any(name in command for name in helpers):
+                continue  # they end with this process
+            print(f"killed a process that tests left behind: {left.pid} {command[:200]}")
+            left.kill()
 
 
 def pytest_report_header() -> str:

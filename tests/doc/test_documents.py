@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import re
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ _HARNESS = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
 
 def _serve(script: Path, output: Path) -> None:
     """What a script's process does: run it from the repository's root, as `python SCRIPT` would."""
+    os.setsid()
     os.chdir(ROOT)
     sys.argv = [str(script)]
     sys.path[0] = str(script.parent)
@@ -58,7 +61,12 @@ def run(processes: Any, tmp_path: Path) -> Callable[[Path], str]:
         output = tmp_path / "output.txt"
         process = processes.Process(target=_serve, args=(script, output))
         process.start()
-        process.join()
+        try:
+            process.join()
+        finally:  # an engine of a script that failed, or hung, may wait for ever
+            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         text = output.read_text()
         assert process.exitcode == 0, text
         return text
