@@ -168,9 +168,9 @@ def steering_tables(taps, keys, generator, dtype):
 
     def fill(words, vector, coefficients, chain=0):
         words[Operation.CHAIN], words[Operation.VECTOR] = chain, vector
-        words[Operation.ADD : Operation.COEFFICIENTS_END] = torch.tensor(coefficients).view(
-            torch.int32
-        )
+        words[Operation.ADD : Operation.COEFFICIENTS_END] = torch.tensor(
+            [*vars(coefficients).values()]
+        ).view(torch.int32)
 
     for key in keys:
         table = tables[taps.index[key]]

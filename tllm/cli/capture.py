@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from rich.table import Table
 import tllm.stores
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import json_lines
 
 NAME = "filesystem"
 
@@ -95,21 +95,14 @@ def run(job: Job, console: Console) -> Summary:
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     """`(id, prompt)` of each line; `ValueError` names the line that is wrong."""
     seen: dict[str, int] = {}
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                entry = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
-            name, prompt = _entry(entry, number, path)
-            if name in seen:
-                raise ValueError(
-                    f"{path}, line {number}: the id {name!r} is that of line {seen[name]} too"
-                )
-            seen[name] = number
-            yield name, prompt
+    for number, entry in json_lines(path):
+        name, prompt = _entry(entry, number, path)
+        if name in seen:
+            raise ValueError(
+                f"{path}, line {number}: the id {name!r} is that of line {seen[name]} too"
+            )
+        seen[name] = number
+        yield name, prompt
 
 
 def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:

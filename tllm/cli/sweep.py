@@ -13,6 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tllm.spec.reading import json_lines
+
 if TYPE_CHECKING:
     from tllm.patching import Sweep
 
@@ -54,13 +56,7 @@ def read_pairs(path: Path) -> tuple[list[str], list[str], list[list[str | int]] 
     clean: list[str] = []
     corrupt: list[str] = []
     answers: list[list[str | int]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    for number, entry in json_lines(path):
         found = [entry.get(key) for key in ("clean", "corrupt")] if isinstance(entry, dict) else []
         texts = [text for text in found if isinstance(text, str)]
         if len(texts) < 2:

@@ -705,7 +705,7 @@ def _described(tiers: Tiers) -> dict[str, Any]:
                 hook = places.setdefault(entry.point.value, {})
                 told = {
                     "norm": float(np.linalg.norm(entry.vector)),
-                    "coefficients": entry.coefficients._asdict(),
+                    "coefficients": dict(vars(entry.coefficients)),
                     "positions": entry.positions.to_wire(),
                 }
                 if entry.when is not None:

@@ -546,4 +546,4 @@ def _in_words(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float3
         )
     if isinstance(form, Features):  # where its rules are, who places them says
         return OperationKind.FEATURES, np.array((0, 0, 0, form.strength, 0, 0), np.float32)
-    return OperationKind.ALONG, np.array(form, np.float32)
+    return OperationKind.ALONG, np.array([*vars(form).values()], np.float32)

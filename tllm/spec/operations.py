@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
+
+from typing_extensions import Self
 
 MAX_OPERATIONS = 64
 """The most operations at one hook point of one layer, global and request together."""
@@ -16,7 +19,8 @@ LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _FLOATS = struct.Struct("<6d")
 
 
-class Coefficients(NamedTuple):
+@dataclass(frozen=True)
+class Coefficients:
     """An operation along one vector.
 
     With `v` the vector and `p = h . v`:
@@ -32,13 +36,12 @@ class Coefficients(NamedTuple):
 
     def scaled(self, factor: float) -> Coefficients:
         """The operation with its whole effect multiplied."""
-        return Coefficients(
-            self.add * factor,
-            self.norm * factor,
-            self.component * factor,
-            self.strength * factor,
-            self.low,
-            self.high,
+        return replace(
+            self,
+            add=self.add * factor,
+            norm=self.norm * factor,
+            component=self.component * factor,
+            strength=self.strength * factor,
         )
 
     def reach(self, largest: float) -> float:
@@ -54,12 +57,12 @@ class Coefficients(NamedTuple):
     @property
     def idle(self) -> bool:
         """Whether it changes nothing."""
-        return not any(self[:4])
+        return self.only_adds and self.add == 0
 
     @property
     def only_adds(self) -> bool:
         """Whether it adds the same to every row."""
-        return not any(self[1:4])
+        return self.norm == self.component == self.strength == 0
 
     @property
     def reads_component(self) -> bool:
@@ -69,29 +72,18 @@ class Coefficients(NamedTuple):
     @property
     def content(self) -> bytes:
         """Equal for two that do the same."""
-        return _FLOATS.pack(*self)
+        return _FLOATS.pack(*vars(self).values())
 
 
-class Rotation(NamedTuple):
-    """The part of a row in a plane, turned to one direction of it.
-
-    With `b1`, `b2` the vectors (an orthonormal basis), `p = (h . b1, h . b2)` and `r = |p|`:
-    `h' = h + strength ((r cosine - p1) b1 + (r sine - p2) b2)`; with `adaptive` only of rows with
-    `p1 > 0`.
-    """
+@dataclass(frozen=True)
+class Scalable:
+    """An operation all of whose effect is in proportion to its strength."""
 
     strength: float
-    cosine: float
-    sine: float
-    adaptive: bool = False
 
-    def scaled(self, factor: float) -> Rotation:
+    def scaled(self, factor: float) -> Self:
         """The operation with its whole effect multiplied."""
-        return self._replace(strength=self.strength * factor)
-
-    def reach(self, largest: float) -> float:
-        """The most that it may add to a number of a row whose norm is at most 1."""
-        return 4 * largest * abs(self.strength)
+        return replace(self, strength=self.strength * factor)
 
     @property
     def idle(self) -> bool:
@@ -99,17 +91,36 @@ class Rotation(NamedTuple):
         return self.strength == 0
 
     @property
-    def reads_component(self) -> bool:
-        """Whether it needs the row's component along a vector."""
-        return True
-
-    @property
     def content(self) -> bytes:
         """Equal for two that do the same."""
         return repr(self).encode()
 
 
-class DimensionWise(NamedTuple):
+@dataclass(frozen=True)
+class Rotation(Scalable):
+    """The part of a row in a plane, turned to one direction of it.
+
+    With `b1`, `b2` the vectors (an orthonormal basis), `p = (h . b1, h . b2)` and `r = |p|`:
+    `h' = h + strength ((r cosine - p1) b1 + (r sine - p2) b2)`; with `adaptive` only of rows with
+    `p1 > 0`.
+    """
+
+    cosine: float
+    sine: float
+    adaptive: bool = False
+
+    def reach(self, largest: float) -> float:
+        """The most that it may add to a number of a row whose norm is at most 1."""
+        return 4 * largest * abs(self.strength)
+
+    @property
+    def reads_component(self) -> bool:
+        """Whether it needs the row's component along a vector."""
+        return True
+
+
+@dataclass(frozen=True)
+class DimensionWise(Scalable):
     """Each number of a row by itself: `h' = h + strength (v1 h + v2)`, with the products of
     numbers at the same dimension.
 
@@ -118,31 +129,16 @@ class DimensionWise(NamedTuple):
             from that of `v3` to that of `v4` change.
     """
 
-    strength: float
     vectors: int
-
-    def scaled(self, factor: float) -> DimensionWise:
-        """The operation with its whole effect multiplied."""
-        return self._replace(strength=self.strength * factor)
 
     def reach(self, largest: float) -> float:
         """The most that it may add to a number of a row that is at most 1."""
         return 2 * largest * abs(self.strength)
 
     @property
-    def idle(self) -> bool:
-        """Whether it changes nothing."""
-        return self.strength == 0
-
-    @property
     def reads_component(self) -> bool:
         """Whether it needs the row's component along a vector."""
         return False
-
-    @property
-    def content(self) -> bytes:
-        """Equal for two that do the same."""
-        return repr(self).encode()
 
 
 MAX_FEATURES = 128
@@ -165,7 +161,8 @@ class FeatureRule(NamedTuple):
     only_if_active: bool = False
 
 
-class Features(NamedTuple):
+@dataclass(frozen=True)
+class Features(Scalable):
     """Numbers read from a row, each along a vector, and what they decide added along others.
 
     With the vectors `e1, d1, e2, d2, ...`: `h' = h + strength sum(a(h . ei) di)`, `a` as each rule
@@ -175,32 +172,17 @@ class Features(NamedTuple):
         bound: the most that the sum may be at one number of a row whose norm is at most 1.
     """
 
-    strength: float
     rules: tuple[FeatureRule, ...]
     bound: float
-
-    def scaled(self, factor: float) -> Features:
-        """The operation with its whole effect multiplied."""
-        return self._replace(strength=self.strength * factor)
 
     def reach(self, largest: float) -> float:
         """The most that it may add to a number of a row whose norm is at most 1."""
         return abs(self.strength) * self.bound
 
     @property
-    def idle(self) -> bool:
-        """Whether it changes nothing."""
-        return self.strength == 0
-
-    @property
     def reads_component(self) -> bool:
         """Whether it counts among the clamps: its features are counted by themselves."""
         return False
-
-    @property
-    def content(self) -> bytes:
-        """Equal for two that do the same."""
-        return repr(self).encode()
 
 
 OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise | Features

@@ -15,8 +15,7 @@ import numpy as np
 from tllm.spec.changes import Changes
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
-from tllm.spec.operations import LARGEST_FLOAT32
-from tllm.spec.reading import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, numeric_array, scalar, whole_number
 
 KeptKind = Literal["run", "mean"]
 
@@ -115,7 +114,7 @@ class PatchSource:
                 raise ValueError(f"{field} is {value!r:.60}; give True, or another source")
             return cls(kind)
         if kind == "noise":
-            std = _number(value, field)
+            std = scalar(value, field)
             if std < 0:
                 raise ValueError(f"{field} is {std}; a standard deviation is 0 or more")
             return cls(kind, std=std, seed=_seed(given.get("seed", 0), f"{name}['seed']"))
@@ -183,12 +182,12 @@ class Patch:
             raise ValueError(f"{name}: {error}") from None
         layer = given.get("layer")
         if layer is not None:
-            layer = _whole(layer, f"{name}['layer']")
+            layer = whole_number(layer, f"{name}['layer']: ")
         media = _media(given["positions"], f"{name}['positions']")
         positions = () if media else _positions(given["positions"], f"{name}['positions']")
         count = None if media else len(positions)
         source = PatchSource.parse(given["source"], count, f"{name}['source']")
-        alpha = 1.0 if given.get("alpha") is None else _number(given["alpha"], f"{name}['alpha']")
+        alpha = 1.0 if given.get("alpha") is None else scalar(given["alpha"], f"{name}['alpha']")
         mask = _parts(given, "mask", name, "dimensions")
         heads = _parts(given, "heads", name, "heads")
         if heads is not None and (mask is not None or point is not HookPoint.ATTN_HEADS):
@@ -407,7 +406,7 @@ def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ..
         given = [given]
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f"{name} is {given!r:.60}; give a list of whole numbers")
-    found = tuple(_whole(each, name) for each in given)
+    found = tuple(whole_number(each, f"{name}: ") for each in given)
     if not found:
         raise ValueError(f"{name} is empty; give one number or more")
     if distinct and len(set(found)) < len(found):
@@ -415,26 +414,8 @@ def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ..
     return found
 
 
-def _whole(given: Any, name: str) -> int:
-    if isinstance(given, bool) or not isinstance(given, Integral):
-        raise ValueError(f"{name}: {given!r:.60} is not a whole number")
-    return int(given)
-
-
 def _seed(given: Any, name: str) -> int:
-    seed = _whole(given, name)
+    seed = whole_number(given, f"{name}: ")
     if not 0 <= seed < _MOST_SEEDS:
         raise ValueError(f"{name} is {seed}; give a whole number from 0 below 2**63")
     return seed
-
-
-def _number(given: Any, name: str) -> float:
-    try:
-        if isinstance(given, (bool, np.bool_, str, bytes)):
-            raise TypeError
-        value = float(given)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}={given!r:.60} is not a number") from None
-    if not abs(value) <= LARGEST_FLOAT32:
-        raise ValueError(f"{name}={value} is not finite in float32")
-    return value

@@ -4,10 +4,12 @@ field."""
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,18 @@ FloatArray = npt.NDArray[np.float32]
 def digest_of(content: bytes | memoryview) -> str:
     """What stands for a content."""
     return hashlib.sha256(content).hexdigest()[:32]
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number and content of each line of a file that is not empty; `ValueError` names the line that
+    is wrong."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    yield number, json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
 
 
 def hook_named(hook: Any, name: str) -> HookPoint:
@@ -42,7 +56,7 @@ def layer_numbered(given: Any, name: str) -> int:
 def whole_number(given: Any, before: str) -> int:
     """A whole number; `before` begins the message where it is none."""
     if isinstance(given, bool) or not isinstance(given, Integral):
-        raise ValueError(f"{before}{given!r} is not a whole number")
+        raise ValueError(f"{before}{given!r:.60} is not a whole number")
     return int(given)
 
 
@@ -57,7 +71,7 @@ def scalar(given: Any, name: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name}={value} is not finite")
     if abs(value) > LARGEST_FLOAT32:
-        raise ValueError(f"{name}={value} is beyond float32, in which steering is computed")
+        raise ValueError(f"{name}={value} is beyond float32, in which rows are computed")
     return value
 
 

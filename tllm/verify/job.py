@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -16,6 +15,7 @@ import vllm
 import tllm
 from tllm.client.llm import LLM
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import json_lines
 from tllm.verify.certificate import Certificate
 from tllm.verify.memory import Needs, available, needs
 from tllm.verify.plain_engine import log_probabilities
@@ -181,13 +181,7 @@ def _given_prompts(path: Path, llm: LLM) -> list[list[int]]:
     """Token ids of the user's prompts; `ValueError` names the line that is wrong."""
     found: list[list[int]] = []
     longest = llm.llm_engine.model_config.max_model_len - 8
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    for number, entry in json_lines(path):
         if isinstance(entry, str):
             entry = {"prompt": entry}
         if not isinstance(entry, dict) or not ({"prompt", "prompt_token_ids"} & entry.keys()):
