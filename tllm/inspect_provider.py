@@ -38,6 +38,7 @@ FIELDS = (
     "patch",
     "stop_when",
     "abort_when",
+    "conversation",
 )
 """Fields of requests that can be given as model arguments."""
 

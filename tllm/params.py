@@ -13,6 +13,7 @@ import vllm
 from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 
 from tllm.spec.conditions import parse_conditions
+from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
 from tllm.spec.request import Asked, wire_of
@@ -67,6 +68,10 @@ class Asking(msgspec.Struct, kw_only=True):
             That token is the last one given, unless fewer than `min_tokens` were generated.
         abort_when: the same for the rows of the prompt. Where it holds for any of them, nothing is
             generated: `finish_reason` is `"abort"`, `stop_reason` the condition's name.
+        conversation: `{"id", "key", "expires_s"}`: the conversation that the request belongs to.
+            What holds in it of conditions of scope `conversation` holds for later requests that
+            name the same id with the same key, a secret, until `expires_s` seconds (by default
+            3600) have passed since one of them was added.
         asked: all of these together, checked; made when they are given, and not to be given.
     """
 
@@ -83,6 +88,7 @@ class Asking(msgspec.Struct, kw_only=True):
     patch: Any = None
     stop_when: Any = None
     abort_when: Any = None
+    conversation: Any = None
     asked: Asked | None = None
 
 
@@ -253,7 +259,9 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
     steering = _steering(tiers, given.get("steering_module_ref"), where, endings)
     patch = given.get("patch")
     patched = None if patch is None else RequestPatch.parse(patch)
-    return Asked({**consumers, **captures}, tuple(captures), steering, patched)
+    named = given.get("conversation")
+    conversation = None if named is None else RequestConversation.parse(named)
+    return Asked({**consumers, **captures}, tuple(captures), steering, patched, conversation)
 
 
 _NOTHING = Asked()

@@ -50,7 +50,7 @@ def test_a_part_of_the_vocabulary_is_not_taken_for_a_prompt(lm):
 
 
 def test_what_a_query_takes_is_what_sampling_parameters_take():
-    refused = {"patch", "stop_when", "abort_when"}
+    refused = {"patch", "stop_when", "abort_when", "conversation"}
     assert {*ASKED_FIELDS, "lora_name"} - refused == set(get_type_hints(LaneOptions))
 
 

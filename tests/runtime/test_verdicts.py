@@ -37,8 +37,8 @@ def made(rows, fires):
 
 def test_the_row_that_a_token_is_drawn_from_ends_its_sequence_alone():
     verdicts, state = made(9, [(0, 2), (1, 2), (1, 5), (2, 2), (8, 2)])
-    verdicts.ask(2, 4, [(2, "x")], [])  # b, whose condition 5 is part of another
-    verdicts.ask(0, 4, [(2, "x")], [])  # d
+    verdicts.ask(2, 4, [], [2])  # b, whose condition 5 is part of another
+    verdicts.ask(0, 4, [], [2])  # d
     # Slots 3, 2, 1, 0: a decodes, b decodes, c has a prompt, d decodes and is computed again.
     assert judged(verdicts, state, [7, 9, 0, 4], [1, 1, 5, 2]) == {
         "b": ((0, 2),),
@@ -48,40 +48,40 @@ def test_the_row_that_a_token_is_drawn_from_ends_its_sequence_alone():
 
 def test_preempted_sequences_may_come_on_top_of_the_most_that_run():
     verdicts, _ = made(2, [(0, 1), (1, 1)])
-    verdicts.ask(0, 1, [(1, "x")], [])
+    verdicts.ask(0, 1, [], [1])
     slots, ones = np.array([9, 0], np.int32), np.ones(2, np.int32)
     verdicts.begin(NAMES[:2], slots, 5 * ones, ones, None)
     assert verdicts.take().wait() == {"b": ((0, 1),)}, "nobody asked for the one in slot 9"
     verdicts.forget(30)
-    verdicts.ask(30, 1, [(1, "x")], [])
+    verdicts.ask(30, 1, [], [1])
     verdicts.begin(NAMES[:2], np.array([30, 0], np.int32), 5 * ones, ones, None)
     assert verdicts.take().wait() == {"a": ((0, 1),), "b": ((0, 1),)}
 
 
 def test_rows_of_a_prompt_refuse_it_and_end_nothing():
     verdicts, state = made(6, [(1, 0), (5, 1)])
-    verdicts.ask(0, 6, [(1, "stop")], [(0, "abort")])
+    verdicts.ask(0, 6, [0], [1])
     assert judged(verdicts, state, [0], [6]) == {"a": ((PROMPT, 0),)}
 
 
 def test_of_a_sequence_that_is_computed_again_each_row_is_judged_as_what_it_is():
     verdicts, state = made(6, [(1, 0), (3, 1), (4, 0), (5, 1)])
-    verdicts.ask(0, 3, [(1, "stop")], [(0, "abort")])
+    verdicts.ask(0, 3, [0], [1])
     # Tokens 3 and 4 were generated before, and judged then; 5 is new.
     assert judged(verdicts, state, [0], [6]) == {"a": ((PROMPT, 0), (0, 1))}
 
 
 def test_rows_of_drafts_say_which_of_the_tokens_drawn_they_end():
     verdicts, state = made(4, [(2, 3), (3, 3)])
-    verdicts.ask(0, 2, [(3, "x")], [])
+    verdicts.ask(0, 2, [], [3])
     assert judged(verdicts, state, [8], [4], drafts=[3]) == {"a": ((2, 3), (3, 3))}
 
 
 def test_nothing_is_copied_for_sequences_that_do_not_ask():
     verdicts, state = made(2, [(0, 0), (1, 0)])
     assert judged(verdicts, state, [5, 6], [1, 1]) is None
-    verdicts.ask(3, 2, [(0, "x")], [])
+    verdicts.ask(3, 2, [], [0])
     assert judged(verdicts, state, [5, 6], [1, 1]) is None
     verdicts.forget(3)
-    verdicts.ask(1, 7, [(0, "x")], [])  # a prompt's row, of one that only stops
+    verdicts.ask(1, 7, [], [0])  # a prompt's row, of one that only stops
     assert judged(verdicts, state, [5, 6], [1, 1]) is None

@@ -566,6 +566,44 @@ def test_monitors_come_and_go(server):
     assert "no monitor 'sad' is registered" in answer.text
 
 
+def test_a_conversation_belongs_to_its_key_and_to_the_api_key(server, model):
+    """What held in one request holds in the next, whichever process of the server has it."""
+    vector = torch.randn(128, generator=torch.Generator().manual_seed(1))
+    _, when = condition_of(model, model[1](PROMPT)["input_ids"])
+    always = {"vector": (2 * vector).tolist()}
+    entry = {**always, "when": {**when, "scope": "conversation"}}
+    body = WORDS | {
+        "max_tokens": 8,
+        "decode_steering_vectors": {"post_block": {"3": entry}},
+        "conversation": {"id": "chat 7", "key": "secret of chat 7", "expires_s": 60},
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
+    asked = body | {"decode_steering_vectors": {"post_block": {"3": always}}}
+    answer = server.post("/v1/completions", asked, key="anna")
+    steered = answer.json()["choices"][0]["token_ids"]
+    for turn in range(3):
+        answer = server.post("/v1/completions", body, key="anna")
+        assert (answer.json()["choices"][0]["token_ids"] == steered) == (turn > 0)
+    other = {**body["conversation"], "key": "another secret 7"}
+    for key, conversation in (("anna", other), ("otto", body["conversation"])):
+        answer = server.post("/v1/completions", {**body, "conversation": conversation}, key=key)
+        assert answer.status_code == 400
+        assert "'chat 7' was begun with another key" in answer.json()["error"]["message"]
+    path = "/v1/steering/conversations"
+    assert server.get(path, key=None).status_code == 401
+    assert server.post(f"{path}/forget", {"id": "chat 7"}, key="anna").status_code == 401
+    told = server.get(path).json()
+    assert told["chat 7"]["requests"] == 3 and "secret" not in str(told)
+    metrics = server.get("/metrics", key=None).text
+    assert 'tllm:conversations{worker="0"} 1.0' in metrics
+    assert server.post(f"{path}/forget", {"id": "chat 7"}).json() == {"forgotten": "chat 7"}
+    assert server.post(f"{path}/forget", {"id": "chat 7"}).status_code == 404
+    begun = server.post("/v1/completions", {**body, "conversation": other}, key="otto").json()
+    assert begun["choices"][0]["token_ids"] != steered
+    assert server.post(f"{path}/forget", {"id": "chat 7"}).is_success
+
+
 @pytest.mark.parametrize(
     ("condition", "sentence"),
     [
@@ -606,6 +644,12 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"stop_when": "x"}, "stop_when: no monitor 'x' is registered"),
         ({"abort_when": {"probe": 1}}, "abort_when"),
         ({"use_beam_search": True, "stop_when": "x"}, "given with use_beam_search"),
+        ({"conversation": "chat"}, "conversation is str; give a mapping with 'id' and 'key'"),
+        ({"conversation": {"id": "a", "key": "b"}}, "conversation['key'] must be a secret text"),
+        (
+            {"use_beam_search": True, "conversation": {"id": "a", "key": 16 * "b"}},
+            "conversation was given with use_beam_search",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):

@@ -31,6 +31,7 @@ class OurArguments(TypedDict, total=False):
             rest waits), and the device memory for their vectors.
         max_patch_mib, max_patch_host_mib: the memory for rows that are kept to be patched in
             (`llm.patching`), on the device and on the host.
+        max_conversations: how many conversations conditions are remembered for at a time.
         fuse_norms: whether a tap and the norm after it are one kernel (default: yes, where vLLM
             compiles the model for a GPU and it is not quantized). With False a tap costs a launch
             of its own, and what is not intervened in is computed by vLLM's own kernels alone.
@@ -48,6 +49,7 @@ class OurArguments(TypedDict, total=False):
     max_steering_mib: int | None
     max_patch_mib: int | None
     max_patch_host_mib: int | None
+    max_conversations: int | None
     fuse_norms: bool | None
 
 

@@ -37,11 +37,12 @@ from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.conditions import signal_names
-from tllm.spec.groups import GroupUse, SteeringGroup, gates_of
+from tllm.spec.conversations import ConversationUse, RequestConversation
+from tllm.spec.groups import GroupUse, SteeringGroup, gates_of, use_of_conversation
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
-from tllm.spec.request import EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
+from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -299,6 +300,7 @@ class Client:
             yield from self.current()
         asked = asked_of(params) if asked is None else asked
         _check_endings(asked, params, streamed=streamed)
+        _check_conversation(asked, params, streamed=streamed)
         groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
@@ -321,7 +323,10 @@ class Client:
         if asked.patch is not None and not asked.patch.names_media:
             patch = self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
-        changes = groups, patch
+        conversation = None
+        if asked.conversation is not None and any(group.is_kept for group in groups):
+            conversation = yield from self._enter(asked.conversation, groups)
+        changes = groups, patch, conversation
         prepared = self._prepare(
             params, asked, request_id, prompt_id, changes, results, streamed, generated
         )
@@ -356,6 +361,25 @@ class Client:
             finally:
                 self.held.sent(upload, arrived)
 
+    def _enter(
+        self, named: RequestConversation, groups: Sequence[SteeringGroup]
+    ) -> Steps[ConversationUse]:
+        """Take part in a conversation: what it remembers of the conditions of a request."""
+        if self.replicas > 1 or self.facts.num_stages > 1:
+            what, option = (
+                (f"{self.replicas} data-parallel replicas, each with a memory", "data")
+                if self.replicas > 1
+                else (f"{self.facts.num_stages} pipeline stages, and only the last is", "pipeline")
+            )
+            raise ValueError(
+                "conversation: a condition of steering has scope='conversation', and this engine "
+                f"has {what} of its own; start it with {option}_parallel_size=1, or give "
+                "scope='rest'"
+            )
+        given = named.id, named.key_digest, named.expires_s, time.time()
+        answers = yield WorkerCall("enter_conversation", given)
+        return use_of_conversation(groups, *answers[0])
+
     def release(self, prepared: Prepared) -> None:
         """A request has ended, or did not begin."""
         self.held.release(prepared.prompt_id)
@@ -366,7 +390,7 @@ class Client:
         asked: Asked,
         request_id: str,
         prompt_id: str,
-        changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
+        changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...], ConversationUse | None],
         results: bool,
         streamed: bool,
         generated: int,
@@ -376,7 +400,7 @@ class Client:
             uses.wants_tokens = True
         generates = isinstance(params, vllm.SamplingParams)
         _check_acting(uses, generates=generates, streamed=streamed, generated=generated)
-        groups, patch = changes
+        groups, patch, conversation = changes
         stops, aborts = _ends(groups, params)
         if aborts:  # rows of cached blocks would not be judged
             uses.reads.append(RowsRead("abort_when", _PROMPT))
@@ -388,8 +412,9 @@ class Client:
                 "streamed, or a question for log-probabilities; give a whole prompt at once, to "
                 "generate() or chat()"
             )
-        if any(group.needs_prompt for group in groups):
-            uses.reads.append(RowsRead("when", _PROMPT))
+        if needing := [group for group in groups if group.needs_prompt]:
+            once = conversation is not None and all(g.needs_prompt_once for g in needing)
+            uses.reads.append(RowsRead(CONVERSATION if once else "when", _PROMPT))
         spec = RequestSpec(
             request_id=request_id,
             prompt_id=prompt_id if results else "",
@@ -405,6 +430,7 @@ class Client:
             streamed=streamed,
             stops=stops,
             aborts=aborts,
+            conversation=conversation,
             media=media,
         )
         prepared = Prepared(
@@ -659,6 +685,20 @@ def _check_endings(asked: Asked, params: Any, *, streamed: bool) -> None:
         raise ValueError(
             f"{name} was given for a prompt that is streamed, whose answers end with each part of "
             "it; give the whole prompt at once"
+        )
+
+
+def _check_conversation(asked: Asked, params: Any, *, streamed: bool) -> None:
+    """Refuse a conversation of a request of a kind that can have none."""
+    if asked.conversation is None:
+        return
+    if not isinstance(params, vllm.SamplingParams):
+        raise ValueError(
+            "conversation was given for pooling, which generates nothing; use generate()"
+        )
+    if streamed:
+        raise ValueError(
+            "conversation was given for a prompt that is streamed; give the whole prompt at once"
         )
 
 

@@ -143,6 +143,10 @@ class LLM(Attached, OfflineFront, vllm.LLM):
                 "stop_when or abort_when was asked, but a beam is computed by many requests; use "
                 "generate()"
             )
+        if asked.conversation is not None:
+            raise RefusedError(
+                "conversation was asked, but a beam is computed by many requests; use generate()"
+            )
         self._sync.asked = asked
         try:
             return super().beam_search(prompts, params, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -657,6 +658,34 @@ class SteeringControl:
             yield from self._client.current()
             monitors = self._client.composer.monitors
             return {name: condition_described(condition) for name, condition in monitors.items()}
+
+        return self._run(steps())
+
+    def conversations(self) -> Any:
+        """The conversations that conditions are remembered for (`scope: "conversation"`), by id:
+        when each `begun` (seconds since the epoch), `expires_in_s`, and its `requests` so far."""
+
+        def steps() -> Steps[dict[str, dict[str, Any]]]:
+            answers = yield from self._client.ask(WorkerCall("conversations", (time.time(),)))
+            return dict(answers[0])
+
+        return self._run(steps())
+
+    def forget_conversation(self, name: str) -> Any:
+        """Forget a conversation: a request that names its id begins another one. Requests of it
+        that run go on as they began, and nothing is remembered of them.
+
+        Raises `ValueError` for one that is not there.
+        """
+
+        def steps() -> Steps[None]:
+            call = WorkerCall("forget_conversation", (name, time.time()))
+            answers = yield from self._client.ask(call)
+            if not answers[0]:
+                raise ValueError(
+                    f"no conversation {name!r:.80} is remembered; llm.steering.conversations() "
+                    "says which are"
+                )
 
         return self._run(steps())
 

@@ -48,6 +48,8 @@ class EngineOptions:
         max_steering_mib: the most memory that steering vectors take on the device, in MiB.
         max_patch_mib: the most memory that rows take which are kept to be patched in, in MiB.
         max_patch_host_mib: the same of those that are kept on the host.
+        max_conversations: how many conversations conditions are remembered for at a time. 0 turns
+            that off.
         fuse_norms: whether a tap before an RMSNorm is computed together with it, by one kernel of
             ours. It sums squares in another order than vLLM's: of half a million normed values in
             bfloat16 one or none was seen to differ, by a rounding.
@@ -61,6 +63,7 @@ class EngineOptions:
     max_steering_mib: int = 1024
     max_patch_mib: int = 1024
     max_patch_host_mib: int = 8192
+    max_conversations: int = 4096
     fuse_norms: bool = True
 
     def __post_init__(self) -> None:
@@ -80,10 +83,9 @@ class EngineOptions:
         for name in (*sizes, "max_patch_mib", "max_patch_host_mib"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
-        if self.max_steering_configs < 0:
-            raise ValueError(
-                f"max_steering_configs={self.max_steering_configs} must be 0 (no steering) or more"
-            )
+        for name, what in (("max_steering_configs", "steering"), ("max_conversations", "memory")):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 (no {what}) or more")
 
     @property
     def points(self) -> tuple[HookPoint, ...]:

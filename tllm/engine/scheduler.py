@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from tllm.engine import prefix_cache
 from tllm.engine.bulk import BulkRequests
+from tllm.engine.conversation_memory import ConversationMemory
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
 from tllm.engine.verdicts import RequestEndings
@@ -57,6 +58,7 @@ class _Rules(_Base):
         self._tllm_wanted: set[str] = set()
         self._tllm_held = 0
         self._tllm_endings = RequestEndings()
+        self._tllm_conversations = ConversationMemory()
         self._tllm_bulk = BulkRequests()
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
@@ -81,6 +83,8 @@ class _Rules(_Base):
             super().add_request(request)
             return
         known = request.request_id in self.requests  # more of a streamed prompt
+        if spec.conversation is not None:
+            spec = self._tllm_conversations.begin(request, spec)
         prompt_len = request.num_prompt_tokens - spec.generated
         prompt = prompt_len, request.prompt_token_ids or ()
         stretches = steering_stretches(spec.steering, *prompt) if spec.steering else []
@@ -94,6 +98,8 @@ class _Rules(_Base):
             # But what comes after a prompt may depend on what was judged for it, and where it ends.
             of_prompt = [use.to_wire() for use in spec.steering if use.judges_prompt]
             history = repr((prompt_len, of_prompt)) if of_prompt else ""
+        if spec.conversation is not None and spec.conversation.held:
+            history += repr(("held before", spec.conversation.held))
         if not known:
             first = spec.rows_from(*prompt, spec.sample_index(request.request_id))
             if first is not None:
@@ -145,10 +151,12 @@ class _Rules(_Base):
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler.update_from_output",
-        "outputs of requests in bulk go back in one message; what conditions and controllers end",
+        "outputs of requests in bulk go back in one message; what conditions and controllers end, "
+        "and conversations remember",
     )
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._tllm_endings.hear(model_runner_output)
+        self._tllm_conversations.hear(model_runner_output)
         # vLLM calls it for each request of each step: ours only where a condition may end one.
         if self._tllm_endings:
             self.__dict__.pop("_update_request_with_output", None)
@@ -187,6 +195,7 @@ class _Rules(_Base):
         wanted = request.request_id in self._tllm_wanted
         self._tllm_wanted.discard(request.request_id)
         self._tllm_endings.forget(request.request_id)
+        self._tllm_conversations.forget(request.request_id)
         # Whoever aborts, or finds a stop string, knows better which tokens belong to the output.
         # Of a streamed prompt nobody does, and when its inputs end vLLM aborts it.
         known = request.status != RequestStatus.FINISHED_ABORTED or request.stop_reason is not None

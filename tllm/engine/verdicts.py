@@ -1,5 +1,8 @@
 """How a request ends by a condition or a controller: the worker says which held, or that it was
-stopped, the scheduler what comes of it."""
+stopped, the scheduler what comes of it.
+
+What conversations remember travels the same way (`tllm.engine.conversation_memory`).
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,12 @@ def _noted(output: ModelRunnerOutput, verdicts: StepVerdicts) -> ModelRunnerOutp
     return output
 
 
+def fired_in(output: Any) -> Mapping[str, Fired]:
+    """What held in a step, by request, of what workers were asked for."""
+    found: Mapping[str, Fired] = vars(output).get(_FIRED, {})
+    return found
+
+
 def _none_of(logprobs: Any) -> Any:
     """Log-probabilities of no tokens, where there are those of some."""
     return None if logprobs is None else logprobs.slice_request(0, 0)
@@ -107,12 +116,13 @@ class RequestEndings:
 
     def hear(self, output: Any) -> None:
         """A step is over."""
-        self._fired = vars(output).get(_FIRED, {}) if self._asked else {}
+        self._fired = fired_in(output) if self._asked else {}
         for request_id, fired in self._fired.items():
             if request_id not in self._asked:  # it has ended since
                 continue
             order = [number for number, _ in self._asked[request_id].aborts]
-            held = [order.index(number) for drawn, number in fired if drawn == PROMPT]  # type: ignore[arg-type]
+            in_prompt = (number for drawn, number in fired if drawn == PROMPT)
+            held = [order.index(number) for number in in_prompt if number in order]
             if held:
                 self._refused[request_id] = min(*held, self._refused.get(request_id, len(order)))
 
@@ -159,7 +169,9 @@ class RequestEndings:
         if request.num_output_tokens == 0 and request.request_id in self._refused:
             _, reason = spec.aborts[self._refused[request.request_id]]
             return _End(0, RequestStatus.FINISHED_ABORTED, reason)
-        fired = self._fired.get(request.request_id, ())
+        found = self._fired.get(request.request_id, ())
+        ends = {number for number, _ in spec.stops}
+        fired = [each for each in found if each[1] in ends or isinstance(each[1], str)]
         assert request.sampling_params is not None
         least = request.sampling_params.min_tokens - request.num_output_tokens
         # Rows of drafts that were rejected are beyond the tokens that were drawn.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.patch_runs import PatchRunsConsumer
+from tllm.engine.conversations import ConversationPlace, Conversations
 from tllm.engine.options import EngineOptions
 from tllm.engine.registered import HeldGroups, Registered
 from tllm.models.sites import ModelSites
@@ -36,6 +37,7 @@ class WorkerCalls:
         self._drafts = drafts
         self._registered = Registered()
         self._groups = HeldGroups(session.steering)
+        self._conversations = Conversations(options.max_conversations)
         self._consumers: set[str] = set()
         self._front_ends = 1
 
@@ -162,6 +164,22 @@ class WorkerCalls:
         """How many steering vectors are kept here, for all front ends."""
         return self._groups.num_vectors
 
+    # -- conversations ---------------------------------------------------------------------------
+
+    def enter_conversation(
+        self, name: str, key_digest: bytes, expires_s: float, now: float
+    ) -> ConversationPlace:
+        """See `Conversations.enter`."""
+        return self._conversations.enter(name, key_digest, expires_s, now)
+
+    def forget_conversation(self, name: str, now: float) -> bool:
+        """See `Conversations.forget`."""
+        return self._conversations.forget(name, now)
+
+    def conversations(self, now: float) -> dict[str, dict[str, Any]]:
+        """See `Conversations.described`."""
+        return self._conversations.described(now)
+
     # -- requests --------------------------------------------------------------------------------
 
     def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
@@ -195,6 +213,8 @@ class WorkerCalls:
         points = self._sites.points
         return {
             **self._session.stats(),
+            "conversations": self._conversations.count,
+            "max_conversations": self._options.max_conversations,
             "model_points": points,
             "family": points.family,
             "num_layers": points.num_layers,

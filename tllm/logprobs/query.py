@@ -16,9 +16,10 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
 from tllm.spec.request import Asked
 
-#: The rows that patches name may be others tomorrow, and answers are remembered. Tokens of queries
-#: and lanes are given, so no condition ends them.
-_FIELDS = tuple(name for name in ASKED_FIELDS if name not in ("patch", "stop_when", "abort_when"))
+#: The rows that patches name may be others tomorrow, as what a conversation remembers, and answers
+#: are kept. Tokens of queries and lanes are given, so no condition ends them.
+_REFUSED = ("patch", "stop_when", "abort_when", "conversation")
+_FIELDS = tuple(name for name in ASKED_FIELDS if name not in _REFUSED)
 
 
 class LaneOptions(TypedDict, total=False):

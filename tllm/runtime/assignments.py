@@ -192,7 +192,9 @@ class Assignments:
         if sequence.steering_rows and sequence.latch is None:
             groups = {digest for groups in sequence.steering_rows for digest in groups}
             info = sequence.info
-            sequence.latch = self._steering.remember(info.slot, groups, info.prompt_len)
+            sequence.latch = self._steering.remember(
+                info.slot, groups, info.prompt_len, sequence.held_before
+            )
         row = Column.GATE.neutral if sequence.latch is None else sequence.latch.row
         for phase in (PREFILL, DECODE):
             self._slots.assign(sequence.info.slot, phase, Column.GATE, row)

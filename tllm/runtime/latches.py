@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,8 +13,9 @@ from tllm.runtime.staged import StagedTable, room
 from tllm.spec.conditions import MAX_GATES, Gate
 from tllm.spec.memory import SCOPES
 
-NEVER = 2**31 - 1
-"""Instead of a position, for a condition that has not held yet."""
+NEVER, BEFORE = 2**31 - 1, -1
+"""Instead of a position, for a condition that has not held yet, and for one that held in an earlier
+request of the conversation."""
 REST, NEXT = SCOPES.index("rest"), SCOPES.index("next")
 SUMMED = len(SCOPES)
 """Instead of a scope, in the record of a probe that is judged for the mean of a prompt: rows are
@@ -58,11 +59,17 @@ class Latches:
         self._held = StagedTable((0, self._words), 1, torch.int32, device)
         self._sums = StagedTable((0, hidden_size), 1, torch.float32, device)
 
-    def acquire(self, gates: Iterable[Gate]) -> Latch:
-        """Memory for a sequence that has these gates; to be given back with `release`."""
+    def acquire(self, gates: Iterable[Gate], held: Container[int] = ()) -> Latch:
+        """Memory for a sequence that has these gates; to be given back with `release`.
+
+        Args:
+            held: numbers of those that held before it began.
+        """
         latch = Latch(self._rows.acquire(1))
         cells = np.full((2, MAX_GATES), NEVER, np.int32)
         for gate in gates:
+            if gate.number in held:
+                cells[0, gate.number] = BEFORE
             if gate.scope == NEXT:
                 row = latch.held[gate.number] = self._held_rows.acquire(1)
                 cells[1, gate.number] = row * self._words

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tllm.runtime.columns import IntArray
-from tllm.runtime.latches import Latch, Latches
+from tllm.runtime.latches import NEVER, Latch, Latches
 from tllm.runtime.transfer import upload
 from tllm.spec.conditions import MAX_GATES, Gate
 from tllm.spec.probes import FEATURES, KINDS
@@ -185,8 +185,8 @@ class PromptMeans:
         ]
         at, cell, last = upload(np.array(decide, np.int64).T.copy(), self._device)
         cells = self._latches.tables[0].view(-1)
-        found = torch.where(strengths.view(-1)[at] > _HOLDS, last.int(), cells[cell])
-        cells.index_copy_(0, cell, found)
+        held = torch.where(strengths.view(-1)[at] > _HOLDS, last.int(), NEVER)
+        cells.index_copy_(0, cell, torch.minimum(held, cells[cell]))
 
 
 def _scores(means: torch.Tensor, vectors: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:

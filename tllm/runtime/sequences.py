@@ -67,6 +67,7 @@ class RunningSequences:
             prompt_token_ids,
             spec.steering,
             spec.patch,
+            () if spec.conversation is None else spec.conversation.held,
             controlled=ControlledSequence() if spec.acted else None,
         )
         self.slots.add_sequence(sequence)
@@ -74,8 +75,9 @@ class RunningSequences:
             self.consumers.ask(sequence, owner)
         self.assignments.assign(sequence)
         # Of rows that have no steering row nothing is judged: what stands there is another's.
-        if (spec.stops or spec.aborts) and "steering" not in sequence.errors:
-            self.verdicts.ask(info.slot, prompt_len, spec.stops, spec.aborts)
+        asked = spec.judged_in_prompt, spec.judged_generated
+        if any(asked) and "steering" not in sequence.errors:
+            self.verdicts.ask(info.slot, prompt_len, *asked, each=spec.conversation is None)
         self.consumers.introduce(sequence, self.consumers)
 
     def _go_on(

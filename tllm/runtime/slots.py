@@ -72,6 +72,8 @@ class RunningSequence:
     prompt_token_ids: list[int] | None = None
     steering: tuple[GroupUse, ...] = ()
     patch: tuple[PatchUse, ...] = ()
+    held_before: tuple[int, ...] = ()
+    """Numbers of conditions that held in an earlier request of its conversation."""
     errors: dict[str, str] = field(default_factory=dict)
     """By consumer id."""
     refused: set[str] = field(default_factory=set)

@@ -7,7 +7,7 @@ the tokens are known, and then a steering row in its place.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from weakref import WeakValueDictionary
@@ -329,15 +329,21 @@ class Steering:
         configuration.users += 1
         return configuration.row
 
-    def remember(self, slot: int, groups: Iterable[str], prompt_len: int) -> Latch | None:
+    def remember(
+        self, slot: int, groups: Iterable[str], prompt_len: int, held_before: Container[int] = ()
+    ) -> Latch | None:
         """What a sequence with these groups has to remember of its conditions; to be given back
-        with `forget`. None for nothing."""
+        with `forget`. None for nothing.
+
+        Args:
+            held_before: numbers of conditions that held in an earlier request of its conversation.
+        """
         held = (self._groups[digest] for digest in groups if digest in self._groups)
         gates = {gate.number: gate for group in held for gate in group.remembered}
         if not gates:
             return None
         self._stale = True
-        latch = self.gates.latches.acquire(gates.values())
+        latch = self.gates.latches.acquire(gates.values(), held_before)
         if of_mean := [gates[number] for number in sorted(gates) if gates[number].of_mean]:
             self.gates.means.ask(slot, latch, of_mean, prompt_len)
         return latch

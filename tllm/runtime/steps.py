@@ -284,8 +284,10 @@ class Steps:
         return targets
 
     def take_verdicts(self) -> StepVerdicts | None:
-        """What conditions that end requests made of the step, on its way to the host; None where
-        no sequence of it asks. What controllers stop comes with it. Before `end`."""
+        """What conditions made of the step, on its way to the host; None where no sequence of it
+        asks. What controllers stop comes with it. Before `end`."""
+        if self.means.waiting:
+            self.means.judge()
         judged, stopped = self.verdicts.take(), self.controllers.take_stops()
         return StoppedSequences(stopped, judged) if stopped else judged
 

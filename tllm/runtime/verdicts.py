@@ -1,4 +1,5 @@
-"""What conditions that end requests made of the rows of a step, on its way to the host."""
+"""What conditions that end requests, or that conversations remember, made of the rows of a step, on
+its way to the host."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class _Judged:
         engine_ids: of the batch.
         sequence: the place of each row's sequence in the batch.
         drawn: which of the tokens of its sequence is drawn from it; `PROMPT` for a prompt's row.
-        asked: `[rows, MAX_GATES]`, which conditions end its sequence.
+        asked: `[rows, MAX_GATES]`, the conditions that are asked for.
         batch_rows: where it is in the batch.
     """
 
@@ -53,7 +54,7 @@ class StepVerdicts:
         self._strengths = strengths
 
     def wait(self) -> Mapping[str, Fired]:
-        """What ends sequences, by the engine's id. From any thread, once."""
+        """What held, by the engine's id of the sequence. From any thread, once."""
         judged = self._judged
         # What is no number was not judged, and holds nowhere.
         rows, numbers = np.nonzero((self._strengths.wait().numpy() > _HOLDS) & judged.asked)
@@ -85,7 +86,8 @@ class StoppedSequences(StepVerdicts):
 
 
 class Verdicts:
-    """The sequences that conditions may end, and the rows of each step that decide.
+    """The sequences of whose conditions the engine must be told, and the rows of each step that
+    decide.
 
     Args:
         gates: which judge.
@@ -96,9 +98,10 @@ class Verdicts:
         self._gates = gates
         self._asked = 0
         self._asks = np.zeros(max_sequences, bool)
-        self._refuses = np.zeros(max_sequences, bool)
+        self._asks_prompt = np.zeros(max_sequences, bool)
+        self._partial = np.zeros(max_sequences, bool)
         self._prompt_len = np.zeros(max_sequences, np.int32)
-        #: Which conditions end a sequence at rows of its prompt, and at generated tokens.
+        #: Which conditions are asked for at rows of a prompt, and at generated tokens.
         self._numbers = np.zeros((2, max_sequences, MAX_GATES), bool)
         self._judged: _Judged | None = None
         self._copied: StepVerdicts | None = None
@@ -107,18 +110,26 @@ class Verdicts:
         self,
         slot: int,
         prompt_len: int,
-        stops: Iterable[tuple[int, str]],
-        aborts: Iterable[tuple[int, str]],
+        in_prompt: Iterable[int],
+        generated: Iterable[int],
+        *,
+        each: bool = True,
     ) -> None:
-        """A sequence begins that conditions may end; each is given by its number and name."""
+        """A sequence begins of which the engine must be told.
+
+        Args:
+            in_prompt, generated: numbers of conditions, for rows of the prompt and of generated
+                tokens.
+            each: whether each of these rows is judged.
+        """
         self._make_room(slot)
         self._asked += 1
         self._asks[slot] = True
+        self._partial[slot] = not each
         self._prompt_len[slot] = prompt_len
-        for kind, ends in enumerate((aborts, stops)):
-            for number, _ in ends:
-                self._numbers[kind, slot, number] = True
-        self._refuses[slot] = self._numbers[0, slot].any()
+        for kind, numbers in enumerate((in_prompt, generated)):
+            self._numbers[kind, slot, list(numbers)] = True
+        self._asks_prompt[slot] = self._numbers[0, slot].any()
 
     def forget(self, slot: int) -> None:
         """A sequence has ended."""
@@ -133,7 +144,8 @@ class Verdicts:
             return
         more = max(slot + 1, 2 * size) - size
         self._asks = np.pad(self._asks, (0, more))
-        self._refuses = np.pad(self._refuses, (0, more))
+        self._asks_prompt = np.pad(self._asks_prompt, (0, more))
+        self._partial = np.pad(self._partial, (0, more))
         self._prompt_len = np.pad(self._prompt_len, (0, more))
         self._numbers = np.pad(self._numbers, ((0, 0), (0, more), (0, 0)))
 
@@ -149,7 +161,7 @@ class Verdicts:
         counts: IntArray,
         drafts: IntArray | None,
     ) -> None:
-        """A step begins; arrays `[sequences]` as in `StepBatch`."""
+        """A step begins; arrays `[sequences]` as in `StepBatch`. Before the forward pass."""
         self.skip()
         if not self._asked:
             return
@@ -160,7 +172,7 @@ class Verdicts:
         slot, start, end = slots[at], starts[at], starts[at] + counts[at]
         prompt_len = self._prompt_len[slot]
         drawn_from = end - 1 if drafts is None else end - 1 - drafts[at]
-        in_prompt = self._refuses[slot] & (start < prompt_len)
+        in_prompt = self._asks_prompt[slot] & (start < prompt_len)
         low = np.where(in_prompt, start, np.maximum(drawn_from, prompt_len))
         lengths = np.maximum(end - low, 0)
         total = int(lengths.sum())
@@ -174,6 +186,8 @@ class Verdicts:
         asked = self._numbers[np.where(of_prompt, 0, 1), slot[each]]
         asked &= (of_prompt | (drawn >= 0))[:, None]
         batch_rows = (np.cumsum(counts) - counts)[at][each] + positions - start[each]
+        if self._partial[slot].any():  # what is not judged must not be what stood there before
+            self._gates.forget_scores(int(counts.sum()))
         self._judged = _Judged(
             engine_ids,
             at[each].astype(np.int32),

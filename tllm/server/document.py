@@ -75,6 +75,19 @@ PROPERTIES: Mapping[str, Mapping[str, Any]] = {
         'generated. finish_reason is "abort", stop_reason its name; the scores are in '
         "consumer_results.signals."
     },
+    "conversation": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "key": {"type": "string"},
+            "expires_s": {"type": "number"},
+        },
+        "required": ["id", "key"],
+        "description": 'The conversation that the request belongs to: what holds of "scope": '
+        '"conversation" in one request holds in later ones with the same id, key (a secret of 16 '
+        "characters or more) and API key, until expires_s seconds (3600 unless told) have passed "
+        "since one of them came.",
+    },
 }
 """What each field is, as OpenAPI has it."""
 

@@ -17,7 +17,7 @@ from tllm.client.core import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
 from tllm.engine.media import media_of_prompt
-from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in
+from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, of_caller
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
 from tllm.server.refusals import RefusedChoices
@@ -95,7 +95,10 @@ class Door:
             if not asked:
                 watch = None if beams is None else Watch(beams=beams)
                 return await _watched(create, request, raw_request, watch)
-            caller = self._limits.caller({} if raw_request is None else raw_request.headers)
+            headers = {} if raw_request is None else raw_request.headers
+            if "conversation" in asked:
+                asked["conversation"] = of_caller(asked["conversation"], headers)
+            caller = self._limits.caller(headers)
             self._limits.of(caller).check(asked)
             watch = Watch(await self._row_check(asked, self._limits.of(caller)), beams=beams)
             end = self._limits.begin(caller, asked)
@@ -354,7 +357,8 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
             f"vllm_xargs[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
             "body",
         )
-    of_rows = [name for name in ("capture", "consumers", "patch", *ENDING_FIELDS) if name in asked]
+    names = "capture", "consumers", "patch", "conversation", *ENDING_FIELDS
+    of_rows = [name for name in names if name in asked]
     if of_rows and getattr(request, "use_beam_search", False):
         raise FieldError(
             of_rows[0],

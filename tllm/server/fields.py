@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -24,6 +26,7 @@ FIELDS = (
     "patch",
     "stop_when",
     "abort_when",
+    "conversation",
 )
 """As arguments of `tllm.SamplingParams`; `steering_name` is another name of
 `steering_module_ref`."""
@@ -84,6 +87,14 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
         except ValueError as error:
             raise FieldError(_field_of(str(error), asked), str(error)) from None
     return asked
+
+
+def of_caller(conversation: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
+    """A conversation that belongs to its key and to the API key that it came with."""
+    scheme, _, api_key = headers.get("authorization", "").partition(" ")
+    caller = api_key if scheme.lower() == "bearer" else ""
+    both = json.dumps([caller, conversation["key"]])
+    return {**conversation, "key": hashlib.sha256(both.encode()).hexdigest()}
 
 
 def _field_of(message: str, asked: Mapping[str, Any]) -> str:

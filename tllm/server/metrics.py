@@ -65,6 +65,13 @@ WORKER = (
         True,
         "Sequences that were to be steered and could not be",
     ),
+    Figure(
+        "tllm:conversations",
+        "conversations",
+        False,
+        "Conversations that conditions are remembered for",
+    ),
+    Figure("tllm:max_conversations", "max_conversations", False, "The most of them at a time"),
     Figure("tllm:results_forgotten", "results_forgotten", True, "Results that nobody came for"),
     Figure("tllm:results_kept", "results_kept", False, "Prompts whose results nobody came for yet"),
     Figure("tllm:running_sequences", "running_sequences", False, "Sequences that run"),

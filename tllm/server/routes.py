@@ -1,5 +1,5 @@
-"""Routes of our own: global steering, modules, monitors, results fetched by reference, and
-sweeps."""
+"""Routes of our own: global steering, modules, monitors, conversations, results fetched by
+reference, and sweeps."""
 
 from __future__ import annotations
 
@@ -67,8 +67,17 @@ class MonitorBody(BaseModel):
     name: str = Field(min_length=1, max_length=256)
     condition: Any = Field(
         description="An object with `probe` (hook, layer, vector, bias, score) and any of `above`, "
-        "`below`, `between`; or with `all` or `any`, a list of these."
+        "`below`, `between`; or with `all` or `any`, a list of these. Beside them `soft`, `scope` "
+        "(token, rest, next, conversation) and `over` (token, prompt_last, prompt_mean)."
     )
+
+
+class ConversationName(BaseModel):
+    """A conversation by its id."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str
 
 
 class MonitorName(BaseModel):
@@ -192,6 +201,24 @@ async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
         raise HTTPException(404, f"name: no monitor {body.name!r} is registered")
     await state.interventions.steering.unregister_monitor(body.name)
     return {"unregistered": body.name}
+
+
+@router.get("/v1/steering/conversations", responses=_ADMIN)
+async def steering_conversations(state: Admin) -> dict[str, Any]:
+    """The conversations that conditions are remembered for, by id: `begun` (seconds since the
+    epoch), `expires_in_s`, and `requests` so far."""
+    conversations: dict[str, Any] = await state.interventions.steering.conversations()
+    return conversations
+
+
+@router.post("/v1/steering/conversations/forget", responses=_ADMIN | _UNKNOWN)
+async def forget_conversation(body: ConversationName, state: Admin) -> dict[str, Any]:
+    """Forget a conversation: whoever names its id next begins another one."""
+    try:
+        await state.interventions.steering.forget_conversation(body.id)
+    except ValueError as error:
+        raise HTTPException(404, f"id: {error}") from None
+    return {"forgotten": body.id}
 
 
 @router.get("/v1/interventions", responses=_ADMIN)

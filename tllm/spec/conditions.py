@@ -51,6 +51,8 @@ class Gate(NamedTuple):
         scope: index in `SCOPES`: the tokens for which it decides.
         over: index in `OVERS`: what it is judged for.
         threshold: of the feature of an autoencoder, which is 0 where it is not above.
+        kept_as: what it is known by in the requests of a conversation; empty where none but its
+            own sample remembers it.
     """
 
     number: int
@@ -69,6 +71,7 @@ class Gate(NamedTuple):
     scope: int = 0
     over: int = 0
     threshold: float = 0.0
+    kept_as: str = ""
 
     @property
     def of_mean(self) -> bool:
@@ -358,6 +361,7 @@ class GateNumbers:
             return known.number
         assert not isinstance(condition, (NamedCondition, FeatureCondition))
         scope, over = SCOPES.index(memory.scope), OVERS.index(memory.over)
+        kept_as = f"{memory.over}:{condition.digest}" if memory.is_kept else ""
         if isinstance(condition, JointCondition):
             numbers = [self.number(term, memory.of_terms) for term in condition.terms]
             terms = tuple(dict.fromkeys(numbers))  # each once
@@ -371,6 +375,7 @@ class GateNumbers:
                 names=(condition.name,) if condition.name else (),
                 scope=scope,
                 over=over,
+                kept_as=kept_as,
             )
             self._needed[gate.number] = frozenset((gate.number,)).union(
                 *(self._needed[term] for term in terms)
@@ -391,6 +396,7 @@ class GateNumbers:
                 scope=scope,
                 over=over,
                 threshold=condition.threshold,
+                kept_as=kept_as,
             )
             self._needed[gate.number] = frozenset((gate.number,))
             self.vectors[condition.vector_digest] = condition.vector

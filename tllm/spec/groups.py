@@ -11,6 +11,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
+from tllm.spec.conversations import ConversationUse
 from tllm.spec.memory import OVERS
 from tllm.spec.operations import MAX_FEATURES, Features, OperationForm
 from tllm.spec.reading import FloatArray, digest_of
@@ -207,15 +208,30 @@ class SteeringGroup:
         return self.gates is not None and any(gate.scope for gate in self.gates.gates)
 
     @property
+    def is_kept(self) -> bool:
+        """Whether any of its conditions decides in later requests of a conversation."""
+        return self.gates is not None and any(gate.kept_as for gate in self.gates.gates)
+
+    @property
     def needs_prompt(self) -> bool:
         """Whether it remembers what its conditions said of rows of the prompt other than the last,
         which is always computed."""
+        return bool(self._remembered_of_prompt)
+
+    @property
+    def needs_prompt_once(self) -> bool:
+        """Whether that is known in a conversation of which all its conditions held before."""
+        return all(gate.kept_as and not gate.of_mean for gate in self._remembered_of_prompt)
+
+    @property
+    def _remembered_of_prompt(self) -> list[Gate]:
         if self.gates is None or self.phase == "decode" or self.positions.phase == "generation":
-            return False
-        return any(
-            (gate.scope or gate.over) and OVERS[gate.over] != "prompt_last"
+            return []
+        return [
+            gate
             for gate in self.gates.judged
-        )
+            if (gate.scope or gate.over) and OVERS[gate.over] != "prompt_last"
+        ]
 
     @cached_property
     def use(self) -> GroupUse:
@@ -307,6 +323,30 @@ def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:
     """The conditions of a request's groups, by number."""
     found = (gate for group in groups if group.gates is not None for gate in group.gates.gates)
     return {gate.number: gate for gate in found}
+
+
+def use_of_conversation(
+    groups: Iterable[SteeringGroup], place: int, serial: int
+) -> ConversationUse:
+    """What requests of a conversation remember of the conditions of one of them.
+
+    Args:
+        place, serial: of the conversation.
+    """
+    conditions: dict[int, str] = {}
+    in_prompt: set[int] = set()
+    generated: set[int] = set()
+    for group in groups:
+        if group.gates is None:
+            continue
+        conditions |= {gate.number: gate.kept_as for gate in group.gates.gates if gate.kept_as}
+        judged = [gate.number for gate in group.gates.judged if gate.kept_as]
+        if group.phase != "decode" and group.positions.phase != "generation":
+            in_prompt.update(judged)
+        if group.phase != "prefill" and group.positions.phase != "prompt":
+            generated.update(judged)
+    numbers = (tuple(sorted(each)) for each in (in_prompt, generated))
+    return ConversationUse(place, serial, tuple(sorted(conditions.items())), *numbers)
 
 
 Configuration: TypeAlias = tuple[str, ...]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-SCOPES = ("token", "rest", "next")
+SCOPES = ("token", "rest", "next", "conversation")
 """The tokens for which a condition decides: the one it is judged for; those after it, to the end of
-the sample; the one after it."""
+the sample; the one after it; those after it, and all of later requests of the conversation."""
 OVERS = ("token", "prompt_last", "prompt_mean")
 """What it is judged for: each token; the last one of the prompt; the mean of the prompt's rows."""
 
@@ -15,7 +15,8 @@ OVERS = ("token", "prompt_last", "prompt_mean")
 class Memory(NamedTuple):
     """For which tokens a condition decides (of `SCOPES`), and what it is judged for (of `OVERS`).
 
-    What is judged for the prompt decides for the tokens after it: its scope is `rest`.
+    What is judged for the prompt decides for the tokens after it: its scope is `rest`, or
+    `conversation`.
     """
 
     scope: str = "token"
@@ -30,6 +31,11 @@ class Memory(NamedTuple):
     def of_prompt(self) -> bool:
         """Whether it is judged once, when the prompt ends."""
         return self.over != "token"
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether later requests of the conversation know of it."""
+        return self.scope == "conversation"
 
     @property
     def of_terms(self) -> Memory:
@@ -57,13 +63,14 @@ class Memory(NamedTuple):
                 f"{field}['scope']='next' with over={over!r}: what is judged for the prompt "
                 "decides for all tokens after it; leave scope out, and give the entry 'positions'"
             )
-        return cls("rest", over) if found.of_prompt else found
+        return cls("rest", over) if found.of_prompt and not found.is_kept else found
 
     def described(self) -> dict[str, str]:
         """For people: what is not as it is unless told."""
-        if self.of_prompt:
-            return {"over": self.over}
-        return {"scope": self.scope} if self.lasts else {}
+        told = {"over": self.over} if self.of_prompt else {}
+        if self.is_kept or (self.lasts and not self.of_prompt):
+            told["scope"] = self.scope
+        return told
 
 
 NOTHING = Memory()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tllm.spec.conversations import ConversationUse, RequestConversation
 from tllm.spec.groups import GroupUse, RequestSteering
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import PatchUse, RequestPatch
@@ -13,6 +14,10 @@ from tllm.spec.selection import Selection
 
 EXTRA_ARG = "tllm"
 """Key of `SamplingParams.extra_args`, and of `PoolingParams.extra_kwargs`, under which it is."""
+
+
+CONVERSATION = "conversation"
+"""Name of the read of rows that need no computing in a conversation whose conditions all held."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +28,14 @@ class Asked:
         consumers: options by consumer id, those of captures among them.
         captures: the consumers whose results are capture results.
         steering, patch: None for nothing.
+        conversation: the one that it names.
     """
 
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     captures: tuple[str, ...] = ()
     steering: RequestSteering | None = None
     patch: RequestPatch | None = None
+    conversation: RequestConversation | None = None
 
     @property
     def steered_media(self) -> list[tuple[str, MediaItem]]:
@@ -41,7 +48,8 @@ class Asked:
         return named
 
     def __bool__(self) -> bool:
-        return bool(self.consumers) or not (self.steering is None and self.patch is None)
+        rows = self.steering, self.patch, self.conversation
+        return bool(self.consumers) or any(each is not None for each in rows)
 
     def __deepcopy__(self, memo: Any) -> Asked:
         # Copies of the parameters share it: it never changes, and vectors are large.
@@ -94,6 +102,7 @@ class RequestSpec:
         streamed: its prompt arrives in parts.
         stops, aborts: number and name of the conditions that end a sample, and of those that refuse
             the prompt, in the order in which they are asked.
+        conversation: the one that it belongs to, where that remembers any of its conditions.
         media: while the prompt is not known yet, and tokens of its items are named: the items that
             it must have, each with the field that names it. None afterwards, and otherwise.
     """
@@ -112,6 +121,7 @@ class RequestSpec:
     streamed: bool = False
     stops: tuple[tuple[int, str], ...] = ()
     aborts: tuple[tuple[int, str], ...] = ()
+    conversation: ConversationUse | None = None
     media: tuple[tuple[str, MediaItem], ...] | None = None
 
     @property
@@ -146,6 +156,8 @@ class RequestSpec:
         for name, ends in (("stops", self.stops), ("aborts", self.aborts)):
             if ends:
                 wire[name] = [list(end) for end in ends]
+        if self.conversation is not None:
+            wire["conversation"] = self.conversation.to_wire()
         if self.media is not None:
             wire["media"] = [[name, *item] for name, item in self.media]
         return wire
@@ -163,6 +175,8 @@ class RequestSpec:
                 asked[name] = tuple((number, reason) for number, reason in asked[name])
         if "reads" in asked:
             asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
+        if "conversation" in asked:
+            asked["conversation"] = ConversationUse.from_wire(asked["conversation"])
         if asked.get("media") is not None:
             asked["media"] = tuple((name, MediaItem(*item)) for name, *item in asked["media"])
         return cls(**asked)
@@ -193,6 +207,25 @@ class RequestSpec:
         """
         wire = wire_of(request.sampling_params or request.pooling_params)
         return cls.from_wire(wire) if wire else _PLAIN
+
+    @property
+    def judged_in_prompt(self) -> tuple[int, ...]:
+        """Numbers of the conditions that the engine must be told of, for rows of the prompt."""
+        kept = () if self.conversation is None else self.conversation.in_prompt
+        return *(number for number, _ in self.aborts), *kept
+
+    @property
+    def judged_generated(self) -> tuple[int, ...]:
+        """The same for rows of generated tokens."""
+        kept = () if self.conversation is None else self.conversation.generated
+        return *(number for number, _ in self.stops), *kept
+
+    def recalling(self, use: ConversationUse) -> RequestSpec:
+        """The same request, of which it is known what its conversation remembers."""
+        reads = self.reads
+        if len(use.held) == len(use.conditions):
+            reads = tuple(read for read in reads if read.name != CONVERSATION)
+        return replace(self, conversation=use, reads=reads)
 
     def sample_index(self, engine_id: str) -> int:
         """Which sample a sequence is; vLLM names the n of a request `{index}_{request id}`."""
