@@ -1,8 +1,9 @@
-"""`python -m benchmarks.sweeps`: a sweep of `post_block` beside batched TransformerLens, on a CPU.
+"""`python -m benchmarks.sweeps`: a sweep of `post_block` beside batched TransformerLens.
 
-GPT-2's shapes with random weights, float32, the same weights on both sides; every layer at some
-positions, the difference of two logits after the prompt. TransformerLens patches in batches:
-positions of a layer are rows of a batch, which `HookedTransformer.run_with_hooks` computes whole.
+On a GPU where there is one, else on a CPU. GPT-2's shapes with random weights, float32, the same
+weights on both sides; every layer at some positions, the difference of two logits after the prompt.
+TransformerLens patches in batches: positions of a layer are rows of a batch, which
+`HookedTransformer.run_with_hooks` computes whole.
 `from-layer` is what its user can do by hand: begin at the layer that is patched, and give the last
 token alone to the LM head. Each has a process of its own with as many threads, and they compute in
 turn, the same experiments, ours with an empty prefix cache; what comes out is compared.
@@ -33,6 +34,8 @@ import torch
 import typer
 
 RESULTS = Path(__file__).parent / "results"
+
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 _ANSWERS = (11, 257)
 _BATCH_TOKENS = 2000
@@ -79,7 +82,7 @@ class Lens:
             act_fn="gelu_new",
             eps=shape.layer_norm_epsilon,
             normalization_type="LN",
-            device="cpu",
+            device=_DEVICE,
         )
         self.model = HookedTransformer(self.config)
         weights = convert_gpt2_weights(model, self.config)
@@ -92,7 +95,9 @@ class Lens:
     @torch.inference_mode()
     def sweep(self, prompts: PairedPrompts, *, from_layer: bool) -> torch.Tensor:
         """`[layers, positions]`, the difference of the answers' logits."""
-        clean, corrupt = (torch.tensor([each]) for each in (prompts.clean, prompts.corrupt))
+        clean, corrupt = (
+            torch.tensor([each], device=_DEVICE) for each in (prompts.clean, prompts.corrupt)
+        )
         kept = [f"blocks.{layer}.hook_resid_post" for layer in range(self.config.n_layers)]
         _, cache = self.model.run_with_cache(clean, names_filter=lambda name: name in kept)
         _, of_base = self.model.run_with_cache(corrupt, names_filter=lambda name: name in kept)
@@ -100,8 +105,8 @@ class Lens:
         found = torch.empty(self.config.n_layers, len(prompts.positions))
         for layer, name in enumerate(kept):
             for low in range(0, len(prompts.positions), size):
-                at = torch.tensor(prompts.positions[low : low + size])
-                rows = torch.arange(len(at))
+                at = torch.tensor(prompts.positions[low : low + size], device=_DEVICE)
+                rows = torch.arange(len(at), device=_DEVICE)
 
                 def patch(stream: torch.Tensor, at=at, rows=rows, name=name, **_: Any) -> Any:
                     stream[rows, at] = cache[name][0, at]
@@ -225,11 +230,13 @@ def main(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from tllm import LLM
 
+    on_gpu = {"gpu_memory_utilization": 0.3, "max_num_seqs": 256}
+    on_cpu = {"enforce_eager": True, "max_num_seqs": 64, "block_size": 32}
     with tempfile.TemporaryDirectory() as folder:
         vocab = save_model(Path(folder)).config.vocab_size
         llm = LLM(
-            folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True,
-            max_model_len=512, max_num_seqs=64, block_size=32, disable_log_stats=True,
+            folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512,
+            disable_log_stats=True, **(on_gpu if _DEVICE == "cuda" else on_cpu),
         )  # fmt: skip
         lens = LensProcess(folder, torch.get_num_threads())
         for length in tokens or [5, 200]:
@@ -242,6 +249,7 @@ def _write(result: dict[str, Any], threads: int, out: Path) -> None:
     """A length's result: `sweeps-LENGTH.json`, and a line."""
     about = {
         "shape": "gpt2",
+        "device": torch.cuda.get_device_name() if _DEVICE == "cuda" else "cpu",
         "threads": threads,
         "load": os.getloadavg(),
         "versions": {name: version(name) for name in ("transformer_lens", "torch")},
