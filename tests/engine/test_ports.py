@@ -180,7 +180,7 @@ def test_objects_travel_with_what_is_exported(llm):
         assert (name, other, none) == ("first", "second", None)
         assert len(rows) == len(meta)
         assert torch.equal(half.wait() * 2, rows)
-        assert torch.equal(same * 2, doubled)
+        assert torch.equal(same.cpu() * 2, doubled)
 
 
 def test_attaching_for_a_receiver_that_does_not_take_it_is_an_error_that_says_so(llm):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_engines import SHARE
 
 from engine.reference import HIDDEN, LAYERS, save_tiny_model
 
@@ -16,6 +17,7 @@ PROMPT = [7, 30, 12, 55, 21, 3, 90, 41]
 GROUP = 32
 
 OPTIONS: dict[str, Any] = {
+    **SHARE,
     "skip_tokenizer_init": True,
     "dtype": "bfloat16",
     "enforce_eager": True,
@@ -24,66 +26,143 @@ OPTIONS: dict[str, Any] = {
     "block_size": 32,
     "num_gpu_blocks_override": 64,
 }
-PARAMS = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "detokenize": False}
+PARAMS: dict[str, Any] = {
+    "max_tokens": 4,
+    "temperature": 0,
+    "ignore_eos": True,
+    "detokenize": False,
+}
 
 
 def _eight_bits(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One scale for each output."""
+    """Whole numbers, with one scale for each output."""
     scale = weight.abs().amax(1, keepdim=True) / 127
-    return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
-
-
-def _four_bits(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """One scale for each group of inputs; eight numbers in a word, the first in its lowest bits."""
-    outputs, inputs = weight.shape
-    groups = weight.view(outputs, -1, GROUP)
-    scale = groups.abs().amax(2) / 7
-    numbers = (groups / scale[..., None]).round().long().view(outputs, -1, 8) + 8
-    words = (numbers << (4 * torch.arange(8))).sum(2)
     return {
-        f"{name}_packed": torch.where(words < 2**31, words, words - 2**32).to(torch.int32),
-        f"{name}_scale": scale.to(torch.bfloat16),
-        f"{name}_shape": torch.tensor([outputs, inputs]),
+        f"{name}.weight": (weight / scale).round().to(torch.int8),
+        f"{name}.weight_scale": scale,
     }
 
 
-_INT = {"type": "int", "symmetric": True}
-KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
-    "W8A8": (
-        _eight_bits,
-        "int-quantized",
-        {
-            "weights": {**_INT, "num_bits": 8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_INT, "num_bits": 8, "strategy": "token", "dynamic": True},
-        },
-    ),
-    "W4A16": (
-        _four_bits,
-        "pack-quantized",
-        {"weights": {**_INT, "num_bits": 4, "strategy": "group", "group_size": GROUP}},
-    ),
-}
-"""Formats of `compressed-tensors`: how a weight is written, the format's name, and its parts."""
+def _eight_bit_floats(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`float8_e4m3fn`, with one scale for each output."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return {
+        f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": scale,
+    }
 
 
-def quantize(folder: Path, kind: str) -> None:
-    """Quantize the weights of a checkpoint."""
-    written, name, parts = KINDS[kind]
-    file = folder / "model.safetensors"
-    weights: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(file).items():
-        is_linear = "_proj." in key and key.endswith(".weight")
-        weights |= written(key, tensor.float()) if is_linear else {key: tensor}
-    save_file(weights, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
+def _one_scale_floats(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`float8_e4m3fn`, with one scale for the whole weight."""
+    scale = weight.abs().amax() / 448
+    return {
+        f"{name}.weight": (weight / scale).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": scale,
+    }
+
+
+def _words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight numbers of four bits in a word, along the last dimension, `order[0]` in its lowest."""
+    eights = numbers.long().unflatten(-1, (-1, 8))[..., list(order)]
+    words = (eights << (4 * torch.arange(8))).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32)
+
+
+def _four_bit_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers 0 to 15 `[outputs, inputs]` with 8 for zero, and a scale for each group of inputs."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    scale = groups.abs().amax(2) / 7
+    return (groups / scale[..., None]).round().flatten(1) + 8, scale.to(torch.float16)
+
+
+def _four_bits(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As `compressed-tensors` writes them."""
+    numbers, scale = _four_bit_groups(weight)
+    return {
+        f"{name}.weight_packed": _words(numbers),
+        f"{name}.weight_scale": scale.to(torch.bfloat16),
+        f"{name}.weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _gptq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As GPTQ writes them: words along the inputs, and zeros less one."""
+    numbers, scale = _four_bit_groups(weight)
+    return {
+        f"{name}.qweight": _words(numbers).T.contiguous(),
+        f"{name}.qzeros": _words(torch.full_like(scale.T, 7)),
+        f"{name}.scales": scale.T.contiguous(),
+        f"{name}.g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
+    }
+
+
+def _awq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As AWQ writes them: words along the outputs, in an order of their own."""
+    numbers, scale = _four_bit_groups(weight)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        f"{name}.qweight": _words(numbers.T, order),
+        f"{name}.qzeros": _words(torch.full_like(scale.T, 8), order),
+        f"{name}.scales": scale.T.contiguous(),
+    }
+
+
+def _compressed(name: str, weights: dict[str, Any], activations: bool = False) -> dict[str, Any]:
+    """The configuration of a format of `compressed-tensors`."""
+    parts: dict[str, Any] = {"weights": {"symmetric": True, **weights}}
+    if activations:
+        tokens = {"strategy": "token", "dynamic": True}
+        parts["input_activations"] = {**parts["weights"], **tokens}
+    return {
         "quant_method": "compressed-tensors",
         "format": name,
         "config_groups": {"group_0": {"targets": ["Linear"], **parts}},
         "ignore": ["lm_head"],
         "quantization_status": "compressed",
     }
-    (folder / "config.json").write_text(json.dumps(config))
+
+
+_CHANNEL = {"num_bits": 8, "strategy": "channel", "dynamic": False}
+_INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": GROUP}
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "W8A8": (
+        _eight_bits,
+        _compressed("int-quantized", {"type": "int", **_CHANNEL}, activations=True),
+    ),
+    "W4A16": (_four_bits, _compressed("pack-quantized", _INT4)),
+    "FP8": (
+        _eight_bit_floats,
+        _compressed("float-quantized", {"type": "float", **_CHANNEL}, activations=True),
+    ),
+    "FP8, one scale": (
+        _one_scale_floats,
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    ),
+    "GPTQ": (
+        _gptq,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True},
+    ),
+    "AWQ": (
+        _awq,
+        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True}
+        | {"version": "gemm"},
+    ),
+}
+"""How a linear layer's weight is written, and what the model's configuration says of it."""
+
+
+def quantize(folder: Path, kind: str) -> None:
+    """Quantize the weights of a checkpoint."""
+    written, config = KINDS[kind]
+    file = folder / "model.safetensors"
+    weights: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(file).items():
+        name = key.removesuffix(".weight")
+        is_linear = "_proj." in key and name != key
+        weights |= written(name, tensor.float()) if is_linear else {key: tensor}
+    save_file(weights, file, metadata={"format": "pt"})
+    model = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**model, "quantization_config": config}))
 
 
 def plain(folder: Path) -> tuple[list[int], dict[int, torch.Tensor]]:
@@ -111,11 +190,14 @@ def plain(folder: Path) -> tuple[list[int], dict[int, torch.Tensor]]:
 def test_rows_of_a_quantized_model_are_those_of_plain_vllm(kind: str, tmp_path: Path) -> None:
     from tllm import LLM, SamplingParams
 
+    if kind == "FP8, one scale" and not torch.cuda.is_available():
+        pytest.skip("vLLM has no such kernel for a CPU")
     folder = Path(save_tiny_model(tmp_path))
     quantize(folder, kind)
     tokens, expected = plain(folder)
     llm = LLM(str(folder), **OPTIONS, hook_points="all")
-    assert llm.llm_engine.model_config.quantization == "compressed-tensors"
+    method = KINDS[kind][1]["quant_method"]
+    assert method in str(llm.llm_engine.model_config.quantization)
     capture = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
 
     def run(**asked: Any) -> Any:

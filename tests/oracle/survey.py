@@ -362,10 +362,9 @@ on a GPU in bfloat16. Numbers of layers are those of the tiny model.
 same in this configuration, and vLLM serves it with the class of the architecture that is named.
 An empty cell was not run.
 
-Quantized: a Qwen 2 in two formats of `compressed-tensors`, W8A8 (8-bit integers) and W4A16, was
+Quantized: a Qwen 2 in five formats, W8A8, W4A16 and FP8 of `compressed-tensors`, GPTQ and AWQ, was
 served on a CPU on the V1 runner. Its tokens, and the rows that leave every block, are those of the
-same quantized model in plain vLLM (`tests/engine/test_quantized.py`). AWQ, GPTQ, FP8 and
-bitsandbytes were not run.
+same quantized model in plain vLLM (`tests/engine/test_quantized.py`). Bitsandbytes was not run.
 """
 
 
