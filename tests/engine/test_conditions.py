@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -53,6 +54,28 @@ def cast(vector, bias):
 SCORES = {"dot": dot, "cosine": cosine, "cast": cast}
 
 
+def small_mlp(pick):
+    """Layers of a random MLP whose scores are about as large as those of a probe."""
+    generator = torch.Generator().manual_seed(pick.randrange(10**6))
+    sizes = [HIDDEN, *(pick.randint(1, 20) for _ in range(pick.choice([1, 1, 2, 3]))), 1]
+    layers = [
+        (
+            1.5 * torch.randn(b, a, generator=generator) / a**0.5,
+            torch.randn(b, generator=generator),
+        )
+        for a, b in pairwise(sizes)
+    ]
+    name = pick.choice(["relu", "gelu", "silu", "tanh"])
+    between = {**vars(torch.nn.functional), "tanh": torch.tanh}[name]
+
+    def score(h):
+        for weight, bias in layers[:-1]:
+            h = between(h @ weight.T + bias)
+        return (h @ layers[-1][0].T + layers[-1][1])[:, 0]
+
+    return {"layers": layers, "activation": name}, score
+
+
 class Asked:
     """Random requests that share prefixes, and what `transformers` is to do for each."""
 
@@ -70,6 +93,10 @@ class Asked:
         vector, kind = pick.choice(self.vectors), pick.choice(["dot", "dot", *SCORES])
         bias = pick.choice([0.0, 0.05])
         probe = {"hook": place[0], "vector": vector, "score": kind, "bias": bias}
+        score = SCORES[kind](vector, bias)
+        if kind == "dot" and pick.random() < 0.4:
+            given, score = small_mlp(pick)
+            probe = {"hook": place[0], **given}
         if place[1] is not None:
             probe["layer"] = pick.choice([place[1], place[1] - LAYERS])
         low, high = {"dot": (-8.0, 9.0), "cosine": (-0.05, 0.06), "cast": (0.02, 0.3)}[kind]
@@ -96,7 +123,7 @@ class Asked:
                 return ((s > middle) == (side == "above")).float()
 
         edges = {"between": [low, high], "soft": []}.get(side, [middle])
-        return when, (place, SCORES[kind](vector, bias)), strength, edges
+        return when, (place, score), strength, edges
 
     def condition(self, last):
         """A condition: as asked, its probes, and the strength from their scores."""
@@ -438,6 +465,13 @@ def test_blocks_are_shared_where_conditions_are_the_same(llm):
 PROBE = WHEN["probe"]
 
 
+def mlp(widths, hidden=HIDDEN, out=1, **more):
+    """A probe that is a small MLP of ones."""
+    sizes = [hidden, *widths, out]
+    layers = [(torch.ones(b, a), torch.ones(b)) for a, b in pairwise(sizes)]
+    return {"hook": "post_block", "layer": 0, "layers": layers if widths else [], **more}
+
+
 @pytest.mark.parametrize(
     ("when", "sentence"),
     [
@@ -452,7 +486,16 @@ PROBE = WHEN["probe"]
         ({"probe": {**PROBE, "bias": "x"}}, r"\['bias'\]='x' is not a number"),
         ({"probe": {**PROBE, "score": "sum"}}, "choose one of"),
         ({"probe": {**PROBE, "sae": "x"}}, "a probe that is a feature of an autoencoder takes"),
-        ({"probe": {**PROBE, "layers": []}}, "a small MLP as a probe is not supported"),
+        ({"probe": mlp([])}, r"\['layers'\] is \[\]; give a list of at least two layers"),
+        ({"probe": mlp([8] * 5)}, "has 5 hidden layers; a probe may have at most 4"),
+        ({"probe": mlp([65])}, r"\['layers'\]\[0\] has 65 outputs; hidden layers of a probe may"),
+        ({"probe": mlp([8], out=2)}, r"\['layers'\]\[1\] has 2 outputs; the last layer of a probe"),
+        ({"probe": mlp([8], hidden=7)}, r"\['layers'\]\[0\] takes 7 numbers; the model's hidden"),
+        ({"probe": mlp([8], activation="sine")}, "choose one of relu, gelu, silu, tanh"),
+        ({"probe": mlp([8], score="cosine")}, "the score is what the last layer gives; leave"),
+        ({"probe": mlp([8], vector=[1.0])}, r"unknown keys \['vector'\]; a probe that is a small"),
+        ({"probe": mlp([8], layers=[[[[1.0]], [1.0, 2.0]]] * 2)}, "give a weight .outputs, inputs"),
+        ({"probe": mlp([8], layers=[[1.0]] * 2)}, r"\[0\] is \[1.0\]; give \[weight, bias\]"),
         ({"probe": {**PROBE, "more": 1}}, r"unknown keys \['more'\]; a probe takes"),
         ({"probe": [1.0]}, "give a mapping with hook, layer and vector"),
         ({"above": None}, r"none of above, below and between; give one"),

@@ -6,6 +6,7 @@ same everywhere; and so run the references that a worker uses there only.
 
 import copy
 import random
+from itertools import pairwise
 from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
@@ -473,6 +474,38 @@ def assert_scored(condition, h, expected, above=0.5):
         torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(strengths, (scores > above).float())
         assert torch.equal(stream.cpu(), h)
+
+
+ACTIVATIONS = {
+    "relu": torch.nn.ReLU,
+    "gelu": torch.nn.GELU,
+    "silu": torch.nn.SiLU,
+    "tanh": torch.nn.Tanh,
+}
+
+
+def mlp_of(inputs, widths, activation, seed):
+    """A small MLP, as `torch` has it, and the `layers` of a probe."""
+    torch.manual_seed(seed)
+    sizes = [inputs, *widths, 1]
+    linear = [torch.nn.Linear(a, b) for a, b in pairwise(sizes)]
+    modules = [module for each in linear for module in (each, ACTIVATIONS[activation]())]
+    layers = [(each.weight.detach(), each.bias.detach()) for each in linear]
+    return torch.nn.Sequential(*modules[:-1]).requires_grad_(False), layers
+
+
+@pytest.mark.parametrize(
+    ("activation", "widths", "hidden"),
+    [("relu", (5,), 48), ("gelu", (64, 64, 3, 2), 48), ("silu", (3, 17), 50), ("tanh", (8,), 7)],
+)
+def test_a_small_mlp_is_what_torch_computes(activation, widths, hidden):
+    mlp, layers = mlp_of(hidden, widths, activation, 3)
+    h = 4 * torch.randn(9, hidden, generator=torch.Generator().manual_seed(2))
+    expected = mlp(h)[:, 0]
+    middle = float(expected.median()) + 1e-3
+    probe = {"hook": "post_block", "layer": 0, "layers": layers, "activation": activation}
+    condition = parse_condition({"probe": probe, "above": middle}, "when")
+    assert_scored(condition, h, expected, middle)
 
 
 AUTOENCODERS = {

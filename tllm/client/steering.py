@@ -305,9 +305,10 @@ class Composer:
         assert facts is not None
         found = condition.found(Known(facts.points, self.monitors, self._find_feature))
         for probe in found.probes():
-            if probe.vector.shape != (facts.hidden_size,):
+            if probe.vector.shape[-1] != facts.hidden_size:
+                key = "['layers'][0] takes" if probe.widths else "['vector'] has"
                 raise ValueError(
-                    f"{condition.field}['probe']['vector'] has {probe.vector.size} numbers; the "
+                    f"{condition.field}['probe']{key} {probe.vector.shape[-1]} numbers; the "
                     f"model's hidden size is {facts.hidden_size}"
                 )
         return found

@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 10
+LAYOUT_VERSION = 11
 
 
 class Descriptor(IntEnum):
@@ -126,22 +126,26 @@ class GateWord(IntEnum):
     With `p` the vector and `s` the score, `p . h + BIAS` or what `SCORE` says in the place of the
     product, the strength is 1 where `LOW < s < HIGH` and else 0; or, where `SOFT` is not 0,
     `sigmoid(SOFT (s - MIDDLE))`. A record without a vector joins others: the least of their
-    strengths, or the greatest.
+    strengths, or the greatest. A small MLP is a record for each unit, layer after layer, and one
+    for its score.
     """
 
     VECTOR = 0
-    """Address of a row `[hidden]` of float32; 0 for a joint of others."""
+    """Address of a row `[hidden]` of float32, or of the weight of a unit of a small MLP; 0 for a
+    joint of others."""
     NUMBER = 2
-    """Where in a token's state strength and score go."""
+    """Where in a token's state strength and score go. Of a unit: which of its layer it is."""
     COUNT = 3
     """In the first of a steering row at a point: how many there are; they lie one after the
     other."""
     SCORE = 4
-    """What stands in the place of the product: the index in `KINDS`."""
+    """What stands in the place of the product: the index in `KINDS`, `READS_ROW` or
+    `READS_UNITS`."""
     TERMS = 5
     """Of a joint: a bit for each gate that it joins."""
     EVERY = 6
-    """Of a joint: whether all must hold."""
+    """Of a joint: whether all must hold. Of a unit of a small MLP: whether a layer begins
+    with it."""
     BIAS = 7
     LOW = 8
     HIGH = 9
@@ -152,6 +156,9 @@ class GateWord(IntEnum):
     `SCOPES`. `SUMMED`: nothing is judged, but rows are added up."""
     THRESHOLD = 13
     """Of the feature of an autoencoder: where `s` is not above it, it is 0."""
+    BETWEEN = 14
+    """Of a unit of a small MLP: what stands behind its layer, by the order of `BETWEEN`, from 1 on;
+    0 for the last layer, which gives the score of the probe."""
     SIZE = 16
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,12 +12,14 @@ import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import GateWord
-from tllm.runtime.latches import SUMMED, Latches
+from tllm.runtime.latches import OF_A_PROBE, SUMMED, Latches
+from tllm.runtime.mlp_score import BETWEEN, READS_ROW, READS_UNITS, packed_layers
 from tllm.runtime.prompt_means import PromptMeans
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.conditions import MAX_GATES, Gate
+from tllm.spec.probes import KINDS
 
 _WORDS = int(GateWord.SIZE)
 
@@ -52,6 +54,7 @@ class Gates:
         self._taps = taps
         self.latches = Latches(taps.hidden_size, max_positions, taps.device)
         self._vectors: dict[str, torch.Tensor] = {}
+        self._mlps: dict[str, npt.NDArray[np.float32]] = {}  # what is packed, for their biases
         self.means = PromptMeans(self.latches, self._vectors, lambda: self._state, taps.device)
         self._records_placed = ConsecutivePlaces()
         self._points: Counter[int] = Counter()  # configurations in use that judge there
@@ -66,9 +69,12 @@ class Gates:
         """Keep the vector of a probe, in float32, whatever the model's dtype is."""
         if digest not in self._vectors:
             self._vectors[digest] = upload(np.array(vector, np.float32), self._taps.device)
+            if vector.ndim > 1:
+                self._mlps[digest] = vector.reshape(-1)
 
     def let_go(self, digest: str) -> bool:
         """Forget the vector of a probe; whether it was one."""
+        self._mlps.pop(digest, None)
         return self._vectors.pop(digest, None) is not None
 
     # -- steering rows -----------------------------------------------------------------------------
@@ -85,11 +91,11 @@ class Gates:
             at_point = [gate for gate in at_point if gate.vector or not gate.of_mean]
             if not at_point:
                 continue
-            first = self._records_placed.acquire(len(at_point))
-            judged.chains[point] = first, len(at_point)
-            for i, gate in enumerate(at_point):
-                words = self._words(gate)
-                words[GateWord.COUNT] = len(at_point)
+            records = [words for gate in at_point for words in self._records_of(gate)]
+            first = self._records_placed.acquire(len(records))
+            judged.chains[point] = first, len(records)
+            for i, words in enumerate(records):
+                words[GateWord.COUNT] = len(records)
                 self._records.stage(first + i, words)
             self._table.stage((point, row), np.array(first, np.int32))
         return judged
@@ -105,11 +111,40 @@ class Gates:
         for point in judged.chains:
             self._points[point] += more
 
+    def _records_of(self, gate: Gate) -> Iterator[npt.NDArray[np.int32]]:
+        """The records of a gate: one; of a small MLP one for each unit, layer after layer."""
+        last = self._words(gate)
+        if not gate.widths or gate.of_mean:
+            yield last
+            return
+        packed = self._mlps[gate.vector]
+        begin = self._vectors[gate.vector].data_ptr()
+        *layers, end = packed_layers(self._taps.hidden_size, gate.widths)
+        kind = READS_ROW
+        for layer in layers:
+            for unit in range(layer.width):
+                words = np.zeros(_WORDS, np.int32)
+                words[GateWord.VECTOR : GateWord.NUMBER] = _address(
+                    begin, layer.weight + unit * layer.inputs
+                )
+                words[GateWord.NUMBER] = unit
+                words[GateWord.SCORE] = kind
+                words[GateWord.EVERY] = unit == 0
+                words[GateWord.BIAS] = packed[layer.bias + unit].view(np.int32)
+                words[GateWord.SCOPE] = OF_A_PROBE
+                words[GateWord.BETWEEN] = 1 + list(BETWEEN).index(KINDS[gate.score])
+                yield words
+            kind = READS_UNITS
+        last[GateWord.VECTOR : GateWord.NUMBER] = _address(begin, end.weight)
+        last[GateWord.SCORE] = kind
+        last[GateWord.EVERY] = True
+        yield last
+
     def _words(self, gate: Gate) -> npt.NDArray[np.int32]:
         words = np.zeros(_WORDS, np.int32)
         if gate.vector:
-            address = np.array([self._vectors[gate.vector].data_ptr()], np.int64)
-            words[GateWord.VECTOR : GateWord.NUMBER] = address.view(np.int32)
+            begin = self._vectors[gate.vector].data_ptr()
+            words[GateWord.VECTOR : GateWord.NUMBER] = _address(begin, 0)
         words[GateWord.NUMBER] = gate.number
         words[GateWord.SCORE] = gate.score
         terms = np.array(sum(1 << term for term in gate.terms), np.uint32)
@@ -158,3 +193,8 @@ class Gates:
         """What was not judged anew is no number, for the first tokens of the batch."""
         if self._state is not None:
             self._state[:tokens].fill_(torch.nan)
+
+
+def _address(begin: int, numbers: int) -> npt.NDArray[np.int32]:
+    """Two words: that of the float32 that lies so many numbers on."""
+    return np.array([begin + 4 * numbers], np.int64).view(np.int32)

@@ -20,6 +20,8 @@ REST, NEXT = SCOPES.index("rest"), SCOPES.index("next")
 SUMMED = len(SCOPES)
 """Instead of a scope, in the record of a probe that is judged for the mean of a prompt: rows are
 only added up."""
+OF_A_PROBE = SUMMED + 1
+"""Instead of a scope, in the record of a unit of a small MLP: it decides nothing itself."""
 
 _BITS = 32
 

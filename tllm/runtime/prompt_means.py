@@ -11,9 +11,10 @@ import torch
 
 from tllm.runtime.columns import IntArray
 from tllm.runtime.latches import NEVER, Latch, Latches
+from tllm.runtime.mlp_score import mlp_score
 from tllm.runtime.transfer import upload
 from tllm.spec.conditions import MAX_GATES, Gate
-from tllm.spec.probes import FEATURES, KINDS
+from tllm.spec.probes import FEATURES, KINDS, MLPS
 
 _HOLDS = 0.5
 
@@ -148,9 +149,15 @@ class PromptMeans:
             np.array(floats, np.float32).T.copy(), self._device
         )
         means = self._latches.tables[2][rows] / length[:, None]
-        vectors = torch.stack([self._vectors[gate.vector] for _, _, gate in each])
-        score = _scores(means, vectors, kinds) + bias
-        active = (kinds < KINDS.index(FEATURES[0])) | ~(score <= threshold)
+        held = [self._vectors[gate.vector] for _, _, gate in each]
+        vectors = torch.stack([rows.view(-1, means.shape[1])[0] for rows in held])
+        score = _scores(means, vectors, kinds)
+        for i, (_, _, gate) in enumerate(each):
+            if gate.widths:
+                score[i] = mlp_score(means[i], held[i], gate.widths, KINDS[gate.score])
+        score += bias
+        features = [KINDS.index(FEATURES[0]), KINDS.index(FEATURES[-1])]
+        active = (kinds < features[0]) | (kinds > features[1]) | ~(score <= threshold)
         score = torch.where(active, score, 0.0)
         hard = ((score > low) & (score < high)).float()
         strength = torch.where(soft != 0, torch.sigmoid(soft * (score - middle)), hard)
@@ -204,6 +211,7 @@ def _scores(means: torch.Tensor, vectors: torch.Tensor, kinds: torch.Tensor) -> 
         "layer_norm_feature": means.std(dim=1) + 1e-5,
         "rescaled_feature": means.square().mean(dim=1).sqrt(),
         "centered_rescaled_feature": means.std(dim=1, correction=0),
+        **dict.fromkeys(MLPS, ones),  # computed one by one
     }
     chosen = torch.stack([lengths[kind] for kind in KINDS]).gather(0, kinds[None])[0]
     return torch.where(chosen > 0, (means * vectors).sum(1) / chosen, 0.0)

@@ -13,7 +13,7 @@ import numpy as np
 
 from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
 from tllm.spec.memory import NOTHING, OVERS, SCOPES, Memory
-from tllm.spec.probes import KINDS, SCORES, FindFeature
+from tllm.spec.probes import KINDS, SCORES, FindFeature, MlpProbe
 from tllm.spec.reading import (
     FloatArray,
     digest_of,
@@ -53,6 +53,7 @@ class Gate(NamedTuple):
         threshold: of the feature of an autoencoder, which is 0 where it is not above.
         kept_as: what it is known by in the requests of a conversation; empty where none but its
             own sample remembers it.
+        widths: of the hidden layers of a small MLP, see `MlpProbe`; its bias is the last layer's.
     """
 
     number: int
@@ -72,6 +73,7 @@ class Gate(NamedTuple):
     over: int = 0
     threshold: float = 0.0
     kept_as: str = ""
+    widths: tuple[int, ...] = ()
 
     @property
     def of_mean(self) -> bool:
@@ -111,11 +113,11 @@ class ProbeCondition:
         field: where it was given, for messages.
         name: of its signal; "" for none of its own.
         layer: negative counts from the end.
-        vector: float32 `[hidden]`.
+        vector: float32 `[hidden]`; of a small MLP, what `MlpProbe` packs.
         score: one of `KINDS`.
         low, high, soft, middle: see `Gate`.
         memory: for which tokens it decides.
-        threshold: see `Gate`.
+        threshold, widths: see `Gate`.
         feature: the autoencoder and the feature that it is made of; None for none.
     """
 
@@ -133,6 +135,7 @@ class ProbeCondition:
     memory: Memory = NOTHING
     threshold: float = 0.0
     feature: tuple[str, int] | None = None
+    widths: tuple[int, ...] = ()
 
     is_complete = True
 
@@ -146,7 +149,8 @@ class ProbeCondition:
         """Of what is judged, whatever it is called."""
         edges = self.low, self.high, self.soft, self.middle
         numbers = _NUMBERS.pack(self.bias, *edges, self.threshold)
-        place = f"{self.point.value}:{self.layer}:{self.score}:{self.vector_digest}:"
+        kind = f"{self.score}:{self.widths}"
+        place = f"{self.point.value}:{self.layer}:{kind}:{self.vector_digest}:"
         return digest_of(place.encode() + numbers)
 
     @property
@@ -397,6 +401,7 @@ class GateNumbers:
                 over=over,
                 threshold=condition.threshold,
                 kept_as=kept_as,
+                widths=condition.widths,
             )
             self._needed[gate.number] = frozenset((gate.number,))
             self.vectors[condition.vector_digest] = condition.vector
@@ -543,6 +548,7 @@ def condition_described(condition: Condition) -> dict[str, Any]:
         "norm": float(np.linalg.norm(condition.vector)),
         "bias": condition.bias,
         "score": condition.score,
+        **({"widths": list(condition.widths)} if condition.widths else {}),
     }
     told |= {"probe": probe, **{k: x for k, x in threshold.items() if x not in _UNBOUND}}
     told |= condition.memory.described()
@@ -605,18 +611,18 @@ def _probe_condition(
     if not isinstance(probe, Mapping):
         raise ValueError(
             f"{field}['probe'] is {type(probe).__name__}; give a mapping with hook, layer and "
-            "vector, or with sae and feature"
+            "vector, or with hook, layer and layers, or with sae and feature"
         )
     inner = f"{field}['probe']"
     if probe.get("sae") is not None:
         return _feature_condition(given, field, name, memory)
-    if "layers" in probe:
-        raise ValueError(
-            f"{inner}['layers']: a small MLP as a probe is not supported; give a vector"
-        )
-    _allow(probe, {"hook", "layer", "vector", "bias", "score"}, inner, "a probe")
+    mlp = MlpProbe.parse(probe, inner) if probe.get("layers") is not None else None
+    if mlp is None:
+        _allow(probe, {"hook", "layer", "vector", "bias", "score"}, inner, "a probe")
+    else:
+        _allow(probe, _OF_MLPS, inner, "a probe that is a small MLP")
     for key in ("hook", "vector"):
-        if probe.get(key) is None:
+        if probe.get(key) is None and (mlp is None or key == "hook"):
             raise ValueError(f"{inner} has no {key!r}; give a hook point, a layer and a vector")
     point, layer = hook_named(probe["hook"], inner), probe.get("layer")
     if point.has_layer == (layer is None):
@@ -626,24 +632,26 @@ def _probe_condition(
             else ("belongs to no layer; leave it out")
         )
         raise ValueError(f"{inner}: {point} {has}")
+    layer = None if layer is None else layer_numbered(layer, inner)
     score = probe.get("score", SCORES[0])
+    edges = _range(given, field)
+    if mlp is not None:
+        if score != SCORES[0]:
+            raise ValueError(
+                f"{inner}['score']={score!r:.60} with layers: the score is what the last layer "
+                "gives; leave score out"
+            )
+        weights, bias, kind = mlp.packed, mlp.bias, mlp.kind
+        made = ProbeCondition(field, name, point, layer, weights, bias, kind, *edges, memory)
+        return replace(made, widths=mlp.widths)
     if score not in SCORES:
         raise ValueError(f"{inner}['score']={score!r} is not known; choose one of {SCORES}")
-    low, high, soft, middle = _range(given, field)
-    return ProbeCondition(
-        field,
-        name,
-        point,
-        None if layer is None else layer_numbered(layer, inner),
-        _vector(probe["vector"], f"{inner}['vector']", unit=score != "dot"),
-        scalar(probe.get("bias", 0.0), f"{inner}['bias']"),
-        score,
-        low,
-        high,
-        soft,
-        middle,
-        memory,
-    )
+    vector = _vector(probe["vector"], f"{inner}['vector']", unit=score != "dot")
+    bias = scalar(probe.get("bias", 0.0), f"{inner}['bias']")
+    return ProbeCondition(field, name, point, layer, vector, bias, score, *edges, memory)
+
+
+_OF_MLPS = frozenset(("hook", "layer", "layers", "activation", "score"))
 
 
 def _feature_condition(

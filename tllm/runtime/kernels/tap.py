@@ -25,9 +25,10 @@ from tllm.runtime.descriptor import (
     stage_field,
 )
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
-from tllm.runtime.latches import NEXT, SUMMED
+from tllm.runtime.latches import NEXT, OF_A_PROBE, SUMMED
+from tllm.runtime.mlp_score import BETWEEN, READS_ROW, READS_UNITS
 from tllm.spec.conditions import MAX_GATES
-from tllm.spec.probes import FEATURES, KINDS
+from tllm.spec.probes import FEATURES, KINDS, MAX_WIDTH
 
 HOLDS = 0.5
 """A condition is remembered where its strength is above this."""
@@ -110,6 +111,14 @@ if HAS_TRITON:
     FEATURE = tl.constexpr(KINDS.index("feature"))
     LAYER_NORM_FEATURE = tl.constexpr(KINDS.index("layer_norm_feature"))
     RESCALED_FEATURE = tl.constexpr(KINDS.index("rescaled_feature"))
+    MLP_UNIT = tl.constexpr(READS_ROW)
+    MLP_UNIT_OF_UNITS = tl.constexpr(READS_UNITS)
+    UNITS = tl.constexpr(MAX_WIDTH)
+    GATE_BETWEEN = tl.constexpr(int(GateWord.BETWEEN))
+    RELU = tl.constexpr(1 + list(BETWEEN).index("relu_mlp"))
+    GELU = tl.constexpr(1 + list(BETWEEN).index("gelu_mlp"))
+    SILU = tl.constexpr(1 + list(BETWEEN).index("silu_mlp"))
+    TANH = tl.constexpr(1 + list(BETWEEN).index("tanh_mlp"))
     PLAN_DESTINATION = tl.constexpr(columns.DESTINATION)
     PLAN_PROGRAM = tl.constexpr(Column.PROGRAM.plan_row)
     PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
@@ -417,16 +426,33 @@ if HAS_TRITON:
         return tl.where(length > 0.0, score / length, 0.0)
 
     @triton.jit
+    def _unit(score, units, words, weights):
+        """What a unit of a small MLP gives on: `score` if it reads the row, else of the units
+        before it."""
+        if tl.load(words + GATE_SCORE) == MLP_UNIT_OF_UNITS:
+            score += tl.sum(units * tl.load(weights + tl.arange(0, UNITS)), axis=0)
+        between = tl.load(words + GATE_BETWEEN)
+        if between == RELU:
+            score = tl.maximum(score, 0.0)
+        elif between == GELU:
+            score = 0.5 * score * (1.0 + tl.erf(score * 0.7071067811865476))
+        elif between == SILU:
+            score = score / (1.0 + tl.exp(-score))
+        elif between == TANH:
+            score = _tanh(score)
+        return score
+
+    @triton.jit
     def _score(value, vector, words, floats, inside, HIDDEN: tl.constexpr):
         """What a probe says of a row `[BLOCK]`."""
         kind = tl.load(words + GATE_SCORE)
         score = tl.sum(value * vector, axis=0)
         bias = tl.load(floats + GATE_BIAS)
-        if kind >= FEATURE:
+        if (kind >= FEATURE) & (kind < MLP_UNIT):
             if kind > FEATURE:
                 score = _normalised(score, value, kind, inside, HIDDEN)
             score = tl.where(score + bias <= tl.load(floats + GATE_THRESHOLD), -bias, score)
-        elif kind != 0:
+        elif (kind != 0) & (kind < FEATURE):
             if kind == CAST:
                 vector = _tanh(score * vector)
                 score = tl.sum(value * vector, axis=0)
@@ -462,6 +488,8 @@ if HAS_TRITON:
             numbers = tl.arange(0, GATE_COUNT)
             held = tl.load(state + numbers)
             scores = tl.load(state + GATE_COUNT + numbers)
+            units = tl.zeros([UNITS], tl.float32)
+            following = tl.zeros([UNITS], tl.float32)
             for i in range(tl.load(records + GATE_RECORD_COUNT)):
                 words = records + i * GATE_WORDS
                 floats = words.to(float_ptr)
@@ -474,8 +502,16 @@ if HAS_TRITON:
                     _sum_up(value, fields, number, plan_ptr, plan_stride, offsets, inside, HIDDEN)
                 elif address != 0:
                     at = _along(address.to(float_ptr), offsets, HIDDEN)
-                    vector = tl.load(at, mask=inside, other=0.0)
+                    kind = tl.load(words + GATE_SCORE)
+                    reads = tl.where(kind != MLP_UNIT_OF_UNITS, inside, False)
+                    vector = tl.load(at, mask=reads, other=0.0)
                     score = _score(value, vector, words, floats, inside, HIDDEN)
+                    if kind >= MLP_UNIT:
+                        begins = tl.load(words + GATE_EVERY) != 0
+                        units = tl.where(begins, following, units)
+                        following = tl.where(begins, 0.0, following)
+                        score = _unit(score, units, words, address.to(float_ptr))
+                        following = tl.where(tl.arange(0, UNITS) == number, score, following)
                     low, high = tl.load(floats + GATE_LOW), tl.load(floats + GATE_HIGH)
                     soft, middle = tl.load(floats + GATE_SOFT), tl.load(floats + GATE_MIDDLE)
                     strength = tl.where((score > low) & (score < high), 1.0, 0.0)
@@ -487,7 +523,7 @@ if HAS_TRITON:
                     greatest = tl.max(tl.where(joined, held, 0.0), axis=0)
                     strength = tl.where(tl.load(words + GATE_EVERY) != 0, least, greatest)
                     score = strength
-                judged = scope != SCOPE_SUMMED
+                judged = scope < SCOPE_SUMMED
                 if (scope != 0) & judged & (strength > HALF):
                     _remember(fields, number, scope, plan_ptr, plan_stride)
                 own = (numbers == number) & judged
@@ -873,6 +909,7 @@ def _judge_reference(
             continue
         strengths, scores = _state_at(at_stage["GATE_STATE"], token)
         latch = _latch_of(plan[:, i], at_stage)
+        units, following = torch.zeros(2, MAX_WIDTH)
         begin = at_stage["GATE_RECORDS"] + 4 * size * first
         count = int(_at(begin, torch.int32, size)[GateWord.COUNT])
         for words in _at(begin, torch.int32, count, size):
@@ -885,9 +922,18 @@ def _judge_reference(
                     latch.row_sum(number, hidden).add_(h)
                 continue
             if address:
-                kind = KINDS[int(words[GateWord.SCORE])]
-                score = score_of(h, _at(address, torch.float32, hidden), kind)
+                kind = (*KINDS, "dot", "units")[int(words[GateWord.SCORE])]
+                if int(words[GateWord.SCORE]) >= READS_ROW and words[GateWord.EVERY]:
+                    units, following = following, torch.zeros(MAX_WIDTH)
+                if kind == "units":
+                    score = units @ _at(address, torch.float32, MAX_WIDTH)
+                else:
+                    score = score_of(h, _at(address, torch.float32, hidden), kind)
                 score = score + floats[GateWord.BIAS]
+                if scope == OF_A_PROBE:
+                    between = list(BETWEEN.values())[int(words[GateWord.BETWEEN]) - 1]
+                    following[number] = between(score)
+                    continue
                 if kind in FEATURES and score <= floats[GateWord.THRESHOLD]:
                     score = torch.zeros(())
                 fires = (score > floats[GateWord.LOW]) & (score < floats[GateWord.HIGH])
