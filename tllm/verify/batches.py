@@ -252,6 +252,27 @@ def patched_batch(
     return asks
 
 
+_MEMORIES = (
+    ("rest", "token"),
+    ("token", "prompt_mean"),
+    ("next", "token"),
+    ("conversation", "token"),
+    ("token", "prompt_last"),
+)
+"""Scope and over of conditions that remember. Nobody names a conversation: that is as `rest`."""
+
+
+def _earlier(places: Sequence[Place], place: Place) -> list[Place]:
+    """Those of these places whose rows are known before those of a place, for all tokens of a
+    prompt."""
+    point, layer = place
+    same: tuple[Place, ...] = (place,)
+    if point == "pre_attn":
+        assert layer is not None
+        same = (place, ("post_block", layer - 1), ("embed", None))
+    return [each for each in places if each not in same]
+
+
 def gated_batch(
     places: Sequence[Place],
     prompts: Prompts,
@@ -260,7 +281,8 @@ def gated_batch(
     before: Callable[[Place], Sequence[Place]],
 ) -> list[Ask]:
     """Every place once, steered on a condition: a probe there or at an earlier place, with every
-    score, hard and soft, and with method, phase and positions changing in turn.
+    score, hard and soft, and with method, phase and positions changing in turn; every third of them
+    remembers.
 
     Half of them share a prompt longer than a block with requests that are not steered.
 
@@ -281,12 +303,20 @@ def gated_batch(
         size = float(states[place[0]][place[1]].square().mean(1).sqrt().median())
         direction = size * vector * torch.randn(len(vector), generator=generator)
         probe = torch.randn(len(vector), generator=generator)
+        phase: Phase = "any" if last else PHASES[number // 4 % 3]
+        deciding, memory = before(place), ("token", "token")
+        if number % 3 == 1 and not last:
+            memory = _MEMORIES[number // 3 % len(_MEMORIES)]
+            phase = "any" if memory[1] != "token" else phase
+            earlier = deciding if phase == "decode" else _earlier(deciding, place)
+            deciding, memory = (earlier, memory) if earlier else (deciding, ("token", "token"))
         when = judged_at(
-            chance.choice(before(place)),
+            chance.choice(deciding),
             probe,
             states,
             list(SCORES)[number // 2 % len(SCORES)],
-            soft=last or number % 3 == 2,
+            last or number % 3 == 2,
+            memory,
         )
         method, given = methods[number % len(methods)]
         steered = Steered(
@@ -294,7 +324,7 @@ def gated_batch(
             method,
             direction,
             given_for(given, size),
-            "any" if last else PHASES[number // 4 % 3],
+            phase,
             kind="clamps" if method == "clamp" else "vectors",
             when=when,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ class Judged:
         threshold: it holds above it.
         score: one of `SCORES`.
         soft: how steep the strength is there; 0: 0 below, and 1 above.
+        scope: the tokens that it decides on, as `when` says it.
+        over: what it is judged for, likewise.
+        judged: `[tokens]`, the tokens of a sequence that it is judged for; None: all.
+        first: how many of them are the prompt's.
     """
 
     place: tuple[str, Layer]
@@ -42,8 +46,25 @@ class Judged:
     threshold: float
     score: str = "dot"
     soft: float = 0.0
+    scope: str = "token"
+    over: str = "token"
+    judged: Tensor | None = None
+    first: int = 0
 
     name = "judged"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it decides on other tokens than the one it is judged for."""
+        return (self.scope, self.over) != ("token", "token")
+
+    def within(self, judged: Tensor, first: int) -> Judged:
+        """The same in a sequence."""
+        return replace(self, judged=judged, first=first)
+
+    def meant(self, tokens: Sequence[int]) -> list[int]:
+        """For which of these positions, those of an entry, there is a score."""
+        return list(tokens) if self.over == "token" else [self.first - 1]
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -53,24 +74,44 @@ class Judged:
         if layer is not None:
             probe["layer"] = layer
         soft = {"soft": self.soft} if self.soft else {}
-        return {"probe": probe, "above": self.threshold, "name": self.name, **soft}
+        given = {"scope": self.scope, "over": self.over}
+        memory = {key: value for key, value in given.items() if value != "token"}
+        return {"probe": probe, "above": self.threshold, "name": self.name, **soft, **memory}
 
     def scores(self, states: States) -> Tensor:
         """Of each token, from what arrives at every place."""
+        return SCORES[self.score](self._rows(states), self.vector)
+
+    def _rows(self, states: States) -> Tensor:
+        """What is judged for each token."""
         point, layer = self.place
-        return SCORES[self.score](states[point][layer], self.vector)
+        rows = states[point][layer]
+        if self.over == "prompt_last":
+            return rows[self.first - 1].expand_as(rows)
+        return rows if self.over == "token" else rows[: self.first].mean(0).expand_as(rows)
 
     def strength(self, states: States) -> Tensor:
-        """Of each token, 0 to 1."""
+        """How much is done to each token, 0 to 1."""
         above = self.scores(states) - self.threshold
-        return torch.sigmoid(self.soft * above) if self.soft else (above > 0).float()
+        if not self.remembers:
+            return torch.sigmoid(self.soft * above) if self.soft else (above > 0).float()
+        held = (above > 0).float()
+        if self.over != "token":
+            return held * (torch.arange(len(held)) >= self.first)
+        if self.judged is not None:
+            held = held * self.judged[: len(held)]
+        before = torch.cat([torch.zeros(1), held[:-1]])
+        return before if self.scope == "next" else (before.cumsum(0) > 0).float()
 
     def rounding(self, states: States, limit: float) -> Tensor:
         """By how much each score may be off, where rows may be by `limit` of their largest number:
         errors of a row's numbers are taken to have nothing to do with each other."""
         point, layer = self.place
-        rows = states[point][layer]
-        error = limit * rows.abs().amax(1)
+        rows = self._rows(states)
+        largest = states[point][layer].abs().amax(1)
+        if self.over != "token":
+            largest = largest[: self.first].amax().expand_as(largest)
+        error = limit * largest
         if self.score == "dot":
             return error * self.vector.norm()
         return error * math.sqrt(rows.shape[1]) / rows.norm(dim=1).clamp(min=1e-30)
@@ -93,17 +134,25 @@ class Judged:
 
     def __str__(self) -> str:
         soft = f", soft {self.soft:.2g}" if self.soft else ""
+        if self.remembers:
+            soft += f", scope {self.scope}, over {self.over}"
         return f"where {self.score} at {self.place} is above {self.threshold:.3g}{soft}"
 
 
 def judged_at(
-    place: tuple[str, Layer], vector: Tensor, states: States, score: str, soft: bool
+    place: tuple[str, Layer],
+    vector: Tensor,
+    states: States,
+    score: str,
+    soft: bool,
+    memory: tuple[str, str] = ("token", "token"),
 ) -> Judged:
     """A condition that decides: its threshold is in the middle of the widest gap between scores of
     some rows, the lowest and highest quarter of them left out.
 
     Args:
         states: of these rows.
+        memory: its scope, and over.
     """
     point, layer = place
     scores = SCORES[score](states[point][layer], vector).sort().values
@@ -112,4 +161,4 @@ def judged_at(
     widest = int(middle.diff().argmax())
     spread = float(scores[-1 - quarter] - scores[quarter])
     threshold = float(middle[widest : widest + 2].mean())
-    return Judged(place, vector, threshold, score, 2 / max(spread, 1e-9) if soft else 0.0)
+    return Judged(place, vector, threshold, score, 2 / max(spread, 1e-9) if soft else 0.0, *memory)

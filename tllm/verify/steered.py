@@ -124,7 +124,10 @@ def changes(steering: Sequence[Steered], tokens: Sequence[int], n: int) -> Steer
     """What the reference does to a sequence of which n tokens are the prompt's."""
     steers: dict[Place, list[Change]] = {}
     for each in steering:
-        given = each.given if each.when is None else {**each.given, "when": each.when}
-        change = each.method, each.vector, given, each.mask(tokens, n)
+        mask = each.mask(tokens, n)
+        given: dict[str, Any] = dict(each.given)
+        if each.when is not None:
+            given["when"] = each.when.within(mask, n)
+        change = each.method, each.vector, given, mask
         steers.setdefault(each.place, []).append(change)
     return steers

@@ -397,7 +397,11 @@ class Verifier:
         done = served.ask.changes(served.passed, self.hidden)
         states, logits = reference.run(served.passed, done)
         chosen = logits[served.first - 1 :]
-        judged = [each.when for each in served.ask.steering if each.when is not None]
+        judged = [
+            each.when.within(each.mask(served.passed, served.first), served.first)
+            for each in served.ask.steering
+            if each.when is not None
+        ]
         if any(when.is_near(states, self.tolerance.points[when.place[0]]) for when in judged):
             figures.on_edge += 1
             self._compare_status(served)
@@ -439,10 +443,11 @@ class Verifier:
         point, layer = when.place
         limit = self.tolerance.points[point]
         mask = served.ask.steering[0].mask(served.passed, served.first)
-        wanted = mask.nonzero()[:, 0].tolist()
+        wanted = when.meant(mask.nonzero()[:, 0].tolist())
         signal = served.completion.signals.get(when.name)
         found = [] if signal is None else signal.positions.tolist()
-        missing = [each for each in wanted if each not in found and each >= served.first]
+        cached = range(served.first if when.over == "token" else 0)
+        missing = [each for each in wanted if each not in found and each not in cached]
         if missing or not set(found) <= set(wanted):
             what = f"scores of positions {found}, where {wanted} are judged"
             self._differs(served.difference("signal", what, layer=layer))
@@ -528,7 +533,10 @@ class Verifier:
         alone: Sequence[Steered | Patched] = (*served.ask.steering, *served.ask.patches)
         figures = self.certificate.points[alone[0].place[0]]
         others: list[Steers | None] = [None]
-        gated = bool(served.ask.steering and served.ask.steering[0].when is not None)
+        when = served.ask.steering[0].when if served.ask.steering else None
+        if when is not None and when.remembers:
+            return  # it may have decided alike for all tokens
+        gated = when is not None
         if gated:
             always = replace(served.ask.steering[0], when=None)
             others.append(changes([always], served.passed, served.first))
