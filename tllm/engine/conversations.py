@@ -28,6 +28,12 @@ class _Conversation:
     expires: float
     requests: int = 0
 
+    def name(self, now: float, expires_s: float) -> ConversationPlace:
+        """A request names it: where it is."""
+        self.expires = now + expires_s
+        self.requests += 1
+        return self.where
+
 
 class Conversations:
     """Who may name which conversation; what it remembers, the scheduler knows.
@@ -67,9 +73,7 @@ class Conversations:
                 f"conversation: {name!r:.80} was begun with another key; give its key (over HTTP "
                 "with the same API key), or another id"
             )
-        known.expires = now + expires_s
-        known.requests += 1
-        return known.where
+        return known.name(now, expires_s)
 
     def _begin(self, name: str, key_digest: bytes, now: float) -> _Conversation:
         if not self._free:
