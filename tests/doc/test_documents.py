@@ -82,6 +82,7 @@ def run(processes: Any, tmp_path: Path) -> Callable[[Path], str]:
         "doc/guides/capture.md",
         "doc/guides/conditional-steering.md",
         "doc/guides/controlled-generation.md",
+        "doc/guides/controllers.md",
         "doc/guides/lenses.md",
         "doc/guides/patching.md",
         "doc/guides/speculative-decoding.md",

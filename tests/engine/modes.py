@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -19,7 +20,16 @@ from vllm.v1.engine.core_client import SyncMPClient
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.consumers.lens import LensConsumer
-from tllm.ports import ConsumerFlow, Logits, PerToken, ResidualStream
+from tllm.ports import (
+    Actions,
+    ConsumerFlow,
+    Logits,
+    Note,
+    PerToken,
+    ResidualStream,
+    Steer,
+    Stop,
+)
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(20, 60)), [200], list(range(30, 66)), list(range(70, 90))]
 PROMPTS.append(list(range(100, 140)))
@@ -135,6 +145,44 @@ class Steering(Consumer):
         ctx.writer("add").set([request], torch.linspace(-3, 3, ctx.model.hidden_size))
 
 
+class Dice(Consumer):
+    """Steers each token by a number that every process would draw for itself."""
+
+    consumer_id = "dice"
+    on_request_only = True
+
+    def flows(self):
+        read = ResidualStream.read(layer=1, phase="decode")
+        write = Actions.write("steer", "stop", "note")
+        return [ConsumerFlow(reads=[read], writes=[write], window="next_step")]
+
+    def decide(self, rows, ctx):
+        vector = torch.linspace(-1, 1, ctx.model.hidden_size)
+        for request, position in zip(rows.owners, rows.meta.positions.tolist(), strict=True):
+            scale = random.uniform(3, 9)
+            yield Steer(request, {"post_block": {2: {"vector": vector, "scale": scale}}}, tokens=1)
+            yield Note(request, {"at": position, "scale": scale})
+            if position == request.prompt_len + 2:
+                yield Stop(request, reason="enough")
+
+
+def diced(llm: LLM, prompt: object) -> object:
+    """What a controller has made of a request; or why it is refused."""
+    try:
+        llm.register_consumer(Dice())
+    except ValueError as error:
+        return str(error)
+    wanted = {"dice": {}, "steering": {"enabled": False}}
+    params = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, consumers=wanted
+    )
+    [output] = llm.generate([prompt], params, use_tqdm=False)
+    [sample] = output.outputs
+    result = sample.consumer_results["dice"]
+    ended = list(sample.token_ids), sample.finish_reason, sample.stop_reason
+    return *ended, result.error, result.payload.notes
+
+
 READERS = {
     "early": ResidualStream.read(layer=0, site="post_block"),
     "late": ResidualStream.read(site="lm_head_in"),
@@ -218,6 +266,7 @@ def main(model: str, path: str, options: str) -> None:
         "across": far,
         "signals": [o.outputs[0].signals for o in during],
         "ended": ended,
+        "diced": diced(llm, prompts[0]),
         "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
         "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],
         "rows": [

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
+from engine.reference import HIDDEN, Addition, GatedChange
 from engine.test_stopping import AT, PROMPT, TOKENS, WHEN, P, threshold_that_ends
 from tllm import PoolingParams, SamplingParams
 from tllm.consumers.base import Consumer
-from tllm.ports import Actions, ConsumerFlow, Note, ResidualStream, Stop, TokenTarget
+from tllm.ports import (
+    Actions,
+    ConsumerFlow,
+    Note,
+    ResidualStream,
+    SetScale,
+    Steer,
+    Stop,
+    TokenTarget,
+)
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 PROMPTS = 4 if INTERPRETED else 12
@@ -154,8 +168,8 @@ def test_a_stop_waits_for_the_least_tokens_and_ends_before_the_first(llm, refere
             return [Stop(request, reason="unwanted") for request in rows.meta.requests]
 
     llm.register_consumer(Watch())
-    params = greedy(TOKENS, min_tokens=end + 4, **watched(edge))
-    assert ends_of(generate(llm, [PROMPT], params)) == [(tokens[: end + 4], "stop", "turned")]
+    params = greedy(TOKENS, min_tokens=end + 2, **watched(edge))
+    assert ends_of(generate(llm, [PROMPT], params)) == [(tokens[: end + 2], "stop", "turned")]
     llm.clear_consumers()
     llm.register_consumer(AtOnce())
     outputs = generate(llm, [PROMPT, PROMPT], [greedy(4, **watched(0)), greedy(4)])
@@ -285,5 +299,243 @@ def test_actions_must_be_named():
         Actions.write()
     with pytest.raises(ValueError, match="choose one of steer, stop, note"):
         Actions.write("halt")
-    with pytest.raises(ValueError, match="give a text"):
-        Stop(None, reason="")  # type: ignore[arg-type]
+
+
+# -- steering --------------------------------------------------------------------------------------
+
+CHANGE = 4 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(12))
+STEERED = {"post_block": {1: {"vector": CHANGE, "scale": 2}, 3: {"vector": P, "method": "ablate"}}}
+
+
+class Gate(Watch):
+    """Steers after the row of a generated token that scores above a threshold."""
+
+    consumer_id = "watch"
+
+    def __init__(self, window="next_step", kinds=("steer", "note")):
+        super().__init__(window, kinds)
+
+    def decide(self, rows, ctx):
+        scores = (rows.entries["h"].float() @ P).tolist()
+        for request, score in zip(rows.owners, scores, strict=True):
+            if score > request.options["above"]:
+                tokens = request.options.get("tokens")
+                yield Steer(request, request.options.get("vectors", STEERED), tokens=tokens)
+
+
+def gated(edge, scope):
+    """The same declared, by a condition."""
+    when = {**WHEN, "above": edge, "scope": scope}
+    return {
+        hook: {layer: {**entry, "when": when} for layer, entry in layers.items()}
+        for hook, layers in STEERED.items()
+    }
+
+
+def check_steering(llm, reference, seed, scopes=("next", "rest")):
+    """A rule in Python steers as the same rule as a condition does, one step later as it does."""
+    prompts = random_prompts(seed)
+    edges = edges_of(reference, prompts)
+    own = {"steering_vectors": {"post_block": {0: CHANGE}}}
+    asked, decided = [], []
+    for number, edge in enumerate(edges):
+        scope, base = scopes[number % 2], own if number % 3 == 2 else {}
+        asked.append(greedy(TOKENS, **base, decode_steering_vectors=gated(edge, scope)))
+        tokens = 1 if scope == "next" else None
+        decided.append(greedy(TOKENS, **base, **watched(edge, tokens=tokens)))
+    beside = [greedy(TOKENS), greedy(3)]
+    declared = generate(llm, [*prompts, PROMPT, PROMPT], [*asked, *beside])
+    llm.register_consumer(Gate())
+    outputs = generate(llm, [*prompts, PROMPT, PROMPT], [*decided, *beside])
+    assert tokens_of(outputs) == tokens_of(declared)
+    assert tokens_of(outputs)[-2] == reference.greedy(PROMPT, TOKENS)
+    fired = 0
+    for output, signal in zip(outputs, declared, strict=True):
+        result = output.outputs[0].consumer_results.get("watch")
+        if result is not None:
+            fired += 1
+            held = signal.outputs[0].signals["turned"].fired.tolist()
+            assert result.status == "ok"
+            assert [each.position for each in result.payload.actions] == held
+            acted = [(a.acts_from, a.lag_steps) for a in result.payload.actions[:-1]]
+            assert acted == [(position + 1, 1) for position in held[:-1]]
+    assert fired > len(prompts) / 2
+    generate(llm, [[1]], greedy(1))
+    (stats,) = llm.intervention_stats()
+    assert stats["steering_configurations"] == 0 and stats["running_sequences"] == 0
+    assert set(stats["by_consumer"]["watch"]["actions"]["lag_steps"]["next_step"]) == {1}
+
+
+def test_a_rule_in_python_steers_as_a_condition_does(llm, reference):
+    """Prompts in chunks and cached, some steered by their request too, beside plain ones."""
+    check_steering(llm, reference, 3)
+
+
+def test_a_rule_in_python_steers_ahead_and_preempted(tight_llm, reference):
+    """What is computed again is steered as it was."""
+    check_steering(tight_llm, reference, 60)
+
+
+def test_each_sample_is_steered_by_itself(llm, reference):
+    edge = threshold_that_ends(reference, 3)[2] - 2
+    llm.register_consumer(Gate())
+    seeded = {"n": 4, "seed": 5, "temperature": 1.0}
+    when = {"decode_steering_vectors": gated(edge, "rest")}
+    declared = generate(llm, [PROMPT], sampled(TOKENS, **seeded, **when))
+    decided = generate(llm, [PROMPT], sampled(TOKENS, **seeded, **watched(edge)))
+    assert ends_of(decided) == ends_of(declared)
+    results = [sample.consumer_results.get("watch") for sample in decided[0].outputs]
+    starts = {result and result.payload.actions[0].acts_from for result in results}
+    assert len(starts) > 1
+
+
+class Plan(Watch):
+    """Does what it is told at positions, counted from the end of the prompt."""
+
+    def __init__(self, plan):
+        super().__init__("next_step", ("steer", "stop", "note"))
+        self._plan = plan
+
+    def decide(self, rows, ctx):
+        for request, position in zip(rows.owners, rows.meta.positions.tolist(), strict=True):
+            make = self._plan.get(position - request.prompt_len)
+            if make is not None:
+                yield make(request)
+
+
+def added(first, stop, vector):
+    return Addition(("post_block", 1), vector, len(PROMPT) + first, len(PROMPT) + stop)
+
+
+def test_scales_and_names(llm, reference):
+    """Two vectors at once, one of another scale from some token on, one that ends."""
+    other = CHANGE.flip(0)
+    llm.register_consumer(
+        Plan(
+            {
+                1: lambda r: Steer(r, {"post_block": {1: CHANGE}}),
+                3: lambda r: SetScale(r, -0.5),
+                4: lambda r: Steer(r, {"post_block": {1: other}}, name="b", tokens=3),
+                5: lambda r: SetScale(r, 0.0),
+                6: lambda r: SetScale(r, 1.5),
+                9: lambda r: Steer(r, None),
+            }
+        )
+    )
+    (output,) = generate(llm, [PROMPT], greedy(12, **watched(0)))
+    expected = reference.greedy(
+        PROMPT,
+        12,
+        additions=[
+            *(added(2, 4, CHANGE), added(4, 6, -CHANGE / 2), added(7, 10, 1.5 * CHANGE)),
+            added(5, 8, other),
+        ],
+    )
+    assert tokens_of([output]) == [expected]
+    log = output.outputs[0].consumer_results["watch"].payload
+    verbs = ["steer", "set_scale", "steer", "set_scale", "set_scale", "steer"]
+    assert [each.action for each in log.actions] == verbs
+    assert log.problem is None
+
+
+@pytest.mark.parametrize(
+    ("action", "sentence"),
+    [
+        (lambda r: Steer(r, {"post_block": {77: CHANGE}}), "has no layer 77"),
+        (lambda r: Steer(r, {"post_block": {1: [1.0]}}), "has 1 numbers; the model's hidden size"),
+        (lambda r: Steer(r, {"nowhere": {1: CHANGE}}), "nowhere"),
+        (lambda r: Steer(r, 3), "Steer\\(vectors\\) is int"),
+        (lambda r: Steer(r, STEERED, tokens=0), "must be 1 or more"),
+        (lambda r: Steer(r, gated(1.0, "rest")), "has a condition"),
+        (
+            lambda r: Steer(r, {"post_block": {1: {"vector": CHANGE, "positions": [1]}}}),
+            "has 'positions'",
+        ),
+        (lambda r: SetScale(r, 2.0, name="x"), "steers nothing of that name; there is nothing"),
+        (lambda r: SetScale(r, "much"), "SetScale\\(scale\\)"),
+        (lambda r: Stop(r, reason=""), "give a text that is not empty"),
+        (lambda r: Note(r, 3), "give a mapping"),
+    ],
+)
+def test_an_action_that_is_wrong_is_heard_by_its_request_alone(llm, action, sentence):
+    llm.register_consumer(Plan({1: action, 2: lambda r: Note(r, {"still": "here"})}))
+    params = [greedy(5, **watched(0)), greedy(5)]
+    wrong, plain = generate(llm, [PROMPT, PROMPT], params)
+    result = wrong.outputs[0].consumer_results["watch"]
+    assert result.status == "partial_error"
+    assert re.search(sentence, result.error)
+    assert result.payload.notes == [{"still": "here"}]
+    assert tokens_of([wrong]) == tokens_of([plain])
+    assert "watch" not in plain.outputs[0].consumer_results
+
+
+def test_blocks_are_private_from_where_a_controller_may_steer(llm, reference):
+    """Prompts are shared; what follows the first row that is decided by is not, with anybody."""
+    llm.reset_prefix_cache()
+    llm.register_consumer(Gate())
+    [prompt] = prompts_of([64], seed=9)
+    outputs = generate(llm, [prompt], greedy(70, **watched(-1e9)))
+    (steered,) = tokens_of(outputs)
+    plain = reference.greedy(prompt, 1)
+    assert steered[:1] == plain
+    longer = [*prompt, *steered[:64], 5]
+    asked = [watched(1e9), {}, watched(1e9), {}]
+    found = [generate(llm, [longer], greedy(3, **each))[0] for each in asked]
+    assert [output.num_cached_tokens for output in found] == [64, 128, 128, 128]
+    assert tokens_of(found) == [reference.greedy(longer, 3)] * 4
+
+
+# -- on a thread -----------------------------------------------------------------------------------
+
+UNIT = P / P.norm()
+GO = threading.Event()
+"""What the slow controller of this process waits for."""
+
+
+class Slow(Gate):
+    """Comes to a decision at the third generated token, when it is let."""
+
+    def __init__(self):
+        super().__init__("background", ("steer", "stop", "note"))
+
+    def decide(self, rows, ctx):
+        for request, position in zip(rows.owners, rows.meta.positions.tolist(), strict=True):
+            if position == request.prompt_len + 2:
+                GO.wait(60)
+                yield Steer(request, STEERED, tokens=4)
+
+
+@pytest.mark.parametrize("later", [1, 3])
+def test_what_a_thread_decides_acts_when_it_is_ready(llm, reference, later):
+    """The engine goes on meanwhile."""
+    GO.clear()
+    llm.register_consumer(Slow())
+    engine = llm.llm_engine
+    engine.add_request("slow", {"prompt_token_ids": PROMPT}, greedy(TOKENS, **watched(0)))
+    generated = 0
+    while generated < 3 + later:  # those before are computed with the step
+        (output,) = engine.step() or [None]
+        generated = 0 if output is None else len(output.outputs[0].token_ids)
+    # Of the rows so far the last is that of the token before the last.
+    first = len(PROMPT) + generated - 1
+    GO.set()
+    while waiting(llm):
+        time.sleep(0.01)
+    while engine.has_unfinished_requests():
+        (output,) = engine.step()
+    (sample,) = output.outputs
+    (action,) = sample.consumer_results["watch"].payload.actions
+    lag = first - (len(PROMPT) + 2)
+    assert (action.acts_from, action.lag_steps, action.error) == (first, lag, None)
+    change = GatedChange(("post_block", 1), lambda h: h + 2 * CHANGE, [], None, first, first + 4)
+    ablated = GatedChange(
+        ("post_block", 3), lambda h: h - (h @ UNIT)[:, None] * UNIT, [], None, first, first + 4
+    )
+    assert list(sample.token_ids) == reference.greedy(PROMPT, TOKENS, gated=[change, ablated])
+    (stats,) = llm.intervention_stats()
+    assert stats["by_consumer"]["watch"]["actions"]["lag_steps"] == {"background": {lag: 1}}
+
+
+def waiting(llm):
+    (stats,) = llm.intervention_stats()
+    return stats["by_consumer"]["watch"]["waiting"]

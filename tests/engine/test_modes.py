@@ -108,6 +108,21 @@ def check_ended(ended, mode, reference):
     assert ended == (reference.greedy(prompt, 3), "stop", "always", fired)
 
 
+def check_diced(diced, mode, reference):
+    """Ranks steer by what the first one decides; stages are refused."""
+    if mode == "two pipeline stages":
+        assert "Actions.write is not possible: this engine has 2 pipeline stages" in diced
+        return
+    prompt, vector = modes.PROMPTS[0], torch.linspace(-1, 1, HIDDEN)
+    *ended, error, notes = diced
+    additions = [
+        Addition(("post_block", 2), n["scale"] * vector, n["at"] + 1, n["at"] + 2) for n in notes
+    ]
+    assert error is None
+    assert [n["at"] - len(prompt) for n in notes] == [0, 1, 2, 3]
+    assert ended == [reference.greedy(prompt, 4, additions), "stop", "enough"]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
     options, environment = MODES[mode]
@@ -149,6 +164,7 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
             check_conditions(saved, mode, reference, gated)
     check_lens(saved["lens"], mode, reference)
     check_ended(saved["ended"], mode, reference)
+    check_diced(saved["diced"], mode, reference)
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"
     assert saved["dead"] == (None if in_process else "EngineDeadError")

@@ -37,8 +37,17 @@ def interventions(folder: Path) -> list[str]:
     limits.write_text(json.dumps({"keys": {"little": little}}))
     arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
     consumers = ["logging", f"probe:path={probe},layer=1", "lens:layers=[0,-1],top_k=3"]
-    consumers.append(f"filesystem:root={folder / 'store'}")
+    consumers += [f"filesystem:root={folder / 'store'}", "turning"]
     return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
+
+
+def somebody_elses(folder: Path) -> str:
+    """A folder for the path in which a package of consumers is installed that is not ours."""
+    info = folder / "turning-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: turning\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[tllm.consumers]\nturning = server.turning:Turning")
+    return str(ROOT / "tests")
 
 
 def flags_of_the_guide() -> list[str]:
@@ -86,7 +95,12 @@ class Server:
         command += ["--api-server-count", "2", *more]  # they must agree in everything
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(
-                [declared_in(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+                [
+                    declared_in(folder),
+                    somebody_elses(folder),
+                    str(ROOT),
+                    os.environ.get("PYTHONPATH", ""),
+                ]
             ),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),

@@ -260,6 +260,36 @@ def test_a_condition_ends_an_answer_whole_and_streamed(client, model):
     assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", "turned")
 
 
+def test_a_controller_of_the_server_steers_and_stops_an_answer(client, model):
+    ids = model[1](PROMPT)["input_ids"]
+    asked = {"consumers": {"turning": {"after": 1}}, "return_token_ids": True, "ignore_eos": True}
+    vector, first = torch.linspace(-9, 9, 128), len(ids) + 2
+
+    def steer(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden[:, first:] += vector
+
+    tokens: list[int] = []
+    with model[0].model.layers[2].register_forward_hook(steer), torch.no_grad():
+        while len(tokens) < 5:
+            logits = model[0](torch.tensor([[*ids, *tokens]]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    answer = client.completions.create(**WORDS, max_tokens=8, extra_body=asked)
+    events = client.completions.create(**WORDS, max_tokens=8, stream=True, extra_body=asked)
+    streamed = [choice for event in events for choice in event.choices]
+    (choice,) = answer.choices
+    assert choice.token_ids == tokens == [t for each in streamed for t in each.token_ids]
+    for last in (choice, streamed[-1]):
+        assert (last.finish_reason, last.stop_reason) == ("stop", "enough")
+    result = choice.consumer_results["turning"]
+    steered, note, stop = result["payload"]["actions"]
+    assert (result["status"], note["data"]) == ("ok", {"at": first - 1})
+    assert (steered["acts_from"], steered["lag_steps"]) == (first, 1)
+    assert (stop["position"], stop["acts_from"]) == (first + 1, first + 2)
+    with pytest.raises(openai.BadRequestError, match=r"'turning'.*'after'"):
+        client.completions.create(**WORDS, extra_body={"consumers": {"turning": {}}})
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_prompt_is_refused_by_a_monitor(server, client, model, streamed):
     """Its choices have no tokens, and say why; also in a stream, for which vLLM has no event."""

@@ -423,6 +423,7 @@ class Client:
             reads=tuple(dict.fromkeys(uses.reads)),
             wants_tokens=uses.wants_tokens,
             acted=uses.acting is not None,
+            steering_rows=tuple(dict.fromkeys(uses.steering_rows)),
             isolated=uses.writes,
             steering=tuple(group.use for group in groups),
             patch=patch,

@@ -25,6 +25,7 @@ class Uses:
         reads: rows that they read.
         writes: they may change rows.
         acting: the first that decides what is done to it; None for none.
+        steering_rows: rows by which they may decide how those after them are steered.
         captures: those whose results are capture results.
         wants_tokens: one waits for the tokens of the output.
         unused: those that have nothing to do with it.
@@ -35,6 +36,7 @@ class Uses:
     reads: list[RowsRead] = field(default_factory=list)
     writes: bool = False
     acting: str | None = None
+    steering_rows: list[RowsRead] = field(default_factory=list)
     captures: list[str] = field(default_factory=list)
     wants_tokens: bool = False
     unused: set[str] = field(default_factory=set)
@@ -48,6 +50,8 @@ class Uses:
         self.reads += rows_read(flow, field_name)
         if flow.actions:
             self.acting = self.acting or field_name
+            if "steer" in flow.actions and (positions := rows_given(flow)) is not None:
+                self.steering_rows.append(RowsRead(f"{field_name}['positions']", positions))
         self.writes = self.writes or any(each.port == "residual_stream" for each in flow.writes)
 
 
@@ -109,11 +113,8 @@ def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any
     return [prompt_id for prompt_id, request in prepared.items() if request.results.pending]
 
 
-def rows_read(flow: ConsumerFlow, field: str) -> list[RowsRead]:
-    """The rows that a flow reads."""
-    # Rows of a flow that reads the logits are sampled from: the cache never holds those.
-    if not flow.reads or flow.reads_port("logits") or flow.prompt_rows == "computed":
-        return []
+def rows_given(flow: ConsumerFlow) -> Selection | None:
+    """Which rows a flow is given; None for none."""
     positions = flow.selection
     if flow.phase != "any":
         phase = "prompt" if flow.phase == "prefill" else "generation"
@@ -123,5 +124,16 @@ def rows_read(flow: ConsumerFlow, field: str) -> list[RowsRead]:
             if phase == "generation":
                 positions = Selection.parse({"phase": phase})
         elif positions.phase != phase:
-            return []
+            return None
+    return positions
+
+
+def rows_read(flow: ConsumerFlow, field: str) -> list[RowsRead]:
+    """The rows that a flow reads, and that the prefix cache may not have."""
+    # Rows of a flow that reads the logits are sampled from: the cache never holds those.
+    if not flow.reads or flow.reads_port("logits") or flow.prompt_rows == "computed":
+        return []
+    positions = rows_given(flow)
+    if positions is None:
+        return []
     return [RowsRead(f"{field}['positions']", positions, flow.prompt_rows == "once")]

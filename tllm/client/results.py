@@ -223,7 +223,9 @@ def attach_results(
 
 def _stopped(results: Mapping[str, ConsumerResult], sample: CompletionOutput) -> bool:
     """Whether a controller has ended a sample."""
-    logs = (r.payload for r in results.values() if isinstance(r.payload, ActionLog))
+    given = [result.payload for result in results.values()]
+    given += [each for p in given if isinstance(p, Mapping) for each in p.values()]
+    logs = (each for each in given if isinstance(each, ActionLog))
     ended = sample.finish_reason == "stop" and sample.stop_reason is not None
     return ended and any(log.stopped_by(sample.stop_reason) for log in logs)
 

@@ -3,10 +3,9 @@ groups the workers hold for it."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -39,7 +38,7 @@ from tllm.spec.groups import (
 )
 from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.memory import NOTHING
-from tllm.spec.operations import LARGEST_FLOAT32, MAX_CLAMPS, MAX_OPERATIONS
+from tllm.spec.operations import max_reach
 from tllm.spec.probes import FindFeature
 from tllm.spec.reading import FloatArray
 from tllm.spec.selection import Selection
@@ -95,12 +94,8 @@ class Facts:
 
     @property
     def max_reach(self) -> float:
-        """The most that may be added to a number of a row.
-
-        Norms sum a row's squares in float32: above this they are infinite, and what the model
-        computes from such a row means nothing, in whatever dtype it is kept.
-        """
-        return min(self.max_value, math.sqrt(LARGEST_FLOAT32 / self.hidden_size))
+        """The most that may be added to a number of a row."""
+        return max_reach(self.max_value, self.hidden_size)
 
     def widths_at(self, point: HookPoint, layer: int | None) -> tuple[int, ...]:
         """How many numbers may be given for a row there: the routers of experts are given as many
@@ -332,16 +327,7 @@ class Composer:
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"
             )
-        if (largest := entry.largest) > facts.max_value:
-            raise ValueError(
-                f"{name} has values up to {largest:.3g}, and the model's dtype holds at most "
-                f"{facts.max_value:.3g}; give a smaller vector and a larger scale"
-            )
-        if (reach := entry.reach) > facts.max_reach:
-            raise ValueError(
-                f"{name} adds up to {reach:.3g} to the numbers of a row, and this model can use "
-                f"rows up to {facts.max_reach:.3g}; give a smaller vector, scale or strength"
-            )
+        entry.check_numbers(facts.max_value, facts.max_reach)
 
     def _check_condition(self, entry: SteeringEntry, phase: SteeringPhase) -> None:
         """Refuse a condition, found, that cannot decide on its entry."""
@@ -365,34 +351,8 @@ class Composer:
             )
 
     def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:
-        operations: Counter[tuple[str, int | None]] = Counter()
-        clamps: Counter[tuple[str, int | None]] = Counter()
-        reach: dict[tuple[str, int | None], float] = defaultdict(float)
-        for group in groups:
-            for place, added in group.reach.items():
-                reach[place] += added
-            for hook, layer, _, coefficients in group.operations:
-                operations[hook, layer] += 1
-                clamps[hook, layer] += coefficients.reads_component
-        for counts, limit, kind in (
-            (operations, MAX_OPERATIONS, "operations"),
-            (clamps, MAX_CLAMPS, "clamps (operations on a component)"),
-        ):
-            if counts and (most := max(counts.values())) > limit:
-                hook, layer = max(counts, key=counts.__getitem__)
-                raise ValueError(
-                    f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} are "
-                    "allowed at one place: join vectors that are added, or drop some"
-                )
-        SteeringGroup.check_features(groups, what)
         assert self.facts is not None
-        if reach and (added := max(reach.values())) > self.facts.max_reach:
-            hook, layer = max(reach, key=reach.__getitem__)
-            raise ValueError(
-                f"{what} adds up to {added:.3g} to the numbers of a row at {hook!r} of layer "
-                f"{layer}, and this model can use rows up to {self.facts.max_reach:.3g}; give "
-                "smaller scales, or smaller factors of modules"
-            )
+        SteeringGroup.check_limits(groups, what, self.facts.max_reach)
         gates = gates_of(groups)
         signal_names(gates.values())
         if len(gates) > MAX_GATES:

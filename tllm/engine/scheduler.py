@@ -14,7 +14,7 @@ from tllm.engine.conversation_memory import ConversationMemory
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
 from tllm.engine.verdicts import RequestEndings
-from tllm.spec.changes import Changes, combined, steering_changes
+from tllm.spec.changes import Changes, combined, decided_changes, steering_changes
 from tllm.spec.groups import Configuration, configurations, steering_stretches
 from tllm.spec.patching import patch_changes
 from tllm.spec.request import RequestSpec
@@ -106,10 +106,13 @@ class _Rules(_Base):
                 # A cached block's rows would never pass the model. Blocks are still written, under
                 # the plain key: reading changes nothing in them.
                 self._tllm_reuse_limits[request.request_id] = first
-            changes: dict[str, Changes] = {"steering": steering_changes(changed, history)}
+            changes: dict[str, Changes] = {}
             if spec.patch:
-                patched = patch_changes(spec.patch, request.num_prompt_tokens)
-                changes = changes | {"patch": patched} if changed else {"patch": patched}
+                changes["patch"] = patch_changes(spec.patch, request.num_prompt_tokens)
+            if (decided := spec.steered_from(*prompt)) is not None:
+                changes["decided"] = decided_changes(decided)
+            if changed or not changes:
+                changes["steering"] = steering_changes(changed, history)
             prefix_cache.apply(request, spec, combined(changes), self._tllm_block_size)
         if stretches:
             needed = configurations(stretches) - {()}

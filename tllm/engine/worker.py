@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from tllm.engine import limits, model_view
@@ -56,6 +57,18 @@ uses(
     "what is asked of a sequence that begins",
 )
 
+
+uses(
+    "vllm.distributed.parallel_state",
+    "get_tp_group",
+    "what controllers decide on the first rank is told to all",
+)
+uses(
+    "vllm.distributed.parallel_state.GroupCoordinator",
+    "broadcast_object",
+    "what controllers decide on the first rank is told to all",
+    takes="obj",
+)
 
 _Begun: TypeAlias = "tuple[NewRequestData, RequestSpec]"
 
@@ -153,6 +166,9 @@ class InterventionWorker(_Base):
             ring_rows=max(64, options.capture_mib * 2**20 // row_bytes),
             max_ring_rows=options.max_capture_mib * 2**20 // row_bytes,
             overflow=options.overflow,
+            share=get_tp_group().broadcast_object
+            if config.parallel_config.tensor_parallel_size > 1
+            else None,
         )
 
     def _norms(self, installed: Mapping[TapKey, Site]) -> dict[TapKey, AddedNorm]:

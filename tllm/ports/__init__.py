@@ -1,6 +1,6 @@
 """The catalogue: what a consumer may read and write."""
 
-from tllm.ports.actions import Action, ActionLog, Actions, Note, Stop, TakenAction
+from tllm.ports.actions import Action, ActionLog, Actions, Note, SetScale, Steer, Stop, TakenAction
 from tllm.ports.base import ConsumerFlow, Phase, Place, PortRead, PortWrite, Window
 from tllm.ports.bundle import ConsumerContext, HostTensor, ModelView, PortBundle, ResidualWriter
 from tllm.ports.cpu_export import CpuExport
@@ -38,7 +38,9 @@ __all__ = [
     "ResidualWriter",
     "RowMeta",
     "Sampler",
+    "SetScale",
     "Signals",
+    "Steer",
     "Stop",
     "TakenAction",
     "TokenTarget",

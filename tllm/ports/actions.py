@@ -42,7 +42,36 @@ class Action:
     """
 
     kind: ClassVar[ActionKind]
+    verb: ClassVar[str]
     request: RequestInfo
+
+
+@dataclass(frozen=True, eq=False)
+class Steer(Action):
+    """Steer the tokens after those that are computed by now.
+
+    Attributes:
+        vectors: as `SamplingParams(steering_vectors=...)` takes them, entries of any method;
+            without conditions and positions. None ends what was steered under the name.
+        name: what was steered under the same name before is replaced.
+        tokens: for how many tokens; None: to the end of the sample.
+    """
+
+    kind = "steer"
+    verb = "steer"
+    vectors: Mapping[Any, Any] | None
+    name: str = "steer"
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SetScale(Action):
+    """Multiply the effect of what a `Steer` of this consumer gave, in place of an earlier scale."""
+
+    kind = "steer"
+    verb = "set_scale"
+    scale: float
+    name: str = "steer"
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +79,8 @@ class Stop(Action):
     """End the sample: `finish_reason` is "stop", and `stop_reason` the reason given here."""
 
     kind = "stop"
+    verb = "stop"
     reason: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.reason, str) or not self.reason:
-            raise ValueError(f"Stop(reason={self.reason!r}): give a text that is not empty")
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +92,7 @@ class Note(Action):
     """
 
     kind = "note"
+    verb = "note"
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +101,7 @@ class TakenAction:
     """An action, as the user hears of it.
 
     Attributes:
-        action: `stop`, `note`, and so on.
+        action: `steer`, `set_scale`, `stop` or `note`.
         position: of the last row of its request that it was decided by.
         data: what it says.
         acts_from: the position of the first row that it changes, or, of a `stop`, of the last token
@@ -100,7 +127,7 @@ class ActionLog(Payload):
     @property
     def notes(self) -> list[Mapping[str, Any]]:
         """What it noted."""
-        return [each.data for each in self.actions if each.action == "note"]
+        return [a.data for a in self.actions if a.action == "note" and a.error is None]
 
     def up_to(self, num_tokens: int) -> ActionLog:
         """What was decided by rows of a sequence of `num_tokens` tokens. The last one has passed

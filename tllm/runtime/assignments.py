@@ -14,8 +14,14 @@ from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.patching import Patching
 from tllm.runtime.programs import Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
-from tllm.runtime.steering import Steering
-from tllm.spec.groups import TokenChoice, configurations, steering_stretches
+from tllm.runtime.steering import Choice, Steering
+from tllm.spec.groups import (
+    Configuration,
+    Stretches,
+    TokenChoice,
+    configurations,
+    steering_stretches,
+)
 from tllm.spec.selection import END, Intervals, intersected, stretch_starts
 
 logger = logging.getLogger(__name__)
@@ -162,11 +168,16 @@ class Assignments:
 
         When a row cannot be had, no consumer is given rows that were to be steered and were not.
         """
-        if not sequence.steering:
+        decided = sequence.decided
+        if not sequence.steering and decided is None:
             return []
         info, rows = sequence.info, sequence.steering_rows
         tokens = sequence.prompt_token_ids
-        stretches = steering_stretches(sequence.steering, info.prompt_len, tokens or ())
+        stretches: Stretches = [(0, ())]
+        if sequence.steering:
+            stretches = steering_stretches(sequence.steering, info.prompt_len, tokens or ())
+        if decided is not None:
+            stretches = decided.after(stretches)
         try:
             if tokens is None and any(use.names_prompt_tokens for use in sequence.steering):
                 raise ValueError(
@@ -180,12 +191,28 @@ class Assignments:
             self.not_steered += "steering" not in sequence.errors
             self._note_failed(sequence, "steering", error)
             return []
-        return [
+        found = [
             (start, self._choice(sequence, applied))
             if isinstance(applied, TokenChoice)
             else (start, rows[applied])
             for start, applied in stretches
         ]
+        if decided is not None:
+            self._release_unneeded(sequence, stretches)
+        return found
+
+    def _release_unneeded(self, sequence: RunningSequence, stretches: Stretches) -> None:
+        """What controllers decide is other things all the time: let go of rows that are not needed
+        from here on."""
+        rows, choices = sequence.steering_rows, sequence.token_choices
+        applied = (each for _, each in stretches if isinstance(each, TokenChoice))
+        kept = {_rows_of(chosen, rows) for chosen in applied}
+        for choice in choices.keys() - kept:
+            self._steering.choices.release(choice)
+            del choices[choice]
+        for groups in rows.keys() - configurations(stretches):
+            self._steering.release(groups)
+            del rows[groups]
 
     def _acquire_latch(self, sequence: RunningSequence) -> None:
         """What a sequence remembers of its conditions; kept until it is removed."""
@@ -224,8 +251,8 @@ class Assignments:
 
     def _choice(self, sequence: RunningSequence, chosen: TokenChoice) -> int:
         """What stands in the row plan for a choice by token; kept until the sequence is removed."""
-        rows, choices = sequence.steering_rows, sequence.token_choices
-        choice = tuple((t, rows[groups]) for t, groups in chosen.by_token), rows[chosen.others]
+        choices = sequence.token_choices
+        choice = _rows_of(chosen, sequence.steering_rows)
         if choice not in choices:
             choices[choice] = self._steering.choices.acquire(choice)
         return choices[choice]
@@ -252,6 +279,11 @@ class Assignments:
             self._steering.forget(sequence.info.slot, sequence.latch)
         if sequence.patched is not None:
             self._patching.release(sequence.patched)
+
+
+def _rows_of(chosen: TokenChoice, rows: Mapping[Configuration, int]) -> Choice:
+    """A choice by token, between steering rows."""
+    return tuple((t, rows[groups]) for t, groups in chosen.by_token), rows[chosen.others]
 
 
 def _patch_rows(patched: list[tuple[int, int]], starts: list[int]) -> list[int]:

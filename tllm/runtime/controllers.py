@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,12 +16,19 @@ from tllm.ports import (
     Note,
     PortBundle,
     RequestInfo,
+    SetScale,
+    Steer,
     Stop,
     TakenAction,
 )
+from tllm.runtime.assignments import Assignments
 from tllm.runtime.columns import IntArray
+from tllm.runtime.decided_steering import DecidedGroups, DecidedSteering, NamedSteering
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.slots import RunningSequence, Slots
+from tllm.spec.reading import scalar, whole_number
+from tllm.spec.selection import END
+from tllm.spec.tiers import Tiers
 
 _LATE = (
     "the request was added before consumer {consumer!r} was registered, and nothing that it "
@@ -38,10 +46,12 @@ class DecidedAction:
     """An action on its way; attributes as in `TakenAction`.
 
     Attributes:
+        consumer: that has decided it.
         step: the engine step of its rows.
-        window: of the flow that has decided it.
+        window: of the flow.
     """
 
+    consumer: str
     action: str
     position: int
     data: Mapping[str, Any]
@@ -63,17 +73,43 @@ class ControlledSequence:
     """What controllers did to one running sequence, and what they have still to do.
 
     Attributes:
+        steered_from: the first position whose row they may steer: what the scheduler knows. None
+            for none.
         decided: all actions, by the consumer that has decided them.
         stop: the first that ends it.
+        held: the groups that it holds, and how often.
     """
 
+    steered_from: int | None = None
     decided: dict[str, list[DecidedAction]] = field(default_factory=dict)
     stop: DecidedAction | None = None
+    held: Counter[str] = field(default_factory=Counter)
 
     def log(self, consumer: str) -> ActionLog | None:
         """What a consumer did; None for nothing."""
         decided = self.decided.get(consumer)
         return ActionLog(tuple(each.taken() for each in decided)) if decided else None
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringDecision:
+    """What a controller steers a sequence with, as every rank is told.
+
+    Attributes:
+        tiers: None where only the scale is another, or where it ends.
+        scale: None where it is given anew.
+    """
+
+    engine_id: str
+    consumer: str
+    name: str
+    tiers: Tiers | None
+    tokens: int | None
+    scale: float | None
+
+
+Failure: TypeAlias = tuple[str, str, str]
+"""The engine's id of a sequence, a consumer whose `decide` raised, and what it raised."""
 
 
 @dataclass(eq=False)
@@ -111,16 +147,53 @@ class ActionCounts:
 class Controllers:
     """Takes what consumers decide, and lets it act.
 
-    `decide` may be called on delivery threads; everything else runs on the engine's.
+    `decide` may be called on delivery threads; everything else runs on the engine's. Under tensor
+    parallelism the first rank decides, and what steers is told to all before each step.
+
+    Args:
+        share: from the first rank's to every rank's: to be called by all of them; None where there
+            is one.
+
+    Attributes:
+        acting: sequences that controllers may act on. The same on every rank.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        groups: DecidedGroups,
+        assignments: Assignments,
+        share: Callable[[Any], Any] | None,
+    ) -> None:
         self._slots = slots
+        self._groups = groups
+        self._assignments = assignments
+        self._share = share
+        self.acting = 0
         self._counts: dict[str, ActionCounts] = {}
         #: Sequences that end, by the engine's id; told until the engine lets go of them.
         self._stopping: dict[str, RunningSequence] = {}
-        self._failed: list[tuple[BoundConsumer, RequestInfo, str]] = []
+        self._steered: dict[str, RunningSequence] = {}
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[SteeringDecision, DecidedAction]] = []
+        self._failed: list[Failure] = []
         self._batch: tuple[list[str], IntArray, int] | None = None
+
+    def start(self, sequence: RunningSequence, steered_from: int | None) -> None:
+        """A sequence begins that controllers may act on; see `ControlledSequence`."""
+        self.acting += 1
+        sequence.controlled = ControlledSequence(steered_from)
+
+    def finish(self, sequence: RunningSequence) -> None:
+        """The engine let go of a sequence, and its rows are given back."""
+        if sequence.controlled is None:
+            return
+        self.acting -= 1
+        self._stopping.pop(sequence.engine_id, None)
+        self._steered.pop(sequence.engine_id, None)
+        if sequence.decided is not None:
+            self._groups.place(sequence.decided, frozenset())()
+        self._groups.release(sequence.controlled.held)
 
     def counters(self, consumer: str) -> dict[str, Any] | None:
         """What a consumer has decided; None for nothing."""
@@ -138,8 +211,8 @@ class Controllers:
         for action in decided:
             if not isinstance(action, Action) or not isinstance(action.request, RequestInfo):
                 raise TypeError(
-                    f"decide returned {action!r:.80}; it returns Stop, Note, Steer and SetScale "
-                    "with one of rows.meta.requests"
+                    f"decide returned {action!r:.80}; it returns Steer, SetScale, Stop and Note, "
+                    "each with one of rows.meta.requests"
                 )
         last = np.full(len(bundle.meta.requests), -1, np.int64)
         np.maximum.at(last, bundle.meta.request_index, bundle.meta.positions)
@@ -156,7 +229,7 @@ class Controllers:
         if sequence is None or sequence.ended or not self._slots.is_current(action.request):
             counts.too_late += 1
             return
-        decided = DecidedAction(action.kind, position, {}, step, flow.flow.window)
+        decided = DecidedAction(owner.id, action.verb, position, {}, step, flow.flow.window)
         error = self._refusal(flow, action, sequence)
         if error is None:
             error = self._do(sequence, owner, action, decided)
@@ -196,32 +269,161 @@ class Controllers:
                 return f"Note(data={action.data!r:.80}): give a mapping of plain data"
             decided.data = dict(action.data)
         elif isinstance(action, Stop):
+            if not isinstance(action.reason, str) or not action.reason:
+                return f"Stop(reason={action.reason!r:.80}): give a text that is not empty"
             decided.data = {"reason": action.reason}
             if sequence.controlled.stop is None:
                 sequence.controlled.stop = decided
                 self._stopping[sequence.engine_id] = sequence
+        elif isinstance(action, (Steer, SetScale)):
+            try:
+                decided.data, decision = self._decision(sequence, owner, action)
+            except (TypeError, ValueError) as error:
+                return str(error)
+            with self._lock:
+                self._waiting.append((decision, decided))
         else:
             return f"{type(action).__name__} is no action that is known"
         return None
+
+    def _decision(
+        self, sequence: RunningSequence, owner: BoundConsumer, action: Steer | SetScale
+    ) -> tuple[Mapping[str, Any], SteeringDecision]:
+        """What the user hears of an action that steers, and every rank. Raises `ValueError`."""
+        if not isinstance(action.name, str):
+            raise ValueError(f"{action.verb}: name={action.name!r:.80} is no text")
+        tiers, tokens, scale = None, None, None
+        if isinstance(action, SetScale):
+            scale = scalar(action.scale, "SetScale(scale)")
+        else:
+            if action.vectors is not None:
+                tiers = self._groups.read(action.vectors, "Steer(vectors)")
+                tokens = action.tokens
+            if tokens is not None and whole_number(tokens, "Steer(tokens): ") < 1:
+                raise ValueError(f"Steer(tokens={tokens}) must be 1 or more")
+        decision = SteeringDecision(sequence.engine_id, owner.id, action.name, tiers, tokens, scale)
+        said = {"name": action.name}
+        return said | ({"tokens": tokens} if scale is None else {"scale": scale}), decision
 
     def fail(self, owner: BoundConsumer, bundle: PortBundle, error: BaseException) -> None:
         """`decide` raised: the requests of the bundle will hear of it, before the next step."""
         counts = self._counts.setdefault(owner.id, ActionCounts())
         counts.raised += 1
         text = f"{type(error).__name__}: {error}"
-        self._failed += [(owner, request, text) for request in bundle.meta.requests]
+        found = (self._slots.by_slot[request.slot] for request in bundle.meta.requests)
+        failed = [(sequence.engine_id, owner.id, text) for sequence in found if sequence]
+        with self._lock:
+            self._failed += failed
 
     # -- acting ------------------------------------------------------------------------------------
 
-    def take_failed(self) -> list[tuple[BoundConsumer, RunningSequence, str]]:
-        """Sequences for which `decide` raised since this was asked, and what."""
-        failed, self._failed = self._failed, []
-        found = []
-        for owner, request, text in failed:
-            sequence = self._slots.by_slot[request.slot]
-            if sequence is not None and not sequence.ended and self._slots.is_current(request):
-                found.append((owner, sequence, text))
-        return found
+    def note_failures(self, sequence: RunningSequence) -> None:
+        """A sequence ends before the step in which `decide` raising would be acted on."""
+        with self._lock:
+            for engine_id, consumer, text in self._failed:
+                if engine_id == sequence.engine_id:
+                    sequence.errors[consumer] = text
+
+    def act(self, engine_ids: list[str], starts: IntArray, step: int) -> list[Failure]:
+        """Let what was decided act on the step that begins.
+
+        Args:
+            starts: `[sequences]`, position of the first token that is computed of each.
+
+        Returns:
+            Sequences for which `decide` raised; consumers are to be kept from them.
+        """
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+            failed, self._failed = self._failed, []
+        decisions = [decision for decision, _ in waiting]
+        if self._share is not None:
+            decisions, failed = self._share((decisions, failed))
+        changed: dict[str, RunningSequence] = {}
+        for number, decision in enumerate(decisions):
+            sequence = self._slots.get(decision.engine_id)
+            if sequence is None or sequence.ended or sequence.controlled is None:
+                continue
+            error, position = self._steer(sequence, decision)
+            if error is None:
+                changed[decision.engine_id] = sequence
+            if waiting:  # of the first rank
+                decided = waiting[number][1]
+                if error is None:
+                    self._note_acted(decided, position, step)
+                else:
+                    decided.error = error
+                    self._counts[decision.consumer].refused += 1
+        if self._steered or changed:
+            self._place(changed, engine_ids, starts)
+        return failed
+
+    def _steer(
+        self, sequence: RunningSequence, decision: SteeringDecision
+    ) -> tuple[str | None, int]:
+        """Steer a sequence otherwise from its next row on; why it cannot be, and from where on."""
+        controlled: ControlledSequence = sequence.controlled
+        assert controlled.steered_from is not None
+        slot = sequence.info.slot
+        position = max(int(self._slots.delivered[slot]), controlled.steered_from)
+        decided = sequence.decided or DecidedSteering()
+        named = {key: each for key, each in decided.named.items() if each.until > position}
+        key = decision.consumer, decision.name
+        tiers, until = decision.tiers, END
+        if decision.tokens is not None:
+            until = position + decision.tokens
+        if decision.scale is not None:
+            before = named.get(key)
+            if before is None:
+                names = [name for consumer, name in named if consumer == decision.consumer]
+                return (
+                    f"SetScale(name={decision.name!r}): this consumer steers nothing of that name; "
+                    f"there is {', '.join(map(repr, names)) or 'nothing'}"
+                ), position
+            tiers, until = before.tiers, before.until
+        if tiers is None:
+            named.pop(key, None)
+        else:
+            done = tiers.scaled(1.0 if decision.scale is None else decision.scale)
+            others = [each.done for other, each in named.items() if other != key]
+            try:
+                self._groups.check([*others, done], "what controllers steer a request with")
+            except ValueError as error:
+                return str(error), position
+            groups = self._groups.hold(done)
+            controlled.held.update(groups)
+            named[key] = NamedSteering(tiers, done, until, groups)
+        decided.named = named
+        decided.change(position)
+        sequence.decided = decided
+        self._steered[sequence.engine_id] = sequence
+        return None, position
+
+    def _place(
+        self, changed: Mapping[str, RunningSequence], engine_ids: list[str], starts: IntArray
+    ) -> None:
+        """Bring to the tables what a step needs: of sequences that are steered otherwise, and of
+        those that are computed again from before what is there."""
+        begins = {
+            engine_id: int(starts[number])
+            for number, engine_id in enumerate(engine_ids)
+            if engine_id in self._steered
+        }
+        for engine_id, sequence in self._steered.items():
+            decided = sequence.decided
+            assert decided is not None
+            begin = begins.get(engine_id)
+            if engine_id in changed:
+                known = int(self._slots.delivered[sequence.info.slot])
+                decided.begin = known if begin is None else min(begin, known)
+            elif begin is None or begin >= decided.begin:
+                continue
+            else:
+                decided.begin = begin
+            needed = (digest for _, groups in decided.in_force() for digest in groups)
+            let_go = self._groups.place(decided, frozenset(needed))
+            self._assignments.assign(sequence)
+            let_go()
 
     def begin(self, engine_ids: list[str], ends: IntArray, step: int) -> None:
         """A step begins.
@@ -249,16 +451,12 @@ class Controllers:
                 # again.
                 if row >= max(stop.position, sequence.info.prompt_len - 1):
                     found[engine_id] = stop.data["reason"]
-                    self._note_acted(sequence, stop, row, step)
+                    self._note_acted(stop, row, step)
         return found
 
-    def _note_acted(
-        self, sequence: RunningSequence, decided: DecidedAction, position: int, step: int
-    ) -> None:
+    def _note_acted(self, decided: DecidedAction, position: int, step: int) -> None:
         """An action acts from a position on, in this step."""
-        if decided.acts_from is not None or sequence.controlled is None:
+        if decided.acts_from is not None:
             return
         decided.acts_from, decided.lag_steps = position, step - decided.step
-        for consumer, all_decided in sequence.controlled.decided.items():
-            if decided in all_decided:
-                self._counts[consumer].lags[decided.window, decided.lag_steps] += 1
+        self._counts[decided.consumer].lags[decided.window, decided.lag_steps] += 1

@@ -9,6 +9,7 @@ from functools import partial
 from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
+from tllm.runtime.columns import IntArray
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import PHASES, BoundConsumer, ConsumerProtocol
@@ -163,10 +164,13 @@ class RegisteredConsumers:
             self._remove_writers(owner)
         self.reassign()
 
-    def give_up_undecided(self) -> None:
-        """Let sequences for which `decide` raised go on without the consumer."""
-        for owner, sequence, error in self.controllers.take_failed():
-            self.give_up(owner, sequence, error)
+    def let_act(self, engine_ids: list[str], starts: IntArray) -> None:
+        """Let what consumers decided act on the step that begins; sequences for which `decide`
+        raised go on without the consumer."""
+        for engine_id, consumer, error in self.controllers.act(engine_ids, starts, self.step):
+            sequence, owner = self.slots.get(engine_id), self.by_id.get(consumer)
+            if sequence is not None and owner is not None and not sequence.ended:
+                self.give_up(owner, sequence, error)
 
     def give_up(self, owner: BoundConsumer, sequence: RunningSequence, error: str) -> None:
         """Let a sequence go on without a consumer; its result says why."""

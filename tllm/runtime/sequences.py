@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from tllm.ports import RequestInfo
 from tllm.runtime.assignments import Assignments
-from tllm.runtime.controllers import ControlledSequence
+from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.results import PENDING, PromptResults, Results
@@ -28,6 +28,7 @@ class RunningSequences:
     dispatcher: Dispatcher
     results: Results
     verdicts: Verdicts
+    controllers: Controllers
 
     def start(
         self,
@@ -68,9 +69,11 @@ class RunningSequences:
             spec.steering,
             spec.patch,
             () if spec.conversation is None else spec.conversation.held,
-            controlled=ControlledSequence() if spec.acted else None,
         )
         self.slots.add_sequence(sequence)
+        if spec.acted:
+            tokens = prompt_token_ids or ()
+            self.controllers.start(sequence, spec.steered_from(prompt_len, tokens))
         for owner in self.consumers:
             self.consumers.ask(sequence, owner)
         self.assignments.assign(sequence)
@@ -118,6 +121,7 @@ class RunningSequences:
             sequence.token_ids = sequence.token_ids or token_ids
             self._conclude(sequence)
             self.assignments.release(sequence)
+            self.controllers.finish(sequence)
             self.verdicts.forget(sequence.info.slot)
             self.slots.remove(engine_id)
 
@@ -126,7 +130,8 @@ class RunningSequences:
         if sequence.ended:
             return
         self.dispatcher.before_forward()
-        self.consumers.give_up_undecided()
+        if sequence.controlled is not None:
+            self.controllers.note_failures(sequence)
         self.results.conclude(sequence, self.consumers.step)
         self.additions.forget(sequence.info.slot)
         sequence.ended = True

@@ -11,6 +11,7 @@ from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.controllers import Controllers
+from tllm.runtime.decided_steering import DecidedGroups
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.flows import BoundConsumer, ConsumerProtocol
 from tllm.runtime.patching import Patching
@@ -49,6 +50,7 @@ class Session:
         max_patch_bytes, max_patch_host_bytes: the most memory for rows that are kept to be put
             elsewhere, on the device and on the host.
         ring_rows, max_ring_rows, overflow: see `Ring`.
+        share: see `Controllers`.
 
     Attributes:
         consumers, sequences: what is there.
@@ -78,6 +80,7 @@ class Session:
         ring_rows: int,
         max_ring_rows: int,
         overflow: Overflow,
+        share: Callable[[Any], Any] | None = None,
     ) -> None:
         self._taps = taps
         self._model = model
@@ -92,7 +95,15 @@ class Session:
         self.patching = patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         additions = Additions(taps, slots)
         self._assignments = Assignments(slots, self._programs, steering, patching, self._consumers)
-        self._controllers = controllers = Controllers(slots)
+        groups = DecidedGroups(
+            steering,
+            resolve,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            max_value=torch.finfo(taps.dtype).max,
+            enabled=steering_rows > 0,
+        )
+        self._controllers = controllers = Controllers(slots, groups, self._assignments, share)
         self._dispatcher = dispatcher = Dispatcher(
             slots, model.device, lambda owner: self.consumers.note_failure(owner), controllers
         )
@@ -138,6 +149,7 @@ class Session:
             dispatcher,
             self._results,
             verdicts,
+            controllers,
         )
         self.steps = Steps(
             slots,

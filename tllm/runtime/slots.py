@@ -11,6 +11,7 @@ import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
 from tllm.runtime.columns import DECODE, NEUTRAL, PREFILL, Column, IntArray
+from tllm.runtime.decided_steering import DecidedSteering
 from tllm.runtime.latches import Latch
 from tllm.runtime.patching import PatchedRows
 from tllm.runtime.steering import Choice
@@ -92,6 +93,8 @@ class RunningSequence:
     """Its patch rows."""
     latch: Latch | None = None
     """What it remembers of its conditions."""
+    decided: DecidedSteering | None = None
+    """What controllers steer it with."""
     controlled: Any = None
     """What controllers did to it (`ControlledSequence`); None where they may not act."""
     laid_out: Any = None

@@ -70,7 +70,8 @@ class Steps:
     @property
     def idle(self) -> bool:
         """Whether nothing is done to any row of the sequences that run."""
-        return not (self.steering.users or self.patching.users or self.consumers.observe)
+        changed = self.steering.users or self.patching.users or self.controllers.acting
+        return not (changed or self.consumers.observe)
 
     @property
     def observed(self) -> bool:
@@ -117,8 +118,9 @@ class Steps:
         if observed:
             self.dispatcher.before_forward()
             self.consumers.detach_failed()
-            self.consumers.give_up_undecided()
             self.additions.commit()
+        if self.controllers.acting:
+            self.consumers.let_act(engine_ids, starts)
         self.steering.commit()
         self.patching.commit()
         slots, frame = self.slots.of(engine_ids), None
@@ -132,7 +134,7 @@ class Steps:
         if self.means.waiting:
             self.means.begin(slots, starts, counts)
         self.verdicts.begin(engine_ids, slots, starts, counts, drafts)
-        if observed:
+        if self.controllers.acting:
             self.controllers.begin(engine_ids, starts + counts, self.consumers.step)
         self.taps.commit()
         self.taps.separate()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -24,6 +25,12 @@ def steering_changes(stretches: Stretches, history: str = "") -> Changes:
         (start, hashlib.sha256(f"{history}{applied!r}".encode()).digest() if applied else b"")
         for start, applied in stretches
     ]
+
+
+def decided_changes(start: int) -> Changes:
+    """What controllers do to a sequence from a position on: nobody knows it beforehand, so that it
+    is like nothing else."""
+    return [(0, b""), (start, os.urandom(16))] if start else [(0, os.urandom(16))]
 
 
 def combined(parts: Mapping[str, Changes]) -> Changes:

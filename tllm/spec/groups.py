@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +13,13 @@ from typing import Any, TypeAlias
 from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
 from tllm.spec.conversations import ConversationUse
 from tllm.spec.memory import OVERS
-from tllm.spec.operations import MAX_FEATURES, Features, OperationForm
+from tllm.spec.operations import (
+    MAX_CLAMPS,
+    MAX_FEATURES,
+    MAX_OPERATIONS,
+    Features,
+    OperationForm,
+)
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
@@ -167,6 +173,42 @@ class SteeringGroup:
         gates = GroupGates(of_each, numbers.gates(number for number in of_each if number >= 0))
         vectors |= numbers.of(gates.judged)
         return cls(phase, positions, operations, vectors, reach, gates)
+
+    @classmethod
+    def check_limits(cls, groups: Sequence[SteeringGroup], what: str, max_reach: float) -> None:
+        """Refuse groups that do too much at one place.
+
+        Args:
+            what: has them, for the message.
+            max_reach: the most that may be added to a number of a row.
+        """
+        operations: Counter[tuple[str, int | None]] = Counter()
+        clamps: Counter[tuple[str, int | None]] = Counter()
+        reach: dict[tuple[str, int | None], float] = defaultdict(float)
+        for group in groups:
+            for place, added in group.reach.items():
+                reach[place] += added
+            for hook, layer, _, coefficients in group.operations:
+                operations[hook, layer] += 1
+                clamps[hook, layer] += coefficients.reads_component
+        for counts, limit, kind in (
+            (operations, MAX_OPERATIONS, "operations"),
+            (clamps, MAX_CLAMPS, "clamps (operations on a component)"),
+        ):
+            if counts and (most := max(counts.values())) > limit:
+                hook, layer = max(counts, key=counts.__getitem__)
+                raise ValueError(
+                    f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} are "
+                    "allowed at one place: join vectors that are added, or drop some"
+                )
+        cls.check_features(groups, what)
+        if reach and (added := max(reach.values())) > max_reach:
+            hook, layer = max(reach, key=reach.__getitem__)
+            raise ValueError(
+                f"{what} adds up to {added:.3g} to the numbers of a row at {hook!r} of layer "
+                f"{layer}, and this model can use rows up to {max_reach:.3g}; give "
+                "smaller scales, or smaller factors of modules"
+            )
 
     @staticmethod
     def check_features(groups: Iterable[SteeringGroup], what: str) -> None:

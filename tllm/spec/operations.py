@@ -187,3 +187,15 @@ class Features(Scalable):
 
 OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise | Features
 """What is done with the vectors of an entry."""
+
+
+def max_reach(max_value: float, hidden_size: int) -> float:
+    """The most that may be added to a number of a row.
+
+    Norms sum a row's squares in float32: above this they are infinite, and what the model computes
+    from such a row means nothing, in whatever dtype it is kept.
+
+    Args:
+        max_value: the largest number that the model's dtype holds.
+    """
+    return min(max_value, math.sqrt(LARGEST_FLOAT32 / hidden_size))

@@ -70,6 +70,10 @@ class RowsRead:
     positions: Selection
     once: bool = False
 
+    def in_prompt(self, media: PromptMedia) -> RowsRead:
+        """The same with the positions of the items that it names."""
+        return replace(self, positions=self.positions.in_prompt(media))
+
     def to_wire(self) -> dict[str, Any]:
         """As plain data."""
         return {"name": self.name, "positions": self.positions.to_wire(), "once": self.once}
@@ -93,6 +97,7 @@ class RequestSpec:
         reads: the rows that somebody reads, those of generated tokens too.
         wants_tokens: the workers are told its tokens when it ends.
         acted: controllers may act on it.
+        steering_rows: those by which controllers may steer the rows after them.
         isolated: rows are changed by writes, so cached blocks are not shared with anybody.
         steering: what is done to which rows, in order; the operations themselves were sent to
             the workers before, and are known by their digest.
@@ -114,6 +119,7 @@ class RequestSpec:
     reads: tuple[RowsRead, ...] = ()
     wants_tokens: bool = False
     acted: bool = False
+    steering_rows: tuple[RowsRead, ...] = ()
     isolated: bool = False
     steering: tuple[GroupUse, ...] = ()
     patch: tuple[PatchUse, ...] = ()
@@ -143,6 +149,8 @@ class RequestSpec:
             wire["wants_tokens"] = True
         if self.acted:
             wire["acted"] = True
+        if self.steering_rows:
+            wire["steering_rows"] = [read.to_wire() for read in self.steering_rows]
         if self.isolated:
             wire["isolated"] = True
         if self.generated:
@@ -173,8 +181,9 @@ class RequestSpec:
         for name in ("stops", "aborts"):
             if name in asked:
                 asked[name] = tuple((number, reason) for number, reason in asked[name])
-        if "reads" in asked:
-            asked["reads"] = tuple(map(RowsRead.from_wire, asked["reads"]))
+        for name in ("reads", "steering_rows"):
+            if name in asked:
+                asked[name] = tuple(map(RowsRead.from_wire, asked[name]))
         if "conversation" in asked:
             asked["conversation"] = ConversationUse.from_wire(asked["conversation"])
         if asked.get("media") is not None:
@@ -191,7 +200,8 @@ class RequestSpec:
         return replace(
             self,
             consumers={name: _in_prompt(given, media) for name, given in self.consumers.items()},
-            reads=tuple(replace(r, positions=r.positions.in_prompt(media)) for r in self.reads),
+            reads=tuple(read.in_prompt(media) for read in self.reads),
+            steering_rows=tuple(read.in_prompt(media) for read in self.steering_rows),
             steering=tuple(
                 replace(use, positions=use.positions.in_prompt(media)) for use in self.steering
             ),
@@ -230,6 +240,15 @@ class RequestSpec:
     def sample_index(self, engine_id: str) -> int:
         """Which sample a sequence is; vLLM names the n of a request `{index}_{request id}`."""
         return 0 if self.num_samples == 1 else int(engine_id.partition("_")[0])
+
+    def steered_from(self, prompt_len: int, prompt_token_ids: Sequence[int]) -> int | None:
+        """The first position whose row controllers may steer; None for none."""
+        firsts = [
+            start + 1
+            for read in self.steering_rows
+            for start, _ in read.positions.intervals(prompt_len, prompt_token_ids)[:1]
+        ]
+        return min(firsts, default=None)
 
     def rows_from(
         self, prompt_len: int, prompt_token_ids: Sequence[int], sample_index: int

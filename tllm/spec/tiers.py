@@ -87,6 +87,24 @@ class SteeringEntry:
         """The most that it may add to a number of a row whose norm is at most 1."""
         return self.coefficients.reach(self.largest)
 
+    def check_numbers(self, max_value: float, max_reach: float) -> None:
+        """Refuse numbers that a model cannot use.
+
+        Args:
+            max_value: the largest number that the model's dtype holds.
+            max_reach: the most that may be added to a number of a row.
+        """
+        if (largest := self.largest) > max_value:
+            raise ValueError(
+                f"{self.name} has values up to {largest:.3g}, and the model's dtype holds at most "
+                f"{max_value:.3g}; give a smaller vector and a larger scale"
+            )
+        if (reach := self.reach) > max_reach:
+            raise ValueError(
+                f"{self.name} adds up to {reach:.3g} to the numbers of a row, and this model can "
+                f"use rows up to {max_reach:.3g}; give a smaller vector, scale or strength"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Tiers:
