@@ -55,6 +55,8 @@ def check(result: dict[str, Any]) -> None:
     signals = counters.get("signals")
     if signals is not None and not 0 < signals["fired"] < signals["judged"]:
         raise SystemExit(f"{result['name']}: conditions decided nothing: {signals}")
+    if variant.startswith("decide") and not stats["runtime"]["actions"]["by_kind"]:
+        raise SystemExit(f"{result['name']}: nothing was decided: {stats}")
     if variant == "esamp" and not (stats["rows_trained"] and stats["candidates_changed"]):
         raise SystemExit(f"{result['name']}: nothing was trained or guided: {stats}")
 

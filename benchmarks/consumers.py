@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.workload import Shape
 from tllm.consumers.base import Consumer
-from tllm.ports import ConsumerContext, ConsumerFlow, PortBundle, ResidualStream
+from tllm.ports import (
+    Action,
+    Actions,
+    ConsumerContext,
+    ConsumerFlow,
+    Note,
+    PortBundle,
+    ResidualStream,
+    Steer,
+    Window,
+)
 
 
 class EveryRow(Consumer):
@@ -40,10 +50,49 @@ class EveryRow(Consumer):
         return {"rows": self.rows, "sum_of_norms": float(self.total)}
 
 
+class Decider(Consumer):
+    """Decides for about one generated token in 16, by its row at the middle of the model: steers
+    the one after it, or in the same step, where it cannot, takes a note."""
+
+    consumer_id = "decider"
+
+    def __init__(self, shape: Shape, window: Window) -> None:
+        self.middle = shape.layers // 2
+        self.window: Window = window
+        self.probe, vector = torch.randn(2, shape.hidden, generator=torch.Generator())
+        self.steering = {"post_block": {self.middle: 0.01 * vector}}
+
+    def flows(self) -> Sequence[ConsumerFlow]:
+        read = ResidualStream.read(layer=self.middle, phase="decode")
+        write = Actions.write("note" if self.window == "same_step" else "steer")
+        return [ConsumerFlow(reads=[read], writes=[write], window=self.window)]
+
+    def start(self, ctx: ConsumerContext) -> None:
+        self.probe = self.probe.to(ctx.device)
+
+    def decide(self, rows: PortBundle, ctx: ConsumerContext) -> Iterator[Action]:
+        hidden = rows.entries["hidden"].float()
+        high = torch.cosine_similarity(hidden, self.probe, dim=1) * hidden.shape[1] ** 0.5 > 1.5
+        for request, chosen in zip(rows.owners, high.tolist(), strict=True):
+            if chosen and self.window == "same_step":
+                yield Note(request, {"high": True})
+            elif chosen:
+                yield Steer(request, self.steering, tokens=1)
+
+
+DECIDERS: Mapping[str, Window] = {
+    "decide-same-step": "same_step",
+    "decide-next-step": "next_step",
+    "decide-background": "background",
+}
+
+
 def consumer_for(variant: str, shape: Shape) -> Consumer | None:
     """The consumer of a variant; None for idle taps."""
     if variant == "taps":
         return EveryRow(shape.layers)
+    if variant in DECIDERS:
+        return Decider(shape, DECIDERS[variant])
     if variant == "esamp":
         from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Variant = Literal["idle", "taps", "esamp", "steer", "capture"]
+Variant = Literal[
+    "idle",
+    "taps",
+    "esamp",
+    "steer",
+    "capture",
+    "decide-same-step",
+    "decide-next-step",
+    "decide-background",
+]
 
 
 @dataclass(frozen=True)
@@ -153,6 +162,13 @@ def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
     ]
 
 
+def _decided(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
+    engine = {"max_num_seqs": 2 * prompts, "max_model_len": _LONGEST}
+    work = Workload(prompts=prompts, samples=1, engine=engine, **sizes)
+    variants: tuple[Variant, ...] = ("decide-same-step", "decide-next-step", "decide-background")
+    return [Benchmark(f"{variant}-{shape}", shape, variant, work) for variant in variants]
+
+
 _LONGEST = 1152
 """Tokens of a sequence in benchmarks that share their engines."""
 
@@ -220,6 +236,8 @@ BENCHMARKS = {
         *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
         *_steered("7b", 128),
         *_steered("1.5b", 128),
+        *_decided("7b", 128),
+        *_decided("tiny", 8, prompt_tokens=16, max_tokens=32),
         *_steered("tiny", 8, prompt_tokens=16, max_tokens=32),
     )
 }
