@@ -15,6 +15,8 @@ from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition, GatedChange
 from engine.test_stopping import AT, PROMPT, TOKENS, WHEN, P, threshold_that_ends
 from tllm import PoolingParams, SamplingParams
+from tllm.client.core import check_acting
+from tllm.client.request import Uses
 from tllm.consumers.base import Consumer
 from tllm.ports import (
     Actions,
@@ -140,7 +142,9 @@ def test_each_sample_is_stopped_by_itself(llm, reference):
     assert len({len(sample.token_ids) for sample in decided[0].outputs}) > 1
 
 
-def test_the_next_step_and_a_thread_stop_later(llm, reference):
+@pytest.mark.parametrize("engine", ["llm", "tight_llm"])
+def test_the_next_step_and_a_thread_stop_later(engine, reference, request):
+    llm = request.getfixturevalue(engine)
     tokens, end, edge = threshold_that_ends(reference, 3)
     llm.register_consumer(Watch(window="next_step"))
     (output,) = generate(llm, [PROMPT], greedy(TOKENS, **watched(edge)))
@@ -277,6 +281,19 @@ def test_requests_that_nobody_can_act_on_are_refused(llm):
         llm.llm_engine.add_request("pooled", {"prompt_token_ids": PROMPT}, pooled)
     off = SamplingParams(max_tokens=2, consumers={"watch": {"enabled": False}}, detokenize=False)
     assert tokens_of(generate(llm, [PROMPT], off))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [({"streamed": True}, "streamed.*give the whole"), ({"generated": 3}, "a beam")],
+)
+def test_requests_of_which_tokens_are_dropped_are_refused(kind, sentence):
+    uses = Uses(acting="consumers['watch']")
+    plain = {"generates": True, "streamed": False, "generated": 0}
+    check_acting(uses, **plain)
+    with pytest.raises(ValueError, match=rf"consumers\['watch'\] decides.*{sentence}.*'enabled'"):
+        check_acting(uses, **plain | kind)
+    check_acting(Uses(), **plain | kind)
 
 
 @pytest.mark.parametrize(
@@ -467,6 +484,37 @@ def test_an_action_that_is_wrong_is_heard_by_its_request_alone(llm, action, sent
     assert result.payload.notes == [{"still": "here"}]
     assert tokens_of([wrong]) == tokens_of([plain])
     assert "watch" not in plain.outputs[0].consumer_results
+
+
+def test_a_prompt_in_chunks_is_steered_from_the_next_chunk_on(llm, reference):
+    """Of 60 tokens, 24 at a time; the first row is looked at, and so no block is shared."""
+
+    class First(Plan):
+        def flows(self):
+            read = ResidualStream.read(layer=0, role="h")
+            write = Actions.write("steer")
+            return [ConsumerFlow([read], [write], window="next_step", positions=[3, 30])]
+
+    llm.reset_prefix_cache()
+    [prompt] = prompts_of([60], seed=6)
+    vectors = {"post_block": {1: CHANGE}}
+    llm.register_consumer(
+        First({3 - 60: lambda r: Steer(r, vectors), 30 - 60: lambda r: SetScale(r, 2.0)})
+    )
+    asked = [greedy(4, **watched(0), n=1), greedy(4), greedy(4, **watched(0))]
+    outputs = [generate(llm, [prompt], each)[0] for each in asked]
+    additions = [
+        Addition(("post_block", 1), CHANGE, 24, 48),
+        Addition(("post_block", 1), 2 * CHANGE, 48),
+    ]
+    steered, plain = reference.greedy(prompt, 4, additions), reference.greedy(prompt, 4)
+    assert tokens_of(outputs) == [steered, plain, steered]
+    assert [output.num_cached_tokens for output in outputs] == [0, 0, 0]
+    log = outputs[2].outputs[0].consumer_results["watch"].payload
+    assert [(a.position, a.acts_from, a.lag_steps) for a in log.actions] == [
+        (3, 24, 1),
+        (30, 48, 1),
+    ]
 
 
 def test_blocks_are_private_from_where_a_controller_may_steer(llm, reference):

@@ -27,6 +27,7 @@ from engine.asking import (
 from engine.ngram import drafting_llm
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
+from engine.test_controllers import Watch
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
 from tllm.consumers.logging import LoggingConsumer
@@ -438,3 +439,8 @@ def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
 
 def fires_above_half(scores):
     return (scores[0] > 0.5).float()
+
+
+def test_what_is_decided_by_rows_of_drafts_is_refused(drafting):
+    with pytest.raises(ValueError, match="with speculative decoding: rows of drafted tokens"):
+        drafting.register_consumer(Watch())

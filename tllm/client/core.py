@@ -399,7 +399,7 @@ class Client:
         if streamed and results and len(uses.unused) < len(self.consumers):
             uses.wants_tokens = True
         generates = isinstance(params, vllm.SamplingParams)
-        _check_acting(uses, generates=generates, streamed=streamed, generated=generated)
+        check_acting(uses, generates=generates, streamed=streamed, generated=generated)
         groups, patch, conversation = changes
         stops, aborts = _ends(groups, params)
         if aborts:  # rows of cached blocks would not be judged
@@ -718,7 +718,7 @@ def _check_memory(groups: Sequence[SteeringGroup], *, streamed: bool, generated:
     )
 
 
-def _check_acting(uses: Uses, *, generates: bool, streamed: bool, generated: int) -> None:
+def check_acting(uses: Uses, *, generates: bool, streamed: bool, generated: int) -> None:
     """Refuse controllers for requests of a kind that they cannot act on."""
     if uses.acting is None or (generates and not streamed and not generated):
         return

@@ -105,7 +105,7 @@ class TakenAction:
         position: of the last row of its request that it was decided by.
         data: what it says.
         acts_from: the position of the first row that it changes, or, of a `stop`, of the last token
-            that is kept; None where it changed nothing.
+            that is kept (`min_tokens` may keep more); None where it changed nothing.
         lag_steps: how many engine steps after the row's own it acted; 0 in the same.
         error: why it could not be done; None where it could.
     """

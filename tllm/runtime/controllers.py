@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -170,7 +170,7 @@ class Controllers:
         self._assignments = assignments
         self._share = share
         self.acting = 0
-        self._counts: dict[str, ActionCounts] = {}
+        self._counts: defaultdict[str, ActionCounts] = defaultdict(ActionCounts)
         #: Sequences that end, by the engine's id; told until the engine lets go of them.
         self._stopping: dict[str, RunningSequence] = {}
         self._steered: dict[str, RunningSequence] = {}
@@ -197,8 +197,11 @@ class Controllers:
 
     def counters(self, consumer: str) -> dict[str, Any] | None:
         """What a consumer has decided; None for nothing."""
-        counts = self._counts.get(consumer)
-        return None if counts is None else counts.counters()
+        return self._counts[consumer].counters() if consumer in self._counts else None
+
+    def forget(self, consumer: str) -> None:
+        """A consumer is removed."""
+        self._counts.pop(consumer, None)
 
     # -- deciding ----------------------------------------------------------------------------------
 
@@ -223,7 +226,7 @@ class Controllers:
 
     def _take(self, flow: BoundFlow, action: Action, position: int, step: int) -> None:
         owner = flow.owner
-        counts = self._counts.setdefault(owner.id, ActionCounts())
+        counts = self._counts[owner.id]
         counts.by_kind[type(action).__name__] += 1
         sequence = self._slots.by_slot[action.request.slot]
         if sequence is None or sequence.ended or not self._slots.is_current(action.request):
@@ -307,7 +310,7 @@ class Controllers:
 
     def fail(self, owner: BoundConsumer, bundle: PortBundle, error: BaseException) -> None:
         """`decide` raised: the requests of the bundle will hear of it, before the next step."""
-        counts = self._counts.setdefault(owner.id, ActionCounts())
+        counts = self._counts[owner.id]
         counts.raised += 1
         text = f"{type(error).__name__}: {error}"
         found = (self._slots.by_slot[request.slot] for request in bundle.meta.requests)

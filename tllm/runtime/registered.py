@@ -134,6 +134,7 @@ class RegisteredConsumers:
         owner.export_thread.close()
         self._remove_writers(owner)
         del self.by_id[consumer_id]
+        self.controllers.forget(consumer_id)
 
     def _remove_writers(self, owner: BoundConsumer) -> None:
         """Add nothing more in a consumer's name."""
