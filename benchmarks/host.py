@@ -203,6 +203,7 @@ class Steady:
             ModelView(HIDDEN, self.layers, 10, torch.float32, cpu, None, None, None, self.batch),
             lm_head=None,
             samples=True,
+            drafts=False,
             max_sequences=self.batch,
             max_programs=64,
             steering_rows=2 * self.batch,
