@@ -52,7 +52,7 @@ class Watch(Consumer):
         """Anything."""
 
     def decide(self, rows, ctx):
-        scores = (rows.entries["h"].float() @ P).tolist()
+        scores = (rows.entries["h"].float().cpu() @ P).tolist()
         for request, score, position in zip(
             rows.owners, scores, rows.meta.positions.tolist(), strict=True
         ):
@@ -333,7 +333,7 @@ class Gate(Watch):
         super().__init__(window, kinds)
 
     def decide(self, rows, ctx):
-        scores = (rows.entries["h"].float() @ P).tolist()
+        scores = (rows.entries["h"].float().cpu() @ P).tolist()
         for request, score in zip(rows.owners, scores, strict=True):
             if score > request.options["above"]:
                 tokens = request.options.get("tokens")
