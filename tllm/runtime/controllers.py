@@ -108,6 +108,9 @@ class SteeringDecision:
     scale: float | None
 
 
+_Read: TypeAlias = dict[int, Tiers]
+"""What was read of the vectors of one decision, by the object that they were given as."""
+
 Failure: TypeAlias = tuple[str, str, str]
 """The engine's id of a sequence, a consumer whose `decide` raised, and what it raised."""
 
@@ -220,11 +223,14 @@ class Controllers:
         last = np.full(len(bundle.meta.requests), -1, np.int64)
         np.maximum.at(last, bundle.meta.request_index, bundle.meta.positions)
         numbers = {(r.prompt_id, r.sample_index): i for i, r in enumerate(bundle.meta.requests)}
+        known: _Read = {}
         for action in decided:
             number = numbers.get((action.request.prompt_id, action.request.sample_index))
-            self._take(flow, action, -1 if number is None else int(last[number]), step)
+            self._take(flow, action, -1 if number is None else int(last[number]), step, known)
 
-    def _take(self, flow: BoundFlow, action: Action, position: int, step: int) -> None:
+    def _take(
+        self, flow: BoundFlow, action: Action, position: int, step: int, known: _Read
+    ) -> None:
         owner = flow.owner
         counts = self._counts[owner.id]
         counts.by_kind[type(action).__name__] += 1
@@ -235,7 +241,7 @@ class Controllers:
         decided = DecidedAction(owner.id, action.verb, position, {}, step, flow.flow.window)
         error = self._refusal(flow, action, sequence)
         if error is None:
-            error = self._do(sequence, owner, action, decided)
+            error = self._do(sequence, action, decided, known)
         if error is not None:
             decided.error = error
             counts.refused += 1
@@ -261,9 +267,9 @@ class Controllers:
     def _do(
         self,
         sequence: RunningSequence,
-        owner: BoundConsumer,
         action: Action,
         decided: DecidedAction,
+        known: _Read,
     ) -> str | None:
         """Let an action act when it can; returns why it cannot."""
         assert sequence.controlled is not None
@@ -280,7 +286,7 @@ class Controllers:
                 self._stopping[sequence.engine_id] = sequence
         elif isinstance(action, (Steer, SetScale)):
             try:
-                decided.data, decision = self._decision(sequence, owner, action)
+                decided.data, decision = self._decision(sequence, decided.consumer, action, known)
             except (TypeError, ValueError) as error:
                 return str(error)
             with self._lock:
@@ -290,7 +296,11 @@ class Controllers:
         return None
 
     def _decision(
-        self, sequence: RunningSequence, owner: BoundConsumer, action: Steer | SetScale
+        self,
+        sequence: RunningSequence,
+        consumer: str,
+        action: Steer | SetScale,
+        known: _Read,
     ) -> tuple[Mapping[str, Any], SteeringDecision]:
         """What the user hears of an action that steers, and every rank. Raises `ValueError`."""
         if not isinstance(action.name, str):
@@ -300,11 +310,14 @@ class Controllers:
             scale = scalar(action.scale, "SetScale(scale)")
         else:
             if action.vectors is not None:
-                tiers = self._groups.read(action.vectors, "Steer(vectors)")
+                given = action.vectors
+                if id(given) not in known:  # for many requests it is often one object
+                    known[id(given)] = self._groups.read(given, "Steer(vectors)")
+                tiers = known[id(given)]
                 tokens = action.tokens
             if tokens is not None and whole_number(tokens, "Steer(tokens): ") < 1:
                 raise ValueError(f"Steer(tokens={tokens}) must be 1 or more")
-        decision = SteeringDecision(sequence.engine_id, owner.id, action.name, tiers, tokens, scale)
+        decision = SteeringDecision(sequence.engine_id, consumer, action.name, tiers, tokens, scale)
         said = {"name": action.name}
         return said | ({"tokens": tokens} if scale is None else {"scale": scale}), decision
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +19,9 @@ from tllm.spec.groups import (
 from tllm.spec.operations import max_reach
 from tllm.spec.selection import END
 from tllm.spec.tiers import SteeringEntry, Tiers
+
+_MAX_UNUSED = 64
+"""Groups that stay in the tables when no sequence needs them: the same is often decided again."""
 
 _DECIDED = "decided:"
 """What the digests of groups and vectors begin with that only controllers have."""
@@ -125,6 +128,8 @@ class DecidedGroups:
         self._groups: dict[str, SteeringGroup] = {}
         self._sequences: Counter[str] = Counter()  # that may need a group
         self._in_tables: Counter[str] = Counter()  # sequences that need it there
+        #: Groups in the tables that none needs, and what their vectors are called there.
+        self._unused: OrderedDict[str, list[str]] = OrderedDict()
 
     def read(self, given: object, name: str) -> Tiers:
         """Steering as a controller gives it. Raises `ValueError` for what cannot be done."""
@@ -185,7 +190,7 @@ class DecidedGroups:
         not need any more, once its rows are others."""
         for digest in groups - decided.groups:
             self._in_tables[digest] += 1
-            if self._in_tables[digest] == 1:
+            if self._in_tables[digest] == 1 and self._unused.pop(digest, None) is None:
                 self._put(digest)
         gone, decided.groups = decided.groups - groups, groups
 
@@ -194,7 +199,10 @@ class DecidedGroups:
                 self._in_tables[digest] -= 1
                 if not self._in_tables[digest]:
                     del self._in_tables[digest]
-                    self._steering.drop([digest], self._vectors(digest).values())
+                    self._unused[digest] = list(self._vectors(digest).values())
+            while len(self._unused) > _MAX_UNUSED:
+                oldest, vectors = self._unused.popitem(last=False)
+                self._steering.drop([oldest], vectors)
 
         return let_go
 
