@@ -13,10 +13,19 @@ import torch
 from torch import Tensor
 
 from tllm.ports import Phase
-from tllm.verify.gated import SCORES, judged_at
+from tllm.verify.gated import MLP, SCORES, judged_at
 from tllm.verify.patched import Patched, patch_changes
 from tllm.verify.reference import Change, States, Steers
-from tllm.verify.steered import METHODS, PHASES, POSITIONS, Place, Steered, changes, given_for
+from tllm.verify.steered import (
+    METHODS,
+    PHASES,
+    POSITIONS,
+    Place,
+    Steered,
+    arrays_for,
+    changes,
+    given_for,
+)
 
 MAX_TOKENS = 5
 
@@ -175,8 +184,16 @@ def steered_batch(
         positions = list(POSITIONS)[number % len(POSITIONS)]
         size = (sizes or {}).get(place, 1.0)
         direction = size * vector * torch.randn(len(vector), generator=generator)
-        given = given_for(given, size)
-        return Steered(place, method, direction, given, phase, positions, kind)
+        return Steered(
+            place,
+            method,
+            direction,
+            given_for(given, size),
+            phase,
+            positions,
+            kind,
+            arrays=arrays_for(method, direction, generator),
+        )
 
     asks = []
     for number, place in enumerate(places):
@@ -314,7 +331,7 @@ def gated_batch(
             chance.choice(deciding),
             probe,
             states,
-            list(SCORES)[number // 2 % len(SCORES)],
+            (*SCORES, MLP)[number // 2 % (1 + len(SCORES))],
             last or number % 3 == 2,
             memory,
         )
@@ -327,6 +344,7 @@ def gated_batch(
             phase,
             kind="clamps" if method == "clamp" else "vectors",
             when=when,
+            arrays=arrays_for(method, direction, generator),
         )
         prompt = common if shares else prompts.pick(chance, chance.randrange(9, 18))
         reads: Phase = "decode" if shares else "any"

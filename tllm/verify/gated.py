@@ -23,6 +23,31 @@ SCORES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cast": lambda h, p: torch.cosine_similarity(h, torch.tanh(_along(h, p)), dim=1),
 }
 """From rows `[rows, hidden]` and a probe's vector `[hidden]`."""
+MLP = "mlp"
+"""A score that a small MLP gives, made of a probe's vector."""
+
+_UNITS = 6
+
+
+def _layers(p: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Of a small MLP: hidden layers of a few units and fewer, none of them as another."""
+    chosen = torch.Generator().manual_seed(4)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chosen)
+
+    widths = (_UNITS, _UNITS - 2)
+    first = (p * (1 + normal(widths[0], len(p)))) / p.norm()
+    second = normal(widths[1], widths[0]) / widths[0] ** 0.5
+    last = normal(1, widths[1])
+    return [(first, normal(widths[0])), (second, normal(widths[1])), (last, normal(1))]
+
+
+def _mlp(h: Tensor, p: Tensor) -> Tensor:
+    *hidden, (weight, bias) = _layers(p)
+    for each, shift in hidden:
+        h = torch.relu(h @ each.T + shift)
+    return (h @ weight.T + bias)[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +58,7 @@ class Judged:
         place: where rows are scored as they arrive.
         vector: the probe's.
         threshold: it holds above it.
-        score: one of `SCORES`.
+        score: one of `SCORES`, or `MLP`.
         soft: how steep the strength is there; 0: 0 below, and 1 above.
         scope: the tokens that it decides on, as `when` says it.
         over: what it is judged for, likewise.
@@ -70,7 +95,11 @@ class Judged:
     def entry(self) -> dict[str, Any]:
         """As `when` takes it."""
         point, layer = self.place
-        probe: dict[str, Any] = {"hook": point, "vector": self.vector, "score": self.score}
+        probe: dict[str, Any] = {"hook": point}
+        if self.score == MLP:
+            probe |= {"layers": _layers(self.vector)}
+        else:
+            probe |= {"vector": self.vector, "score": self.score}
         if layer is not None:
             probe["layer"] = layer
         soft = {"soft": self.soft} if self.soft else {}
@@ -80,7 +109,7 @@ class Judged:
 
     def scores(self, states: States) -> Tensor:
         """Of each token, from what arrives at every place."""
-        return SCORES[self.score](self._rows(states), self.vector)
+        return _score(self.score, self._rows(states), self.vector)
 
     def _rows(self, states: States) -> Tensor:
         """What is judged for each token."""
@@ -114,6 +143,12 @@ class Judged:
         error = limit * largest
         if self.score == "dot":
             return error * self.vector.norm()
+        if self.score == MLP:
+            (first, _), *others = _layers(self.vector)
+            steepest = first.norm()
+            for weight, _ in others:
+                steepest = steepest * torch.linalg.matrix_norm(weight, 2)
+            return error * steepest + 1e-6
         return error * math.sqrt(rows.shape[1]) / rows.norm(dim=1).clamp(min=1e-30)
 
     def errors(
@@ -155,10 +190,15 @@ def judged_at(
         memory: its scope, and over.
     """
     point, layer = place
-    scores = SCORES[score](states[point][layer], vector).sort().values
+    scores = _score(score, states[point][layer], vector).sort().values
     quarter = len(scores) // 4
     middle = scores[quarter : len(scores) - quarter]
     widest = int(middle.diff().argmax())
     spread = float(scores[-1 - quarter] - scores[quarter])
     threshold = float(middle[widest : widest + 2].mean())
     return Judged(place, vector, threshold, score, 2 / max(spread, 1e-9) if soft else 0.0, *memory)
+
+
+def _score(score: str, rows: Tensor, vector: Tensor) -> Tensor:
+    """Of rows `[rows, hidden]`."""
+    return _mlp(rows, vector) if score == MLP else SCORES[score](rows, vector)

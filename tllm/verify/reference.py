@@ -52,6 +52,40 @@ def _multiplied(h: Tensor, w: Tensor, factor: float) -> Tensor:
     return h - p * v + factor * p * v
 
 
+def _rotated(h: Tensor, w: Tensor, plane: Tensor, degrees: float, strength: float) -> Tensor:
+    first, second = plane.to(h.device)
+    first = first / first.norm()
+    second = second - (second @ first) * first
+    basis = torch.stack([first, second / second.norm()])
+    p = h @ basis.T
+    angle = torch.deg2rad(torch.tensor(degrees, device=h.device))
+    turned = p.norm(dim=1, keepdim=True) * torch.stack([angle.cos(), angle.sin()])
+    return h + strength * (turned - p) @ basis
+
+
+def _mapped(h: Tensor, w: Tensor, strength: float, **given: Tensor) -> Tensor:
+    given = {name: array.to(h.device) for name, array in given.items()}
+    if "source_std" in given:
+        normal = (h - given["source_mean"]) / given["source_std"]
+        mapped = given["target_std"] * normal + given["target_mean"]
+    else:
+        mapped = given["weight"] * h + given["shift"]
+    return h + strength * (mapped - h)
+
+
+def _low_rank(
+    h: Tensor, w: Tensor, rotation: Tensor, weight: Tensor, bias: Tensor, strength: float
+) -> Tensor:
+    rotation, weight, bias = (each.to(h.device) for each in (rotation, weight, bias))
+    return h + strength * (h @ weight.T + bias - h @ rotation.T) @ rotation
+
+
+def _with_features(h: Tensor, w: Tensor, **given: Tensor) -> Tensor:
+    given = {name: array.to(h.device) for name, array in given.items()}
+    before = (h - given["decoder_bias"]) @ given["encoder"].T + given["encoder_bias"]
+    return h + (given["value"] - before.relu()) @ given["decoder"]
+
+
 def _patched(h: Tensor, w: Tensor, alpha: float, dimensions: Tensor) -> Tensor:
     return torch.where(dimensions.to(h.device), (1 - alpha) * h + alpha * w, h)
 
@@ -69,9 +103,15 @@ CHANGED: dict[str, Callable[..., Tensor]] = {
     "ablate": lambda h, w: _projected(h, w, 0.0),
     "project": _projected,
     "multiply": _multiplied,
+    "rotate": _rotated,
+    "affine": _mapped,
+    "scale_dimensions": lambda h, w, mask, scale: h + scale * h * mask.to(h.device),
+    "low_rank": _low_rank,
+    "sae_features": _with_features,
     "patch": _patched,
 }
-"""The rows after each change, from the rows before it and the vector as it was given."""
+"""The rows after each change, from the rows before it, the vector as it was given, and what else
+was, arrays included."""
 
 
 class Reference:

@@ -57,8 +57,59 @@ METHODS: tuple[tuple[str, dict[str, float]], ...] = (
     ("project", {"value": 1.2}),
     ("multiply", {"factor": -1.5}),
     ("clamp", {"value": 0.7}),
+    ("rotate", {"degrees": 60.0, "strength": 0.8}),
+    ("affine", {"strength": 0.7}),
+    ("scale_dimensions", {"scale": -0.6}),
+    ("low_rank", {"strength": 0.9}),
+    ("sae_features", {}),
+    ("affine", {"strength": 1.0}),
 )
-"""Every method along one vector, with what an entry of rows whose numbers are about 1 gives."""
+"""Every method, with the numbers that an entry of rows whose numbers are about 1 gives; what it
+takes in the place of one vector, `arrays_for` draws."""
+
+
+def arrays_for(method: str, direction: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """What an entry gives of a method that takes more than one vector; empty for the others.
+
+    None of them jumps anywhere, where rounding would decide.
+
+    Args:
+        direction: `[hidden]`, as long as rows are.
+    """
+    hidden, size = len(direction), float(direction.norm()) / len(direction) ** 0.5
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, hidden, generator=generator)
+
+    if method == "rotate":
+        return {"plane": torch.stack([direction, rows()])}
+    if method == "affine" and float(torch.rand((), generator=generator)) < 0.5:
+        return {"weight": 1 + 0.3 * rows().tanh(), "shift": 0.5 * direction}
+    if method == "affine":
+        return {
+            "source_mean": 0.2 * size * rows(),
+            "source_std": size * (1 + 0.3 * rows().tanh()),
+            "target_mean": 0.5 * direction,
+            "target_std": size * (1 + 0.3 * rows().tanh()),
+        }
+    if method == "scale_dimensions":
+        return {"mask": (rows() > 0.3).float()}
+    if method == "low_rank":
+        return {
+            "rotation": torch.linalg.qr(rows(3).double().T).Q.T.float().contiguous(),
+            "weight": rows(3) / hidden**0.5,
+            "bias": size * rows(3)[:, 0],
+        }
+    if method == "sae_features":
+        return {
+            "encoder": rows(2) / hidden**0.5,
+            "decoder": torch.nn.functional.normalize(rows(2)),
+            "encoder_bias": size * rows(2)[:, 0],
+            "decoder_bias": 0.3 * direction,
+            "value": 2 * size * rows(2)[:, 0],
+        }
+    return {}
+
 
 _LENGTHS = ("min", "max", "value")
 
@@ -74,6 +125,7 @@ class Steered:
 
     kind: whether it is asked among the vectors or the clamps; these come last.
     when: its condition; None: always.
+    arrays: given in the place of the vector, by methods that take several.
     """
 
     place: Place
@@ -84,6 +136,7 @@ class Steered:
     positions: str = "all"
     kind: str = "vectors"
     when: Judged | None = None
+    arrays: Mapping[str, Tensor] = field(default_factory=dict)
 
     def mask(self, tokens: Sequence[int], n: int) -> Tensor:
         """Which of the positions of `tokens`, of which n are the prompt's, it is done to."""
@@ -106,7 +159,7 @@ def steering_fields(steering: Sequence[Steered]) -> dict[str, Any]:
         tier = fields.setdefault(f"{prefix}steering_{each.kind}", {})
         point, layer = each.place
         entry = {
-            "vector": each.vector,
+            **(each.arrays or {"vector": each.vector}),
             "method": each.method,
             "positions": POSITIONS[each.positions][0],
             **each.given,
@@ -125,7 +178,7 @@ def changes(steering: Sequence[Steered], tokens: Sequence[int], n: int) -> Steer
     steers: dict[Place, list[Change]] = {}
     for each in steering:
         mask = each.mask(tokens, n)
-        given: dict[str, Any] = dict(each.given)
+        given: dict[str, Any] = {**each.given, **each.arrays}
         if each.when is not None:
             given["when"] = each.when.within(mask, n)
         change = each.method, each.vector, given, mask
