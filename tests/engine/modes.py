@@ -92,6 +92,47 @@ def across(hidden: int) -> dict:
     return {"steering_vectors": {"post_block": {2: entry}}}
 
 
+def remembered(hidden: int) -> dict:
+    """Conditions that decide on later tokens, of which each looks where its own stage is."""
+    vector = gates(hidden)[0]
+    rest = {**when(hidden, 1, "rest"), "scope": "rest"}
+    mean = {**when(hidden, 3, "mean"), "above": None, "below": 1.0, "over": "prompt_mean"}
+    entries = {1: {"vector": vector, "when": rest}, 3: {"vector": vector, "when": mean}}
+    return {"steering_vectors": {"post_block": entries}}
+
+
+def across_later(hidden: int) -> dict:
+    """A probe of the last layer decides on later tokens at the first, on another stage."""
+    given = {**when(hidden, 3, "late"), "scope": "rest"}
+    return {
+        "decode_steering_vectors": {"post_block": {0: {"vector": gates(hidden)[0], "when": given}}}
+    }
+
+
+def told(hidden: int) -> dict:
+    """A turn of a conversation."""
+    given = {**when(hidden, 1, "told"), "scope": "conversation"}
+    entry = {"vector": gates(hidden)[0], "when": given}
+    named = {"id": "a talk", "key": "secret of a talk"}
+    return {"steering_vectors": {"post_block": {1: entry}}, "conversation": named}
+
+
+def tokens_or_refusal(llm: LLM, prompt: list[int], asked: dict) -> list[int] | str:
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        consumers={"steering": {"enabled": False}},
+        **asked,
+    )
+    try:
+        [output] = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    except ValueError as error:
+        return str(error)
+    return list(output.outputs[0].token_ids)
+
+
 def patches(run):
     """What is asked of the patched request."""
     return [
@@ -235,19 +276,8 @@ def main(model: str, path: str, options: str) -> None:
         lens = looked.consumer_results["lens"].payload
     except ValueError as error:
         lens = str(error)
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=TOKENS,
-        ignore_eos=True,
-        detokenize=False,
-        consumers={"steering": {"enabled": False}},
-        **across(hidden),
-    )
-    try:
-        [looked] = llm.generate(prompts[GATED : GATED + 1], params, use_tqdm=False)
-        far = list(looked.outputs[0].token_ids)
-    except ValueError as error:
-        far = str(error)
+    given = across, across_later, remembered, told, told
+    far = [tokens_or_refusal(llm, PROMPTS[GATED], of(hidden)) for of in given]
     probe = {"hook": "post_block", "layer": 1, "vector": [1.0] * hidden}
     always = {"probe": probe, "above": -1e9, "name": "always"}
     off = {"consumers": {"steering": {"enabled": False}}}
@@ -263,7 +293,9 @@ def main(model: str, path: str, options: str) -> None:
         ended = str(error)
     saved = {
         "lens": lens,
-        "across": far,
+        **dict(
+            zip(("across", "across later", "remembered", "told", "told again"), far, strict=True)
+        ),
         "signals": [o.outputs[0].signals for o in during],
         "ended": ended,
         "diced": diced(llm, prompts[0]),

@@ -225,6 +225,7 @@ class Reference:
                 stack.enter_context(self._hooked(place, capture(place)))
             for change in gated:  # so does a probe
                 change.scores = [torch.zeros(())] * len(change.probes)
+                change.known = None
                 for number, (place, score) in enumerate(change.probes):
                     stack.enter_context(self._hooked(place, look(change, number, score)))
             for patched in patches:
@@ -236,8 +237,6 @@ class Reference:
             logits = self.model(torch.tensor([list(tokens)])).logits[0]
             # What depends on earlier tokens: each run is right for one token more, at least.
             remembering = [change for change in gated if change.recall is not None]
-            for change in remembering:
-                change.known = None
             while any(
                 change.known is None
                 or not torch.equal(change.shares(change.known), change.shares(change.scores))

@@ -11,6 +11,7 @@ from child_process import run_script
 from engine import modes
 from engine.asking import RELATIVE, error_of
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
+from engine.test_remembering import after, of_prompt, rest
 
 MODES = {
     "engine process": ({"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
@@ -69,11 +70,25 @@ def check_conditions(saved, mode, reference, changes):
         fired = [p for p in signal.positions.tolist() if scores[p] > 1.0]
         assert signal.fired.tolist() == fired
     assert all(not each for i, each in enumerate(saved["signals"]) if i != modes.GATED)
+    prompt = modes.PROMPTS[modes.GATED]
+    later, mean, begun, goes_on = (gated_change(n, n) for n in (1, 3, 1, 1))
+    later.recall = begun.recall = rest
+    mean.recall, mean.strength = after(len(prompt)), lambda scores: (scores[0] < 1.0).float()
+    mean.probes = [(at, of_prompt(score, len(prompt), "prompt_mean")) for at, score in mean.probes]
+    goes_on.recall = torch.ones_like
+    assert saved["remembered"] == reference.greedy(prompt, modes.TOKENS, gated=[later, mean])
     if mode == "two pipeline stages":
-        assert "stage" in saved["across"]
+        assert "another pipeline stage" in saved["across"]
+        assert "another pipeline stage" in saved["across later"]
+        for turn in ("told", "told again"):
+            assert "conversation: a condition of steering has scope='conv" in saved[turn]
+            assert "2 pipeline stages, of which only the last tells" in saved[turn]
         return
-    prompt, change = modes.PROMPTS[modes.GATED], gated_change(2, 0, modes.FAR)
-    assert saved["across"] == reference.greedy(prompt, modes.TOKENS, gated=[change])
+    far, back = gated_change(2, 0, modes.FAR), gated_change(0, 3)
+    back.recall, back.start = rest, len(prompt)
+    turns = {"across": far, "across later": back, "told": begun, "told again": goes_on}
+    for name, change in turns.items():
+        assert saved[name] == reference.greedy(prompt, modes.TOKENS, gated=[change]), name
 
 
 def check_lens(payload, mode, reference):

@@ -119,3 +119,22 @@ def test_rows_that_wait_are_handed_out_before_the_weights_go(llm, reference, tra
         before = model.lm_head(model.model.norm(states["post_block", 3])).log_softmax(-1)
     found = torch.from_numpy(payload["logprobs"].values[: len(prompt), 0, 0])
     torch.testing.assert_close(found, before.max(-1).values, rtol=1e-4, atol=3e-4)
+
+
+def test_a_conversation_remembers_what_held_with_the_old_weights(llm, trained, replace):
+    [prompt] = prompts_of([12], seed=14)
+    vector = 3 * torch.linspace(1, -1, HIDDEN)
+    for edge in (-1e9, 1e9):  # one that held, and one that did not
+        probe = {"hook": "post_block", "layer": 0, "vector": vector}
+        when = {"probe": probe, "above": edge, "scope": "conversation"}
+        asked = {
+            "steering_vectors": {"post_block": {1: {"vector": vector, "when": when}}},
+            "conversation": {"id": f"trained {edge}", "key": "secret of the weights"},
+        }
+        generate(llm, [prompt], greedy(2, **asked))
+        replace(trained)
+        steered = [Addition(("post_block", 1), vector)] if edge < 0 else []
+        [output] = generate(llm, [prompt], greedy(5, **asked))
+        expected = Reference(trained).greedy(prompt, 5, steered)
+        assert list(output.outputs[0].token_ids) == expected
+        llm.steering.forget_conversation(f"trained {edge}")

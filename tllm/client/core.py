@@ -367,14 +367,17 @@ class Client:
         """Take part in a conversation: what it remembers of the conditions of a request."""
         if self.replicas > 1 or self.facts.num_stages > 1:
             what, option = (
-                (f"{self.replicas} data-parallel replicas, each with a memory", "data")
+                (f"{self.replicas} data-parallel replicas, each with a memory of its own", "data")
                 if self.replicas > 1
-                else (f"{self.facts.num_stages} pipeline stages, and only the last is", "pipeline")
+                else (
+                    f"{self.facts.num_stages} pipeline stages, of which only the last tells the "
+                    "scheduler what it judged",
+                    "pipeline",
+                )
             )
             raise ValueError(
                 "conversation: a condition of steering has scope='conversation', and this engine "
-                f"has {what} of its own; start it with {option}_parallel_size=1, or give "
-                "scope='rest'"
+                f"has {what}; start it with {option}_parallel_size=1, or give scope='rest'"
             )
         given = named.id, named.key_digest, named.expires_s, time.time()
         answers = yield WorkerCall("enter_conversation", given)
