@@ -28,6 +28,23 @@ KEY = "the admin key"
 _TLLM = [sys.executable, "-c", "from tllm.cli import app; app()"]
 
 
+def feature_weights() -> dict[str, torch.Tensor]:
+    """Of an autoencoder with two features."""
+    drawn = torch.randn(4, 128, generator=torch.Generator().manual_seed(5))
+    both = {"W_enc": drawn[:2].T.contiguous(), "b_enc": torch.tensor([0.5, -0.5])}
+    return both | {"W_dec": drawn[2:].clone(), "b_dec": torch.zeros(128)}
+
+
+def autoencoder(folder: Path) -> Path:
+    """A folder of SAELens, of what leaves layer 1."""
+    folder.mkdir()
+    save_file(feature_weights(), folder / "sae_weights.safetensors")
+    hook = {"hook_name": "blocks.1.hook_resid_post"}
+    config = {"architecture": "standard", "d_in": 128, "d_sae": 2, "metadata": hook}
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder
+
+
 def interventions(folder: Path) -> list[str]:
     """Arguments of `tllm serve`: an administrator, consumers, and a key that may do little."""
     probe = folder / "probe.safetensors"
@@ -38,6 +55,7 @@ def interventions(folder: Path) -> list[str]:
     arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
     consumers = ["logging", f"probe:path={probe},layer=1", "lens:layers=[0,-1],top_k=3"]
     consumers += [f"filesystem:root={folder / 'store'}", "turning"]
+    consumers.append(f"sae:path={autoencoder(folder / 'sae')}")
     return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
 
 

@@ -221,6 +221,8 @@ def test_limits_that_are_wrong_are_refused(given, sentence, tmp_path):
 
 SPEC = {"post_block": {"2": [1.0, 2.0]}}
 PROBED = {"probe": {"hook": "post_block", "layer": 1, "vector": [1.0, 2.0]}, "above": 0.5}
+LAYERS = [[[[1.0, 2.0], [3.0, 4.0]], [0.0, 0.0]], [[[1.0, 1.0]], [0.0]]]
+SMALL_MLP = {"probe": {"hook": "post_block", "layer": 1, "layers": LAYERS}, "above": 0.5}
 JOINT = {"any": [PROBED, {"all": [PROBED]}]}
 
 
@@ -245,6 +247,8 @@ JOINT = {"any": [PROBED, {"all": [PROBED]}]}
         ({"vectors": 2}, {"steering_vectors": {"post_block": {"2": [{"when": JOINT}]}}}, 400),
         ({"vectors": 1}, {"stop_when": JOINT}, 400),
         ({"vectors": 2}, {"steering_vectors": SPEC, "stop_when": PROBED}, None),
+        ({"vectors": 3}, {"stop_when": SMALL_MLP}, None),
+        ({"vectors": 2}, {"stop_when": SMALL_MLP}, 400),
     ],
 )
 def test_what_a_key_may_not_ask_is_refused(tmp_path, limits, asked, status):

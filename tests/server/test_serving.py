@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load
+from server.conftest import feature_weights
 
 from tllm.server import document
 
@@ -175,11 +176,14 @@ def test_steering_by_request(server, client, model, way):
     assert plain.choices[0].token_ids == steered_tokens(model, ids, 3, torch.zeros(128), 8)
 
 
-@pytest.mark.parametrize("way", ["request", "module", "monitor"])
+@pytest.mark.parametrize("way", ["request", "module", "monitor", "small MLP"])
 def test_steering_on_a_condition_and_its_signals(server, client, model, way):
-    """One that always holds, and one that never does."""
+    """One that always holds, and one that never does. The MLP says what the vector does."""
     vector, p = torch.randn(2, 128, generator=torch.Generator().manual_seed(1))
     probe = {"hook": "post_block", "layer": 1, "vector": p.tolist()}
+    if way == "small MLP":
+        del probe["vector"]
+        probe["layers"] = [[[p.tolist(), (-p).tolist()], [0, 0]], [[[1, -1]], [0]]]
     ids = model[1](PROMPT)["input_ids"]
     for edge, steered in ((-1e9, 2 * vector), (1e9, torch.zeros(128))):
         when = {"probe": probe, "above": edge, "name": "gate"}
@@ -203,6 +207,26 @@ def test_steering_on_a_condition_and_its_signals(server, client, model, way):
         assert decoded(signal["fired"]).tolist() == (at.tolist() if edge < 0 else [])
         expected = (states(model, [*ids, *tokens], 1) @ p)[at]
         torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_a_feature_of_an_autoencoder_decides(client, model):
+    """As `tllm serve --consumer sae:path=...` has it; one that is not there is refused."""
+    ids, weights = model[1](PROMPT)["input_ids"], feature_weights()
+    when = {"probe": {"sae": "sae", "feature": 1}, "above": 1e9, "name": "feature"}
+    asked = {"return_token_ids": True, "ignore_eos": True}
+    answer = client.completions.create(
+        **WORDS, max_tokens=8, extra_body=asked | {"stop_when": when}
+    )
+    [choice] = answer.choices
+    signal = choice.consumer_results["signals"]["payload"]["feature"]
+    at, scores = decoded(signal["positions"]).long(), decoded(signal["scores"])
+    rows = states(model, [*ids, *choice.token_ids], 1)
+    expected = (rows @ weights["W_enc"] + weights["b_enc"]).relu()[at, 1]
+    torch.testing.assert_close(scores, expected, rtol=1e-3, atol=1e-3)
+    for probe in ({"sae": "sae", "feature": 2}, {"sae": "lens", "feature": 0}):
+        with pytest.raises(openai.BadRequestError, match=r"feature|autoencoder"):
+            wrong = {**when, "probe": probe}
+            client.completions.create(**WORDS, max_tokens=1, extra_body={"stop_when": wrong})
 
 
 def test_a_condition_that_remembers_is_a_plain_field(client, model):

@@ -110,12 +110,19 @@ def _vectors_of(field: str, given: Any) -> int:
 
 
 def _probes_in(condition: Any) -> int:
-    """How many probes a condition, or a list of them, brings."""
+    """How many probes a condition, or a list of them, brings; a small MLP counts as its rows."""
     if isinstance(condition, Mapping):
-        return int("probe" in condition) + sum(
-            _probes_in(condition.get(kind)) for kind in ("all", "any")
-        )
+        own = _rows_of_probe(condition["probe"]) if "probe" in condition else 0
+        return own + sum(_probes_in(condition.get(kind)) for kind in ("all", "any"))
     return sum(map(_probes_in, condition)) if isinstance(condition, list) else 0
+
+
+def _rows_of_probe(probe: Any) -> int:
+    layers = probe.get("layers") if isinstance(probe, Mapping) else None
+    if not isinstance(layers, list):
+        return 1
+    weights = [layer[0] for layer in layers if isinstance(layer, list) and layer]
+    return max(1, sum(len(weight) for weight in weights if isinstance(weight, list)))
 
 
 def _places(tier: Any) -> list[Any]:
