@@ -10,8 +10,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 V2_TESTS := tests/engine tests/runtime tests/esamp tests/consumers tests/fuzz \
   tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
-# Four processes for two cores: two at a time, in this order.
-PASSES := test-v1 test-v2 test-v1-oracle test-v2-oracle
+V1_ENGINE_TESTS := tests/engine tests/fuzz tests/doc
+# Five processes for two cores: two at a time, in this order.
+PASSES := test-v1 test-v2 test-v1-engine test-v1-oracle test-v2-oracle
 
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
@@ -34,7 +35,10 @@ test: lint
 	$(MAKE) --no-print-directory -j2 -Otarget $(PASSES)
 
 test-v1: $(STAMP)
-	$(BIN)/python -m pytest -q --ignore=tests/oracle
+	$(BIN)/python -m pytest -q $(addprefix --ignore=,tests/oracle $(V1_ENGINE_TESTS))
+
+test-v1-engine: $(STAMP)
+	$(BIN)/python -m pytest -q $(V1_ENGINE_TESTS)
 
 test-v1-oracle: $(STAMP)
 	$(BIN)/python -m pytest -q tests/oracle
