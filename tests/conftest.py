@@ -13,6 +13,7 @@ torch is imported, and never again.
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["NUMBA_NUM_THREADS"] = "1"  # drafting with numba sets OpenMP's number to its own
 
 import types
 from collections.abc import Callable
