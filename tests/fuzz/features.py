@@ -13,7 +13,7 @@ from engine.reference import HIDDEN, LAYERS, VOCAB
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
-from fuzz.gates import gate_all
+from fuzz.gates import gate_all, remembers
 from fuzz.patches import patch
 
 VECTORS = [
@@ -200,7 +200,7 @@ def _module(pick: Random, ask: Ask) -> None:
 
 
 def _where(pick: Random, ask: Ask) -> None:
-    if ask.steered:
+    if ask.steered and not remembers(ask.options):  # which may be refused for a prompt's tokens
         ask.options["steering_positions"] = positions(pick, ask)
 
 
@@ -286,7 +286,13 @@ def _streamed(pick: Random, ask: Ask) -> None:
     runner draws the answers to all parts from one generator, with or without us."""
     impossible = {"stop", "structured_outputs", "prompt_logprobs", "steering_positions", "patch"}
     phases = any(name.startswith(("prefill", "decode")) for name in ask.options)
-    if ask.options.keys() & impossible or ask.options.get("n", 1) > 1 or ask.selections or phases:
+    if (
+        remembers(ask.options)
+        or ask.options.keys() & impossible
+        or ask.options.get("n", 1) > 1
+        or ask.selections
+        or phases
+    ):
         return
     if ask.options.pop("seed", None) is not None:
         ask.options["temperature"] = 0.0

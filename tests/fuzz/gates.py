@@ -85,14 +85,39 @@ def _condition(pick: Random, before: Places, names: Iterator[str], depth: int = 
     return {pick.choice(["all", "any"]): terms, **named}
 
 
+def _remembering(pick: Random, field: str, places: Places, last: int, names: Iterator[str]) -> Any:
+    """A condition that decides on other tokens than the one it is judged for, for an entry of this
+    field at a place; None where there can be none. Nobody names a conversation: what is kept for
+    later requests of one is as `rest`."""
+    overs = [] if field.startswith("prefill") else ["prompt_last", "prompt_mean"]
+    kind = pick.choice(["rest", "rest", "next", "conversation", *overs])
+    alone = field.startswith("decode") or kind in overs
+    # Tokens of a prompt pass a place together, and two places may be one tensor.
+    before = places if alone else places[: max(0, last - 1)]
+    # A monitor that remembers here and not there would be two signals of one name.
+    before = [place for place in before if place != ("mlp_in", 0)]
+    if not before:
+        return None
+    when = _condition(pick, before, names)
+    if kind not in overs:
+        return {**when, "scope": kind}
+    scope = pick.choice([{}, {"scope": "rest"}, {"scope": "conversation"}])
+    return {**when, "over": kind, **scope}
+
+
 def gate(
     pick: Random,
     tier: dict[str, Any],
     names: Iterator[str],
     chance: float,
     points: Sequence[str] = POINTS,
+    field: str = "",
 ) -> None:
-    """Give entries of a tier conditions at these points, some the same."""
+    """Give entries of a tier conditions at these points, some the same.
+
+    Args:
+        field: the request's; without one no condition remembers.
+    """
     known: list[tuple[int, Any]] = []
     places = [(point, layer) for point, layer in PLACES if point in points]
     for point, layers in tier.items():
@@ -102,11 +127,30 @@ def gate(
             for entry in entries:
                 if pick.random() > chance:
                     continue
+                if field and pick.random() < 0.4 and not _of_prompt(entry):
+                    when = _remembering(pick, field, places, last, names)
+                    if when is not None:
+                        entry["when"] = when
+                        continue
                 again = [when for place, when in known if place <= last]
                 if not again or pick.random() < 0.7:
                     known.append((last, _condition(pick, places[: last + 1], names)))
                     again = [known[-1][1]]
                 entry["when"] = pick.choice(again)
+
+
+def _of_prompt(entry: Mapping[str, Any]) -> bool:
+    """Whether it may be for tokens of the prompt alone."""
+    where = entry.get("positions")
+    if isinstance(where, Mapping):
+        return where.get("phase") == "prompt"
+    return where in ("all_prompt", "last_prompt")
+
+
+def remembers(options: Mapping[str, Any]) -> bool:
+    """Whether any condition decides on other tokens than the one it is judged for."""
+    given = conditions_in(options)
+    return any(not isinstance(when, str) and {"scope", "over"} & {*when} for when in given)
 
 
 def names_of(prefix: str) -> Iterator[str]:
@@ -122,7 +166,7 @@ def gate_all(pick: Random, ask: Ask) -> None:
     names = names_of("gate")
     for name, tier in ask.options.items():
         if name.endswith(("vectors", "clamps")):
-            gate(pick, tier, names, 0.7, ask.points)
+            gate(pick, tier, names, 0.7, ask.points, name)
     if pick.random() < 0.1:
         ask.consumers["signals"] = {"enabled": False}
 

@@ -122,7 +122,7 @@ class Oracle:
 
     def check_power(self) -> None:
         """Raises `WrongError` where so many outputs lay on edges that little was compared."""
-        if self.near > 3 + 0.1 * self.looked:
+        if self.near > 6 + 0.1 * self.looked:  # a request runs three times; two may be unlucky
             raise WrongError(f"scores of {self.near} of {self.looked} outputs lay on edges")
 
     # -- comparing -------------------------------------------------------------------------------
