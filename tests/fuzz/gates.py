@@ -24,6 +24,18 @@ PROBES = [
     (np.random.default_rng(seed).standard_normal(HIDDEN) * 0.4).astype(np.float32)
     for seed in range(40, 45)
 ]
+SMALL_MLPS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "layers": [
+            [np.stack(PROBES[:units]), np.linspace(-0.3, 0.3, units)],
+            *([[np.eye(3, units) + 0.2, np.zeros(3)]] if deep else []),
+            [np.array([[0.7, -0.7, 0.3, -0.2][: 3 if deep else units]]), [0.05]],
+        ],
+        "activation": activation,
+    }
+    for units, deep, activation in ((4, False, "relu"), (4, True, "gelu"), (3, True, "silu"))
+)
+"""Their scores are about as large as those of the probes."""
 THRESHOLDS: Mapping[str, tuple[float, ...]] = {
     "dot": (-2.0, 0.1, 1.5),
     "cosine": (-0.06, 0.01, 0.07),
@@ -61,6 +73,9 @@ def _probe(pick: Random, before: Places, names: Iterator[str]) -> dict[str, Any]
         probe["layer"] = pick.choice([layer, layer - LAYERS])
     if score != "dot" or pick.random() < 0.5:
         probe |= {"score": score, "bias": pick.choice([0.0, 0.02])}
+    if score == "dot" and "bias" not in probe and pick.random() < 0.5:
+        del probe["vector"]
+        probe |= pick.choice(SMALL_MLPS)
     low, middle, high = THRESHOLDS[score]
     side = pick.choice(["above", "below", "between", "soft"])
     when: dict[str, Any] = {"probe": probe}
