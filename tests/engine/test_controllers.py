@@ -559,7 +559,7 @@ def test_what_a_thread_decides_acts_when_it_is_ready(llm, reference, later):
     GO.clear()
     llm.register_consumer(Slow())
     engine = llm.llm_engine
-    engine.add_request("slow", {"prompt_token_ids": PROMPT}, greedy(TOKENS, **watched(0)))
+    engine.add_request("slow", {"prompt_token_ids": PROMPT}, greedy(10, **watched(0)))
     generated = 0
     while generated < 3 + later:  # those before are computed with the step
         (output,) = engine.step() or [None]
@@ -579,7 +579,7 @@ def test_what_a_thread_decides_acts_when_it_is_ready(llm, reference, later):
     ablated = GatedChange(
         ("post_block", 3), lambda h: h - (h @ UNIT)[:, None] * UNIT, [], None, first, first + 4
     )
-    assert list(sample.token_ids) == reference.greedy(PROMPT, TOKENS, gated=[change, ablated])
+    assert list(sample.token_ids) == reference.greedy(PROMPT, 10, gated=[change, ablated])
     (stats,) = llm.intervention_stats()
     assert stats["by_consumer"]["watch"]["actions"]["lag_steps"] == {"background": {lag: 1}}
 
