@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from tllm.models import resolve
 from tllm.models.families import FAMILIES, Family
-from tllm.spec.hooks import HeadSplit, HookPoint, ModelPoints
+from tllm.models.sites import Argument
+from tllm.spec.hooks import HEAD_POINTS, HeadSplit, HookPoint, ModelPoints
 
 LAYERS = 3
 HIDDEN = 8
 
 
-ALL = tuple(point for point in HookPoint if point is not HookPoint.ROUTER)
+FOUND = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ROUTER
+"""Points that are found in the model, and in no table."""
+ALL = tuple(point for point in HookPoint if point not in FOUND)
 """Of a model without experts."""
 
 
@@ -36,7 +39,10 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Named as vLLM's module around the kernel."""
 
-    num_heads = 2
+    num_heads, num_kv_heads, head_size = 2, 1, 4
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return query + key.repeat(1, 2) + value.repeat(1, 2)
 
 
 class Wide(nn.Linear):
@@ -370,11 +376,13 @@ def test_heads_are_known_where_they_are_as_wide_as_the_stream() -> None:
     stack = Stack()
     sites = resolve(CausalLM(stack))
     assert sites.sites[HookPoint.ATTN_HEADS, 1].module is stack.layers[1].self_attn.o_proj
-    assert sites.points.heads == dict.fromkeys(range(LAYERS), HeadSplit(2, HIDDEN // 2))
+    everywhere = [(HookPoint.ATTN_HEADS, layer) for layer in range(LAYERS)]
+    assert sites.points.heads == dict.fromkeys(everywhere, HeadSplit(2, HIDDEN // 2))
     assert HeadSplit(2, 4).dimensions([1]) == (4, 5, 6, 7)
     stack.layers[1].self_attn.o_proj = Wide()
     points = resolve(CausalLM(stack)).points
-    assert points.layers(HookPoint.ATTN_HEADS) == (0, 2) and set(points.heads) == {0, 2}
+    assert points.layers(HookPoint.ATTN_HEADS) == (0, 2)
+    assert set(points.heads) == {everywhere[0], everywhere[2]}
     with pytest.raises(ValueError, match=r"2 heads of 8 are 16 numbers, .* the residual stream, 8"):
         points.check(HookPoint.ATTN_HEADS, 1)
 
@@ -426,7 +434,7 @@ def test_pipeline_stages_together_know_what_every_layer_lacks() -> None:
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
 def test_every_row_speaks_of_every_point_of_a_block(row: Family) -> None:
-    assert set(row.layout) | {HookPoint.ROUTER} == {point for point in HookPoint if point.has_layer}
+    assert set(row.layout) | set(FOUND) == {point for point in HookPoint if point.has_layer}
 
 
 @pytest.mark.parametrize("row", FAMILIES, ids=lambda row: row.name)
@@ -464,6 +472,33 @@ class Mixture(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.gate(x).amax(-1, keepdim=True)
+
+
+def test_queries_keys_and_values_are_known_where_one_kernel_reads_them() -> None:
+    stack = Stack()
+    kernels = [layer.self_attn.attn for layer in stack.layers]
+    sites = resolve(CausalLM(stack))
+    found = sites.sites[HookPoint.K, 1]
+    assert found.module is kernels[1] and found.width == 4
+    assert found.stream == Argument("key", 1)
+    order = [point for point, layer in sites.sites if layer == 1]
+    assert order[order.index(HookPoint.ATTN_IN) :][1:5] == list(HEAD_POINTS)
+    assert sites.points.heads[HookPoint.Q, 1] == HeadSplit(2, 4)
+    assert sites.points.heads[HookPoint.V, 1] == HeadSplit(1, 4)
+    kernels[0].num_heads = 3
+    kernels[1].kv_sharing_target_layer_name = "layers.0.self_attn.attn"
+    stack.layers[2].self_attn.attn = nn.Identity()
+    points = resolve(CausalLM(stack)).points
+    assert [points.layers(point) for point in HEAD_POINTS[:3]] == [(1,), (0,), (0,)]
+    for place, why in {
+        (HookPoint.Q, 0): "3 heads of 4 are 12 numbers, .* wider than the residual stream, 8",
+        (HookPoint.K, 1): "the keys and values of another layer",
+        (HookPoint.V, 2): "SelfAttention holds 0 of vLLM's attention kernels",
+    }.items():
+        with pytest.raises(ValueError, match=why):
+            points.check(*place)
+    parallel = resolve(CausalLM(Stack()), tensor_parallel_size=2).points.missing
+    assert "every rank holds a part" in parallel[HookPoint.Q, 0]
 
 
 def test_routers_are_found_where_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,8 @@ def sweep(
     ] = False,
     window: Annotated[int, typer.Option(help="Layers that are patched together.")] = 1,
     heads: Annotated[
-        str | None, typer.Option(help="With --hooks attn_heads: one at a time; 0,3 or all.")
+        str | None,
+        typer.Option(help="With --hooks attn_heads, q, k, v: one at a time; 0,3 or all."),
     ] = None,
     together: Annotated[bool, typer.Option(help="Patch all positions in one experiment.")] = False,
     freeze: Annotated[

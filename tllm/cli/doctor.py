@@ -14,7 +14,7 @@ from rich.table import Table
 
 import tllm
 from tllm.engine import seams, versions
-from tllm.spec.hooks import HookPoint, ModelPoints, ranges
+from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, ranges
 
 PLUGIN_GROUP = "vllm.general_plugins"
 
@@ -203,8 +203,9 @@ def _examine_model(report: Report, model: str) -> None:
     for point in HookPoint:
         has = points.layers(point)
         found = f"in layers {ranges(has)}" if point in missing else "yes"
-        if point is HookPoint.ATTN_HEADS and has:
-            splits = {f"{s.num_heads} of {s.head_dim}" for s in points.heads.values()}
+        if point in HEAD_POINTS and has:
+            of_point = [split for (named, _), split in points.heads.items() if named is point]
+            splits = {f"{split.num_heads} of {split.head_dim}" for split in of_point}
             found += f" (heads: {', '.join(sorted(splits))})"
         if point is HookPoint.ROUTER and has:
             counts = ", ".join(map(str, sorted(set(points.experts.values()))))

@@ -21,9 +21,9 @@ class OurArguments(TypedDict, total=False):
         result_timeout_s: how long `generate` waits for results that consumers are still working on
             (writing to disk, for example); after that they are `pending`. By default 600.
         hook_points: the hook points to install in every layer, or `"all"`. By default all but
-            `attn_heads` and `router`; where the model is compiled for a GPU `embed`, `pre_attn`,
-            `post_attn`, `post_block` and `lm_head_in`, which cost nothing there, and what the
-            consumers need.
+            `q`, `k`, `v`, `attn_heads` and `router`; where the model is compiled for a GPU
+            `embed`, `pre_attn`, `post_attn`, `post_block` and `lm_head_in`, which cost nothing
+            there, and what the consumers need.
         capture_mib, max_capture_mib, overflow: size of the capture ring, and what happens when
             consumers are slower than the model (`"block"` or `"drop"`).
         enable_steering: False turns steering off, as `max_steering_configs=0` does.

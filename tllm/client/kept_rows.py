@@ -19,7 +19,7 @@ from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.params import SamplingParams
 from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.patching import KEPT, KeptRows
 from tllm.spec.reading import FloatArray, numeric_array
 
@@ -125,7 +125,8 @@ class PatchingControl:
                 the two of a pair have as many tokens.
             hooks, layers: as `run` takes them.
             positions: negative ones count from the end of the prompt. None: all.
-            heads: with `hooks="attn_heads"`, patch one head at a time: numbers, or `"all"`.
+            heads: with `hooks="attn_heads"` (or `q`, `k`, `v`), patch one head at a time: numbers,
+                or `"all"`.
             together: patch all positions in one experiment.
             metric: a name of `tllm.patching.METRICS`, a function of the log-probabilities
                 `[vocab]`, or a list of these.
@@ -179,9 +180,8 @@ class PatchingControl:
 
     def has_head(self, place: Place, head: int) -> bool:
         """Whether a layer has so many heads."""
-        layer = place[1]
-        assert layer is not None
-        return head < self._client.facts.points.heads[layer].num_heads
+        point, layer = place
+        return head < self._client.facts.points.heads[HookPoint(point), layer].num_heads
 
     # -- how --------------------------------------------------------------------------------------
 
@@ -202,12 +202,12 @@ class PatchingControl:
         """The heads that a sweep patches one at a time."""
         if given is None:
             return None
-        if other := [hook for hook, _ in places if hook != HookPoint.ATTN_HEADS]:
+        if other := [hook for hook, _ in places if hook not in HEAD_POINTS]:
             raise ValueError(
-                f"heads is given with hooks={other[0]!r}; heads are of hooks='attn_heads' alone"
+                f"heads is given with hooks={other[0]!r}; heads are of {', '.join(HEAD_POINTS)}"
             )
         splits = self._client.facts.points.heads
-        most = max(splits[layer].num_heads for _, layer in places if layer is not None)
+        most = max(splits[HookPoint(point), layer].num_heads for point, layer in places)
         if isinstance(given, str) and given == "all":
             return tuple(range(most))
         heads = [given] if type(given) is int else given

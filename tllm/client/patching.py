@@ -71,7 +71,7 @@ class PatchComposer:
         mask = patch.mask
         if patch.heads is not None:
             assert layer is not None
-            split = facts.points.heads[layer]
+            split = facts.points.heads[patch.point, layer]
             if max(patch.heads) >= split.num_heads:
                 raise ValueError(
                     f"{name}['heads'] has {max(patch.heads)}; layer {layer} has heads 0 to "

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tllm.spec.hooks import HookPoint, ModelPoints, ranges
+from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, ranges
 from tllm.spec.patching import KeptRows
 
 Place: TypeAlias = tuple[str, "int | None"]
@@ -17,7 +17,7 @@ BRANCHES = (HookPoint.ATTN_OUT.value, HookPoint.MLP_OUT.value)
 
 _BEFORE: Mapping[str, str] = {
     HookPoint.ATTN_IN.value: HookPoint.ATTN_OUT.value,
-    HookPoint.ATTN_HEADS.value: HookPoint.ATTN_OUT.value,
+    **dict.fromkeys(map(str, HEAD_POINTS), HookPoint.ATTN_OUT.value),
     HookPoint.MLP_IN.value: HookPoint.MLP_OUT.value,
 }
 """Points within a branch, and the branch that they are in: it carries what is put there."""

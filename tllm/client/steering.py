@@ -98,11 +98,14 @@ class Facts:
         return max_reach(self.max_value, self.hidden_size)
 
     def widths_at(self, point: HookPoint, layer: int | None) -> tuple[int, ...]:
-        """How many numbers may be given for a row there: the routers of experts are given as many
-        as there are experts, too."""
-        if point is not HookPoint.ROUTER or layer is None:
+        """How many numbers may be given for a row there: as many as heads or experts have, too."""
+        if layer is None:
             return (self.hidden_size,)
-        return self.hidden_size, self.points.experts[layer % self.points.num_layers]
+        layer %= self.points.num_layers
+        if point is HookPoint.ROUTER:
+            return self.hidden_size, self.points.experts[layer]
+        split = self.points.heads.get((point, layer))
+        return (self.hidden_size,) if split is None else (self.hidden_size, split.width)
 
     def widened(self, rows: FloatArray) -> FloatArray:
         """Rows, or one, `[..., numbers]`, filled up with zeros to `[..., hidden]`."""

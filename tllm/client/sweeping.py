@@ -103,7 +103,7 @@ class SweepForm:
     Attributes:
         places: hook points by layer.
         positions: None for all.
-        heads: of `attn_heads`, one at a time; None: whole rows.
+        heads: of `attn_heads`, `q`, `k` or `v`, one at a time; None: whole rows.
         together: all positions in one experiment, and not one at a time.
         noising, window: see `Sweep`.
         ways: what is kept from changing, and where changes arrive; None: all changes count.

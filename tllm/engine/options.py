@@ -13,7 +13,7 @@ from tllm.engine import limits, versions
 from tllm.engine.executor import executor_for
 from tllm.engine.seams import uses
 from tllm.runtime.ring import Overflow
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import HEAD_POINTS, HookPoint
 
 CONFIG_KEY = "tllm"
 """Key of `VllmConfig.additional_config` under which the options travel."""
@@ -21,7 +21,7 @@ CONFIG_KEY = "tllm"
 CHEAP_POINTS = ("embed", "pre_attn", "post_attn", "post_block", "lm_head_in")
 """The points whose taps are computed with the norm that follows, where that is compiled; `embed`
 has the tap of `pre_attn` of the first layer."""
-_NAMED_ONLY = HookPoint.ATTN_HEADS, HookPoint.ROUTER
+_NAMED_ONLY = *HEAD_POINTS, HookPoint.ROUTER
 EAGER_POINTS = tuple(point.value for point in HookPoint if point not in _NAMED_ONLY)
 """The points that have taps by default where nothing is compiled."""
 
@@ -37,8 +37,9 @@ class EngineOptions:
     Attributes:
         hook_points: the points that get a tap in every layer, or `"all"`. A tap that nobody uses
             costs at most one empty kernel launch (see `fuse_norms`); a point without a tap cannot
-            be used later. None: all but `attn_heads` and `router`, and where the model is
-            compiled for a GPU `CHEAP_POINTS`, so that what is not used costs nothing there.
+            be used later. None: all but `q`, `k`, `v`, `attn_heads` and `router`, and where the
+            model is compiled for a GPU `CHEAP_POINTS`, so that what is not used costs nothing
+            there.
         capture_mib: memory the capture ring begins with, in MiB.
         max_capture_mib: the most it grows to.
         overflow: what happens when consumers are slower than the model and the ring is full:

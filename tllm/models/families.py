@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import HEAD_POINTS, HookPoint
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Input:
     """An argument of a submodule of the block, by keyword or by position.
 
     path: the submodule, "" for the block itself.
-    residual, private: as in `Site`.
+    residual, private, width: as in `Site`.
     is_norm: the submodule is the `norm` of its own site.
     """
 
@@ -30,6 +30,7 @@ class Input:
     residual: int | str | None = None
     private: bool = False
     is_norm: bool = False
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class Output:
 
 @dataclass(frozen=True)
 class Heads:
-    """What the output projection of an attention reads.
+    """What the output projection of an attention reads. What its kernel reads is found with it.
 
-    path: a submodule of the block that holds both.
+    path: a submodule of the block that holds all three.
     """
 
     path: str
@@ -104,7 +105,7 @@ class Family:
 
 _BLOCK_POINTS = tuple(point for point in HookPoint if point.has_layer)
 _BRANCH_POINTS = {
-    "attention": (HookPoint.ATTN_IN, HookPoint.ATTN_HEADS, HookPoint.ATTN_OUT),
+    "attention": (HookPoint.ATTN_IN, *HEAD_POINTS, HookPoint.ATTN_OUT),
     "MLP": (HookPoint.MLP_IN, HookPoint.MLP_OUT),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tllm.models.attention_inputs import ARGUMENTS, find_attention_inputs
 from tllm.models.dataflow import check_llama_block, check_llama_stack
 from tllm.models.families import FAMILIES, FUSED, Family, Heads, Input, Layout, Output, Written
 from tllm.models.heads import find_heads
@@ -76,25 +77,41 @@ class _Stack:
     norm_adds: bool = True
     """Whether what the last block here returns goes to the final norm, if that is here too, and is
     added there."""
-    heads: Mapping[int, HeadSplit] = field(default_factory=dict)
-    """Of the layers here that have `attn_heads`."""
+    heads: Mapping[TapKey, HeadSplit] = field(default_factory=dict)
+    """Of the layers here, by each of `HEAD_POINTS` that one has."""
     experts: Mapping[int, int] = field(default_factory=dict)
     """How many there are, in the layers here that have `router`."""
 
 
 def _with_heads(stack: _Stack, config: Any, tensor_parallel_size: int) -> _Stack:
-    """A stack whose layouts name the output projections, or say why there is none."""
-    blocks, heads = dict(stack.blocks), {}
+    """A stack whose layouts name what each attention's kernel and output projection read, or say
+    why there is none."""
+    blocks = dict(stack.blocks)
+    heads: dict[TapKey, HeadSplit] = {}
     for layer, (block, layout) in stack.blocks.items():
-        if not isinstance(where := layout.get(HookPoint.ATTN_HEADS), Heads):
+        if not isinstance(where := layout[HookPoint.ATTN_HEADS], Heads):
+            blocks[layer] = block, {**dict.fromkeys(ARGUMENTS, where), **layout}
             continue
-        found: Input | str
+        found: dict[HookPoint, Input | str] = {}
         try:
-            path, heads[layer] = find_heads(block, where.path, config, tensor_parallel_size)
-            found = Input(path)
+            key = HookPoint.ATTN_HEADS, layer
+            path, heads[key] = find_heads(block, where.path, config, tensor_parallel_size)
+            found[HookPoint.ATTN_HEADS] = Input(path)
         except ValueError as error:
-            found = str(error)
-        blocks[layer] = block, {**layout, HookPoint.ATTN_HEADS: found}
+            found[HookPoint.ATTN_HEADS] = str(error)
+        try:
+            path, inputs = find_attention_inputs(
+                block, where.path, config.hidden_size, tensor_parallel_size
+            )
+        except ValueError as error:
+            inputs = dict.fromkeys(ARGUMENTS, str(error))
+        for point, split in inputs.items():
+            if isinstance(split, HeadSplit):
+                heads[point, layer] = split
+                found[point] = Input(path, ARGUMENTS[point], width=split.width)
+            else:
+                found[point] = split
+        blocks[layer] = block, {**layout, **found}
     return replace(stack, blocks=blocks, heads=heads)
 
 
@@ -274,7 +291,7 @@ def _site(
         )
     residual = None if where.residual is None else _argument(module, where.residual)
     stream = _argument(module, where.stream)
-    return Site(point, layer, module, "input", stream, residual, where.private, norm)
+    return Site(point, layer, module, "input", stream, residual, where.private, norm, where.width)
 
 
 def _argument(module: nn.Module, given: int | str) -> Argument:

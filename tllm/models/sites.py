@@ -67,8 +67,9 @@ class Site:
     reads them before it, but for the auxiliary states that speculative decoding asks for. None
     where the next one is on another pipeline rank, too."""
     width: int | None = None
-    """How wide the tensor is where that is less than `hidden`: the rows that taps see are filled up
-    with zeros. None elsewhere."""
+    """How many numbers the tensor has a token where these are the numbers of heads or experts, at
+    most `hidden`: taps see rows that are filled up with zeros, and what they change is put back.
+    None elsewhere."""
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,20 @@ class Taps:
             if norm is not None:
                 module.forward = MethodType(_tapped_norm(norm.eps, name), module)
             elif site.width is not None:
-                hook = _narrow_hook(name, site.width, self.hidden_size, self.dtype)
-                site.module.register_forward_hook(hook)
+                self._install_narrow(site, name, site.width)
             elif site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
                 site.module.register_forward_hook(_output_hook(site, name), with_kwargs=True)
+
+    def _install_narrow(self, site: Site, name: str, width: int) -> None:
+        """Hook a module whose tensor `[tokens, width]` is not as wide as what taps see."""
+        tapped = _narrow_tap(name, width, self.hidden_size, self.dtype)
+        if isinstance(site.stream, Argument):
+            hook = _narrow_input_hook(tapped, site.stream)
+            site.module.register_forward_pre_hook(hook, with_kwargs=True)
+        else:
+            site.module.register_forward_hook(_narrow_output_hook(tapped))
 
     @property
     def descriptors(self) -> torch.Tensor:
@@ -376,21 +384,44 @@ def _output_hook(site: Site, name: str) -> Any:
     return hook
 
 
-def _narrow_hook(name: str, width: int, hidden: int, dtype: torch.dtype) -> Any:
-    """A forward hook that taps what the module returns, `[tokens, width]`, in place.
+def _narrow_tap(name: str, width: int, hidden: int, dtype: torch.dtype) -> Any:
+    """What a tap of a module makes of rows `[tokens, width]`, in memory of its own.
 
     Taps see rows `[tokens, hidden]` in their own dtype. What they leave alone keeps its value, also
-    where the module's dtype has more of it.
+    where these rows' dtype has more of it.
     """
 
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found = output[0] if isinstance(output, tuple) else output
+    def tapped(module: torch.nn.Module, found: torch.Tensor) -> torch.Tensor:
         rows = torch.nn.functional.pad(found.to(dtype), (0, hidden - width))
         before = rows if found.dtype == dtype else rows[:, :width].clone()
         torch.ops.tllm.tap(rows, None, getattr(module, name), getattr(module, _PLAN_BUFFER))
         after = rows[:, :width]
         if found.dtype != dtype:
             after = torch.where(after == before, found, after.to(found.dtype))
-        found.copy_(after)
+        return after
+
+    return tapped
+
+
+def _narrow_output_hook(tapped: Any) -> Any:
+    """A forward hook that taps what the module returns, in place."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found = output[0] if isinstance(output, tuple) else output
+        found.copy_(tapped(module, found))
+
+    return hook
+
+
+def _narrow_input_hook(tapped: Any, stream_of: Argument) -> Any:
+    """A pre-forward hook that taps an argument, of which the module alone receives what is made.
+
+    Heads may have a dimension of their own, `[tokens, heads, head_dim]`.
+    """
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = stream_of.get(args, kwargs)
+        rows = tapped(module, found.flatten(1))
+        return stream_of.replace(args, kwargs, rows.reshape(found.shape))
 
     return hook

@@ -42,7 +42,9 @@ class SweepBody(BaseModel):
     ] = None
     heads: Annotated[
         str | int | list[int] | None,
-        Field(description='With hooks "attn_heads": numbers, or "all"; one at a time.'),
+        Field(
+            description='With hooks "attn_heads", "q", "k", "v": numbers, or "all"; one at a time.'
+        ),
     ] = None
     together: Annotated[bool, Field(description="Patch all positions in one experiment.")] = False
     metric: Annotated[

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
+from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, TapKey
 from tllm.spec.memory import NOTHING, OVERS, SCOPES, Memory
 from tllm.spec.probes import KINDS, SCORES, FindFeature, MlpProbe
 from tllm.spec.reading import (
@@ -518,7 +518,7 @@ def _side_by_side(
     first: HookPoint, second: HookPoint, layer: int | None, points: ModelPoints
 ) -> bool:
     """Whether neither of two points of a layer is computed from the other."""
-    attention = {HookPoint.ATTN_IN, HookPoint.ATTN_HEADS, HookPoint.ATTN_OUT}
+    attention = {HookPoint.ATTN_IN, *HEAD_POINTS, HookPoint.ATTN_OUT}
     mlp = {HookPoint.MLP_IN, HookPoint.ROUTER, HookPoint.MLP_OUT}
     return first in attention and second in mlp and (HookPoint.POST_ATTN, layer) in points.missing
 

@@ -19,6 +19,13 @@ class HookPoint(str, Enum):
     """The residual stream entering the block, before its norm."""
     ATTN_IN = "attn_in"
     """What the attention module receives."""
+    Q = "q"
+    """The queries of all heads, side by side, as the attention compares them: normed and with
+    positions encoded where the model does that. Of `q`, `k` and `v` the rest of the row is zero."""
+    K = "k"
+    """The keys, likewise."""
+    V = "v"
+    """The values, likewise."""
     ATTN_HEADS = "attn_heads"
     """What the output projection of the attention reads: what each head gives, side by side."""
     ATTN_OUT = "attn_out"
@@ -63,16 +70,24 @@ class HookPoint(str, Enum):
         )
 
 
+HEAD_POINTS = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ATTN_HEADS
+"""The points whose rows are divided into heads."""
+
 TapKey: TypeAlias = tuple[HookPoint, int | None]
 """A hook point and its layer, counted from 0 (None for a point that belongs to no layer)."""
 
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """How a row of `attn_heads` is divided: the numbers of head i begin at `i * head_dim`."""
+    """How a row of `HEAD_POINTS` is divided: the numbers of head i begin at `i * head_dim`."""
 
     num_heads: int
     head_dim: int
+
+    @property
+    def width(self) -> int:
+        """How many numbers all heads have."""
+        return self.num_heads * self.head_dim
 
     def dimensions(self, heads: Iterable[int]) -> tuple[int, ...]:
         """The dimensions of a row that belong to these heads."""
@@ -90,7 +105,8 @@ class ModelPoints:
         its own layers only.
     tapped: the points that get a tap in every layer that has them.
     linked: what leaves a block enters the next one: `pre_attn(i)` is `post_block(i - 1)`.
-    heads: by layer that has `attn_heads`. A pipeline rank knows this of its own layers only.
+    heads: by each of `HEAD_POINTS` and layer that has it. A pipeline rank knows this of its own
+        layers only.
     experts: how many there are, by layer that has `router`. Likewise.
     """
 
@@ -99,14 +115,14 @@ class ModelPoints:
     missing: Mapping[TapKey, str]
     tapped: frozenset[HookPoint] = frozenset(HookPoint)
     linked: bool = True
-    heads: Mapping[int, HeadSplit] = field(default_factory=dict)
+    heads: Mapping[TapKey, HeadSplit] = field(default_factory=dict)
     experts: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of_stages(cls, stages: Sequence[ModelPoints]) -> ModelPoints:
         """What the ranks of all pipeline stages know together."""
         missing = {key: why for stage in stages for key, why in stage.missing.items()}
-        heads = {layer: split for stage in stages for layer, split in stage.heads.items()}
+        heads = {key: split for stage in stages for key, split in stage.heads.items()}
         experts = {layer: count for stage in stages for layer, count in stage.experts.items()}
         return replace(stages[0], missing=missing, heads=heads, experts=experts)
 
@@ -186,16 +202,19 @@ class ModelPoints:
 
     def described(self) -> dict[str, Any]:
         """For people and for JSON: the points with a tap, the layers of those that not every layer
-        has, why points are missing, how rows of `attn_heads` are divided in each layer, and how
+        has, why points are missing, how rows are divided into heads by point and layer, and how
         many experts those of `router` are of."""
         tapped = [point for point in self.points if point in self.tapped]
         partly = [p for p in tapped if p.has_layer and len(self.layers(p)) < self.num_layers]
+        heads: dict[str, dict[int | None, Any]] = {}
+        for (point, layer), split in sorted(self.heads.items()):
+            heads.setdefault(point.value, {})[layer] = asdict(split)
         return {
             "num_layers": self.num_layers,
             "hook_points": [point.value for point in tapped],
             "layers": {point.value: list(self.layers(point)) for point in partly},
             "missing": self.reasons,
-            "heads": {layer: asdict(split) for layer, split in sorted(self.heads.items())},
+            "heads": heads,
             "experts": dict(sorted(self.experts.items())),
         }
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from tllm.spec.changes import Changes
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
 from tllm.spec.reading import FloatArray, numeric_array, scalar, whole_number
 
@@ -150,7 +150,7 @@ class Patch:
         layer: negative counts from the end; None for `lm_head_in`.
         positions: negative ones count from the end of the prompt.
         mask: the dimensions that change; None for all.
-        heads: the heads of `attn_heads` that change, in the place of a mask; None without.
+        heads: the heads of one of `HEAD_POINTS` that change, in the place of a mask; None without.
         media: the items of the prompt whose tokens are meant, in the place of positions.
     """
 
@@ -190,10 +190,11 @@ class Patch:
         alpha = 1.0 if given.get("alpha") is None else scalar(given["alpha"], f"{name}['alpha']")
         mask = _parts(given, "mask", name, "dimensions")
         heads = _parts(given, "heads", name, "heads")
-        if heads is not None and (mask is not None or point is not HookPoint.ATTN_HEADS):
+        if heads is not None and (mask is not None or point not in HEAD_POINTS):
             other = "with a mask" if mask is not None else f"at {point}"
             raise ValueError(
-                f"{name}['heads'] is given {other}; give heads at attn_heads alone, or a mask"
+                f"{name}['heads'] is given {other}; give heads at {', '.join(HEAD_POINTS)}, or "
+                "a mask"
             )
         return cls(name, point, layer, positions, source, alpha, mask, heads, media)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -16,6 +16,9 @@ POINTS = (
     "embed",
     "pre_attn",
     "attn_in",
+    "q",
+    "k",
+    "v",
     "attn_heads",
     "attn_out",
     "post_attn",
@@ -35,10 +38,12 @@ class BlockPlace:
 
     path: "" is the block; "a|b" is whichever of the two a block has.
     side: "product": what the module's first product with a matrix gives, before it works on that.
+        "query", "key", "value": what the module gives `eager_attention_forward`, by which
+        `transformers` compares queries with keys.
     """
 
     path: str
-    side: Literal["input", "output", "product"]
+    side: Literal["input", "output", "product", "query", "key", "value"]
     in_place: bool = False
     """A write changes the tensor for whoever holds it, as the stream at `post_attn` must be."""
 
@@ -104,6 +109,21 @@ ROUTED = frozenset(
     }
 )
 """Kinds of models whose mixtures of experts have a router at that place."""
+
+_ATTENTION = "self_attn|attn|attention|self_attention"
+_COMPARED = {
+    "q": BlockPlace(_ATTENTION, "query"),
+    "k": BlockPlace(_ATTENTION, "key"),
+    "v": BlockPlace(_ATTENTION, "value"),
+}
+COMPARING = frozenset(
+    {
+        *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt2", "phi3"),
+        *("starcoder2", "stablelm", "cohere", "glm4", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    }
+)
+"""Kinds of models whose attentions are given queries and keys as vLLM's are. Others, as OPT, may
+scale them before."""
 
 Places = Mapping[str, BlockPlace]
 
@@ -268,12 +288,26 @@ def places_of(model_type: str, block: nn.Module, hidden: int) -> Places:
     everywhere = {"pre_attn": _into(""), **named, "post_block": _out_of("")}
     if model_type in ROUTED:
         everywhere["router"] = _ROUTER
+    if model_type in COMPARING:
+        everywhere |= _COMPARED
     found = {point: place.module(block) for point, place in everywhere.items()}
     return {
         point: everywhere[point]
         for point, module in found.items()
-        if module is not None and (point != "attn_heads" or _width(module) == hidden)
+        if module is not None
+        and (point != "attn_heads" or _width(module) == hidden)
+        and (point not in _COMPARED or _heads(point, module) <= hidden)
     }
+
+
+def _heads(point: str, attention: nn.Module) -> int:
+    """How many numbers the queries, or keys or values, of all heads have."""
+    config: Any = attention.config
+    count = config.num_attention_heads
+    if point != "q":
+        count = getattr(config, "num_key_value_heads", None) or count
+    dim = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(count * dim)
 
 
 def _width(linear: nn.Module) -> int:

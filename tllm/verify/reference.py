@@ -6,6 +6,7 @@ KV cache.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -184,7 +185,7 @@ class Reference:
             """Keeps a copy of the tensor `[1, tokens, hidden]`; returns what to add to it."""
             arrived = tensor.reshape(-1, tensor.shape[-1]).clone()
             width = arrived.shape[1]
-            if point == "router":
+            if width < self.hidden:  # the numbers of experts or heads
                 arrived = F.pad(arrived, (0, self.hidden - width))
             states.setdefault(point, {})[layer] = arrived.cpu()
             leaving = arrived
@@ -220,7 +221,7 @@ class Reference:
         try:
             yield
         finally:
-            for handle in handles:
+            for handle in reversed(handles):  # some stand in for what was there before them
                 handle.remove()
 
 
@@ -246,6 +247,8 @@ def _hook(root: nn.Module, place: BlockPlace, delta: Callable[[Tensor], Tensor])
     assert module is not None
     if place.side == "product":
         return _WithinForward(module, changed)
+    if place.side in ("query", "key", "value"):
+        return _WithinAttention(module, ("query", "key", "value").index(place.side), changed)
     if place.side == "input":
         return module.register_forward_pre_hook(before, with_kwargs=True)
     return module.register_forward_hook(after)
@@ -265,6 +268,32 @@ class _WithinForward:
 
     def remove(self) -> None:
         self._module.forward = self._forward
+
+
+class _WithinAttention:
+    """Changes what an attention gives the function that compares queries with keys.
+
+    Args:
+        index: of the argument, `[1, heads, tokens, head_dim]`.
+    """
+
+    def __init__(
+        self, attention: nn.Module, index: int, change: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._names = vars(sys.modules[type(attention).__module__])
+        self._forward = self._names["eager_attention_forward"]
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is attention:
+                found = args[index].transpose(1, 2)
+                made = change(found.flatten(2)).view_as(found).transpose(1, 2)
+                args = (*args[:index], made, *args[index + 1 :])
+            return self._forward(module, *args, **kwargs)
+
+        self._names["eager_attention_forward"] = forward
+
+    def remove(self) -> None:
+        self._names["eager_attention_forward"] = self._forward
 
 
 class _FirstProduct(TorchFunctionMode):

@@ -25,6 +25,9 @@ UNITS = {
     # typical value rather than to its largest.
     "attn_in": 20.0,
     "mlp_in": 20.0,
+    "q": 24.0,
+    "k": 24.0,
+    "v": 24.0,
     "router": 24.0,
     "lm_head_in": 20.0,
     # A branch passes three matrix products whose inputs and outputs are rounded, a softmax or a

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to can be read and chosen."""
+"""Points narrower than the stream: the router of a mixture of experts, queries, keys, values."""
 
 from __future__ import annotations
 
@@ -73,4 +73,48 @@ def test_other_numbers_of_experts_are_refused(engine: Engine) -> None:
     with pytest.raises(ValueError, match="has 5 numbers"):
         engine.llm.generate(
             [{"prompt_token_ids": TOKENS}], SamplingParams(steering_vectors=asked), use_tqdm=False
+        )
+
+
+@pytest.mark.parametrize("point", ["q", "k", "v"])
+def test_heads_are_changed_with_numbers_of_their_own(
+    point: str, engine: Engine, reference: ReferenceProcess
+) -> None:
+    checked = Reference(str(reference.checkpoint("mixtral")))
+    split = engine.llm.steering.layers()["heads"][point][1]
+    width = split["num_heads"] * split["head_dim"]
+    row = torch.linspace(-2, 2, width)
+    wide = torch.nn.functional.pad(row, (0, checked.hidden - width))
+    everywhere = torch.ones(len(TOKENS), dtype=torch.bool)
+    last = split["num_heads"] - 1
+    dimensions = torch.zeros(checked.hidden, dtype=torch.bool)
+    dimensions[last * split["head_dim"] : width] = True
+    patch = {"hook": point, "layer": 1, "positions": [1], "source": {"tensor": row.tolist()}}
+    second = torch.arange(len(TOKENS)) == 1
+    patched = {"alpha": 1.0, "dimensions": dimensions}
+    cases: list[tuple[dict[str, object], Steers]] = [
+        (
+            {"steering_vectors": {point: {1: row.tolist()}}},
+            {(point, 1): [("add", wide, {"scale": 1.0}, everywhere)]},
+        ),
+        (
+            {"patch": [{**patch, "heads": [last]}]},
+            {(point, 1): [("patch", wide, patched, second)]},
+        ),
+    ]
+    plain, _ = checked.run(TOKENS, {})
+    for asked, steers in cases:
+        capture = {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}
+        params = SamplingParams(max_tokens=1, temperature=0, capture=capture, **asked)
+        [output] = engine.llm.generate([{"prompt_token_ids": TOKENS}], params, use_tqdm=False)
+        states, _ = checked.run(TOKENS, steers)
+        for layer, expected in states["post_block"].items():
+            rows = output.activations["post_block"][layer].tensor
+            torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(states["post_block"][1], plain["post_block"][1], atol=1e-3)
+    with pytest.raises(ValueError, match="q, k, v, attn_heads"):
+        engine.llm.generate(
+            [{"prompt_token_ids": TOKENS}],
+            SamplingParams(patch=[{**patch, "hook": "attn_in", "heads": [0]}]),
+            use_tqdm=False,
         )
