@@ -39,7 +39,13 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Named as vLLM's module around the kernel."""
 
-    num_heads, num_kv_heads, head_size = 2, 1, 4
+    num_heads = 2
+
+
+class Kernel(Attention):
+    """It is given queries of two heads, and keys and values of one."""
+
+    num_kv_heads, head_size = 1, 4
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return query + key.repeat(1, 2) + value.repeat(1, 2)
@@ -476,7 +482,9 @@ class Mixture(nn.Module):
 
 def test_queries_keys_and_values_are_known_where_one_kernel_reads_them() -> None:
     stack = Stack()
-    kernels = [layer.self_attn.attn for layer in stack.layers]
+    kernels = [Kernel() for _ in stack.layers]
+    for layer, kernel in zip(stack.layers, kernels, strict=True):
+        layer.self_attn.attn = kernel
     sites = resolve(CausalLM(stack))
     found = sites.sites[HookPoint.K, 1]
     assert found.module is kernels[1] and found.width == 4
@@ -497,8 +505,8 @@ def test_queries_keys_and_values_are_known_where_one_kernel_reads_them() -> None
     }.items():
         with pytest.raises(ValueError, match=why):
             points.check(*place)
-    parallel = resolve(CausalLM(Stack()), tensor_parallel_size=2).points.missing
-    assert "every rank holds a part" in parallel[HookPoint.Q, 0]
+    parallel = resolve(CausalLM(stack), tensor_parallel_size=2).points.missing
+    assert "every rank holds a part" in parallel[HookPoint.V, 1]
 
 
 def test_routers_are_found_where_they_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,9 @@ def test_heads_are_changed_with_numbers_of_their_own(
         for layer, expected in states["post_block"].items():
             rows = output.activations["post_block"][layer].tensor
             torch.testing.assert_close(rows, expected, rtol=1e-4, atol=1e-4)
-        assert not torch.allclose(states["post_block"][1], plain["post_block"][1], atol=1e-3)
+        changes = not torch.allclose(states["post_block"][1], plain["post_block"][1], atol=1e-3)
+        # What all keys have more is the same for each of them: softmax does not see it.
+        assert changes == (point != "k" or "patch" in asked)
     with pytest.raises(ValueError, match="q, k, v, attn_heads"):
         engine.llm.generate(
             [{"prompt_token_ids": TOKENS}],
