@@ -18,7 +18,8 @@ from tllm.spec.hooks import HookPoint
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
-IN_BLOCK = [p.value for p in HookPoint if p.has_layer and p is not HookPoint.ROUTER]
+NARROW = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ROUTER
+IN_BLOCK = [p.value for p in HookPoint if p.has_layer and p not in NARROW]
 IN_LAYERS = [(point, layer) for layer in range(LAYERS) for point in IN_BLOCK]
 PLACES = [("embed", None), *IN_LAYERS, ("lm_head_in", None)]
 BORDER = 1e-4

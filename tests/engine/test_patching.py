@@ -18,7 +18,8 @@ from tllm.spec.patching import noise_rows
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 16 if INTERPRETED else 150
 TOKENS = 3 if INTERPRETED else 6
-POINTS = [point.value for point in HookPoint if point is not HookPoint.ROUTER]
+NARROW = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ROUTER
+POINTS = [point.value for point in HookPoint if point not in NARROW]
 ZERO = {"hook": "post_block", "layer": 1, "positions": [2], "source": {"zero": True}}
 
 
@@ -203,7 +204,7 @@ def test_causal_tracing_corrupts_what_enters_the_first_block(llm, reference):
 def test_one_head_is_patched(llm, reference):
     """By number, or as the dimensions that it has; the other heads keep theirs."""
     [prompt], point = prompts_of([12], seed=22), ("attn_heads", 2)
-    size = llm.steering.layers()["heads"][2]["head_dim"]
+    size = llm.steering.layers()["heads"]["attn_heads"][2]["head_dim"]
     dimensions = [*range(size, 2 * size), *range(3 * size, 4 * size)]
     entry = {"hook": "attn_heads", "layer": 2, "positions": [4, 7], "source": {"zero": True}}
     rows = [PatchedRow(point, p, torch.zeros(HIDDEN), dimensions=dimensions) for p in (4, 7)]
@@ -270,7 +271,7 @@ NONE = {"tensor": [0.0] * HIDDEN}
         ({"layer": None}, r"patch\[0\]: post_block has no layer None"),
         ({"layer": 1.5}, r"\['layer'\]: 1.5 is not a whole number"),
         ({"hook": "lm_head_in"}, "belongs to no layer"),
-        ({"heads": [0]}, r"\['heads'\] is given at post_block; give heads at attn_heads alone"),
+        ({"heads": [0]}, r"\['heads'\] is given at post_block; give heads at q, k, v, attn_heads"),
         ({"hook": "attn_heads", "heads": [4]}, r"has 4; layer 1 has heads 0 to 3"),
         ({"hook": "attn_heads", "heads": [0], "mask": [0]}, "is given with a mask"),
         ({"hook": "attn_heads", "heads": [-1]}, "has -1; heads count from 0"),

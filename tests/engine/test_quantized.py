@@ -176,7 +176,7 @@ def plain(folder: Path) -> tuple[list[int], dict[int, torch.Tensor]]:
         for number, layer in enumerate(model.model.layers):
 
             def hook(_: Any, __: Any, output: Any, number: int = number) -> None:
-                rows.setdefault(number, output[0].float() + output[1].float())
+                rows.setdefault(number, (output[0].float() + output[1].float()).cpu())
 
             layer.register_forward_hook(hook)
 

@@ -338,7 +338,7 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         ({"positions": [12]}, "12 is out of range"),
         ({"hooks": "lm_head_in"}, "belongs to no layer"),
         ({"layers": 7}, "has no layer 7"),
-        ({"heads": "all"}, "heads is given with hooks='post_block'; heads are of hooks='attn_h"),
+        ({"heads": "all"}, "heads is given with hooks='post_block'; heads are of q, k, v, attn_h"),
         ({"heads": [4], "hooks": "attn_heads"}, "give 'all', or numbers from 0 to 3"),
         ({"heads": [], "hooks": "attn_heads"}, "give 'all', or numbers from 0 to 3"),
         ({"freeze": "post_block"}, "post_block is no branch that a layer adds"),

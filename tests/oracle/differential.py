@@ -198,13 +198,16 @@ class Engine:
             for layer in ([None] if point in WITHOUT_LAYER else range(self.layers))
             if (point, layer) not in self.places
         ]
+        if "q" not in self.points:  # `transformers` may compute them otherwise: not compared
+            lacking = [(point, layer) for point, layer in lacking if point not in ("q", "k", "v")]
         for point, layer in lacking:
             having = [place[1] for place in self.places if place[0] == point]
-            named = ", ".join(self.points) if not having else f"in layer {layer}"
+            named = self.points if not having else [f"in layer {layer}"]
             try:
                 self.llm.register_consumer(Gatherer("lacking", [(point, layer)], "any"))
             except ValueError as error:
-                if f"no hook point {point}" in str(error) and named in str(error):
+                told = [f"no hook point {point}", *named]
+                if all(each in str(error) for each in told):
                     continue
                 problems.append(f"{point} {layer} is refused with: {error}")
             else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from tllm.models.heads import is_of_transformers
 from tllm.spec.hooks import HeadSplit, HookPoint
 
 ARGUMENTS: Mapping[HookPoint, str] = {
@@ -31,6 +32,8 @@ def find_attention_inputs(
     modules = dict(block.named_modules())
     if path not in modules:
         raise ValueError("it has no attention")
+    if is_of_transformers(modules[path]):  # its hooks would not be called
+        raise ValueError("vLLM's Transformers backend calls the kernel's forward by itself")
     classes = {
         f"{path}.{name}".lstrip("."): {cls.__name__ for cls in type(module).__mro__}
         for name, module in modules[path].named_modules()

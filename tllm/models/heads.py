@@ -29,7 +29,7 @@ def find_heads(
         raise ValueError("it has no attention, and so no heads")
     attention = modules[path]
     kernels = [module for module in attention.modules() if _is_any(module, _KERNELS)]
-    if not kernels and not _is_of_transformers(attention):
+    if not kernels and not is_of_transformers(attention):
         kind = type(attention).__name__
         raise ValueError(f"what mixes its tokens ({kind}) is no attention with heads")
     found = [
@@ -59,7 +59,7 @@ def _is_any(module: nn.Module, names: tuple[str, ...]) -> bool:
     return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
+def is_of_transformers(module: nn.Module) -> bool:
     """Whether it is an attention of `transformers`, whose kernel vLLM keeps elsewhere."""
     return any(
         cls.__name__.endswith("Attention") and cls.__module__.startswith("transformers.models.")

@@ -119,11 +119,12 @@ _COMPARED = {
 COMPARING = frozenset(
     {
         *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt2", "phi3"),
-        *("starcoder2", "stablelm", "cohere", "glm4", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+        *("stablelm", "cohere", "glm4", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma", "granite"),
+        *("cohere2", "ernie4_5", "exaone4", "nemotron", "olmoe"),
     }
 )
-"""Kinds of models whose attentions are given queries and keys as vLLM's are. Others, as OPT, may
-scale them before."""
+"""Kinds of models whose attentions are given queries and keys as vLLM's own are. Others, as OPT,
+scale them before, or do not go through that function."""
 
 Places = Mapping[str, BlockPlace]
 
