@@ -217,7 +217,7 @@ def test_names_of_places_that_are_not_understood(key: str):
 
 
 @pytest.mark.parametrize(
-    "key", ["blocks.3.attn.hook_z", "blocks.3.ln2.hook_normalized", "model.layers.3.mlp"]
+    "key", ["v_3", "blocks.3.attn.hook_z", "blocks.3.ln2.hook_normalized", "model.layers.3.mlp"]
 )
 def test_places_that_are_no_hook_point(key: str):
     assert parse_place(key) is None

@@ -53,9 +53,11 @@ class NamedPlace(NamedTuple):
 
 
 _ALIASES = ["block_input", "attn_input", "attn_output", "mlp_input", "mlp_output", "block_output"]
-_HOOKS = [*(point.value for point in HookPoint if point.has_layer), *_ALIASES]
+_LETTERS = HookPoint.Q, HookPoint.K, HookPoint.V
+"""With a dot: `v_12` may be anybody's twelfth vector."""
+_NAMED = [point.value for point in HookPoint if point.has_layer and point not in _LETTERS]
 _KEY = re.compile(
-    rf"(?:(?P<hook>{'|'.join(_HOOKS)})[._])?"
+    rf"(?:(?P<hook>{'|'.join([*_NAMED, *_ALIASES])})[._]|(?P<letter>{'|'.join(_LETTERS)})\.)?"
     r"(?:(?:layers?|blocks?|direction)[._]?)?(?P<layer>0|[1-9][0-9]*)"
 )
 _LENS = re.compile(rf"blocks\.(?P<layer>0|[1-9][0-9]*)\.(?P<hook>{'|'.join(TRANSFORMER_LENS)})")
@@ -67,7 +69,7 @@ _BLOCK = re.compile(
 def parse_place(name: str) -> NamedPlace | None:
     """The place that `name` means, or None if it follows none of the grammar above."""
     if match := _KEY.fullmatch(name):
-        hook = match["hook"]
+        hook = match["hook"] or match["letter"]
         return NamedPlace(HookPoint.parse(hook) if hook else None, int(match["layer"]))
     if match := _LENS.fullmatch(name):
         return NamedPlace(TRANSFORMER_LENS[match["hook"]], int(match["layer"]))
