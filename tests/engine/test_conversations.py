@@ -340,13 +340,20 @@ def test_global_steering_remembers_for_those_who_name_a_conversation(llm, refere
     ("given", "sentence"),
     [
         ("chat", r"conversation is str; give a mapping with 'id' and 'key'"),
-        ({"id": "a", "key": KEY, "api": 1}, r"unknown keys \['api'\]; it takes 'id', 'key' and"),
+        (
+            {"id": "a", "key": KEY, "api": 1},
+            r"unknown keys \['api'\]; it takes 'id', 'key' and 'exp",
+        ),
         ({"key": KEY}, r"conversation\['id'\]=None is no name; give a text of 1 to 1024"),
         ({"id": "a"}, r"conversation\['key'\] must be a secret text of 16 to 1024 characters"),
         (
             named("a", "short secret"),
             r"conversation\['key'\] must be .* such as secrets\.token_hex",
         ),
+        (named("a", owner="", most=1), r"conversation\['owner'\]='' is no name; give a text"),
+        (named("a", most=1), r"conversation\['owner'\]=None is no name"),
+        (named("a", owner="anna"), r"conversation\['most'\]=None; give the number of"),
+        (named("a", owner="anna", most=-1), r"conversation\['most'\]=-1; give the number of"),
         (named("a", expires_s=0), r"conversation\['expires_s'\]=0 must be above 0 and at most"),
         (named("a", expires_s=1e9), r"\['expires_s'\]=1e\+09 must be above 0 and at most 31536000"),
     ],
@@ -391,3 +398,20 @@ def test_conversations_are_limited_and_room_is_made_by_those_that_expired():
     again = there.enter("two", keys[0], 10, now=110)  # expired: whoever comes first has the name
     assert again.serial > third.serial
     assert there.forget("two", 111) and not there.described(130)
+
+
+def test_an_owner_has_so_many_conversations_and_others_have_theirs():
+    there, key = Conversations(8), b"a" * 32
+    first = there.enter("a1", key, 10, 0, "anna", 2)
+    there.enter("a2", key, 20, 0, "anna", 2)
+    with pytest.raises(ValueError, match=r"'a3' would be one more than the 2 that its owner"):
+        there.enter("a3", key, 10, 1, "anna", 2)
+    assert set(there.described(1)) == {"a1", "a2"}
+    assert there.enter("a1", key, 10, 1, "anna", 2) == first  # it is there already
+    there.enter("o1", key, 10, 1, "otto", 1)
+    there.enter("free", key, 10, 1)
+    there.enter("a3", key, 10, 11, "anna", 2)  # a1 has expired
+    with pytest.raises(ValueError, match="one more than the 0"):
+        there.enter("n1", key, 10, 11, "nobody", 0)
+    assert there.forget("a2", 12)
+    there.enter("a4", key, 10, 12, "anna", 2)

@@ -658,6 +658,31 @@ def test_a_conversation_belongs_to_its_key_and_to_the_api_key(server, model):
     assert server.post(f"{path}/forget", {"id": "chat 7"}).is_success
 
 
+def test_an_api_key_has_so_many_conversations(server, model):
+    """Counted by the workers, for all processes of the server; others are not kept from theirs."""
+    _, when = condition_of(model, model[1](PROMPT)["input_ids"])
+    entry = {"vector": [1.0] * 128, "when": {**when, "scope": "conversation"}}
+    body = WORDS | {"max_tokens": 1, "decode_steering_vectors": {"post_block": {"3": entry}}}
+
+    def ask(name, key, **more):
+        named = {"id": name, "key": "secret of a chat", "expires_s": 60, **more}
+        return server.post("/v1/completions", {**body, "conversation": named}, key=key)
+
+    for _ in range(2):
+        assert ask("little 1", "little").is_success
+    refused = ask("little 2", "little")
+    assert refused.status_code == 400
+    assert "'little 2' would be one more than the 1 that its" in refused.json()["error"]["message"]
+    assert ask("anna 1", "anna").is_success
+    for key, more in (("little", {"owner": "me", "most": 9}), ("anna", {"owner": "me"})):
+        refused = ask("mine", key, **more)
+        assert refused.status_code == 400 and "owner" in refused.json()["error"]["message"]
+    path = "/v1/steering/conversations"
+    assert {"little 1", "anna 1"} == set(server.get(path).json())
+    for name in ("little 1", "anna 1"):
+        assert server.post(f"{path}/forget", {"id": name}).is_success
+
+
 @pytest.mark.parametrize(
     ("condition", "sentence"),
     [

@@ -379,7 +379,10 @@ class Client:
                 "conversation: a condition of steering has scope='conversation', and this engine "
                 f"has {what}; start it with {option}_parallel_size=1, or give scope='rest'"
             )
-        given = named.id, named.key_digest, named.expires_s, time.time()
+        given = (
+            *(named.id, named.key_digest, named.expires_s, time.time()),
+            *(named.owner, named.most),
+        )
         answers = yield WorkerCall("enter_conversation", given)
         return use_of_conversation(groups, *answers[0])
 

@@ -26,6 +26,7 @@ class _Conversation:
     key_digest: bytes
     begun: float
     expires: float
+    owner: str = ""
     requests: int = 0
 
     def name(self, now: float, expires_s: float) -> ConversationPlace:
@@ -51,7 +52,13 @@ class Conversations:
         self._serial = 0
 
     def enter(
-        self, name: str, key_digest: bytes, expires_s: float, now: float
+        self,
+        name: str,
+        key_digest: bytes,
+        expires_s: float,
+        now: float,
+        owner: str = "",
+        most: int | None = None,
     ) -> ConversationPlace:
         """A request names a conversation: where it is. One that is not there begins.
 
@@ -59,6 +66,8 @@ class Conversations:
             key_digest: of its secret.
             expires_s: it is forgotten so long after `now`, unless it is named again.
             now: in seconds since the epoch.
+            owner: of one that begins.
+            most: how many the owner may have; None for as many as there is room for.
 
         Raises `ValueError` for the wrong key, and where there is no room.
         """
@@ -67,7 +76,8 @@ class Conversations:
             self._remove(name)
             known = None
         if known is None:
-            known = self._begin(name, key_digest, now)
+            self._check_owner(name, owner, most, now)
+            known = self._begin(name, key_digest, now, owner)
         if not hmac.compare_digest(known.key_digest, key_digest):
             raise ValueError(
                 f"conversation: {name!r:.80} was begun with another key; give its key (over HTTP "
@@ -75,7 +85,18 @@ class Conversations:
             )
         return known.name(now, expires_s)
 
-    def _begin(self, name: str, key_digest: bytes, now: float) -> _Conversation:
+    def _check_owner(self, name: str, owner: str, most: int | None, now: float) -> None:
+        if most is None:
+            return
+        known = self._by_id.values()
+        if sum(each.owner == owner and each.expires > now for each in known) >= most:
+            raise ValueError(
+                f"conversation: {name!r:.80} would be one more than the {most} that its owner "
+                "(over HTTP an API key) may have at a time; name one of them, wait until one "
+                "expires, give shorter 'expires_s', or have one forgotten"
+            )
+
+    def _begin(self, name: str, key_digest: bytes, now: float, owner: str) -> _Conversation:
         if not self._free:
             for old in [o for o, each in self._by_id.items() if each.expires <= now]:
                 self._remove(old)
@@ -87,7 +108,7 @@ class Conversations:
             )
         self._serial += 1
         where = ConversationPlace(self._free.pop(), self._serial)
-        begun = self._by_id[name] = _Conversation(where, key_digest, now, now)
+        begun = self._by_id[name] = _Conversation(where, key_digest, now, now, owner)
         return begun
 
     def _remove(self, name: str) -> None:

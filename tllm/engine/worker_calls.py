@@ -167,10 +167,16 @@ class WorkerCalls:
     # -- conversations ---------------------------------------------------------------------------
 
     def enter_conversation(
-        self, name: str, key_digest: bytes, expires_s: float, now: float
+        self,
+        name: str,
+        key_digest: bytes,
+        expires_s: float,
+        now: float,
+        owner: str = "",
+        most: int | None = None,
     ) -> ConversationPlace:
         """See `Conversations.enter`."""
-        return self._conversations.enter(name, key_digest, expires_s, now)
+        return self._conversations.enter(name, key_digest, expires_s, now, owner, most)
 
     def forget_conversation(self, name: str, now: float) -> bool:
         """See `Conversations.forget`."""

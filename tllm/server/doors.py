@@ -96,9 +96,10 @@ class Door:
                 watch = None if beams is None else Watch(beams=beams)
                 return await _watched(create, request, raw_request, watch)
             headers = {} if raw_request is None else raw_request.headers
-            if "conversation" in asked:
-                asked["conversation"] = of_caller(asked["conversation"], headers)
             caller = self._limits.caller(headers)
+            if "conversation" in asked:
+                most = self._limits.of(caller).conversations
+                asked["conversation"] = of_caller(asked["conversation"], headers, caller, most)
             self._limits.of(caller).check(asked)
             watch = Watch(await self._row_check(asked, self._limits.of(caller)), beams=beams)
             end = self._limits.begin(caller, asked)

@@ -10,6 +10,7 @@ from typing import Any
 
 from tllm.params import parse_asked
 from tllm.server.settings import ServerSettings
+from tllm.spec.conversations import COUNTED
 
 FIELDS = (
     "consumers",
@@ -89,12 +90,28 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
     return asked
 
 
-def of_caller(conversation: Mapping[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
-    """A conversation that belongs to its key and to the API key that it came with."""
+def of_caller(
+    conversation: Mapping[str, Any], headers: Mapping[str, str], caller: int, most: int | None
+) -> dict[str, Any]:
+    """A conversation that belongs to its key and to the API key that it came with.
+
+    Args:
+        caller: who is counted for it, where there may be only so many.
+        most: how many this caller may have at a time.
+
+    Raises `FieldError` for what only the server says of one.
+    """
+    if given := sorted(COUNTED & conversation.keys()):
+        raise FieldError(
+            "conversation",
+            f"conversation has {given}, which the server says itself (--limits); give 'id', 'key' "
+            "and 'expires_s'",
+        )
     scheme, _, api_key = headers.get("authorization", "").partition(" ")
-    caller = api_key if scheme.lower() == "bearer" else ""
-    both = json.dumps([caller, conversation["key"]])
-    return {**conversation, "key": hashlib.sha256(both.encode()).hexdigest()}
+    sender = api_key if scheme.lower() == "bearer" else ""
+    both = json.dumps([sender, conversation["key"]])
+    own = {**conversation, "key": hashlib.sha256(both.encode()).hexdigest()}
+    return own if most is None else {**own, "owner": f"caller {caller}", "most": most}
 
 
 def _field_of(message: str, asked: Mapping[str, Any]) -> str:

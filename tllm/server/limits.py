@@ -46,6 +46,8 @@ class Limits(BaseModel):
     """The most vectors, clamps and probes of conditions in a request."""
     configurations: int | None = Field(default=None, ge=0)
     """The most distinct ways of steering of its requests in flight."""
+    conversations: int | None = Field(default=None, ge=0)
+    """The most conversations that are remembered for it at a time."""
     experiments: int | None = Field(default=None, ge=0)
     """The most experiments of a sweep."""
     requests: int | None = Field(default=None, ge=0)

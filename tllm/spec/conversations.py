@@ -16,6 +16,9 @@ LONGEST_S = 365 * 86400.0
 _FIELD = "conversation"
 _LONGEST_TEXT = 1024
 _SHORTEST_KEY = 16
+COUNTED = frozenset(("owner", "most"))
+"""What programs give that count the conversations of those who ask them."""
+_KEYS = COUNTED | {"id", "key", "expires_s"}
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,15 @@ class RequestConversation:
         id: its name, which others may know.
         key_digest: of the secret that it belongs to.
         expires_s: how long it is remembered after this request was added.
+        owner: whose it is, among those that it is counted with; "" for nobody's.
+        most: how many its owner may have at a time; None for as many as there is room for.
     """
 
     id: str
     key_digest: bytes
     expires_s: float = EXPIRES_S
+    owner: str = ""
+    most: int | None = None
 
     @classmethod
     def parse(cls, given: Any) -> RequestConversation:
@@ -41,9 +48,10 @@ class RequestConversation:
                 f"{_FIELD} is {type(given).__name__}; give a mapping with 'id' and 'key', such as "
                 "{'id': 'chat-7', 'key': secrets.token_hex(16)}"
             )
-        if unknown := sorted(map(str, set(given) - {"id", "key", "expires_s"})):
+        if unknown := sorted(map(str, set(given) - _KEYS)):
             raise ValueError(
-                f"{_FIELD} has unknown keys {unknown}; it takes 'id', 'key' and 'expires_s'"
+                f"{_FIELD} has unknown keys {unknown}; it takes 'id', 'key' and 'expires_s', and "
+                "of programs that count what others begin 'owner' and 'most'"
             )
         name, key = given.get("id"), given.get("key")
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_TEXT:
@@ -64,7 +72,26 @@ class RequestConversation:
                     f"{_FIELD}['expires_s']={expires_s:g} must be above 0 and at most "
                     f"{LONGEST_S:.0f}, in seconds"
                 )
-        return cls(name, hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest(), expires_s)
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        return cls(name, digest, expires_s, *_counted(given))
+
+
+def _counted(given: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Whose a conversation is, and how many he may have."""
+    owner, most = given.get("owner"), given.get("most")
+    if owner is None and most is None:
+        return "", None
+    if not isinstance(owner, str) or not 0 < len(owner) <= _LONGEST_TEXT:
+        raise ValueError(
+            f"{_FIELD}['owner']={owner!r:.60} is no name; give a text of 1 to {_LONGEST_TEXT} "
+            "characters, whose conversations are counted together"
+        )
+    if type(most) is not int or most < 0:
+        raise ValueError(
+            f"{_FIELD}['most']={most!r:.60}; give the number of conversations that the owner may "
+            "have at a time"
+        )
+    return owner, most
 
 
 class ConversationUse(NamedTuple):
