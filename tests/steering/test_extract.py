@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 from tiny_engines import SHARE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import tllm
 from demo import moods as told
 from demo.text import mood, mood_pair, neutral_opening
 from tllm import LLM, SamplingParams
@@ -425,6 +428,8 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
     plain, strong = swept.rows
     assert [row.strength for row in swept.rows] == [0.0, 4.0]
     assert plain.effect == pytest.approx(np.mean([mood(t) == "happy" for t in written[:4]]))
+    share = plain.effect  # of four texts that are happy, or are not
+    assert plain.effect_error == pytest.approx(math.sqrt(share * (1 - share) / 3))
     assert strong.perplexity > plain.perplexity > 1
     entry = module.vectors["post_block"][3]
     for row in swept.rows:
@@ -439,6 +444,8 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         found.append(log_probabilities(reference, tokens)[start - 1 :])
     assert plain.perplexity == pytest.approx(float(torch.exp(-torch.cat(found).mean())), rel=1e-3)
     assert swept.best(1.0) == plain
+    with pytest.raises(ValueError, match=r"max_perplexity_ratio=0\.5 must be 1 or more"):
+        swept.best(0.5)
     picture = swept.plot(tmp_path / "sweep.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<polyline") == 3
     assert llm.steering.modules() == before
@@ -451,3 +458,71 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         given = {"vectors": module, "strengths": [1.0], "prompts": prompts, "effect": happy} | wrong
         with pytest.raises(ValueError, match=says):
             sweep(llm, **given)
+
+
+EFFECTS = """
+def letters(text): return float(len(text))
+def none(text): return None
+def raises(text): raise KeyError("mood")
+"""
+
+
+def test_the_command_tells_what_a_strength_sweep_returns(
+    llm, mood_module, invoke, monkeypatch, tmp_path
+):
+    engines: list[Any] = []
+
+    def shared(model: str, **engine: Any) -> LLM:
+        engines.append((model, engine))
+        return llm
+
+    monkeypatch.setattr(tllm, "LLM", shared)
+    names = ("mood.safetensors", "effects.py", "more.jsonl", "rows.json", "rows.csv", "rows.svg")
+    vectors, effects, more, rows, table, picture = (tmp_path / name for name in names)
+    mood_module.save(vectors)
+    effects.write_text(EFFECTS)
+    prompts = [neutral_opening(Random(0)), llm.get_tokenizer().encode(neutral_opening(Random(1)))]
+    more.write_text(json.dumps({"prompt_token_ids": prompts[1]}))
+
+    def call(effect: str, *options: str | Path) -> tuple[int, str, str]:
+        asked = ["--vectors", vectors, "--layers", "3", "--strengths", "-4,0", "--prompt"]
+        asked += [prompts[0], "--prompts", more, "--max-tokens", "8", *options]
+        asked += ["--effect", f"{effects}:{effect}", "--engine-arg", "dtype=float32"]
+        return invoke("strength-sweep", MODEL, *map(str, asked))
+
+    status, text, error = call("letters", "--texts", more, "--out", rows, "--plot", picture)
+    assert status == 0, text + error
+    assert engines == [(MODEL, {"dtype": "float32"})]
+    module = mood_module.select(3)
+    expected = sweep(
+        llm,
+        module,
+        [-4.0, 0.0],
+        prompts,
+        lambda text: float(len(text)),
+        texts=prompts[1:],
+        max_tokens=8,
+    )
+    told = json.loads(rows.read_text())
+    assert [list(row.values()) for row in told["rows"]] == [
+        pytest.approx(list(vars(row).values())) for row in expected.rows
+    ]
+    assert (told["phase"], told["layers"], told["best"]) == (
+        "decode",
+        [3],
+        expected.best().strength,
+    )
+    assert picture.read_text() == expected.plot(tmp_path / "expected.svg").read_text()
+    assert "2/2" in text and f"best: strength {told['best']:g}" in text
+    assert all(f"{row.text_perplexity:.4g}" in text for row in expected.rows)
+
+    assert call("letters", "--out", table)[0] == 0
+    with table.open() as file:
+        first = next(csv.DictReader(file))
+    assert float(first["effect"]) == pytest.approx(expected.rows[0].effect)
+    assert first["text_perplexity"] == "", "no texts were given"
+
+    for effect, says in (("none", "None is not a number"), ("raises", "raised KeyError: 'mood'")):
+        status, _, error = call(effect)
+        assert status == 2 and says in " ".join(error.split()) and "Traceback" not in error
+    assert not [name for name in llm.steering.modules() if "sweep" in name]

@@ -14,11 +14,13 @@ from rich.markup import escape
 import tllm
 from tllm.cli import capture as capturing
 from tllm.cli import serving
+from tllm.cli import strength_sweep as strengthening
 from tllm.cli import sweep as sweeping
 from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
 from tllm.cli.store import app as store_app
 from tllm.server.settings import ServerSettings
+from tllm.spec.reading import scalar
 from tllm.stores import StoreError
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
@@ -325,6 +327,106 @@ def sweep(
     except (ValueError, OSError, ImportError) as error:
         Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+@app.command()
+def strength_sweep(
+    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    vectors: Annotated[Path, typer.Option(help="What tllm.steering.load reads.")],
+    strengths: Annotated[str, typer.Option(help="Such as -1,0,0.5,1.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt to continue; repeatable.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON Lines: texts, or objects with 'prompt' or 'prompt_token_ids'; to continue."
+        ),
+    ] = None,
+    matches: Annotated[
+        str | None,
+        typer.Option(help="A regular expression; the effect is the share of texts that have it."),
+    ] = None,
+    effect: Annotated[
+        str | None,
+        typer.Option(help="FILE.py:NAME, a function from a text to a number, in its place."),
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="JSON Lines as --prompts; read under steering, for their perplexity."),
+    ] = None,
+    hook: Annotated[
+        str | None, typer.Option(help="The hook point, where the file names none or several.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Such as 3,4; those of the file unless told.")
+    ] = None,
+    features: Annotated[
+        str | None, typer.Option(help="Of a sparse autoencoder, such as 123,77.")
+    ] = None,
+    phase: Annotated[
+        str, typer.Option(help="Tokens that are steered: any, prefill or decode.")
+    ] = "decode",
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 48,
+    temperature: Annotated[float, typer.Option(help="Of the continuations.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the continuations.")] = 0,
+    max_perplexity_ratio: Annotated[
+        float, typer.Option(help="What the best may cost, against the strength nearest to 0.")
+    ] = 1.5,
+    out: Annotated[Path | None, typer.Option(help="Write the rows: .json or .csv.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw an SVG.")] = None,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
+    ] = None,
+) -> None:
+    """Steer at several strengths, and say what each brings, and what it costs."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console()
+    try:
+        loading = {
+            "hook": hook,
+            "layers": None if layers is None else _numbers("--layers", layers),
+            "features": None if features is None else _numbers("--features", features),
+        }
+        job = strengthening.StrengthJob(
+            model,
+            vectors,
+            _reals("--strengths", strengths),
+            {name: given for name, given in loading.items() if given is not None},
+            prompt=prompt or (),
+            prompts=prompts,
+            texts=texts,
+            matches=matches,
+            effect=effect,
+            phase=phase,  # type: ignore[arg-type]
+            max_tokens=max_tokens,
+            temperature=temperature,
+            seed=seed,
+            out=out,
+            plot=plot,
+            max_perplexity_ratio=max_perplexity_ratio,
+            engine=dict(map(_argument, engine_arg or ())),
+        )
+        swept = strengthening.run(job, console)
+        strengthening.render(swept, job, console)
+        if out is not None:
+            strengthening.write(swept, job, out)
+        if plot is not None:
+            swept.plot(plot)
+    except Exception as error:  # of whatever kind, also an engine's
+        said = str(error).strip() or type(error).__name__
+        Console(stderr=True).print(f"[red]{escape(said)}[/red]", soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _reals(option: str, text: str) -> list[float]:
+    """Numbers as a command line gives them."""
+    try:
+        found = [float(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} {text!r}: give numbers with commas between") from None
+    return [scalar(number, option) for number in found]
 
 
 def _places(option: str, text: str) -> list[tuple[str, int]]:

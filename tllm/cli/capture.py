@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import tllm.stores
+from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import json_lines
@@ -145,13 +145,7 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
     engine = {"hook_points": [p.value for p in HookPoint if p.value in points], **job.engine}
     llm = LLM(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
     begin = time.monotonic()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("prompts", total=len(prompts))
         written: list[Any] = []
         remaining = iter(prompts)

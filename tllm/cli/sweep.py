@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from tllm.cli.progress import progress_bar
 from tllm.spec.reading import json_lines
 
 if TYPE_CHECKING:
@@ -80,13 +80,7 @@ def run(job: SweepJob, console: Console) -> tuple[Sweep, list[list[str]]]:
     from tllm import LLM
 
     llm = LLM(job.model, **job.engine)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)
         sweep = llm.patching.sweep(
             list(job.clean),

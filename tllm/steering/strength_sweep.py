@@ -25,7 +25,8 @@ class StrengthPoint:
     """What one strength does.
 
     Attributes:
-        effect: mean over the prompts, `effect_error` its standard error.
+        effect: mean over the prompts.
+        effect_error: its standard error, from how the prompts differ; NaN for a single one.
         perplexity: of the unsteered model on what was written; NaN where nothing was.
         text_perplexity: of the steered model on the fixed texts; NaN without any.
     """
@@ -56,7 +57,12 @@ class StrengthSweep:
 
     def best(self, max_perplexity_ratio: float = 1.5) -> StrengthPoint:
         """The strength with the greatest effect among those whose texts the unsteered model finds
-        at most so much more surprising than those at the least strength in size."""
+        at most so much more surprising than those at the least strength in size.
+
+        Raises `ValueError` for a ratio below 1, which not even that strength meets.
+        """
+        if not max_perplexity_ratio >= 1:
+            raise ValueError(f"max_perplexity_ratio={max_perplexity_ratio} must be 1 or more")
         plain = min(self.rows, key=lambda row: abs(row.strength))
         limit = plain.perplexity * max_perplexity_ratio
         return max((r for r in self.rows if r.perplexity <= limit), key=lambda row: row.effect)
@@ -79,6 +85,7 @@ def sweep(
     max_tokens: int = 48,
     temperature: float = 0.0,
     seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> StrengthSweep:
     """Steer at several strengths; measure what it brings, and what it costs.
 
@@ -96,6 +103,7 @@ def sweep(
         phase: the tokens that are steered while it writes; `texts` are steered in whole.
         texts: of two tokens and more.
         max_tokens, temperature, seed: of the continuations.
+        progress: called with how many strengths are done, and of how many.
 
     Raises:
         ValueError: no strengths or prompts, or steering that is refused.
@@ -128,16 +136,23 @@ def sweep(
                 StrengthPoint(
                     strength,
                     float(np.mean(effects)),
-                    float(np.std(effects) / math.sqrt(len(effects))),
+                    _standard_error(effects),
                     _perplexity(llm, [(p + c, len(p)) for p, c in tokens if c], None),
                     _perplexity(llm, [(t, 1) for t in texts], (reading, strength)),
                 )
             )
+            if progress is not None:
+                progress(len(rows), len(strengths))
     finally:
         for name in (writing, reading):
             if name in llm.steering.modules():
                 llm.steering.unregister_module(name)
     return StrengthSweep(tuple(rows))
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of their mean; one value says nothing of it."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def _input(prompt: Prompt) -> Any:

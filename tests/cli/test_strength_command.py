@@ -1,0 +1,71 @@
+"""`tllm strength-sweep`: what is asked wrongly is refused before an engine starts.
+
+What it does in an engine is shown in `tests/steering/test_extract.py`, beside the call's own test.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tllm.steering import SteeringModule
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """What is right up to the model, which is none."""
+    path = tmp_path / "mood.safetensors"
+    SteeringModule.from_directions({3: np.ones(8)}).save(path)
+    return {
+        "--vectors": str(path),
+        "--strengths": "-1,0,1",
+        "--prompt": "One day",
+        "--matches": "happy",
+    }
+
+
+FUNCTIONS = """
+def sad(text): return -1.0
+LENGTH = 3
+"""
+
+
+def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
+    functions, broken, lines = (tmp_path / name for name in ("f.py", "b.py", "lines.jsonl"))
+    functions.write_text(FUNCTIONS)
+    broken.write_text("import no_such_module")
+    lines.write_text('"One day"\n{"promt": "One day"}\n')
+    (tmp_path / "none.jsonl").touch()
+    for changed, message in (
+        ({"--strengths": "0,much"}, "--strengths '0,much': give numbers with commas between"),
+        ({"--strengths": "0,inf"}, "--strengths=inf is not finite"),
+        ({"--prompt": None}, "give at least one --prompt, or --prompts"),
+        ({"--prompts": lines}, "line 2: give a text, or an object with 'prompt'"),
+        ({"--texts": tmp_path / "none.jsonl"}, "none.jsonl has no lines"),
+        ({"--texts": tmp_path / "lost.jsonl"}, "No such file"),
+        ({"--matches": None}, "give --matches REGEX"),
+        ({"--effect": f"{functions}:sad"}, "one of the two"),
+        ({"--matches": "(happy"}, "is no regular expression: missing )"),
+        ({"--matches": None, "--effect": "f:sad"}, "is not FILE.py:NAME"),
+        ({"--matches": None, "--effect": "lost.py:sad"}, "'lost.py' is no file"),
+        ({"--matches": None, "--effect": f"{functions}:LENGTH"}, "has no function 'LENGTH'"),
+        ({"--matches": None, "--effect": f"{broken}:sad"}, "the file raised ModuleNotFoundError"),
+        ({"--phase": "later"}, "--phase 'later' is not known; give any, prefill or decode"),
+        ({"--max-tokens": "0"}, "--max-tokens 0 must be 1 or more"),
+        ({"--temperature": "-1"}, "--temperature -1.0 must be 0 or more"),
+        ({"--max-perplexity-ratio": "0.5"}, "--max-perplexity-ratio 0.5 must be 1 or more"),
+        ({"--out": tmp_path / "rows.txt"}, "must end in .json or .csv"),
+        ({"--plot": tmp_path / "rows.png"}, "must end in .svg"),
+        ({"--out": tmp_path / "lost" / "rows.csv"}, "there is no folder"),
+        ({"--vectors": tmp_path / "lost.gguf"}, "No such file"),
+        ({"--layers": "2"}, "has vectors for the layers [3]"),
+        ({"--features": "2"}, "features= is for sparse autoencoders"),
+        ({"--engine-arg": "dtype"}, "--engine-arg 'dtype' is not NAME=VALUE"),
+        ({}, "no engine with the model 'no-model': "),
+    ):
+        given = {name: str(value) for name, value in (asked | changed).items() if value is not None}
+        options = [part for option in given.items() for part in option]
+        status, out, error = invoke("strength-sweep", "no-model", *options)
+        assert status == 2, changed
+        assert message in " ".join(error.split()), (changed, error)
+        assert "Traceback" not in out + error
