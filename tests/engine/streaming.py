@@ -240,6 +240,9 @@ async def main(model: str, output: str) -> None:
         "steering": await refused_session(engine, {}, vector),
         "other steering": await refused_session(engine, vector, {"steering_module_ref": "none"}),
         "stop_when": await refused_session(engine, {"stop_when": ALWAYS}, {}),
+        "conversation": await refused_session(
+            engine, {"conversation": {"id": "streamed", "key": "a secret of this"}}, {}
+        ),
         "scope": await refused_session(engine, {"steering_vectors": REMEMBERED}, {}),
         "deltas": await refused_session(engine, {}, {"output_kind": RequestOutputKind.DELTA}),
         "the same": await refused_session(engine, {"capture": other}, {"capture": other}),

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from vllm.exceptions import VLLMClientError
 
 from engine.asking import generate, greedy, prompts_of, sampled
 from engine.drawn_methods import METHODS, drawn
@@ -28,7 +29,7 @@ from engine.test_remembering import (
     remembering,
     rest,
 )
-from tllm import SamplingParams
+from tllm import BeamSearchParams, PoolingParams, SamplingParams
 from tllm.client.core import Client
 from tllm.engine.conversations import Conversations
 
@@ -379,6 +380,19 @@ def test_engines_of_several_parts_refuse(facts, replicas, sentence):
     client.replicas = replicas
     with pytest.raises(ValueError, match=sentence):
         next(client._enter(SamplingParams(conversation=named("a")).asked.conversation, ()))
+
+
+def test_beams_and_pooling_are_refused_a_conversation(llm, name):
+    """Streamed prompts are in test_streaming.py; nothing is begun."""
+    given, [prompt] = named(name), prompts_of([12])
+    beams = BeamSearchParams(beam_width=2, max_tokens=2, conversation=given)
+    with pytest.raises(VLLMClientError, match="conversation was asked, but a beam is computed by"):
+        llm.beam_search([{"prompt_token_ids": prompt}], beams)
+    pooled = PoolingParams(task="embed", conversation=given)
+    with pytest.raises(ValueError, match="conversation was given for pooling"):
+        llm.llm_engine.add_request("pooled", {"prompt_token_ids": prompt}, pooled)
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert name not in llm.steering.conversations()
 
 
 def test_conversations_are_limited_and_room_is_made_by_those_that_expired():

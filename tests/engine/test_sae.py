@@ -447,6 +447,13 @@ def test_a_feature_stops_is_a_monitor_and_judges_prompts(llm, reference, probed)
     assert any(held)
     assert list(ended.outputs[0].token_ids) == tokens[: held.index(True) + 1]
     assert ended.outputs[0].stop_reason == "feature"
+    of_prompt = (scores[: len(prompt)] > gate.edge).any()
+    assert of_prompt
+    for refuses, edge in ((True, gate.edge), (False, 1e9)):
+        when = {**gate.when, "above": edge}
+        [asked] = generate(llm, [prompt], greedy(4, abort_when=when))
+        assert asked.outputs[0].stop_reason == ("standard" if refuses else None)
+        assert list(asked.outputs[0].token_ids) == ([] if refuses else tokens[:4])
     mean = {**gate.when, "over": "prompt_mean", "name": "mean"}
     entry = {"vector": torch.ones(HIDDEN), "when": mean}
     for name in ("standard", "layer norm", "rescaled"):
@@ -460,6 +467,32 @@ def test_a_feature_stops_is_a_monitor_and_judges_prompts(llm, reference, probed)
     llm.unregister_consumer("standard")
     assert generate(llm, [prompt], greedy(2, stop_when="feature"))  # as it was registered
     llm.steering.unregister_monitor("feature")
+
+
+def test_features_without_a_name_at_one_place_have_signals_of_their_own(llm, reference, probed):
+    """Each with its own scores, beside a probe there and one that is called as the place is."""
+    gates = [probed[name] for name in ("standard", "jumprelu")]
+    row = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(8))
+    whens = [{k: v for k, v in gate.when.items() if k != "name"} for gate in gates]
+    place = f"{PLACE[0]}:{PLACE[1]}"
+    probe = {"hook": PLACE[0], "layer": PLACE[1], "vector": row}
+    whens += [{"probe": probe, "above": 1e9}, {"probe": probe, "above": 2e9, "name": place}]
+    entries = [{"vector": torch.zeros(HIDDEN) + 1e-6, "when": when} for when in whens]
+    [prompt] = prompts_of([30], seed=4)
+    asked = greedy(2, steering_vectors={"post_block": {3: entries}})
+    [sample] = generate(llm, [prompt], asked)[0].outputs
+    assert set(sample.signals) == {place, *(f"{place}#{i}" for i in (2, 3, 4))}
+    _, states = reference.run([*prompt, *sample.token_ids][:-1], [PLACE])
+    rows = states[PLACE]
+    wanted = [rows @ row, *(gate.score(rows) for gate in gates), rows @ row]
+    for name, scores in zip((place, *(f"{place}#{i}" for i in (2, 3, 4))), wanted, strict=True):
+        signal = sample.signals[name]
+        ours = torch.from_numpy(signal.scores)
+        torch.testing.assert_close(ours, scores[signal.positions], rtol=1e-4, atol=2e-3)
+    never = [{**when, "above": 1e9} for when in whens[:1]]
+    stops = [{k: v for k, v in whens[1].items() if k not in ("above", "below")} | {"above": -1.0}]
+    [ended] = generate(llm, [prompt], greedy(4, stop_when=[*never, *stops]))
+    assert ended.outputs[0].stop_reason == f"{place}#2"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
     assert "asks for DELTA, and the request for CUMULATIVE" in refused["deltas"]
     assert refused["the same"] is refused["the same steering"] is None
     assert "stop_when was given for a prompt that is streamed" in refused["stop_when"]
+    assert "conversation was given for a prompt that is streamed" in refused["conversation"]
     assert (
         "decides on later tokens ('scope', 'over'), and was given for a prompt that is streamed"
         in refused["scope"]
