@@ -228,6 +228,7 @@ def main(
         print("skipped: transformer_lens is not installed (pip install 'transformer_lens<4')")
         return
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else the engine's attention multiplies with TF32
     from tllm import LLM
 
     on_gpu = {"gpu_memory_utilization": 0.3, "max_num_seqs": 256}
