@@ -17,7 +17,7 @@ SHOWN = 20
 """Differences that are printed; the JSON file has all."""
 _COLOURS = {"certified": "green", "incomplete": "yellow", "differs": "red"}
 _SAYS = {
-    "certified": "Everything was compared, and nothing differs.",
+    "certified": "Every hook point was compared, and nothing differs.",
     "incomplete": "Nothing differs, and not everything could be compared.",
     "differs": "There are differences: do not trust this model here.",
 }

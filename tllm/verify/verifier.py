@@ -604,7 +604,7 @@ class Verifier:
         batches = self.certificate.batches
         if on_edge := sum(batch.on_edge for batch in batches):
             self.certificate.notes.append(
-                f"{on_edge} sequences were not compared: rounding decides a condition of theirs"
+                f"sequences not compared, since rounding decides a condition of theirs: {on_edge}"
             )
         cache = self.config.cache_config
         if not cache.enable_prefix_caching:
