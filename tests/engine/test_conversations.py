@@ -31,7 +31,7 @@ from engine.test_remembering import (
 )
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
 from tllm.client.core import Client
-from tllm.engine.conversations import Conversations
+from tllm.engine.conversations import MOST_CONDITIONS, Conversations
 
 ROUNDS = int(os.environ.get("TLLM_ORACLE_REQUESTS", 48)) // 12
 KEY = "a secret of this test"
@@ -412,6 +412,27 @@ def test_conversations_are_limited_and_room_is_made_by_those_that_expired():
     again = there.enter("two", keys[0], 10, now=110)  # expired: whoever comes first has the name
     assert again.serial > third.serial
     assert there.forget("two", 111) and not there.described(130)
+
+
+def test_a_conversation_has_so_many_conditions(llm, name):
+    """Else requests with a threshold of their own each would fill the memory of the engine."""
+    there, key = Conversations(2), b"a" * 32
+    conditions = [f"token:{i}" for i in range(MOST_CONDITIONS)]
+    first = there.enter("one", key, 10, 0, conditions=conditions)
+    assert there.enter("one", key, 10, 1, conditions=conditions[3:]) == first
+    with pytest.raises(ValueError, match=r"'one' would have 257 conditions .* at most 256; "):
+        there.enter("one", key, 10, 2, conditions=["token:0", "another"])
+    assert there.described(2)["one"]["requests"] == 2
+    there.enter("two", key, 10, 2, conditions=["another"])
+    assert there.forget("one", 3)
+    there.enter("one", key, 10, 3, conditions=["another"])
+    [prompt] = prompts_of([4])
+    with pytest.raises(ValueError, match=r"would have \d+ conditions .* at most 256; "):
+        for i in range(MOST_CONDITIONS // 20 + 1):
+            whens = [{**KEPT, "above": 1e6 + 20 * i + j} for j in range(20)]
+            entries = [{"vector": V, "when": when} for when in whens]
+            generate(llm, [prompt], greedy(1, **of(entries, conversation=named(name))))
+    assert i == MOST_CONDITIONS // 20
 
 
 def test_an_owner_has_so_many_conversations_and_others_have_theirs():

@@ -379,9 +379,10 @@ class Client:
                 "conversation: a condition of steering has scope='conversation', and this engine "
                 f"has {what}; start it with {option}_parallel_size=1, or give scope='rest'"
             )
+        kept = [gate.kept_as for gate in gates_of(groups).values() if gate.kept_as]
         given = (
             *(named.id, named.key_digest, named.expires_s, time.time()),
-            *(named.owner, named.most),
+            *(named.owner, named.most, kept),
         )
         answers = yield WorkerCall("enter_conversation", given)
         return use_of_conversation(groups, *answers[0])

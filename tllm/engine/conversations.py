@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hmac
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+MOST_CONDITIONS = 256
+"""The most different conditions of which requests of one conversation may ask that it remembers."""
 
 
 class ConversationPlace(NamedTuple):
@@ -28,6 +32,7 @@ class _Conversation:
     expires: float
     owner: str = ""
     requests: int = 0
+    conditions: set[str] = field(default_factory=set)
 
     def name(self, now: float, expires_s: float) -> ConversationPlace:
         """A request names it: where it is."""
@@ -59,6 +64,7 @@ class Conversations:
         now: float,
         owner: str = "",
         most: int | None = None,
+        conditions: Collection[str] = (),
     ) -> ConversationPlace:
         """A request names a conversation: where it is. One that is not there begins.
 
@@ -68,6 +74,7 @@ class Conversations:
             now: in seconds since the epoch.
             owner: of one that begins.
             most: how many the owner may have; None for as many as there is room for.
+            conditions: of the request, as the conversation knows them.
 
         Raises `ValueError` for the wrong key, and where there is no room.
         """
@@ -83,6 +90,13 @@ class Conversations:
                 f"conversation: {name!r:.80} was begun with another key; give its key (over HTTP "
                 "with the same API key), or another id"
             )
+        count = len(known.conditions.union(conditions))
+        if count > MOST_CONDITIONS:
+            raise ValueError(
+                f"conversation: {name!r:.80} would have {count} conditions that differ, and "
+                f"remembers at most {MOST_CONDITIONS}; give those again that it has, or another id"
+            )
+        known.conditions.update(conditions)
         return known.name(now, expires_s)
 
     def _check_owner(self, name: str, owner: str, most: int | None, now: float) -> None:

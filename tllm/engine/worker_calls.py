@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -174,9 +174,11 @@ class WorkerCalls:
         now: float,
         owner: str = "",
         most: int | None = None,
+        conditions: Collection[str] = (),
     ) -> ConversationPlace:
         """See `Conversations.enter`."""
-        return self._conversations.enter(name, key_digest, expires_s, now, owner, most)
+        given = now, owner, most, conditions
+        return self._conversations.enter(name, key_digest, expires_s, *given)
 
     def forget_conversation(self, name: str, now: float) -> bool:
         """See `Conversations.forget`."""
