@@ -6,6 +6,7 @@ import os
 import re
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tllm.client.core import check_acting
 from tllm.client.request import Uses
 from tllm.consumers.base import Consumer
 from tllm.ports import (
+    Action,
     Actions,
     ConsumerFlow,
     Note,
@@ -233,10 +235,63 @@ def test_an_action_for_a_request_that_has_ended_is_counted(llm):
     assert stats["by_consumer"]["watch"]["actions"]["too_late"] == 2
 
 
-def test_what_is_no_action_is_refused(llm):
-    llm.register_consumer(Script(lambda kept, rows: ["stop"]))
+@pytest.mark.parametrize("wrong", [lambda r: "stop", Action, lambda r: Stop(r.slot, "out")])
+def test_what_is_no_action_is_refused(llm, wrong):
+    """And nothing is done of what came before it."""
+
+    def decide(kept, rows):
+        (request,) = rows.meta.requests
+        return [Stop(request, reason="out"), wrong(request)]
+
+    llm.register_consumer(Script(decide))
     (output,) = generate(llm, [PROMPT], greedy(3, **watched(0)))
-    assert "decide returned 'stop'" in output.outputs[0].consumer_results["watch"].error
+    assert "decide returned" in output.outputs[0].consumer_results["watch"].error
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_an_action_for_a_request_of_another_engine_takes_nothing_else_along(llm):
+    def decide(kept, rows):
+        (request,) = rows.meta.requests
+        return [Stop(replace(request, slot=10**6), reason="gone"), Stop(request, reason="out")]
+
+    llm.register_consumer(Script(decide))
+    (output,) = generate(llm, [PROMPT], greedy(3, **watched(0)))
+    assert output.outputs[0].stop_reason == "out"
+    (stats,) = llm.intervention_stats()
+    actions = stats["by_consumer"]["watch"]["actions"]
+    assert (actions["too_late"], actions["raised"]) == (1, 0)
+
+
+def test_what_a_thread_raises_by_the_last_row_is_heard(llm):
+    def decide(kept, rows):
+        (request,) = rows.meta.requests
+        if rows.meta.positions[0] == request.prompt_len + 1:
+            time.sleep(0.5)  # the request ends meanwhile
+            raise RuntimeError("dropped it")
+        return [Note(request, {})]
+
+    llm.register_consumer(Script(decide, window="background"))
+    (output,) = generate(llm, [PROMPT], greedy(3, **watched(0)))
+    result = output.outputs[0].consumer_results["watch"]
+    assert (result.status, result.error) == ("error", "RuntimeError: dropped it")
+
+
+def test_what_is_decided_after_decide_raised_does_not_hide_that(llm):
+    def decide(kept, rows):
+        if rows.meta.positions[0] == kept[0].prompt_len and len(kept) == 1:
+            raise RuntimeError("dropped it")
+        return [Stop(kept[0], reason="out")]
+
+    class Alone(Script):
+        def flows(self):
+            (flow,) = super().flows()
+            return [ConsumerFlow(flow.reads, flow.writes, bundle_key=["request_id"])]
+
+    llm.register_consumer(Alone(decide))
+    outputs = generate(llm, [PROMPT] * 2, [greedy(6, **watched(0))] * 2)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [6, 6]
+    first = outputs[0].outputs[0].consumer_results["watch"]
+    assert (first.status, first.error) == ("error", "RuntimeError: dropped it")
 
 
 def test_a_request_that_came_before_its_controller_is_told(llm):
@@ -562,16 +617,19 @@ def test_what_a_thread_decides_acts_when_it_is_ready(llm, reference, later):
     engine.add_request("slow", {"prompt_token_ids": PROMPT}, greedy(10, **watched(0)))
     generated = 0
     while generated < 3 + later:  # those before are computed with the step
-        (output,) = engine.step() or [None]
-        generated = 0 if output is None else len(output.outputs[0].token_ids)
-    # Of the rows so far the last is that of the token before the last.
-    first = len(PROMPT) + generated - 1
+        for output in engine.step():
+            generated = len(output.outputs[0].token_ids)
+            assert not output.finished
+    # An engine that schedules ahead has computed rows whose tokens are not here yet.
+    (running,) = engine.engine_core.engine_core.scheduler.requests.values()
+    first = running.num_computed_tokens
+    assert first >= len(PROMPT) + generated - 1
     GO.set()
     while waiting(llm):
         time.sleep(0.01)
     while engine.has_unfinished_requests():
-        (output,) = engine.step()
-    (sample,) = output.outputs
+        outputs = engine.step()
+    (sample,) = outputs[0].outputs
     (action,) = sample.consumer_results["watch"].payload.actions
     lag = first - (len(PROMPT) + 2)
     assert (action.acts_from, action.lag_steps, action.error) == (first, lag, None)

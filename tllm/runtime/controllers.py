@@ -215,7 +215,8 @@ class Controllers:
         then nothing is done."""
         decided = list(actions)
         for action in decided:
-            if not isinstance(action, Action) or not isinstance(action.request, RequestInfo):
+            known_kind = isinstance(action, (Steer, SetScale, Stop, Note))
+            if not known_kind or not isinstance(action.request, RequestInfo):
                 raise TypeError(
                     f"decide returned {action!r:.80}; it returns Steer, SetScale, Stop and Note, "
                     "each with one of rows.meta.requests"
@@ -234,8 +235,8 @@ class Controllers:
         owner = flow.owner
         counts = self._counts[owner.id]
         counts.by_kind[type(action).__name__] += 1
-        sequence = self._slots.by_slot[action.request.slot]
-        if sequence is None or sequence.ended or not self._slots.is_current(action.request):
+        sequence = self._running(action.request)
+        if sequence is None or sequence.ended:
             counts.too_late += 1
             return
         decided = DecidedAction(owner.id, action.verb, position, {}, step, flow.flow.window)
@@ -245,10 +246,22 @@ class Controllers:
         if error is not None:
             decided.error = error
             counts.refused += 1
-        if sequence.controlled is None or not owner.serves(sequence):
+        if not owner.serves(sequence):
+            return  # it has heard why it goes on without the consumer, or never asked for it
+        if sequence.controlled is None:
             sequence.errors[owner.id] = decided.error or ""
         else:
             sequence.controlled.decided.setdefault(owner.id, []).append(decided)
+
+    def _running(self, request: RequestInfo) -> RunningSequence | None:
+        """The sequence of a request; None where it is gone, whoever has its slot now."""
+        by_slot = self._slots.by_slot
+        sequence = by_slot[request.slot] if 0 <= request.slot < len(by_slot) else None
+        if sequence is None:
+            return None
+        info = sequence.info
+        same = (info.prompt_id, info.sample_index) == (request.prompt_id, request.sample_index)
+        return sequence if same else None
 
     @staticmethod
     def _refusal(flow: BoundFlow, action: Action, sequence: RunningSequence) -> str | None:
@@ -284,15 +297,14 @@ class Controllers:
             if sequence.controlled.stop is None:
                 sequence.controlled.stop = decided
                 self._stopping[sequence.engine_id] = sequence
-        elif isinstance(action, (Steer, SetScale)):
+        else:
+            assert isinstance(action, (Steer, SetScale))
             try:
                 decided.data, decision = self._decision(sequence, decided.consumer, action, known)
             except (TypeError, ValueError) as error:
                 return str(error)
             with self._lock:
                 self._waiting.append((decision, decided))
-        else:
-            return f"{type(action).__name__} is no action that is known"
         return None
 
     def _decision(
@@ -326,7 +338,7 @@ class Controllers:
         counts = self._counts[owner.id]
         counts.raised += 1
         text = f"{type(error).__name__}: {error}"
-        found = (self._slots.by_slot[request.slot] for request in bundle.meta.requests)
+        found = map(self._running, bundle.meta.requests)
         failed = [(sequence.engine_id, owner.id, text) for sequence in found if sequence]
         with self._lock:
             self._failed += failed

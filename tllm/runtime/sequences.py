@@ -131,6 +131,10 @@ class RunningSequences:
             return
         self.dispatcher.before_forward()
         if sequence.controlled is not None:
+            # What a thread has still to decide may raise, and that is to be heard, too.
+            for owner in self.consumers:
+                if owner.serves(sequence):
+                    self.dispatcher.flush(owner)
             self.controllers.note_failures(sequence)
         self.results.conclude(sequence, self.consumers.step)
         self.additions.forget(sequence.info.slot)
