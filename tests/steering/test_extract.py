@@ -460,6 +460,23 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
             sweep(llm, **given)
 
 
+def test_what_fills_the_context_has_a_perplexity(llm, reference, mood_module):
+    context = llm.llm_engine.model_config.max_model_len
+    opening = reference.tokenizer(HAPPY[0]).input_ids
+    prompt = (opening * context)[: context - 2]
+    (row,) = sweep(llm, mood_module.select(3), [0.0], [prompt], len, max_tokens=8).rows
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    written = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0].outputs[0]
+    assert len(written.token_ids) == 2
+    first = log_probabilities(reference, [*prompt, written.token_ids[0]])[-1]
+    assert row.perplexity == pytest.approx(float(torch.exp(-first)), rel=1e-3)
+    assert math.isnan(row.effect_error)
+    prompt.append(written.token_ids[0])
+    full = sweep(llm, mood_module.select(3), [0.0], [prompt], len, max_tokens=8)
+    with pytest.raises(ValueError, match=r"strength 0\.0 has no perplexity to compare with"):
+        full.best()
+
+
 EFFECTS = """
 def letters(text): return float(len(text))
 def none(text): return None

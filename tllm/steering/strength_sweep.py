@@ -27,7 +27,8 @@ class StrengthPoint:
     Attributes:
         effect: mean over the prompts.
         effect_error: its standard error, from how the prompts differ; NaN for a single one.
-        perplexity: of the unsteered model on what was written; NaN where nothing was.
+        perplexity: of the unsteered model on what was written, but for the token that fills the
+            context; NaN where that is nothing.
         text_perplexity: of the steered model on the fixed texts; NaN without any.
     """
 
@@ -59,11 +60,17 @@ class StrengthSweep:
         """The strength with the greatest effect among those whose texts the unsteered model finds
         at most so much more surprising than those at the least strength in size.
 
-        Raises `ValueError` for a ratio below 1, which not even that strength meets.
+        Raises `ValueError` for a ratio below 1, which not even that strength meets, and where that
+        strength has no perplexity.
         """
         if not max_perplexity_ratio >= 1:
             raise ValueError(f"max_perplexity_ratio={max_perplexity_ratio} must be 1 or more")
         plain = min(self.rows, key=lambda row: abs(row.strength))
+        if math.isnan(plain.perplexity):
+            raise ValueError(
+                f"strength {plain.strength} has no perplexity to compare with: what it wrote fills "
+                "the context; give shorter prompts"
+            )
         limit = plain.perplexity * max_perplexity_ratio
         return max((r for r in self.rows if r.perplexity <= limit), key=lambda row: row.effect)
 
@@ -117,6 +124,8 @@ def sweep(
     if isinstance(texts, str):
         raise ValueError("texts is one text; give a list of them")
     field = "vectors" if phase == "any" else f"{phase}_vectors"
+    # A prompt leaves room for one token: what filled the context is read but for its last.
+    longest = llm.llm_engine.model_config.max_model_len - 1
     writing, reading = f"{_MODULE} writing", f"{_MODULE} reading"
     llm.steering.register_module(writing, {field: vectors})
     try:
@@ -137,7 +146,7 @@ def sweep(
                     strength,
                     float(np.mean(effects)),
                     _standard_error(effects),
-                    _perplexity(llm, [(p + c, len(p)) for p, c in tokens if c], None),
+                    _perplexity(llm, [((p + c)[:longest], len(p)) for p, c in tokens if c], None),
                     _perplexity(llm, [(t, 1) for t in texts], (reading, strength)),
                 )
             )
