@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMClientError
 
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition
-from engine.test_conditions import BORDER, PLACES, SCORES
+from engine.test_conditions import BORDER, PLACES, SCORES, small_mlp
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
@@ -290,6 +290,28 @@ def test_what_cannot_end_a_request_is_refused(llm, asked, sentence):
     with pytest.raises(ValueError, match=sentence):
         generate(llm, [PROMPT], greedy(2, **asked))
     assert tokens_of(generate(llm, [PROMPT], greedy(1)))
+
+
+def test_a_small_mlp_ends_samples_and_refuses_prompts(llm, reference):
+    place = ("post_block", 1)
+    probe, score = small_mlp(random.Random(2))
+    probe |= {"hook": place[0], "layer": place[1]}
+    [prompt] = prompts_of([30], seed=4)
+    [free] = generate(llm, [prompt], greedy(8))
+    tokens = list(free.outputs[0].token_ids)
+    _, states = reference.run([*prompt, *tokens][:-1], [place])
+    scores = score(states[place])
+    of_prompt, generated = scores[:30], scores[30:]
+    edge = float(generated.sort().values[-2:].mean())  # between the largest and the one before it
+    [ended] = generate(llm, [prompt], greedy(8, stop_when={"probe": probe, "above": edge}))
+    assert ended.outputs[0].stop_reason == "post_block:1"
+    assert list(ended.outputs[0].token_ids) == tokens[: int(generated.argmax()) + 1]
+    edges = of_prompt.sort().values[-2:].mean(), of_prompt.max() + 1
+    for edge, refused in zip(map(float, edges), (True, False), strict=True):
+        asked = greedy(8, abort_when={"probe": probe, "above": edge})
+        [output] = generate(llm, [prompt], asked)
+        assert output.outputs[0].stop_reason == ("post_block:1" if refused else None)
+        assert list(output.outputs[0].token_ids) == ([] if refused else tokens)
 
 
 def test_beams_and_prompts_that_only_are_pooled_cannot_end(llm):
