@@ -645,3 +645,55 @@ def test_what_a_thread_decides_acts_when_it_is_ready(llm, reference, later):
 def waiting(llm):
     (stats,) = llm.intervention_stats()
     return stats["by_consumer"]["watch"]["waiting"]
+
+
+TURNS = [threading.Event() for _ in range(2)]
+"""What the controller that raises late waits for, at the first rows."""
+
+
+class Late(Watch):
+    """Raises for requests that ask for it, when it is let."""
+
+    def __init__(self):
+        super().__init__("background")
+
+    def decide(self, rows, ctx):
+        (request,) = rows.meta.requests
+        if request.options["above"]:
+            TURNS[min(rows.meta.positions[0] - request.prompt_len, 1)].wait(60)
+            raise RuntimeError("dropped it")
+        return [Note(request, {"slot": request.slot})]
+
+
+def test_what_a_thread_raises_late_is_not_told_to_who_has_the_slot_now(llm):
+    """The first request goes on without the consumer, and its end does not wait for the thread."""
+    for turn in TURNS:
+        turn.clear()
+    llm.register_consumer(Late())
+    engine = llm.llm_engine
+
+    def step_to(tokens):
+        last = None
+        while last is None or len(last.outputs[0].token_ids) < tokens:
+            outputs = engine.step()
+            last = outputs[0] if outputs else last
+        return last
+
+    def let_raise(number):
+        TURNS[number].set()
+        while True:
+            (stats,) = llm.intervention_stats()
+            if stats["by_consumer"]["watch"].get("actions", {}).get("raised", 0) > number:
+                return
+            time.sleep(0.01)
+
+    engine.add_request("first", {"prompt_token_ids": PROMPT}, greedy(8, **watched(1)))
+    step_to(4)
+    let_raise(0)
+    step_to(8)
+    generate(llm, [[1]], greedy(1))  # the engine says with its next step who has ended
+    engine.add_request("second", {"prompt_token_ids": PROMPT}, greedy(8, **watched(0)))
+    step_to(2)
+    let_raise(1)
+    result = step_to(8).outputs[0].consumer_results["watch"]
+    assert (result.status, result.error) == ("ok", None)
