@@ -608,9 +608,11 @@ class Slow(Gate):
                 yield Steer(request, STEERED, tokens=4)
 
 
+@pytest.mark.parametrize("engine_name", ["llm", "tight_llm"])
 @pytest.mark.parametrize("later", [1, 3])
-def test_what_a_thread_decides_acts_when_it_is_ready(llm, reference, later):
-    """The engine goes on meanwhile."""
+def test_what_a_thread_decides_acts_when_it_is_ready(engine_name, reference, later, request):
+    """The engine goes on meanwhile, also where it schedules ahead."""
+    llm = request.getfixturevalue(engine_name)
     GO.clear()
     llm.register_consumer(Slow())
     engine = llm.llm_engine
