@@ -435,14 +435,16 @@ def _compared_at(findings: Sequence[Finding]) -> list[str]:
     """In which rows points were compared that the first ones were written before."""
     right = [one for one in findings if one.is_right]
     older = {one.family for one in right if one.runner == "V1 CPU" and "embed" not in one.worst}
-    routed = {one.family for one in right if "router" in one.worst}
-    keyed = {one.family for one in right if "k" in one.worst}
     but = f", but for these, which are older: {', '.join(sorted(older))}" if older else ""
+    routed, keyed = (
+        ", ".join(sorted({one.family for one in right if point in one.worst})) or "none"
+        for point in ("router", "k")
+    )
     return [
         f"`embed`, and `attn_heads` where there is one, were compared in every row{but}. `router` "
         "is a point of mixtures of experts; it was compared, and steered, in these rows: "
-        f"{', '.join(sorted(routed)) or 'none'}. `q`, `k` and `v` are newer than other rows, whose "
-        f'"all" is without them; they were compared in these: {", ".join(sorted(keyed)) or "none"}.',
+        f'{routed}. `q`, `k` and `v` are newer than other rows, whose "all" is without them; they '
+        f"were compared in these: {keyed}.",
     ]
 
 
