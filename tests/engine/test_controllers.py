@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -246,6 +247,18 @@ def test_what_is_no_action_is_refused(llm, wrong):
     llm.register_consumer(Script(decide))
     (output,) = generate(llm, [PROMPT], greedy(3, **watched(0)))
     assert "decide returned" in output.outputs[0].consumer_results["watch"].error
+    assert len(output.outputs[0].token_ids) == 3
+
+
+def test_what_never_ends_is_refused(llm):
+    def decide(kept, rows):
+        (request,) = rows.meta.requests
+        return (Note(request, {"number": number}) for number in count())
+
+    llm.register_consumer(Script(decide))
+    (output,) = generate(llm, [PROMPT], greedy(3, **watched(0)))
+    result = output.outputs[0].consumer_results["watch"]
+    assert "more than 4096 actions for 1 requests" in result.error and result.payload is None
     assert len(output.outputs[0].token_ids) == 3
 
 

@@ -6,6 +6,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,6 +30,9 @@ from tllm.runtime.slots import RunningSequence, Slots
 from tllm.spec.reading import scalar, whole_number
 from tllm.spec.selection import END
 from tllm.spec.tiers import Tiers
+
+MAX_ACTIONS = 4096
+"""The most that one call of `decide` may return."""
 
 _LATE = (
     "the request was added before consumer {consumer!r} was registered, and nothing that it "
@@ -211,9 +215,17 @@ class Controllers:
     def hear(
         self, flow: BoundFlow, bundle: PortBundle, actions: Iterable[Action], step: int
     ) -> None:
-        """A consumer has decided by the rows of a bundle. Raises `TypeError` for what is no action;
-        then nothing is done."""
-        decided = list(actions)
+        """A consumer has decided by the rows of a bundle.
+
+        Raises `TypeError` for what is no action, and `ValueError` for more than `MAX_ACTIONS`: then
+        nothing is done.
+        """
+        decided = list(islice(actions, MAX_ACTIONS + 1))
+        if len(decided) > MAX_ACTIONS:
+            raise ValueError(
+                f"decide returned more than {MAX_ACTIONS} actions for {len(bundle.meta.requests)} "
+                "requests; does it end?"
+            )
         for action in decided:
             known_kind = isinstance(action, (Steer, SetScale, Stop, Note))
             if not known_kind or not isinstance(action.request, RequestInfo):
