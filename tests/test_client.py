@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import fields
 from types import SimpleNamespace
 
 import msgspec
@@ -15,7 +16,10 @@ from tllm import PoolingParams, SamplingParams
 from tllm.client import checked_params
 from tllm.client.core import Client
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.spec.conversations import ConversationUse
 from tllm.spec.groups import GroupUse
+from tllm.spec.media import MediaItem
+from tllm.spec.patching import PatchUse
 from tllm.spec.request import EXTRA_ARG, RequestSpec, RowsRead
 from tllm.spec.selection import Selection
 
@@ -228,7 +232,28 @@ def test_parameters_that_were_changed_are_checked_as_vllm_checks_its_copy():
 def test_what_a_request_asks_arrives_as_it_was_sent():
     use = GroupUse("decode", Selection.parse("last_prompt"), "digest")
     read = RowsRead("capture", Selection(), once=True)
-    full = RequestSpec("a", "b", 3, {"c": {"k": 1}}, (read,), True, True, (use,))
+    full = RequestSpec(
+        request_id="a",
+        prompt_id="b",
+        num_samples=3,
+        consumers={"c": {"k": 1}},
+        reads=(read,),
+        wants_tokens=True,
+        acted=True,
+        steering_rows=(read,),
+        isolated=True,
+        steering=(use,),
+        patch=(PatchUse("post_block", 1, (4,), 0.5, 0.5, (0, 2), known_digest="digest"),),
+        generated=2,
+        streamed=True,
+        stops=((1, "turned"),),
+        aborts=((2, "unwanted"),),
+        conversation=ConversationUse(3, 7, ((1, "known"),), (1,), (1,), (1,)),
+        media=(("capture", MediaItem("image", 1)),),
+    )
+    default = RequestSpec()
+    same = [f.name for f in fields(full) if getattr(full, f.name) == getattr(default, f.name)]
+    assert not same, "fields that this test leaves out"
     for spec in (full, RequestSpec("a", "b")):
         assert (
             RequestSpec.from_wire(msgspec.msgpack.decode(msgspec.msgpack.encode(spec.to_wire())))
