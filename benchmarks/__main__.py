@@ -21,7 +21,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pairs import engines, measure
+from benchmarks.load import CORES, NEIGHBOURS
+from benchmarks.pairs import engines, measure, step_costs
 from benchmarks.workload import BENCHMARKS, Benchmark
 
 RESULTS = Path(__file__).parent / "results"
@@ -45,20 +46,25 @@ def environment() -> dict[str, Any]:
 
 
 def check(result: dict[str, Any]) -> None:
-    """A benchmark of nothing is a failure."""
-    variant, counters = result["workload"]["variant"], result["counters"]
+    """A benchmark of nothing is a failure, quiet or loaded."""
+    variant = result["workload"]["variant"]
+    for figures in (result, *filter(None, [result.get("loaded")])):
+        _check_counters(result["name"], variant, figures["counters"])
+
+
+def _check_counters(name: str, variant: str, counters: dict[str, Any]) -> None:
     stats = counters.get("stats", {})
     if variant == "taps" and not (stats["rows"] and stats["sum_of_norms"] > 0):
-        raise SystemExit(f"{result['name']}: no row was captured")
+        raise SystemExit(f"{name}: no row was captured")
     if variant == "steer" and not counters["rows_steered"]:
-        raise SystemExit(f"{result['name']}: no row was steered")
+        raise SystemExit(f"{name}: no row was steered")
     signals = counters.get("signals")
     if signals is not None and not 0 < signals["fired"] < signals["judged"]:
-        raise SystemExit(f"{result['name']}: conditions decided nothing: {signals}")
+        raise SystemExit(f"{name}: conditions decided nothing: {signals}")
     if variant.startswith("decide") and not stats["runtime"]["actions"]["by_kind"]:
-        raise SystemExit(f"{result['name']}: nothing was decided: {stats}")
+        raise SystemExit(f"{name}: nothing was decided: {stats}")
     if variant == "esamp" and not (stats["rows_trained"] and stats["candidates_changed"]):
-        raise SystemExit(f"{result['name']}: nothing was trained or guided: {stats}")
+        raise SystemExit(f"{name}: nothing was trained or guided: {stats}")
 
 
 def _engine_of(benchmark: Benchmark) -> tuple[str, str]:
@@ -71,10 +77,10 @@ def _together(benchmark: Benchmark) -> str:
     return repr((benchmark.workload, benchmark.captured))
 
 
-def _shown(result: dict[str, Any], part: str) -> tuple[str, str]:
+def _shown(figures: dict[str, Any], part: str) -> tuple[str, str]:
     """A ratio and its interval."""
-    low, high = result[f"{part}interval"]
-    return f"{result[f'{part}ratio']:.4f}", f"{low:.4f} to {high:.4f}"
+    low, high = figures[f"{part}interval"]
+    return f"{figures[f'{part}ratio']:.4f}", f"{low:.4f} to {high:.4f}"
 
 
 _PARTS = {
@@ -85,17 +91,58 @@ _PARTS = {
 }
 
 
+_COSTS = {
+    "more_host_us": "host us",
+    "own_host_us": "of it in our calls",
+    "more_launches": "launches",
+    "more_gpu_us": "GPU us",
+}
+"""What a step of tLLM costs more than one of vLLM (`benchmarks.step_costs.compared`)."""
+
+
+def _table(loaded: bool) -> Table:
+    """Columns of what is printed last."""
+    table = Table("benchmark", "vLLM tok/s", "tLLM tok/s", "ratio", "95% interval")
+    for column in ("vLLM tok/s, loaded", "ratio, loaded", "95% interval") if loaded else ():
+        table.add_column(column)
+    return table
+
+
 def _tell(result: dict[str, Any], table: Table) -> None:
-    """A result as rows of the table."""
-    table.add_row(
-        result["name"],
-        f"{result['vllm_tokens_per_second']:,.0f}",
-        f"{result['tllm_tokens_per_second']:,.0f}",
-        *_shown(result, ""),
-    )
+    """A result as rows of the tables."""
+    both = (result, *filter(None, [result.get("loaded")]))
+    speeds = [f"{figures['vllm_tokens_per_second']:,.0f}" for figures in both]
+    speeds.insert(1, f"{result['tllm_tokens_per_second']:,.0f}")
+    ratios = [_shown(figures, "") for figures in both]
+    table.add_row(result["name"], *speeds[:2], *ratios[0], *chain(speeds[2:], *ratios[1:]))
     for part, called in _PARTS.items():
         if f"{part}ratio" in result:
-            table.add_row(f"  {called}", "", "", *_shown(result, part))
+            ratios = [_shown(figures, part) for figures in both]
+            between = [""] * (len(both) - 1)
+            table.add_row(f"  {called}", "", "", *ratios[0], *between, *chain(*ratios[1:]))
+
+
+def _tell_costs(result: dict[str, Any], table: Table) -> None:
+    """What a step costs as a row of the table."""
+    found = result["costs"]
+    table.add_row(
+        result["name"],
+        f"{found['vllm']['host_us']:,.0f}",
+        *(f"{found[name]:,.1f}" if name in found else "" for name in _COSTS),
+    )
+    for engine in ("vllm", "tllm"):
+        if "profile_error" in found[engine]:
+            table.add_row(f"  {engine} was not profiled: {found[engine]['profile_error']}")
+
+
+def _save(result: dict[str, Any], out: Path, control: bool) -> None:
+    """Check a result, and write it."""
+    name = result["name"]
+    if control:
+        name = f"control-{name}"
+    else:
+        check(result)
+    (out / f"{name}.json").write_text(json.dumps(result | {"name": name}, indent=1) + "\n")
 
 
 @contextmanager
@@ -129,6 +176,12 @@ def main(
     control: Annotated[
         bool, typer.Option(help="vLLM against vLLM: what is found where there is nothing.")
     ] = False,
+    loaded: Annotated[
+        bool,
+        typer.Option(
+            "--loaded", help=f"As many pairs again on {CORES} cores, with {NEIGHBOURS} busy others."
+        ),
+    ] = False,
     against: Annotated[
         str | None,
         typer.Option(help="An older commit of tLLM, or a folder with one, beside this one."),
@@ -139,26 +192,34 @@ def main(
     if unknown := [name for name in names if name not in BENCHMARKS]:
         raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(BENCHMARKS)}")
     out.mkdir(parents=True, exist_ok=True)
-    table = Table("benchmark", "vLLM tok/s", "tLLM tok/s", "ratio", "95% interval")
+    table = _table(loaded)
+    costs = Table("a step", "host us of vLLM", *_COSTS.values(), title="more than vLLM")
     chosen = sorted((BENCHMARKS[name] for name in names), key=_engine_of)
-    with tree_of(against) as tree:
-        for _, group in groupby(chosen, key=_engine_of):
-            benchmarks = list(group)
-            with engines(benchmarks[0], control=control, copies=copies, against=tree) as opened:
-                sets = groupby(sorted(benchmarks, key=_together), key=_together)
-                for result in chain.from_iterable(
-                    measure(*opened[:2], list(together), pairs, seconds, opened[2])
-                    for _, together in sets
-                ):
-                    result |= {"copies": copies, "against": against, **environment()}
-                    if control:
-                        result["name"] = f"control-{result['name']}"
-                    else:
-                        check(result)
-                    (out / f"{result['name']}.json").write_text(json.dumps(result, indent=1) + "\n")
-                    print(json.dumps(result), flush=True)
-                    _tell(result, table)
-    Console().print(table)
+    try:
+        with tree_of(against) as tree:
+            for _, group in groupby(chosen, key=_engine_of):
+                benchmarks = list(group)
+                with engines(benchmarks[0], control=control, copies=copies, against=tree) as opened:
+                    vllm, tllm, older = opened
+                    sets = [
+                        [*together]
+                        for _, together in groupby(sorted(benchmarks, key=_together), key=_together)
+                    ]
+                    found: dict[str, dict[str, Any]] = {}
+                    for each in sets:
+                        for result in measure(vllm, tllm, each, pairs, seconds, older, loaded):
+                            found[result["name"]] = result
+                            result |= {"copies": copies, "against": against, **environment()}
+                            _tell(result, table)
+                            _save(result, out, control)
+                    for each in sets:
+                        for name, taken in step_costs(vllm, tllm, each).items():
+                            result = found[name] | {"costs": taken}
+                            _tell_costs(result, costs)
+                            _save(result, out, control)
+                            print(json.dumps(result), flush=True)
+    finally:
+        Console(width=160).print(table, costs)
 
 
 if __name__ == "__main__":

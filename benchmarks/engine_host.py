@@ -12,46 +12,17 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.call_times import CALLS, CallTimes
 from benchmarks.engine_process import EngineProcess
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Captured
-
-CALLS = ("begin_idle", "begin", "before_sampling", "after_sampling", "end")
-
-
-class CallTimes:
-    """Thread CPU time of the calls that an object gets, in seconds, by name."""
-
-    def __init__(self) -> None:
-        self.taken: dict[str, list[float]] = {}
-
-    def of(self, owner: Any, name: str) -> None:
-        """Measure a method of an object from now on."""
-        call: Callable[..., Any] = getattr(owner, name)
-        taken = self.taken.setdefault(name, [])
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                taken.append(time.thread_time() - began)
-
-        setattr(owner, name, timed)
-
-    def clear(self) -> None:
-        """Begin anew."""
-        for taken in self.taken.values():
-            taken.clear()
 
 
 def cases(shape: str) -> dict[str, Benchmark]:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 import torch
 
+from benchmarks.step_costs import watch, watched
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
@@ -159,6 +160,13 @@ class EngineProcess:
             found["plain_seconds"] = statistics.mean(times.finished[name] - begin for name in plain)
         return found
 
+    def costs(self, benchmark: Benchmark, number: int) -> dict[str, Any]:
+        """A round whose steps are looked into, which slows them down; see `StepCosts`."""
+        self.llm.collective_rpc(watch, args=(benchmark.workload.max_tokens,))
+        self.round(benchmark, number)
+        found: dict[str, Any] = self.llm.collective_rpc(watched)[0]
+        return found
+
     def _params(self, benchmark: Benchmark, params: dict[str, Any]) -> list[Any]:
         """The parameters of each prompt; parameters that are alike are one object."""
         prompts = benchmark.workload.prompts
@@ -244,7 +252,8 @@ def main() -> None:
         request = json.loads(line)
         benchmark = BENCHMARKS[request["benchmark"]]
         process.use(benchmark)
-        found = process.round(benchmark, request["round"])
+        work = process.costs if request["what"] == "costs" else process.round
+        found = work(benchmark, request["round"])
         print(json.dumps(found, default=str), file=answers, flush=True)
     if process.capturing is not None:
         process.capturing.close()

@@ -9,12 +9,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load import Load
+from benchmarks.step_costs import compared
 from benchmarks.workload import Benchmark
 
 
@@ -63,8 +65,16 @@ class Engine:
 
     def round(self, benchmark: str, number: int) -> dict[str, Any]:
         """One round of generation."""
+        return self._ask("round", benchmark, number)
+
+    def costs(self, benchmark: str, number: int) -> dict[str, Any]:
+        """What its steps cost, from a round that is not measured (`StepCosts`)."""
+        return self._ask("costs", benchmark, number)
+
+    def _ask(self, what: str, benchmark: str, number: int) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"benchmark": benchmark, "round": number}) + "\n")
+        request = {"what": what, "benchmark": benchmark, "round": number}
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
@@ -91,6 +101,10 @@ class Copies:
     def round(self, benchmark: str, number: int) -> dict[str, Any]:
         """One round of generation, on the engine whose turn it is."""
         return self._engines[(number - 1) // 2 % len(self)].round(benchmark, number)
+
+    def costs(self, benchmark: str, number: int) -> dict[str, Any]:
+        """What the steps of the first one cost."""
+        return self._engines[0].costs(benchmark, number)
 
 
 @contextmanager
@@ -141,6 +155,7 @@ def measure(
     pairs: int,
     seconds: float | None = None,
     older: Copies | None = None,
+    loaded: bool = False,
 ) -> list[dict[str, Any]]:
     """Measure benchmarks of one workload together: a round of each between two of vLLM.
 
@@ -149,6 +164,8 @@ def measure(
     Args:
         seconds: stop after so long, with fewer pairs; 3 at least.
         older: an older tLLM, whose round of a benchmark comes right before or after ours.
+        loaded: as many pairs again, of the same engines, on few cores with busy neighbours
+            (`Load`): `loaded` of a result.
     """
     ours = {"tllm": tllm} | ({"older": older} if older else {})
     for number in range(1 - 2 * len(vllm), 1):  # warm-up
@@ -156,6 +173,38 @@ def measure(
         for benchmark in benchmarks:
             for engine in ours.values():
                 engine.round(benchmark.name, number)
+    rounds = _pairs(vllm, ours, benchmarks, pairs, seconds)
+    results = {
+        benchmark.name: _result(benchmark, rounds[benchmark.name]) for benchmark in benchmarks
+    }
+    if loaded:
+        with Load() as load:
+            rounds = _pairs(vllm, ours, benchmarks, pairs, seconds)
+            described = load.described()
+        for name, result in results.items():
+            result["loaded"] = described | _figures(rounds[name])
+    return [*results.values()]
+
+
+def step_costs(
+    vllm: Copies, tllm: Copies, benchmarks: Sequence[Benchmark]
+) -> dict[str, dict[str, Any]]:
+    """What a step of each costs, from one more round of each (`compared`).
+
+    To be called when nothing is measured any more: a profiler leaves its traces in a process.
+    """
+    of_vllm = vllm.costs(benchmarks[0].name, 0)
+    return {each.name: compared(of_vllm, tllm.costs(each.name, 0)) for each in benchmarks}
+
+
+def _pairs(
+    vllm: Copies,
+    ours: Mapping[str, Copies],
+    benchmarks: Sequence[Benchmark],
+    pairs: int,
+    seconds: float | None,
+) -> dict[str, list[dict[str, Any]]]:
+    """Rounds by benchmark: each pair's `vllm`, and those of `ours`."""
     rounds: dict[str, list[dict[str, Any]]] = {benchmark.name: [] for benchmark in benchmarks}
     begin = time.monotonic()
     for number in range(1, pairs + 1):
@@ -174,10 +223,23 @@ def measure(
         }
         for name, done in rounds.items():
             done.append({"vllm": of_vllm, **found[name]})
-    return [_result(benchmark, rounds[benchmark.name]) for benchmark in benchmarks]
+    return rounds
 
 
 def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What was measured, and the figures."""
+    return {
+        "name": benchmark.name,
+        "workload": {
+            "shape": benchmark.shape,
+            "variant": benchmark.variant,
+            **asdict(benchmark.workload),
+        },
+        **_figures(rounds),
+    }
+
+
+def _figures(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The ratio of throughputs over pairs of rounds, with its interval and the counters.
 
     `step_ratio` is that of single steps, the middle half of each round's (`StepTimes`), vLLM's time
@@ -209,12 +271,6 @@ def _result(benchmark: Benchmark, rounds: Sequence[dict[str, Any]]) -> dict[str,
             "shares_of_disk": [round(share, 4) for share in shares],
         }
     return {
-        "name": benchmark.name,
-        "workload": {
-            "shape": benchmark.shape,
-            "variant": benchmark.variant,
-            **asdict(benchmark.workload),
-        },
         "pairs": len(rounds),
         **_summary("", ratios),
         **_summary("step_", _faster(rounds, "step_seconds")),

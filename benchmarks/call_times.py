@@ -1,0 +1,47 @@
+"""What calls cost the thread that makes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+CALLS = ("begin_idle", "begin", "before_sampling", "after_sampling", "end")
+"""What a worker of ours calls of `Session.steps`, in every step."""
+
+
+class CallTimes:
+    """Thread CPU time of the calls that an object gets, in seconds, by name."""
+
+    def __init__(self) -> None:
+        self.taken: dict[str, list[float]] = {}
+        self._replaced: list[tuple[Any, str, Any]] = []
+
+    def of(self, owner: Any, name: str) -> None:
+        """Measure a method of an object from now on."""
+        call: Callable[..., Any] = getattr(owner, name)
+        taken = self.taken.setdefault(name, [])
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                taken.append(time.thread_time() - began)
+
+        self._replaced.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, timed)
+
+    def clear(self) -> None:
+        """Begin anew."""
+        for taken in self.taken.values():
+            taken.clear()
+
+    def restore(self) -> None:
+        """Measure nothing any more."""
+        for owner, name, before in self._replaced:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._replaced.clear()
