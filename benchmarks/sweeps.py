@@ -1,7 +1,7 @@
 """`python -m benchmarks.sweeps`: a sweep of `post_block` beside batched TransformerLens.
 
-On a GPU where there is one, else on a CPU. GPT-2's shapes with random weights, float32, the same
-weights on both sides; every layer at some positions, the difference of two logits after the prompt.
+On a GPU where there is one, else on a CPU. GPT-2's shapes with random weights, the same weights and
+type on both sides; every layer at some positions, the difference of two logits after the prompt.
 TransformerLens patches in batches: positions of a layer are rows of a batch, which
 `HookedTransformer.run_with_hooks` computes whole.
 `from-layer` is what its user can do by hand: begin at the layer that is patched, and give the last
@@ -27,7 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,15 @@ import typer
 RESULTS = Path(__file__).parent / "results"
 
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+_SHAPES: dict[str, dict[str, int]] = {
+    "gpt2": {},
+    "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+}
+"""What differs from GPT-2 of 124M weights."""
+
+_AGREEING = {"float32": 1e-2, "bfloat16": 0.5}
+"""The largest difference that is accepted, of the spread of the values."""
 
 _ANSWERS = (11, 257)
 _BATCH_TOKENS = 2000
@@ -53,12 +62,13 @@ class PairedPrompts:
         self.positions = sorted({int(each) for each in chosen})
 
 
-def save_model(path: Path) -> Any:
-    """GPT-2 of 124M weights, random; logits are large enough to tell experiments apart."""
+def save_model(path: Path, shape: str) -> Any:
+    """Random weights; logits are large enough to tell experiments apart."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(initializer_range=0.04)).float().eval()
+    config = GPT2Config(initializer_range=0.04, **_SHAPES[shape])
+    model = GPT2LMHeadModel(config).float().eval()
     model.save_pretrained(path)
     return model
 
@@ -66,7 +76,7 @@ def save_model(path: Path) -> Any:
 class Lens:
     """The same model in TransformerLens."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, dtype: str) -> None:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
         from transformer_lens.pretrained.weight_conversions import convert_gpt2_weights
 
@@ -83,6 +93,7 @@ class Lens:
             eps=shape.layer_norm_epsilon,
             normalization_type="LN",
             device=_DEVICE,
+            dtype=getattr(torch, dtype),
         )
         self.model = HookedTransformer(self.config)
         weights = convert_gpt2_weights(model, self.config)
@@ -102,7 +113,7 @@ class Lens:
         _, cache = self.model.run_with_cache(clean, names_filter=lambda name: name in kept)
         _, of_base = self.model.run_with_cache(corrupt, names_filter=lambda name: name in kept)
         size = max(1, _BATCH_TOKENS // clean.shape[1])
-        found = torch.empty(self.config.n_layers, len(prompts.positions))
+        found = torch.empty(self.config.n_layers, len(prompts.positions), device=_DEVICE)
         for layer, name in enumerate(kept):
             for low in range(0, len(prompts.positions), size):
                 at = torch.tensor(prompts.positions[low : low + size], device=_DEVICE)
@@ -124,9 +135,9 @@ class Lens:
                         corrupt.repeat(len(at), 1),
                         fwd_hooks=[(name, lambda stream, hook, patch=patch: patch(stream))],
                     )
-                right, wrong = _ANSWERS
-                found[layer, low : low + size] = logits[:, -1, right] - logits[:, -1, wrong]
-        return found
+                right, wrong = logits[:, -1, list(_ANSWERS)].float().unbind(1)
+                found[layer, low : low + size] = right - wrong
+        return found.cpu()
 
 
 class LensProcess:
@@ -136,9 +147,9 @@ class LensProcess:
         folder: of the model.
     """
 
-    def __init__(self, folder: str, threads: int) -> None:
+    def __init__(self, folder: str, dtype: str, threads: int) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(1, spawn, _load, (folder, threads))
+        self._pool = ProcessPoolExecutor(1, spawn, _load, (folder, dtype, threads))
 
     def sweep(self, prompts: PairedPrompts, *, from_layer: bool) -> tuple[float, torch.Tensor]:
         """Seconds, and what `Lens.sweep` gives."""
@@ -154,11 +165,11 @@ _loaded: list[Lens] = []
 """In the process of TransformerLens: its model."""
 
 
-def _load(folder: str, threads: int) -> None:
+def _load(folder: str, dtype: str, threads: int) -> None:
     from transformers import GPT2LMHeadModel
 
     torch.set_num_threads(threads)
-    _loaded.append(Lens(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32)))
+    _loaded.append(Lens(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32), dtype))
 
 
 def _swept(prompts: PairedPrompts, from_layer: bool) -> tuple[float, Any]:
@@ -173,8 +184,14 @@ def _timed(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
     return time.perf_counter() - began, found
 
 
-def measure(llm: Any, lens: LensProcess, prompts: PairedPrompts, rounds: int) -> dict[str, Any]:
-    """Seconds of each way by round, in turn, and by how much they differ."""
+def measure(
+    llm: Any, lens: LensProcess, prompts: PairedPrompts, rounds: int, agreeing: float
+) -> dict[str, Any]:
+    """Seconds of each way by round, in turn, and by how much they differ.
+
+    Args:
+        agreeing: the largest difference that is accepted, of the spread of the values.
+    """
 
     def ours() -> torch.Tensor:
         llm.reset_prefix_cache()
@@ -199,7 +216,7 @@ def measure(llm: Any, lens: LensProcess, prompts: PairedPrompts, rounds: int) ->
                 seconds[name].append(took)
     change = float((values["tllm"] - values["batched"]).abs().max())
     spread = float(values["batched"].std())
-    if change > 1e-2 * spread:
+    if change > agreeing * spread:
         raise SystemExit(
             f"the sweeps differ by {change:.2g}, of values that spread by {spread:.2g}"
         )
@@ -221,12 +238,16 @@ def main(
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths of the prompts.")] = None,
     positions: Annotated[int, typer.Option(help="The most positions that are patched.")] = 10,
     rounds: Annotated[int, typer.Option(help="Rounds of each way, in turn.")] = 3,
+    shape: Annotated[str, typer.Option(help="gpt2 or gpt2-xl.")] = "gpt2",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure both at each length, and write a file for each."""
     if importlib.util.find_spec("transformer_lens") is None:
         print("skipped: transformer_lens is not installed (pip install 'transformer_lens<4')")
         return
+    if shape not in _SHAPES or dtype not in _AGREEING:
+        raise typer.BadParameter(f"give a shape of {[*_SHAPES]} and a dtype of {[*_AGREEING]}")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else the engine's attention multiplies with TF32
     from tllm import LLM
@@ -234,30 +255,31 @@ def main(
     on_gpu = {"gpu_memory_utilization": 0.3, "max_num_seqs": 256}
     on_cpu = {"enforce_eager": True, "max_num_seqs": 64, "block_size": 32}
     with tempfile.TemporaryDirectory() as folder:
-        vocab = save_model(Path(folder)).config.vocab_size
+        vocab = save_model(Path(folder), shape).config.vocab_size
         llm = LLM(
-            folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512,
+            folder, skip_tokenizer_init=True, dtype=cast(Any, dtype), max_model_len=512,
             disable_log_stats=True, **(on_gpu if _DEVICE == "cuda" else on_cpu),
         )  # fmt: skip
-        lens = LensProcess(folder, torch.get_num_threads())
+        lens = LensProcess(folder, dtype, torch.get_num_threads())
         for length in tokens or [5, 200]:
-            result = measure(llm, lens, PairedPrompts(length, positions, vocab), rounds)
-            _write(result, torch.get_num_threads(), out)
+            prompts = PairedPrompts(length, positions, vocab)
+            result = measure(llm, lens, prompts, rounds, _AGREEING[dtype])
+            about = {"shape": shape, "dtype": dtype, "threads": torch.get_num_threads()}
+            _write(about | result, out)
         lens.close()
 
 
-def _write(result: dict[str, Any], threads: int, out: Path) -> None:
-    """A length's result: `sweeps-LENGTH.json`, and a line."""
+def _write(result: dict[str, Any], out: Path) -> None:
+    """A length's result, `sweeps-DEVICE-SHAPE-DTYPE-LENGTH.json`, and a line."""
     about = {
-        "shape": "gpt2",
         "device": torch.cuda.get_device_name() if _DEVICE == "cuda" else "cpu",
-        "threads": threads,
         "load": os.getloadavg(),
         "versions": {name: version(name) for name in ("transformer_lens", "torch")},
         "date": datetime.date.today().isoformat(),
     }
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"sweeps-{result['tokens']}.json"
+    which = [result["shape"], result["dtype"], result["tokens"]]
+    path = out / f"sweeps-{_DEVICE}-{'-'.join(map(str, which))}.json"
     path.write_text(json.dumps(about | result, indent=1) + "\n")
     took = {name: f"{statistics.median(each):.2f} s" for name, each in result["seconds"].items()}
     ratios = {name: round(statistics.median(each), 2) for name, each in result["ratios"].items()}

@@ -301,7 +301,7 @@ def run_random(llm, reference, seed, count, patched=None, kind=Asked):
         for request, output in zip(requests, outputs, strict=True):
             compared.append(assert_as_transformers(reference, request, output))
             fired += [float(c.strength(c.scores).mean()) for c in request.gated]
-    assert sum(compared) > 0.9 * len(compared) - 1  # others lie where a method jumps, or near it
+    assert sum(compared) > 0.9 * len(compared) - 2  # others lie where a method jumps, or near it
     assert 0.2 < sum(fired) / len(fired) < 0.8  # conditions decide
 
 
