@@ -92,6 +92,25 @@ def across(hidden: int) -> dict:
     return {"steering_vectors": {"post_block": {2: entry}}}
 
 
+def across_remembered(hidden: int) -> dict:
+    """Probes of the first two layers decide on later tokens at the others: for the rest and for the
+    next one, and by the last row of the prompt and by the mean of its rows."""
+    vector = gates(hidden)[0]
+
+    def entry(layer: int, name: str, **more: object) -> dict:
+        return {"vector": vector, "when": {**when(hidden, layer, name), **more}}
+
+    both = {2: entry(0, "far rest", scope="rest"), 3: entry(1, "far next", scope="next")}
+    decode = {
+        2: entry(1, "far last", over="prompt_last", above=-1e9),
+        3: entry(0, "far mean", over="prompt_mean", above=None, below=1.0),
+    }
+    return {
+        "steering_vectors": {"post_block": both},
+        "decode_steering_vectors": {"post_block": decode},
+    }
+
+
 def remembered(hidden: int) -> dict:
     """Conditions that decide on later tokens, of which each looks where its own stage is."""
     vector = gates(hidden)[0]
@@ -131,6 +150,23 @@ def tokens_or_refusal(llm: LLM, prompt: list[int], asked: dict) -> list[int] | s
     except ValueError as error:
         return str(error)
     return list(output.outputs[0].token_ids)
+
+
+MIXED = {GATED: across_remembered, 0: None, ASKED: across, STEERED: None, 1: across_remembered}
+"""Prompts of one batch, and what each asks."""
+
+
+def mixed(llm: LLM, hidden: int) -> list:
+    """Tokens and signals of requests whose conditions look at one stage and decide on another,
+    among plain ones."""
+    common = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "detokenize": False}
+    off = {"consumers": {"steering": {"enabled": False}}}
+    params = [
+        SamplingParams(**common, **off, **(of(hidden) if of else {})) for of in MIXED.values()
+    ]
+    prompts = [{"prompt_token_ids": PROMPTS[i]} for i in MIXED]
+    outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    return [(list(each.token_ids), each.signals) for each in outputs]
 
 
 def patches(run):
@@ -276,6 +312,7 @@ def main(model: str, path: str, options: str) -> None:
         lens = looked.consumer_results["lens"].payload
     except ValueError as error:
         lens = str(error)
+    mixed_up = mixed(llm, hidden)
     given = across, across_later, remembered, told, told
     far = [tokens_or_refusal(llm, PROMPTS[GATED], of(hidden)) for of in given]
     probe = {"hook": "post_block", "layer": 1, "vector": [1.0] * hidden}
@@ -284,14 +321,14 @@ def main(model: str, path: str, options: str) -> None:
     params = SamplingParams(
         temperature=0, min_tokens=3, ignore_eos=True, detokenize=False, stop_when=always, **off
     )
-    try:
-        [output] = llm.generate(prompts[:1], params, use_tqdm=False)
+    refused = SamplingParams(temperature=0, max_tokens=4, abort_when=always, **off)
+    ended = []
+    for output in llm.generate([prompts[0], prompts[GATED]], [params, refused], use_tqdm=False):
         [sample] = output.outputs
         fired = sample.signals["always"].fired.tolist()
-        ended = (list(sample.token_ids), sample.finish_reason, sample.stop_reason, fired)
-    except ValueError as error:
-        ended = str(error)
+        ended.append((list(sample.token_ids), sample.finish_reason, sample.stop_reason, fired))
     saved = {
+        "mixed": mixed_up,
         "lens": lens,
         **dict(
             zip(("across", "across later", "remembered", "told", "told again"), far, strict=True)

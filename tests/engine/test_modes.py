@@ -11,7 +11,7 @@ from child_process import run_script
 from engine import modes
 from engine.asking import RELATIVE, error_of
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
-from engine.test_remembering import after, of_prompt, rest
+from engine.test_remembering import after, following, of_prompt, rest
 
 MODES = {
     "engine process": ({"enforce_eager": True}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
@@ -58,7 +58,7 @@ def gated_change(layer, probed, scale=1.0):
 
 
 def check_conditions(saved, mode, reference, changes):
-    """Scores, strengths and where it fired, of the last run of the reference; a probe on another
+    """Scores, strengths and where it fired, of the last run of the reference; a probe on a later
     stage than what it decides on is refused."""
     signals = saved["signals"][modes.GATED]
     assert set(signals) == {f"gate {layer}" for layer in modes.GATES}
@@ -77,18 +77,49 @@ def check_conditions(saved, mode, reference, changes):
     mean.probes = [(at, of_prompt(score, len(prompt), "prompt_mean")) for at, score in mean.probes]
     goes_on.recall = torch.ones_like
     assert saved["remembered"] == reference.greedy(prompt, modes.TOKENS, gated=[later, mean])
-    if mode == "two pipeline stages":
-        assert "another pipeline stage" in saved["across"]
-        assert "another pipeline stage" in saved["across later"]
-        for turn in ("told", "told again"):
-            assert "conversation: a condition of steering has scope='conv" in saved[turn]
-            assert "2 pipeline stages, of which only the last tells" in saved[turn]
-        return
     far, back = gated_change(2, 0, modes.FAR), gated_change(0, 3)
     back.recall, back.start = rest, len(prompt)
     turns = {"across": far, "across later": back, "told": begun, "told again": goes_on}
+    if mode == "two pipeline stages":
+        assert "on a later pipeline stage, than what it decides on" in saved["across later"]
+        del turns["across later"]
     for name, change in turns.items():
         assert saved[name] == reference.greedy(prompt, modes.TOKENS, gated=[change]), name
+
+
+def far_changes(prompt_len):
+    """What `modes.across_remembered` means."""
+    for_rest, for_next = gated_change(2, 0), gated_change(3, 1)
+    for_rest.recall, for_next.recall = rest, following
+    last, mean = gated_change(2, 1), gated_change(3, 0)
+    last.recall = mean.recall = after(prompt_len)
+    last.strength = lambda scores: torch.ones_like(scores[0])
+    mean.strength = lambda scores: (scores[0] < 1.0).float()
+    for change, over in ((last, "prompt_last"), (mean, "prompt_mean")):
+        change.probes = [(at, of_prompt(of, prompt_len, over)) for at, of in change.probes]
+    return [for_rest, for_next, last, mean]
+
+
+def check_mixed(found, reference):
+    """Conditions whose probes are on an earlier stage than what they decide on, in one batch with
+    requests that ask nothing."""
+    asked = {
+        modes.across_remembered: far_changes,
+        modes.across: lambda _: [gated_change(2, 0, modes.FAR)],
+    }
+    for (tokens, signals), (i, of) in zip(found, modes.MIXED.items(), strict=True):
+        prompt = modes.PROMPTS[i]
+        changes = [] if of is None else asked[of](len(prompt))
+        assert tokens == reference.greedy(prompt, modes.TOKENS, gated=changes)
+        assert len(signals or {}) == len(changes)
+        if of is modes.across_remembered:
+            for name, change in zip(("far rest", "far next"), changes[:2], strict=True):
+                signal, [scores] = signals[name], change.scores
+                assert signal.positions.tolist() == list(range(len(scores)))
+                assert signal.scores == pytest.approx(scores.numpy(), rel=1e-3, abs=5e-3)
+                assert 0 < len(signal.fired) < len(scores)
+            assert signals["far last"].positions.tolist() == [len(prompt) - 1]
+            assert signals["far mean"].positions.tolist() == [len(prompt) - 1]
 
 
 def check_lens(payload, mode, reference):
@@ -113,14 +144,12 @@ def check_lens(payload, mode, reference):
         assert abs(found - wanted).max() < 2e-4
 
 
-def check_ended(ended, mode, reference):
-    """A condition that always holds ends a sample after `min_tokens`; stages are refused."""
-    if mode == "two pipeline stages":
-        assert "stop_when: this engine has 2 pipeline stages" in ended
-        return
-    prompt = modes.PROMPTS[0]
+def check_ended(ended, reference):
+    """A condition that always holds ends a sample after `min_tokens`, and refuses a prompt."""
+    prompt, stopped, refused = modes.PROMPTS[0], *ended
     fired = list(range(len(prompt), len(prompt) + 3))
-    assert ended == (reference.greedy(prompt, 3), "stop", "always", fired)
+    assert stopped == (reference.greedy(prompt, 3), "stop", "always", fired)
+    assert refused[:3] == ([], "abort", "always")
 
 
 def check_diced(diced, mode, reference):
@@ -178,7 +207,8 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
         if gated:
             check_conditions(saved, mode, reference, gated)
     check_lens(saved["lens"], mode, reference)
-    check_ended(saved["ended"], mode, reference)
+    check_ended(saved["ended"], reference)
+    check_mixed(saved["mixed"], reference)
     check_diced(saved["diced"], mode, reference)
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"

@@ -49,10 +49,24 @@ def put(steering, layers):
     return group.digest
 
 
-@pytest.mark.parametrize("layers", [{1: entry(0)}, {2: entry(0)}, {1: entry(2)}])
-def test_a_probe_of_another_pipeline_stage_or_a_later_layer_is_refused(steering, layers):
-    with pytest.raises(ValueError, match="on another pipeline stage, or later in the network"):
+@pytest.mark.parametrize("layers", [{1: entry(2)}, {2: entry(3)}])
+def test_a_probe_of_a_later_layer_or_pipeline_stage_is_refused(steering, layers):
+    with pytest.raises(ValueError, match="later in the network, or on a later pipeline stage"):
         put(steering, layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "crossings"),
+    [
+        ({1: entry(0)}, (False, True)),
+        ({3: entry(1)}, (True, False)),
+        ({2: entry(0), 3: entry(2)}, (True, True)),
+        ({2: entry(1)}, (False, False)),
+        ({0: entry(0), 4: entry(3)}, (False, False)),
+    ],
+)
+def test_a_stage_knows_what_it_tells_and_hears(steering, layers, crossings):
+    assert steering.crossings([put(steering, layers)]) == crossings
 
 
 def test_what_another_stage_does_and_judges_is_its_own(steering):

@@ -365,19 +365,11 @@ class Client:
         self, named: RequestConversation, groups: Sequence[SteeringGroup]
     ) -> Steps[ConversationUse]:
         """Take part in a conversation: what it remembers of the conditions of a request."""
-        if self.replicas > 1 or self.facts.num_stages > 1:
-            what, option = (
-                (f"{self.replicas} data-parallel replicas, each with a memory of its own", "data")
-                if self.replicas > 1
-                else (
-                    f"{self.facts.num_stages} pipeline stages, of which only the last tells the "
-                    "scheduler what it judged",
-                    "pipeline",
-                )
-            )
+        if self.replicas > 1:
             raise ValueError(
                 "conversation: a condition of steering has scope='conversation', and this engine "
-                f"has {what}; start it with {option}_parallel_size=1, or give scope='rest'"
+                f"has {self.replicas} data-parallel replicas, each with a memory of its own; start "
+                "it with data_parallel_size=1, or give scope='rest'"
             )
         kept = [gate.kept_as for gate in gates_of(groups).values() if gate.kept_as]
         given = (

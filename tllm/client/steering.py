@@ -66,7 +66,6 @@ class Facts:
         max_value: the largest number that the model's dtype holds.
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
         max_patch_mib, max_patch_host_mib: the engine's options.
-        num_stages: pipeline stages.
         centers_rows: whether the model's final norm takes the mean off rows, as no RMS norm does.
         drafts: whether tokens are drafted (speculative decoding).
     """
@@ -80,7 +79,6 @@ class Facts:
     max_mib: int
     max_patch_mib: int
     max_patch_host_mib: int
-    num_stages: int
     centers_rows: bool
     drafts: bool
 
@@ -280,12 +278,6 @@ class Composer:
             raise ValueError(
                 f"{name}: rows are judged as they are steered, and steering is not enabled in this "
                 "engine; start it with max_steering_configs=512"
-            )
-        if self.facts.num_stages > 1:
-            raise ValueError(
-                f"{name}: this engine has {self.facts.num_stages} pipeline stages, and only the "
-                "last of them tells the scheduler what it judged; start it with "
-                "pipeline_parallel_size=1"
             )
         stop, abort = (tuple(map(self._found, each)) for each in (asked.stop, asked.abort))
         for found in (*stop, *abort):

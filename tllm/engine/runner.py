@@ -6,9 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tllm.engine.relayed_tensors import RelayedTensors, with_scores
+from tllm.engine.seams import overrides
 from tllm.runtime.session import Session
 
 if TYPE_CHECKING:
+    import torch
     from vllm.v1.core.sched.output import SchedulerOutput
 
 
@@ -21,10 +24,14 @@ class RunnerAttachment(ABC):
     """
 
     scheduler_output: SchedulerOutput | None = None
+    _given: RelayedTensors | None = None
 
     def __init__(self, runner: Any, session: Session) -> None:
         self.runner = runner
         self.session = session
+        if session.num_stages > 1:
+            self._execute_model = runner.execute_model
+            runner.execute_model = self._on_execute_model
         self._when_observed: list[_Override] = []
         self._overriding = False
         self.override()
@@ -40,6 +47,28 @@ class RunnerAttachment(ABC):
         Args:
             output: what the model runner gave.
         """
+
+    @overrides(
+        "vllm.v1.worker.gpu_model_runner.GPUModelRunner.execute_model",
+        "what conditions made of rows travels with them between pipeline stages",
+    )
+    def _on_execute_model(
+        self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.scheduler_output is None:  # of no request
+            return self._execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)
+        if intermediate_tensors is not None:
+            intermediate_tensors = self._given = RelayedTensors(intermediate_tensors)
+        try:
+            output = self._execute_model(scheduler_output, intermediate_tensors, *args, **kwargs)
+        finally:
+            self._given = None
+        return with_scores(output, self.session.steps.take_scores())
+
+    @property
+    def arrived(self) -> torch.Tensor | None:
+        """What the pipeline stage before says of conditions, in the step that begins."""
+        return None if self._given is None else self._given.scores
 
     @abstractmethod
     def override(self) -> None:

@@ -110,6 +110,7 @@ class V1Attachment(RunnerAttachment):
                 np.where(runner.discard_request_mask.np[:count], END, 0),
                 runner.input_ids.gpu,
                 None if drafts is None else drafts.counts,
+                self.arrived,
             )
         self._switch_overrides()
         self._hide_generators()

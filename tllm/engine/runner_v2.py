@@ -116,6 +116,7 @@ class V2Attachment(RunnerAttachment):
                     input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False),
                     input_batch.prefill_len_np[:count],
                     input_batch.input_ids,
+                    arrived=self.arrived,
                 )
             self._switch_overrides()
         return self._prepare_inputs(input_batch, req_states)

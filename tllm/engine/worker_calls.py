@@ -69,7 +69,6 @@ class WorkerCalls:
             "max_mib": self._options.max_steering_mib,
             "max_patch_mib": self._options.max_patch_mib,
             "max_patch_host_mib": self._options.max_patch_host_mib,
-            "num_stages": self._session.num_stages,
             "centers_rows": self._session.centers_rows,
             "drafts": self._drafts,
         }

@@ -12,6 +12,8 @@ import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import GateWord
+from tllm.runtime.kernels import relayed
+from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.latches import OF_A_PROBE, SUMMED, Latches
 from tllm.runtime.mlp_score import BETWEEN, READS_ROW, READS_UNITS, packed_layers
 from tllm.runtime.prompt_means import PromptMeans
@@ -62,6 +64,8 @@ class Gates:
         self._table = StagedTable((taps.num_points, 0), 2, torch.int32, device, fill=-1)
         self._records = StagedTable((0, _WORDS), 1, torch.int32, device)
         self._state: torch.Tensor | None = None
+        self._hears = False
+        self._remember = relayed.launch if uses_triton(device) else relayed.reference
 
     # -- vectors -----------------------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class Gates:
         Args:
             rows: steering rows that there are.
         """
-        if not self._records_placed.end:
+        if not self._records_placed.end and not self._hears:
             return
         moved = [
             self._table.grow((self._taps.num_points, rows)),
@@ -188,6 +192,26 @@ class Gates:
         """Float32 `[tokens, 2, MAX_GATES]`: strengths and scores of the tokens of the last forward
         pass. None before there was any condition."""
         return self._state
+
+    def expect(self) -> None:
+        """Conditions decide here that earlier pipeline stages judge. What they find has its place
+        from the next `commit` on."""
+        self._hears = True
+
+    def hear(self, told: torch.Tensor) -> None:
+        """What earlier pipeline stages made of the tokens of a batch stands where taps leave what
+        they find, and is remembered. Behind the row plan, before the forward pass.
+
+        Args:
+            told: as `state`, for the tokens of the batch.
+        """
+        if self._state is None:  # nobody here needs it
+            return
+        self._state[: len(told)].copy_(told)
+        if self.latches.any:
+            cells, held, _ = self.latches.tables
+            self._remember(told, self._taps.plan, cells, held)
+            self._taps.note_write()
 
     def forget_scores(self, tokens: int) -> None:
         """What was not judged anew is no number, for the first tokens of the batch."""

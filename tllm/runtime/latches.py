@@ -109,6 +109,11 @@ class Latches:
         return any(moved)
 
     @property
+    def any(self) -> bool:
+        """Whether any sequence has had a latch."""
+        return self._rows.end > 0
+
+    @property
     def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What taps read and write:
 

@@ -67,7 +67,8 @@ class PromptMeans:
         """A sequence begins whose prompt is to be judged.
 
         Args:
-            gates: terms before joints.
+            gates: terms before joints; those terms that are not among them, an earlier pipeline
+                stage judges.
         """
         self._prompts[slot] = _Prompt(latch, tuple(gates), length)
         self.waiting = True
@@ -110,10 +111,16 @@ class PromptMeans:
         scores = torch.full((len(ended), MAX_GATES), torch.nan, device=self._device)
         strengths = scores.clone()
         self._judge_probes(ended, scores, strengths)
-        for i, (prompt, _) in enumerate(ended):
+        for i, (prompt, row) in enumerate(ended):
+            here = {gate.number for gate in prompt.gates}
             for gate in prompt.gates:
                 if not gate.vector:
-                    terms = torch.stack([strengths[i, term] for term in gate.terms])
+                    terms = torch.stack(
+                        [
+                            strengths[i, term] if term in here else state[row, 0, term]
+                            for term in gate.terms
+                        ]
+                    )
                     strengths[i, gate.number] = terms.amin() if gate.every else terms.amax()
                     scores[i, gate.number] = strengths[i, gate.number]
         self._note(ended, scores, strengths, state)
@@ -128,6 +135,8 @@ class PromptMeans:
             for gate in prompt.gates
             if gate.vector
         ]
+        if not each:  # what joins those of earlier pipeline stages
+            return
         ints = [
             (prompt.latch.sums[gate.number], i * MAX_GATES + gate.number, gate.score)
             for i, prompt, gate in each
@@ -190,6 +199,8 @@ class PromptMeans:
             for gate in prompt.gates
             if gate.scope
         ]
+        if not decide:  # what joins these is on a later pipeline stage
+            return
         at, cell, last = upload(np.array(decide, np.int64).T.copy(), self._device)
         cells = self._latches.tables[0].view(-1)
         held = torch.where(strengths.view(-1)[at] > _HOLDS, last.int(), NEVER)

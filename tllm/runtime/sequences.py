@@ -11,6 +11,7 @@ from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.results import PENDING, PromptResults, Results
+from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
@@ -28,6 +29,7 @@ class RunningSequences:
     dispatcher: Dispatcher
     results: Results
     verdicts: Verdicts
+    relay: ScoreRelay
     controllers: Controllers
 
     def start(
@@ -78,9 +80,11 @@ class RunningSequences:
             self.consumers.ask(sequence, owner)
         self.assignments.assign(sequence)
         # Of rows that have no steering row nothing is judged: what stands there is another's.
-        asked = spec.judged_in_prompt, spec.judged_generated
-        if any(asked) and "steering" not in sequence.errors:
-            self.verdicts.ask(info.slot, prompt_len, *asked, each=spec.conversation is None)
+        if spec.steering and "steering" not in sequence.errors:
+            self.relay.ask(info.slot, (use.digest for use in spec.steering))
+            asked = spec.judged_in_prompt, spec.judged_generated
+            if any(asked) and self.relay.is_last:  # the engine hears that stage
+                self.verdicts.ask(info.slot, prompt_len, *asked, each=spec.conversation is None)
         self.consumers.introduce(sequence, self.consumers)
 
     def _go_on(
@@ -123,6 +127,7 @@ class RunningSequences:
             self.assignments.release(sequence)
             self.controllers.finish(sequence)
             self.verdicts.forget(sequence.info.slot)
+            self.relay.forget(sequence.info.slot)
             self.slots.remove(engine_id)
 
     def _conclude(self, sequence: RunningSequence) -> None:

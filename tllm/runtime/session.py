@@ -21,6 +21,7 @@ from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.results import PromptResults, Results
 from tllm.runtime.ring import Overflow, Ring
 from tllm.runtime.sampling import Guidance, LmHead
+from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.sequences import RunningSequences
 from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
@@ -141,6 +142,7 @@ class Session:
             controllers,
         )
         verdicts = Verdicts(steering.gates, max_sequences)
+        relay = ScoreRelay(steering, model.num_stages, is_last=samples, max_sequences=max_sequences)
         self.sequences = RunningSequences(
             slots,
             self.consumers,
@@ -149,6 +151,7 @@ class Session:
             dispatcher,
             self._results,
             verdicts,
+            relay,
             controllers,
         )
         self.steps = Steps(
@@ -164,6 +167,7 @@ class Session:
             self._guidance,
             verdicts,
             steering.gates.means,
+            relay,
             controllers,
         )
 

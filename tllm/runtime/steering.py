@@ -32,7 +32,7 @@ from tllm.runtime.latches import Latch
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
-from tllm.spec.conditions import PROBE, Gate, GroupGates
+from tllm.spec.conditions import PROBE, Gate, GroupGates, order_of
 from tllm.spec.operations import (
     Coefficients,
     DimensionWise,
@@ -69,11 +69,17 @@ class _HeldGroup:
             `Operation.GATE` says it.
         gates: point and condition.
         remembered: what a sequence remembers of its conditions.
+        told: likewise of those that earlier pipeline stages judge.
+        tells: whether a later pipeline stage may need what is judged here.
+        hears: whether this one needs what is judged on an earlier one.
     """
 
     operations: list[tuple[int, str, OperationForm, int]]
     gates: list[tuple[int, Gate]]
     remembered: list[Gate]
+    told: list[Gate]
+    tells: bool
+    hears: bool
 
 
 @dataclass(eq=False)
@@ -217,7 +223,7 @@ class Steering:
             gates: conditions of groups that have any.
 
         Raises `ValueError` when a group names a hook point that this engine has no tap for, or a
-        condition is judged on another pipeline stage than what it decides on.
+        condition is judged later in the network than what it decides on.
         """
         hidden = self._taps.hidden_size
         for digest, vector in vectors.items():
@@ -244,42 +250,85 @@ class Steering:
         """A group as this worker does it: without what another pipeline stage does."""
         gates = GroupGates((-1,) * len(operations), ()) if gates is None else gates
         index, found = self._taps.index, []
-        points = {}
-        for each in gates.gates:
-            key = self._resolve(each.hook, each.layer)
-            if key in index:
-                points[each.number] = index[key]
+        points, earlier = self._where_judged(gates)
+        # Later requests of a conversation, and the scheduler, hear of conditions from the last
+        # stage.
+        needed = {each.number for each in gates.gates if each.kept_as}
+        needed_here = set(needed)
+        if not operations and not gates.judges:
+            needed_here = needed = {each.number for each in gates.gates}
         for (hook, layer, vector, coefficients), number in zip(
             operations, gates.of_operations, strict=True
         ):
             key = self._resolve(hook, layer)
             if key in index:
                 scope = gates.scope_of(number)
-                self._check_gate(index[key], number, points, earlier=scope > 0)
+                self._check_gate(index[key], number, points, earlier, before=scope > 0)
                 word = number + 1 + SCOPE_UNIT * scope
                 found.append((index[key], vector, coefficients, word))
+                needed_here = needed_here | gates.made_of(number)
+            else:
+                needed = needed | gates.made_of(number)
         judged = [(points[each.number], each) for each in gates.judged if each.number in points]
         for point, each in judged:
             for term in each.terms:
-                self._check_gate(point, term, points, earlier=each.of_mean)
+                self._check_gate(point, term, points, earlier, before=each.of_mean)
+            needed_here = needed_here.union(each.terms)
         remembered = [each for each in gates.gates if each.scope or each.over]
-        return _HeldGroup(found, judged, [each for each in remembered if each.number in points])
+        return _HeldGroup(
+            found,
+            judged,
+            [each for each in remembered if each.number in points],
+            # Nothing is added up for them here.
+            [each._replace(vector="") for each in remembered if each.number in earlier],
+            tells=not needed.isdisjoint(points),
+            hears=not needed_here.isdisjoint(earlier),
+        )
+
+    def _where_judged(self, gates: GroupGates) -> tuple[dict[int, int], set[int]]:
+        """By number of a gate, the point of this pipeline stage that judges it; and the numbers of
+        those that earlier stages judge."""
+        index = self._taps.index
+        first = min((order_of(*key) for key in index), default=(0, 0))
+        points, earlier = {}, set()
+        for each in gates.gates:
+            key = self._resolve(each.hook, each.layer)
+            if key in index:
+                points[each.number] = index[key]
+            elif order_of(*key) < first:
+                earlier.add(each.number)
+        return points, earlier
 
     def _check_gate(
-        self, point: int, number: int, points: Mapping[int, int], *, earlier: bool
+        self,
+        point: int,
+        number: int,
+        points: Mapping[int, int],
+        earlier: Container[int],
+        *,
+        before: bool,
     ) -> None:
         """Refuse a gate that is not judged when it is needed.
 
         Args:
-            earlier: whether what was judged for earlier tokens is needed.
+            points, earlier: see `_where_judged`.
+            before: whether what was judged for earlier tokens is needed.
         """
-        if number < 0 or (number in points and (earlier or points[number] <= point)):
+        if number < 0 or number in earlier:
+            return
+        if number in points and (before or points[number] <= point):
             return
         raise ValueError(
-            "a condition is judged on another pipeline stage, or later in the network, than "
-            "what it decides on; give a probe in a layer of the same stage, at or before the "
-            "place that it gates, or start the engine with pipeline_parallel_size=1"
+            "a condition is judged later in the network, or on a later pipeline stage, than what "
+            "it decides on; give a probe at or before the place that it gates, or start the "
+            "engine with pipeline_parallel_size=1"
         )
+
+    def crossings(self, groups: Iterable[str]) -> tuple[bool, bool]:
+        """Of a sequence with these groups: whether a later pipeline stage needs what is judged
+        here, and whether this one needs what is judged on an earlier one."""
+        held = [self._groups[digest] for digest in groups if digest in self._groups]
+        return any(group.tells for group in held), any(group.hears for group in held)
 
     def drop(self, groups: Iterable[str], vectors: Iterable[str]) -> None:
         """Forget groups that no new sequence will ask for, and vectors that none of the groups left
@@ -338,12 +387,13 @@ class Steering:
         Args:
             held_before: numbers of conditions that held in an earlier request of its conversation.
         """
-        held = (self._groups[digest] for digest in groups if digest in self._groups)
+        held = [self._groups[digest] for digest in groups if digest in self._groups]
         gates = {gate.number: gate for group in held for gate in group.remembered}
-        if not gates:
+        told = {gate.number: gate for group in held for gate in group.told}
+        if not gates and not told:
             return None
         self._stale = True
-        latch = self.gates.latches.acquire(gates.values(), held_before)
+        latch = self.gates.latches.acquire([*gates.values(), *told.values()], held_before)
         if of_mean := [gates[number] for number in sorted(gates) if gates[number].of_mean]:
             self.gates.means.ask(slot, latch, of_mean, prompt_len)
         return latch
@@ -386,6 +436,8 @@ class Steering:
         chains: list[tuple[int, int]] = []
         judged: dict[int, dict[int, Gate]] = {}
         for digest in groups:
+            if self._groups[digest].hears:
+                self.gates.expect()
             for point, gate in self._groups[digest].gates:
                 judged.setdefault(point, {})[gate.number] = gate
                 vectors.update([gate.vector] if gate.vector else ())

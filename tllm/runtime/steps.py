@@ -20,6 +20,7 @@ from tllm.runtime.planner import RowPlanner
 from tllm.runtime.prompt_means import PromptMeans
 from tllm.runtime.registered import RegisteredConsumers
 from tllm.runtime.sampling import Guidance, SamplerStep
+from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
@@ -31,8 +32,8 @@ from tllm.runtime.writer import Additions
 @dataclass(eq=False)
 class Steps:
     """What an engine's model runner calls, in this order: `begin_idle`, and where that began none,
-    `begin`; `before_sampling`; `guide`; `after_sampling`; `accept`, where tokens were drafted;
-    `end`.
+    `begin`; `take_scores`, where another pipeline stage follows; `before_sampling`; `guide`;
+    `after_sampling`; `accept`, where tokens were drafted; `end`.
 
     Attributes:
         rows_captured, rows_dropped, rows_steered, rows_patched: in all steps so far, without rows
@@ -53,6 +54,7 @@ class Steps:
     guidance: Guidance
     verdicts: Verdicts
     means: PromptMeans
+    relay: ScoreRelay
     controllers: Controllers
     rows_captured: int = 0
     ring_rows_taken: int = 0
@@ -87,6 +89,7 @@ class Steps:
         if not self.idle:
             return False
         self.verdicts.skip()
+        self.relay.skip()
         self.consumers.step += 1
         if not self._was_idle:
             self.planner.clear()
@@ -105,12 +108,14 @@ class Steps:
         sampled_from: Any,
         token_ids: torch.Tensor,
         drafts: Any = None,
+        arrived: torch.Tensor | None = None,
     ) -> None:
         """What waited for the forward pass, and the row plan.
 
         Args:
             engine_ids: in batch order; arrays as in `StepBatch`.
             token_ids: `[tokens or more]`, of the batch, on the device.
+            arrived: what the pipeline stage before gave with the rows, see `ScoreRelay`.
         """
         self._was_idle = False
         self.consumers.step += 1
@@ -137,7 +142,6 @@ class Steps:
         if self.controllers.acting:
             self.controllers.begin(engine_ids, starts + counts, self.consumers.step)
         self.taps.commit()
-        self.taps.separate()
         if frame is not None and observed:
             self._frame = frame
             self._flows = self.dispatcher.flows_of(frame, self.assignments.flows)
@@ -145,6 +149,8 @@ class Steps:
             # Steps before, whose signals nobody reads, leave their scores where they are.
             if any(flow.flow.reads_port("signals") for flow in self._flows):
                 self.steering.gates.forget_scores(int(counts.sum()))
+        self.relay.begin(slots, int(counts.sum()), arrived)
+        self.taps.separate()
         self._drafting = frame if drafts is not None else None
         if self._drafting is None:
             self.rows_steered += self.planner.steered
@@ -196,7 +202,15 @@ class Steps:
     def skip(self) -> None:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
         self.verdicts.skip()
+        self.relay.skip()
         self.planner.clear()
+
+    def take_scores(self) -> torch.Tensor | None:
+        """What the next pipeline stage is given with the rows; None for nothing. Behind the forward
+        pass, see `ScoreRelay`."""
+        if self.means.waiting:
+            self.means.judge()
+        return self.relay.take()
 
     # -- sampling ----------------------------------------------------------------------------------
 

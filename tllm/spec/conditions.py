@@ -100,6 +100,12 @@ class GroupGates(NamedTuple):
         """What is judged for the tokens of the group."""
         return tuple(gate for gate in self.gates if bool(gate.over) == self.judges)
 
+    def made_of(self, number: int) -> frozenset[int]:
+        """A gate of the group with all that it joins; nothing for none."""
+        terms = next((gate.terms for gate in self.gates if gate.number == number), ())
+        own = frozenset((number,) if number >= 0 else ())
+        return own.union(*(self.made_of(term) for term in terms))
+
     def scope_of(self, number: int) -> int:
         """That of a gate of the group; 0 for none."""
         return next((gate.scope for gate in self.gates if gate.number == number), 0)

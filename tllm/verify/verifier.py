@@ -252,8 +252,6 @@ class Verifier:
 
     def _deciding(self, places: Sequence[Place], place: Place) -> list[Place]:
         """Where a probe may stand that decides at a place: there, and in earlier layers."""
-        if self.config.parallel_config.pipeline_parallel_size > 1:
-            return [place]  # a probe on another stage is refused
         first, _ = _as_computed(place)
         return [*(each for each in places if _as_computed(each)[0] < first), place]
 
