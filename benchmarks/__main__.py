@@ -63,8 +63,8 @@ def _check_counters(name: str, variant: str, counters: dict[str, Any]) -> None:
         raise SystemExit(f"{name}: conditions decided nothing: {signals}")
     if variant.startswith("decide") and not stats["runtime"]["actions"]["by_kind"]:
         raise SystemExit(f"{name}: nothing was decided: {stats}")
-    if variant == "esamp" and not (stats["rows_trained"] and stats["candidates_changed"]):
-        raise SystemExit(f"{name}: nothing was trained or guided: {stats}")
+    if variant == "esamp" and not all(counters["esamp"].values()):
+        raise SystemExit(f"{name}: nothing was predicted, guided or trained: {counters}")
 
 
 def _engine_of(benchmark: Benchmark) -> tuple[str, str]:
@@ -86,6 +86,7 @@ def _shown(figures: dict[str, Any], part: str) -> tuple[str, str]:
 _PARTS = {
     "step_": "a step",
     "plain_": "plain requests alone",
+    "latency_": "from arrival to end",
     "older_": "against the older tLLM",
     "older_step_": "a step, against the older tLLM",
 }
@@ -209,6 +210,7 @@ def main(
                     for each in sets:
                         for result in measure(vllm, tllm, each, pairs, seconds, older, loaded):
                             found[result["name"]] = result
+                            result["vllm_sampler"] = vllm.sampler
                             result |= {"copies": copies, "against": against, **environment()}
                             _tell(result, table)
                             _save(result, out, control)

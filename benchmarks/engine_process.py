@@ -11,18 +11,27 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
+from benchmarks.asked import Asked, asked
 from benchmarks.step_costs import watch, watched
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
 _START_STEPS = 4
 _COUNTERS = ("rows_captured", "rows_dropped", "rows_steered")
+_ESAMP_COUNTERS = {
+    "rows_predicted": "predictions",
+    "candidates_guided": "candidates_changed",
+    "rows_trained": "rows_trained",
+    "steps_trained": "loss_count",
+}
 
 
 def draw_weights(model: torch.nn.Module, scale: float) -> None:
@@ -69,6 +78,8 @@ class EngineProcess:
         self.steering: list[dict[str, Any]] = [{}]
         self._distinct: dict[str, list[Any]] = {}
         self.capturing: Any = None
+        self.consumer: Any = None
+        self._served = 0
 
     def use(self, benchmark: Benchmark) -> None:
         """Switch what tLLM does; no recompilation, no new CUDA graph."""
@@ -105,83 +116,143 @@ class EngineProcess:
         the host did. `start_seconds` is how long the first `_START_STEPS` steps took, with adding
         the requests, however many of them were in by then, and `end_seconds` what came after the
         last step. `plain_seconds`, where only some requests capture: how long the others took on
-        average, until the engine gave out their last token.
+        average, until the engine gave out their last token. `latency_seconds`, where requests come
+        one after the other: from when one was due to its last token, on average.
         """
-        work = benchmark.workload
-        generator = torch.Generator().manual_seed(number)
-        prompts = [
-            {
-                "prompt_token_ids": torch.randint(
-                    1, self.shape.vocab, (work.prompt_tokens,), generator=generator
-                ).tolist()
-            }
-            for _ in range(work.prompts)
-        ]
-        params = {
-            "n": work.samples,
-            "max_tokens": work.max_tokens,
-            "temperature": work.temperature,
-            "min_p": work.min_p,
-            "ignore_eos": True,
-            "detokenize": False,
-        }
-        made = self._params(benchmark, params)
-        before = self.llm.intervention_stats()[0] if self.engine == "tllm" else {}
+        requests = asked(benchmark.workload, self.shape.vocab, number)
+        made = self._params(benchmark, requests)
+        before = self._counted()
         with StepTimes(self.llm) as times:
             begin = time.perf_counter()
-            outputs = self.llm.generate(prompts, made, use_tqdm=False)
+            outputs = self._generate(benchmark, requests, made)
             seconds = time.perf_counter() - begin
-        tokens = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        counters: dict[str, Any] = {}
-        if self.engine == "tllm":
-            after = self.llm.intervention_stats()[0]
-            counters = {name: after[name] - before[name] for name in _COUNTERS}
-            counters["consumers"] = after["consumers"]
-            if self.consumer is not None:
-                stats = dict(self.consumer.read_stats())
-                stats.pop("loss_per_prompt", None)  # grows with every prompt ever served
-                counters["stats"] = stats
-            if benchmark.steered is not None and benchmark.steered.gated:
-                counters["signals"] = judged_and_fired(outputs)
-            if self.capturing is not None:
-                counters["capture"] = self.capturing.counters(outputs, seconds)
         found = {
             "seconds": seconds,
             "steps": len(times.steps),
             "step_seconds": times.middle,
             "start_seconds": times.steps[:_START_STEPS][-1] - begin,
             "end_seconds": begin + seconds - times.steps[-1],
-            "tokens": tokens,
-            "counters": counters,
+            "tokens": sum(len(each.token_ids) for output in outputs for each in output.outputs),
+            "counters": self._counters(benchmark, before, outputs, seconds),
         }
         captured = benchmark.captured
         if captured is not None and captured.one_in > 1:
             plain = [o.request_id for i, o in enumerate(outputs) if captured.is_plain(i)]
             found["plain_seconds"] = statistics.mean(times.finished[name] - begin for name in plain)
+        if benchmark.workload.arrivals:
+            found["latency_seconds"] = statistics.mean(
+                times.finished[output.request_id] - begin - each.due
+                for output, each in zip(outputs, requests, strict=True)
+            )
         return found
+
+    def _generate(
+        self, benchmark: Benchmark, requests: Sequence[Asked], params: Sequence[Any]
+    ) -> list[Any]:
+        """Outputs in the order of the requests."""
+        if not benchmark.workload.arrivals:
+            prompts = [{"prompt_token_ids": each.prompt_token_ids} for each in requests]
+            return list(self.llm.generate(prompts, params, use_tqdm=False))
+        engine = self.llm.llm_engine
+        waiting = deque(zip(requests, params, strict=True))
+        names: list[str] = []
+        finished: dict[str, Any] = {}
+        begin = time.perf_counter()
+        while waiting or engine.has_unfinished_requests():
+            while waiting and waiting[0][0].due <= time.perf_counter() - begin:
+                request, asking = waiting.popleft()
+                self._served += 1
+                names.append(f"arrival-{self._served}")
+                prompt = {"prompt_token_ids": request.prompt_token_ids}
+                engine.add_request(names[-1], prompt, asking)
+            if engine.has_unfinished_requests():
+                outputs = engine.step()
+                finished.update({each.request_id: each for each in outputs if each.finished})
+            elif waiting:
+                time.sleep(max(0.0, begin + waiting[0][0].due - time.perf_counter()))
+        return [finished[name] for name in names]
+
+    def _counted(self) -> dict[str, Any]:
+        """What is counted over a round: nothing by vLLM."""
+        if self.engine == "vllm":
+            return {}
+        counted: dict[str, Any] = dict(self.llm.intervention_stats()[0])
+        if self.consumer is not None:
+            counted["stats"] = dict(self.consumer.read_stats())
+        return counted
+
+    def _counters(
+        self, benchmark: Benchmark, before: dict[str, Any], outputs: list[Any], seconds: float
+    ) -> dict[str, Any]:
+        """What a round did: nothing that vLLM would count."""
+        if self.engine == "vllm":
+            return {}
+        after = self._counted()
+        counters: dict[str, Any] = {name: after[name] - before[name] for name in _COUNTERS}
+        counters["consumers"] = after["consumers"]
+        if self.consumer is not None:
+            stats = counters["stats"] = after["stats"]
+            stats.pop("loss_per_prompt", None)  # grows with every prompt ever served
+            if benchmark.variant == "esamp":
+                counters["esamp"] = {
+                    called: stats[name] - before["stats"][name]
+                    for called, name in _ESAMP_COUNTERS.items()
+                }
+        if benchmark.steered is not None and benchmark.steered.gated:
+            counters["signals"] = judged_and_fired(outputs)
+        if self.capturing is not None:
+            counters["capture"] = self.capturing.counters(outputs, seconds)
+        return counters
 
     def costs(self, benchmark: Benchmark, number: int) -> dict[str, Any]:
         """A round whose steps are looked into, which slows them down; see `StepCosts`."""
-        self.llm.collective_rpc(watch, args=(benchmark.workload.max_tokens,))
+        requests = asked(benchmark.workload, self.shape.vocab, number)
+        self.llm.collective_rpc(watch, args=(max(each.max_tokens for each in requests),))
         self.round(benchmark, number)
         found: dict[str, Any] = self.llm.collective_rpc(watched)[0]
         return found
 
-    def _params(self, benchmark: Benchmark, params: dict[str, Any]) -> list[Any]:
+    def _params(self, benchmark: Benchmark, requests: Sequence[Asked]) -> list[Any]:
         """The parameters of each prompt; parameters that are alike are one object."""
-        prompts = benchmark.workload.prompts
+        work = benchmark.workload
+        params = {
+            "n": work.samples,
+            "temperature": work.temperature,
+            "min_p": work.min_p,
+            "top_p": work.top_p,
+            "top_k": work.top_k,
+            "ignore_eos": True,
+            "detokenize": False,
+        }
+        if work.arrivals:
+            from vllm.sampling_params import RequestOutputKind
+
+            params["output_kind"] = RequestOutputKind.FINAL_ONLY  # as `generate` has it
         if self.engine == "vllm":
-            from vllm import SamplingParams
-
-            return [SamplingParams(**params)] * prompts
-        from tllm import SamplingParams as InterventionParams
-
+            from vllm import SamplingParams as Params
+        else:
+            from tllm import SamplingParams as Params  # type: ignore[assignment]
+        if work.ragged:
+            return [Params(**params, max_tokens=each.max_tokens) for each in requests]
+        params["max_tokens"] = work.max_tokens
+        if self.engine == "vllm":
+            return [Params(**params)] * work.prompts
         distinct = self._distinct.get(benchmark.name)
         if distinct is None:
-            distinct = [InterventionParams(**params, **steering) for steering in self.steering]
+            distinct = [Params(**params, **steering) for steering in self.steering]
             if benchmark.steered is not None:  # the others' belong to consumers that come and go
                 self._distinct[benchmark.name] = distinct
-        return [distinct[i % len(distinct)] for i in range(prompts)]
+        return [distinct[i % len(distinct)] for i in range(work.prompts)]
+
+
+def sampler_of(worker: Any) -> str:
+    """Sent to a worker: who draws where top-k or top-p is asked for."""
+    runner = worker.worker.model_runner
+    sampler = runner.sampler
+    if hasattr(sampler, "use_flashinfer"):  # the V2 runner
+        return "FlashInfer" if sampler.use_flashinfer else "vLLM"
+    forward = sampler.topk_topp_sampler.forward.__name__
+    return "FlashInfer" if forward == "forward_cuda" else "vLLM"
 
 
 def judged_and_fired(outputs: list[Any]) -> dict[str, int]:
@@ -247,7 +318,8 @@ def main() -> None:
     os.dup2(2, 1)
     command = json.loads(sys.argv[1])
     process = EngineProcess(command["engine"], SHAPES[command["shape"]], command["arguments"])
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    started = {"sampler": process.llm.collective_rpc(sampler_of)[0]}
+    print(json.dumps(started), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         benchmark = BENCHMARKS[request["benchmark"]]

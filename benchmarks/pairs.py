@@ -26,7 +26,12 @@ class Engine:
     Args:
         engine: `"vllm"` or `"tllm"`.
         tree: a folder with the `tllm` and `benchmarks` of another commit; None for this one's.
+
+    Attributes:
+        started: what it said of itself when it had started.
     """
+
+    started: Mapping[str, Any]
 
     def __init__(self, engine: str, benchmark: Benchmark, tree: Path | None = None) -> None:
         command = {
@@ -53,7 +58,7 @@ class Engine:
 
     def wait(self) -> None:
         """Wait until the engine has started."""
-        self._answer()
+        self.started = self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -94,6 +99,12 @@ class Copies:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
+
+    @property
+    def sampler(self) -> str:
+        """Who draws for requests with top-k or top-p: FlashInfer, or vLLM itself."""
+        sampler: str = self._engines[0].started["sampler"]
+        return sampler
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -144,6 +155,7 @@ _AVERAGED = (
     "start_seconds",
     "end_seconds",
     "plain_seconds",
+    "latency_seconds",
 )
 """What is averaged over the two rounds of vLLM beside a round of tLLM."""
 
@@ -246,8 +258,10 @@ def _figures(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     divided by tLLM's; `start_ms` and `end_ms` are what tLLM takes longer for the first steps and
     after the last (`EngineProcess.round`), and `steps` how many more it takes, in the median pair.
     Where only some requests do what is measured, the others' speed too: `plain_ratio` is their mean
-    time from the start of the round to their last token, likewise. Beside an older tLLM,
-    `older_ratio` and `older_step_ratio` are its time of a round and of a step divided by ours.
+    time from the start of the round to their last token, likewise; where requests come one after
+    the other, `latency_ratio` is that of the mean time from when one was due to its last token.
+    Beside an older tLLM, `older_ratio` and `older_step_ratio` are its time of a round and of a step
+    divided by ours.
     """
     speeds = {
         name: [pair[name]["tokens"] / pair[name]["seconds"] for pair in rounds]
@@ -257,6 +271,8 @@ def _figures(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     if "plain_seconds" in rounds[0]["tllm"]:
         plain = _summary("plain_", _faster(rounds, "plain_seconds"))
+    if "latency_seconds" in rounds[0]["tllm"]:
+        plain |= _summary("latency_", _faster(rounds, "latency_seconds"))
     older: dict[str, Any] = {}
     if "older" in rounds[0]:
         older = _summary("older_", _faster(rounds, "seconds", "older")) | _summary(

@@ -71,7 +71,14 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of one round."""
+    """Requests of one round.
+
+    Attributes:
+        top_p, top_k: as vLLM has them: 1 and 0 ask for neither.
+        ragged: `prompt_tokens` and `max_tokens` are the most; each prompt has its own share of
+            both, from a quarter on.
+        arrivals: prompts that come in a second, on average (a Poisson process); None: all at once.
+    """
 
     prompts: int = 8
     samples: int = 16
@@ -79,6 +86,10 @@ class Workload:
     max_tokens: int = 256
     temperature: float = 0.8
     min_p: float = 0.05
+    top_p: float = 1.0
+    top_k: int = 0
+    ragged: bool = False
+    arrivals: float | None = None
     engine: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -162,6 +173,29 @@ def _on(shape: str, workload: Workload = Workload()) -> list[Benchmark]:
     ]
 
 
+def _esamp(shape: str, base: Workload, arrivals: float) -> list[Benchmark]:
+    """ESamp on other requests, with as many sequences at once, and so on the same engines.
+
+    `n1` and `n64`: as many sequences, of many prompts and of few. `poisson`: three times the
+    prompts, ragged, one after the other.
+    """
+    sequences = base.prompts * base.samples
+    engine = base.engine_arguments
+    most = min(64, sequences)
+    workloads = {
+        "n1": replace(base, prompts=sequences, samples=1),
+        "n64": replace(base, prompts=sequences // most, samples=most),
+        # vLLM draws from these with FlashInfer, where it has it.
+        "top-p-top-k": replace(base, min_p=0.0, top_p=0.95, top_k=50),
+        "ragged": replace(base, ragged=True),
+        "poisson": replace(base, prompts=3 * base.prompts, ragged=True, arrivals=arrivals),
+    }
+    return [
+        Benchmark(f"esamp-{name}-{shape}", shape, "esamp", replace(work, engine=engine))
+        for name, work in workloads.items()
+    ]
+
+
 def _decided(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
     engine = {"max_num_seqs": 2 * prompts, "max_model_len": _LONGEST}
     work = Workload(prompts=prompts, samples=1, engine=engine, **sizes)
@@ -171,6 +205,8 @@ def _decided(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
 
 _LONGEST = 1152
 """Tokens of a sequence in benchmarks that share their engines."""
+
+_TINY = Workload(prompts=2, samples=4, prompt_tokens=16, max_tokens=32)
 
 STEERED = {
     "1-layer": Steered(layers=1),
@@ -221,7 +257,11 @@ BENCHMARKS = {
         *_on("7b"),
         *_on("1.5b"),
         *_on("0.5b"),
-        *_on("tiny", Workload(prompts=2, samples=4, prompt_tokens=16, max_tokens=32)),
+        *_on("tiny", _TINY),
+        # Prompts of 16 samples for about two thirds of what vLLM can do on an H200.
+        *_esamp("7b", Workload(), arrivals=5.0),
+        *_esamp("0.5b", Workload(), arrivals=12.0),
+        *_esamp("tiny", _TINY, arrivals=40.0),
         *_captured(
             "7b",
             28,
