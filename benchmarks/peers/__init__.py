@@ -1,0 +1,1 @@
+"""tLLM beside others who read and steer a served model: the same requests, answers compared."""

@@ -1,0 +1,209 @@
+"""`python -m benchmarks.peers`: tLLM and others, each against untouched vLLM, on the same requests.
+
+Each peer is installed in an environment of its own, with its versions pinned; one that cannot be
+is skipped with the reason. A peer runs in a process of its own, beside untouched vLLM, in turn with
+it, on one thread each; warm. What it answers is compared with plain `transformers` with hooks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.peers.environment import ENVIRONMENTS
+from benchmarks.peers.model import Reference, compare, save_model
+from benchmarks.peers.peer_process import PEERS
+from benchmarks.peers.work import WORKS, Work
+
+RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
+_CACHE = Path("~/.cache/tllm/peers").expanduser()
+_BASE = "vLLM"
+_QUERIES = "tLLM, queries"
+"""Ours, in another engine: one row of the table."""
+
+
+class PeerProcess:
+    """The other end of `benchmarks.peers.peer_process`."""
+
+    def __init__(self, peer: str, python: Path, model: str, vocab: int) -> None:
+        self.peer = peer
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [
+                str(python), "-m", "benchmarks.peers.peer_process",
+                json.dumps({"peer": peer, "model": model, "vocab": vocab}),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "OMP_NUM_THREADS": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_LOGGING_LEVEL": "ERROR",
+                "HF_HUB_OFFLINE": "1",
+            },
+        )  # fmt: skip
+        self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._log.seek(0)
+            raise RuntimeError(_reason(self._log.read()))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def round(self, work: Work, doing: str, number: int) -> dict[str, Any]:
+        """Seconds, and the answer."""
+        assert self._process.stdin is not None
+        asked = {"work": work.described(), "doing": doing, "number": number}
+        self._process.stdin.write(json.dumps(asked) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+
+def _reason(log: str) -> str:
+    """The line of a log that says what went wrong."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line.split(":")[0]]
+    return (errors or lines or ["it said nothing"])[-1][-300:]
+
+
+@contextmanager
+def opened(peer: str, model: str, vocab: int, cache: Path) -> Iterator[PeerProcess]:
+    """A peer that runs.
+
+    Raises:
+        RuntimeError: it cannot be installed, or does not start; says why.
+    """
+    python = ENVIRONMENTS[peer].python(peer.replace(" ", "-"), cache)
+    process = PeerProcess(peer, python, model, vocab)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def measured(
+    base: PeerProcess, peer: PeerProcess, work: Work, reference: Reference, rounds: int
+) -> dict[str, Any]:
+    """Rounds of a peer in turn with untouched vLLM; one of each to warm up."""
+    unsteered = "query" if work.doing == "query" else "plain"
+    ratios, seconds, of_base = [], [], []
+    answers: list[str] = []
+    for number in range(rounds + 1):
+        plain = base.round(work, unsteered, number)
+        found = peer.round(work, work.doing, number)
+        if number:
+            ratios.append(plain["seconds"] / found["seconds"])
+            seconds.append(found["seconds"])
+            of_base.append(plain["seconds"])
+            if number == 1:
+                answers.append(compare(found["answer"], reference.answer(work, number)))
+    return {
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "seconds": round(statistics.median(seconds), 4),
+        "vllm_seconds": round(statistics.median(of_base), 4),
+        "answers": answers[0],
+    }
+
+
+def compared(
+    peer: str, base: PeerProcess, reference: Reference, model: str, cache: Path, rounds: int
+) -> dict[str, Any]:
+    """What a peer offers, measured; or why it is skipped."""
+    kind, found = PEERS.get(peer), {}
+    try:
+        with opened(peer, model, reference.vocab, cache) as process:
+            for work in WORKS:
+                if not hasattr(kind, work.doing):
+                    continue
+                found[work.name] = measured(base, process, work, reference, rounds)
+                print(json.dumps({peer: {work.name: found[work.name]}}), flush=True)
+    except RuntimeError as error:
+        print(f"{peer}: {error}", flush=True)
+        return {"skipped": str(error), **found}
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """In Markdown: vLLM's time divided by the peer's, and whether its answers are right."""
+    names = [work.name for work in WORKS]
+    lines = [f"| | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
+    for peer, found in results.items():
+        if "skipped" in found and len(found) == 1:
+            continue
+        cells = []
+        for name in names:
+            cell = found.get(name)
+            if cell is None:
+                cells.append("failed" if "skipped" in found else "not offered")
+                continue
+            low, high = min(cell["ratios"]), max(cell["ratios"])
+            note = "" if cell["answers"] == "equal" else f", {cell['answers']}"
+            cells.append(f"{cell['ratio']:.2f} [{low:.2f}, {high:.2f}]{note}")
+        lines.append(f"| {peer} | {' | '.join(cells)} |")
+    for peer, found in results.items():
+        if "skipped" in found:
+            lines.append(f"\n{peer}: {found['skipped']}")
+    return "\n".join(lines)
+
+
+def main(
+    peer: Annotated[
+        list[str] | None, typer.Option(help=f"Among {', '.join(ENVIRONMENTS)}; all without.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of each, in turn.", min=1)] = 3,
+    cache: Annotated[Path, typer.Option(help="Folder of the environments.")] = _CACHE,
+    out: Annotated[
+        Path, typer.Option(help="The result, as JSON; other peers in it stay.")
+    ] = RESULTS,
+) -> None:
+    """Measure, write the result, and print a table."""
+    chosen = [each for each in peer or ENVIRONMENTS if each != _BASE]
+    if unknown := [each for each in chosen if each not in ENVIRONMENTS]:
+        raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(ENVIRONMENTS)}")
+    before = json.loads(out.read_text())["peers"] if out.exists() else {}
+    with tempfile.TemporaryDirectory() as model:
+        reference = Reference(save_model(Path(model)))
+        with opened(_BASE, model, reference.vocab, cache) as base:
+            for each in chosen:
+                before[each] = compared(each, base, reference, model, cache, rounds)
+    found = {name: before[name] for name in ENVIRONMENTS if name in before}
+    result = {"date": datetime.date.today().isoformat(), "peers": found}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    if queries := found.pop(_QUERIES, None):
+        found["tLLM"] = found.get("tLLM", {}) | queries
+    print(table(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

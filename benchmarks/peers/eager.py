@@ -1,0 +1,178 @@
+"""Peers that run the model in PyTorch, in their user's process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from benchmarks.peers.model import CHECKED, summary
+from benchmarks.peers.work import LAYERS, Work
+
+
+def load(path: str) -> Any:
+    """The model in `transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def vectors_of(work: Work) -> torch.Tensor:
+    """`[prompts, steered layers, hidden]`."""
+    return torch.stack([torch.from_numpy(work.vectors(i)) for i in range(work.prompts)])
+
+
+class TransformerLens:
+    """`HookedTransformer`: its user adds vectors of a batch in one hook a layer."""
+
+    def __init__(self, path: str, vocab: int) -> None:
+        from transformer_lens import HookedTransformer, HookedTransformerConfig
+        from transformer_lens.pretrained.weight_conversions import convert_qwen2_weights
+
+        model = load(path)
+        self.vocab, shape = vocab, model.config
+        config = HookedTransformerConfig(
+            n_layers=shape.num_hidden_layers,
+            d_model=shape.hidden_size,
+            d_head=shape.hidden_size // shape.num_attention_heads,
+            n_heads=shape.num_attention_heads,
+            n_key_value_heads=shape.num_key_value_heads,
+            d_mlp=shape.intermediate_size,
+            n_ctx=shape.max_position_embeddings,
+            d_vocab=vocab,
+            act_fn="silu",
+            eps=shape.rms_norm_eps,
+            normalization_type="RMS",
+            positional_embedding_type="rotary",
+            rotary_base=int(shape.rope_parameters["rope_theta"]),
+            rotary_adjacent_pairs=False,
+            rotary_dim=shape.hidden_size // shape.num_attention_heads,
+            final_rms=True,
+            gated_mlp=True,
+            default_prepend_bos=False,
+            device="cpu",
+        )
+        self.model = HookedTransformer(config)
+        self.model.load_and_process_state_dict(
+            convert_qwen2_weights(model, config), fold_ln=False, center_writing_weights=False,
+            center_unembed=False, fold_value_biases=False,
+        )  # fmt: skip
+        self.model.eval()
+
+    @torch.inference_mode()
+    def plain(self, work: Work, number: int) -> Any:
+        """`generate`, greedy, with its cache of keys and values."""
+        ids = torch.tensor(work.tokens(self.vocab, number))
+        found = self.model.generate(
+            ids, max_new_tokens=work.max_tokens, do_sample=False, stop_at_eos=False,
+            prepend_bos=False, verbose=False, return_type="tokens",
+        )  # fmt: skip
+        return lambda: found[:, ids.shape[1] :].tolist()
+
+    def steer(self, work: Work, number: int) -> Any:
+        """The same under hooks."""
+        vectors = vectors_of(work)
+
+        def adding(vector: torch.Tensor) -> Any:
+            return lambda rows, hook: rows + vector[:, None]
+
+        hooks = [
+            (f"blocks.{layer}.hook_resid_post", adding(vectors[:, index]))
+            for index, layer in enumerate(work.steered_layers)
+        ]
+        with self.model.hooks(fwd_hooks=hooks):
+            return self.plain(work, number)
+
+    @torch.inference_mode()
+    def capture(self, work: Work, number: int) -> Any:
+        """`run_with_cache`."""
+        kept = [f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)]
+        ids = torch.tensor(work.tokens(self.vocab, number))
+        _, cache = self.model.run_with_cache(ids, names_filter=lambda name: name in kept)
+        rows = torch.stack([cache[name] for name in kept], 1)
+        return lambda: summary(rows)
+
+
+class NnSight:
+    """Traces of `TransformersModel`: Python that runs between the layers."""
+
+    def __init__(self, path: str, vocab: int) -> None:
+        from nnsight import TransformersModel
+        from transformers import AutoTokenizer
+
+        self.vocab = vocab
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = TransformersModel(load(path), tokenizer=tokenizer)
+
+    def _options(self, work: Work) -> dict[str, Any]:
+        return {
+            "max_new_tokens": work.max_tokens,
+            "min_new_tokens": work.max_tokens,
+            "do_sample": False,
+        }
+
+    @torch.inference_mode()
+    def plain(self, work: Work, number: int) -> Any:
+        """`generate`, with nothing in its trace but the result."""
+        ids = torch.tensor(work.tokens(self.vocab, number))
+        with self.model.generate(ids, **self._options(work)) as tracer:
+            found = tracer.result.save()
+        return lambda: found[:, ids.shape[1] :].tolist()
+
+    @torch.inference_mode()
+    def steer(self, work: Work, number: int) -> Any:
+        """Vectors of a batch, added at each step."""
+        ids = torch.tensor(work.tokens(self.vocab, number))
+        vectors, layers, steps = vectors_of(work), work.steered_layers, work.max_tokens
+        model = self.model
+        with model.generate(ids, **self._options(work)) as tracer:
+            for _ in tracer.iter[:steps]:
+                for index, layer in enumerate(layers):
+                    model.model.layers[layer].output[:] += vectors[:, index][:, None]
+            found = tracer.result.save()
+        return lambda: found[:, ids.shape[1] :].tolist()
+
+    @torch.inference_mode()
+    def capture(self, work: Work, number: int) -> Any:
+        """Saved outputs of each layer."""
+        import nnsight
+
+        ids = torch.tensor(work.tokens(self.vocab, number))
+        model = self.model
+        with model.trace(ids):
+            kept = nnsight.save([])
+            for layer in range(LAYERS):
+                kept.append(model.model.layers[layer].output)
+        rows = torch.stack(list(kept), 1)
+        return lambda: summary(rows)
+
+
+class Genlm:
+    """`AsyncTransformer`: its other backend asks for a vLLM that has no CPU build here."""
+
+    def __init__(self, path: str, vocab: int) -> None:
+        from genlm.backend.llm.hf import AsyncTransformer
+        from transformers import AutoTokenizer
+
+        self.vocab = vocab
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        self.lm = AsyncTransformer(load(path), tokenizer, batch_size=16)
+
+    def query(self, work: Work, number: int) -> Any:
+        """Each particle's whole context at each step; the shared prompt is kept, as users do."""
+        found = asyncio.run(self._query(work, number))
+        return lambda: torch.stack(found, 1).tolist()
+
+    async def _query(self, work: Work, number: int) -> list[torch.Tensor]:
+        self.lm.clear_cache()
+        prompt = work.tokens(self.vocab, number)[0]
+        self.lm.cache_kv(prompt)
+        fed = work.fed(self.vocab, number)
+        found = []
+        for step in range(1, work.steps + 1):
+            rows = await asyncio.gather(
+                *(self.lm.next_token_logprobs(prompt + tokens[:step]) for tokens in fed)
+            )
+            found.append(torch.stack([row[:CHECKED] for row in rows]))
+        return found
