@@ -78,7 +78,13 @@ def small_mlp(pick):
 
 
 class Asked:
-    """Random requests that share prefixes, and what `transformers` is to do for each."""
+    """Random requests that share prefixes, and what `transformers` is to do for each.
+
+    features: conditions on features of autoencoders at `features_at`, drawn like the others.
+    """
+
+    features = ()
+    features_at = None
 
     def __init__(self, seed):
         self.pick = random.Random(seed)
@@ -90,6 +96,8 @@ class Asked:
     def probe(self, last):
         """A condition on one probe at or before a place: as asked, and its score and strength."""
         pick = self.pick
+        if self.features_at in PLACES[: last + 1] and pick.random() < 0.6:
+            return self.feature()
         place = pick.choice(PLACES[: last + 1])
         vector, kind = pick.choice(self.vectors), pick.choice(["dot", "dot", *SCORES])
         bias = pick.choice([0.0, 0.05])
@@ -125,6 +133,14 @@ class Asked:
 
         edges = {"between": [low, high], "soft": []}.get(side, [middle])
         return when, (place, score), strength, edges
+
+    def feature(self):
+        """Likewise, a condition on a feature."""
+        self.names += 1
+        gate = self.pick.choice(self.features)
+        when = gate.when | {"name": f"p{self.names}"}
+        probe = self.features_at, gate.score
+        return when, probe, lambda scores: gate.strength([scores]), gate.edges
 
     def condition(self, last):
         """A condition: as asked, its probes, and the strength from their scores."""

@@ -11,6 +11,8 @@ from safetensors.torch import save_file
 
 from engine.asking import generate, greedy, prompts_of, sampled
 from engine.reference import HIDDEN, LAYERS, GatedChange
+from engine.test_conditions import run_random
+from engine.test_remembering import Remembering
 from tllm.consumers.sae import NO_FEATURE, SaeConsumer
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.steering import steer_features
@@ -322,7 +324,8 @@ class FeatureGate:
         self.config, self.feature, self.side, self.soft = CONFIGS[name], feature, side, soft
         _, states = reference.run(tokens, [PLACE])
         self.edge = float(self.score(states[PLACE]).median()) + 0.01
-        edge = [self.edge, self.edge + 9.0] if side == "between" else self.edge
+        self.edges = [self.edge, self.edge + 9.0]
+        edge = self.edges if side == "between" else self.edge
         self.when = {"probe": {"sae": name, "feature": feature}, side: edge, "name": name}
         if soft:
             self.when["soft"] = soft
@@ -412,6 +415,16 @@ def test_features_are_probes(llm, reference, probed):
             assert (signal.scores == 0).any()
     found = outputs[1].outputs[0]
     assert_reported(found, probed["jumprelu"].feature)
+
+
+def test_random_requests_with_features_are_as_transformers_has_them(llm, reference, probed):
+    """Joined with other probes, in all scopes, gating all methods, mixed with plain requests."""
+
+    class Drawn(Remembering):
+        features = tuple(probed.values())
+        features_at = PLACE
+
+    run_random(llm, reference, 31, 12, kind=Drawn)
 
 
 def assert_reported(sample, feature):
