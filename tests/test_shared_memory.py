@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from tllm import shared_memory
-from tllm.shared_memory import FOLDER, ResultMemory, SharedFile, SharedRows, sweep
+from tllm import result_memory, shared_memory
+from tllm.result_memory import ResultMemory
+from tllm.shared_memory import FOLDER, SharedFile, SharedRows, sweep
 
 OWNER = """
 import sys, time, torch
 from tllm.client.answers import SharedFolder
 from tllm.runtime.answers import AnswerWriter
-from tllm.shared_memory import ResultMemory, SharedFile, SharedRows
+from tllm.result_memory import ResultMemory
+from tllm.shared_memory import SharedFile, SharedRows
 folder, memory = SharedFolder(), ResultMemory()
 kept = [SharedRows.create(4, 8), SharedFile.reserve(100), memory.empty((1 << 20,), torch.float32)]
 AnswerWriter(memory).encode({"linked": kept[2].numpy(), "copied": bytes(9) * 200_000}, folder.token)
@@ -135,10 +137,97 @@ def test_memory_for_results_is_free_when_no_view_of_it_is_left():
     [(file, offset)] = memory.locate([raw])
     assert (file.path.name, offset) == (made, 1 << 20)
     del raw
+    memory.trim()
     assert names() - before == {made}
     del view
+    memory.trim(60)
+    assert names() - before == {made}
+    memory.trim()
     assert names() == before
     assert memory.locate([memoryview(b"abc")]) == [None]
+
+
+MIB = 1 << 20
+
+
+def given_to(reader, memory, rows):
+    """A link to the file that rows are in, as an answer has it."""
+    [(file, offset)] = memory.locate([memoryview(rows.numpy()).cast("B")])
+    assert offset == 0
+    return file.link(reader.path.name)
+
+
+def test_memory_for_results_is_used_again_when_no_reader_has_it():
+    memory, reader = ResultMemory(), SharedFile.reserve(1)
+
+    def ask(nbytes=4 * MIB):
+        rows = memory.empty((nbytes,), torch.uint8)
+        [(file, _)] = memory.locate([memoryview(rows.numpy())])
+        return rows, file.path
+
+    rows, first = ask()
+    rows.fill_(7)
+    link = given_to(reader, memory, rows)
+    del rows
+    other, second = ask()  # a link that nobody has opened
+    assert second != first
+    found = link.hold()
+    link.release()
+    part = torch.from_numpy(found)[MIB:]
+    del found, other
+    _kept, path = ask()  # a part of it is still held
+    assert path == second
+    assert part.unique().tolist() == [7]
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    del part
+    _held, path = ask()
+    assert path not in (first, second)  # a forked process has it, too
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    again, path = ask(4 * MIB - 9)
+    assert path == first
+    del again
+    _small, path = ask(MIB)
+    assert path != first  # it would waste more than it uses
+    reader.release()
+
+
+def test_what_a_reader_has_stays_when_the_worker_gives_it_back():
+    memory, reader = ResultMemory(), SharedFile.reserve(1)
+    rows = memory.empty((MIB,), torch.uint8).fill_(3)
+    link = given_to(reader, memory, rows)
+    found = link.hold()
+    link.release()
+    with pytest.raises(FileNotFoundError):
+        link.hold()
+    del rows
+    memory.trim()
+    assert (memory.empty((MIB,), torch.uint8).fill_(4) == 4).all() and (found == 3).all()
+    reader.release()
+
+
+def test_memory_that_nobody_asks_for_goes(monkeypatch):
+    monkeypatch.setattr(result_memory, "_KEPT_S", 0.05)
+    memory, before = ResultMemory(), names()
+    memory.empty((MIB,), torch.uint8)
+    assert len(names() - before) == 1
+    until = time.monotonic() + 20
+    while names() != before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert names() == before
+
+
+def test_no_more_is_kept_than_a_share_of_all_memory():
+    memory, before = ResultMemory(), names()
+    memory._most_kept = 3 * MIB
+    pieces = [memory.empty((MIB,), torch.uint8) for _ in range(5)]
+    assert len(names() - before) == 5
+    del pieces
+    assert len(names() - before) == 3
+    memory.trim()
 
 
 def test_without_room_it_is_an_error_and_nothing_stays(monkeypatch):

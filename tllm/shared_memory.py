@@ -6,22 +6,19 @@ comes later can remove what a killed process left behind:
     tllm-<pid namespace>-<pid>-<start time>-<random>
 
 `SharedFile` reserves, maps, links and releases; `sweep` removes those of processes that are gone.
-`SharedRows` are rows that two processes map, `ResultMemory` is memory for results, which reach
-the user's process without being copied (`runtime/answers.py`, `client/answers.py`).
+`SharedRows` are rows that two processes map. Results reach the user's process in shared files
+(`result_memory.py`, `runtime/answers.py`, `client/answers.py`).
 """
 
 from __future__ import annotations
 
-import math
+import fcntl
 import mmap
 import os
 import re
 import tempfile
 import time
 import uuid
-import weakref
-from bisect import bisect_right
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +102,18 @@ class SharedFile:
         """
         with self.path.open("r+b") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+
+    def hold(self) -> Bytes:
+        """Its bytes, for a reader: the memory is not used for anything else (`is_held`) as long as
+        this process, or one that it forked, has them mapped.
+
+        Raises `OSError` when it is not there.
+        """
+        with self.path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # of the mapping, too, which has the same open file
+            mapped = mmap.mmap(file.fileno(), 0)
+            self.path.stat()  # nobody took the name away meanwhile
+        return np.frombuffer(mapped, np.uint8)
 
     def link(self, owner: str) -> SharedFile:
         """The same memory under another name, for which the process that has the file `owner`
@@ -230,76 +239,3 @@ class SharedRows:
     def unlink(self) -> None:
         """Remove the name. The rows stay until nobody refers to them."""
         self._segment.release()
-
-
-# -- memory for results --------------------------------------------------------------------------
-
-
-class ResultMemory:
-    """Hands out memory for rows that will be results. Large pieces are shared files.
-
-    Any thread may ask. What is not shared, for want of room (a quarter is left to others) or
-    because it is small, is copied on its way to the user as anything else is.
-
-    Args:
-        most: shared files at a time; each has a file of its own.
-    """
-
-    def __init__(self, most: int = 256) -> None:
-        self._most = most
-        self._pieces: dict[int, tuple[int, SharedFile]] = {}
-        if most:
-            sweep()
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A CPU tensor whose values are undefined."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype)
-        raw = self._shared(nbytes) if nbytes >= WORTHWHILE else None
-        if raw is None:
-            # numpy asks the system for huge pages, which torch does not: filling new memory is
-            # three times as fast.
-            raw = np.empty(nbytes, np.uint8)
-        return torch.from_numpy(raw).view(dtype).view(shape)
-
-    def locate(self, views: Sequence[memoryview]) -> list[tuple[SharedFile, int] | None]:
-        """The file that some bytes are in, and where in it; None for those that are not
-        shared."""
-        pieces = dict(self._pieces)
-        if not pieces:
-            return [None] * len(views)
-        starts = sorted(pieces)
-        found: list[tuple[SharedFile, int] | None] = []
-        for view in views:
-            address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
-            number = bisect_right(starts, address) - 1
-            if number >= 0:
-                nbytes, file = pieces[starts[number]]
-                offset = address - starts[number]
-                found.append((file, offset) if offset + len(view) <= nbytes else None)
-            else:
-                found.append(None)
-        return found
-
-    def _shared(self, nbytes: int) -> Bytes | None:
-        if len(self._pieces) >= self._most or not IN_MEMORY:
-            return None
-        room = os.statvfs(FOLDER)
-        # The engine's own processes need shared memory too.
-        if nbytes > (room.f_bavail - room.f_blocks // 4) * room.f_frsize:
-            return None
-        try:
-            file = SharedFile.reserve(nbytes)
-        except OSError:
-            return None
-        raw = file.map()
-        address = raw.ctypes.data
-        self._pieces[address] = nbytes, file
-        # Views of the bytes keep the mapping, not this array.
-        weakref.finalize(raw.base, self._forget, address)
-        return raw
-
-    def _forget(self, address: int) -> None:
-        """Nobody in this process refers to a piece. Who was given it has a link of his own."""
-        self._pieces.pop(address)[1].release()

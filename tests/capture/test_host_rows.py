@@ -11,7 +11,7 @@ import torch
 from tllm.consumers.capture import host_rows, row_copier
 from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
-from tllm.shared_memory import ResultMemory
+from tllm.result_memory import ResultMemory
 
 SHAPE = 3, 5
 """Places and width."""

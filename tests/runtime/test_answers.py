@@ -10,8 +10,8 @@ import torch
 
 from tllm.client.answers import SharedFolder, decode
 from tllm.consumers.capture.activations import CapturedRows
+from tllm.result_memory import ResultMemory
 from tllm.runtime import answers
-from tllm.shared_memory import ResultMemory
 
 SHARED = Path("/dev/shm")
 
@@ -82,6 +82,7 @@ def test_rows_in_shared_memory_are_not_copied(monkeypatch):
     # The worker lets go of them before the user's process looks.
     del rows
     gc.collect()
+    memory.trim()
     assert files("tllm-") - before == files(f"{folder.token}-")
     found = [decode(payload).tensor for payload in payloads]
     assert torch.equal(torch.cat(found), expected)

@@ -32,7 +32,7 @@ def decode(payload: bytes) -> Any:
         return pickle.loads(body)
     files = [SharedFile(FOLDER / name) for name in names]
     try:
-        memory = [file.map().data for file in files]
+        memory = [file.hold().data for file in files]
     finally:
         for file in files:
             file.release()

@@ -12,7 +12,7 @@ import torch
 
 from tllm.ports.base import PortRead
 from tllm.ports.request_meta import RequestInfo, RowMeta
-from tllm.shared_memory import ResultMemory
+from tllm.result_memory import ResultMemory
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, ResultMemory, SharedFile
+from tllm.result_memory import ResultMemory
+from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile
 
 _KEPT_S = 600.0
 """How long an answer waits for its reader."""

@@ -25,11 +25,11 @@ from tllm.ports import (
     ResidualWriter,
     RowMeta,
 )
+from tllm.result_memory import ResultMemory
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.taps import TapKey
 from tllm.runtime.transfer import DeliveryThread, PinnedCopy, upload
-from tllm.shared_memory import ResultMemory
 from tllm.spec.selection import Selection
 
 PHASES: Mapping[str, tuple[int, ...]] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tllm.ports import ModelView
+from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.columns import IntArray
@@ -17,7 +18,6 @@ from tllm.runtime.results import Results
 from tllm.runtime.sampling import Guidance
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
-from tllm.shared_memory import ResultMemory
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tllm.ports import ModelView
+from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.controllers import Controllers
@@ -29,7 +30,6 @@ from tllm.runtime.steps import Steps
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
-from tllm.shared_memory import ResultMemory
 
 
 class Session:
@@ -249,6 +249,7 @@ class Session:
     def close(self) -> None:
         """The engine ends."""
         self.unregister()
+        self.result_memory.trim()
 
     def synchronize(self) -> None:
         """Wait until every consumer is done with what it was given."""

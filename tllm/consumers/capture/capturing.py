@@ -33,7 +33,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import require_one_of
-from tllm.shared_memory import ResultMemory
+from tllm.result_memory import ResultMemory
 from tllm.spec.capture import CaptureSpec, Reduction
 from tllm.spec.selection import intersected
 from tllm.stores.queue import SpillFile

@@ -12,7 +12,7 @@ import torch
 from tllm.consumers.capture.activations import CapturedRows
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.ports import in_order
-from tllm.shared_memory import ResultMemory
+from tllm.result_memory import ResultMemory
 from tllm.stores.queue import SpilledRows, SpillFile
 
 IntArray = npt.NDArray[np.int32]

@@ -1,0 +1,229 @@
+"""Memory for results: shared files that are used again when nobody has the results any more.
+
+New pages of shared memory cost more than what is written into them: the system clears each, and
+maps it with a fault. So a worker keeps its files, and asks of each whether a reader has it or may
+still come for it (`client/answers.py` opens them).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import math
+import mmap
+import os
+import threading
+import time
+import weakref
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, Bytes, SharedFile, sweep
+
+_KEPT_S = 10.0
+"""How long memory that nobody uses is kept, at least; at most twice as long."""
+
+_KEPT_SHARE = 4
+"""Of the memory that can be shared, one part in so many is kept at most."""
+
+
+class ResultPiece:
+    """A shared file of a worker, used for one result after another.
+
+    Raises `OSError` when there is no room.
+
+    Attributes:
+        file: under the worker's name for it; readers are given links.
+        capacity: bytes.
+        address: of the first one.
+        let_go: when the worker last had no use for it.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.file = SharedFile.reserve(capacity)
+        self.capacity = capacity
+        self.let_go = 0.0
+        with self.file.path.open("r+b") as opened:
+            self._mapped = mmap.mmap(opened.fileno(), 0)
+            self._descriptor = os.dup(opened.fileno())
+        self.address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._mapped))
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def buffer(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
+        """Its first bytes, for one use: whatever is made of them refers to this object."""
+        return (ctypes.c_uint8 * nbytes).from_buffer(self._mapped)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a reader has it mapped, or has a link that he did not open yet.
+
+        A reader locks the file before he removes his link (`SharedFile.hold`), so whoever is missed
+        by the first question is found by the second.
+        """
+        if os.fstat(self._descriptor).st_nlink > 1:
+            return True
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
+
+
+class ResultMemory:
+    """Hands out memory for rows that will be results. Large pieces are shared files.
+
+    Any thread may ask. What is not shared, for want of room (a quarter is left to others) or
+    because it is small, is copied on its way to the user as anything else is.
+
+    Args:
+        most: shared files at a time; each has a file of its own.
+    """
+
+    def __init__(self, most: int = 256) -> None:
+        self._most = most
+        self._pieces: dict[int, tuple[int, ResultPiece]] = {}
+        self._kept: deque[ResultPiece] = deque()
+        self._keeper: threading.Timer | None = None
+        room = os.statvfs(FOLDER)
+        self._most_kept = room.f_blocks * room.f_frsize // _KEPT_SHARE
+        weakref.finalize(self, _release, self._kept)
+        if most:
+            sweep()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A CPU tensor whose values are undefined: fill all of it, since they may be those of
+        another request."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        raw = self._shared(nbytes) if nbytes >= WORTHWHILE else None
+        if raw is None:
+            # numpy asks the system for huge pages, which torch does not: filling new memory is
+            # three times as fast.
+            raw = np.empty(nbytes, np.uint8)
+        return torch.from_numpy(raw).view(dtype).view(shape)
+
+    def locate(self, views: Sequence[memoryview]) -> list[tuple[SharedFile, int] | None]:
+        """The file that some bytes are in, and where in it; None for those that are not
+        shared."""
+        pieces = dict(self._pieces)
+        if not pieces:
+            return [None] * len(views)
+        starts = sorted(pieces)
+        found: list[tuple[SharedFile, int] | None] = []
+        for view in views:
+            address = np.frombuffer(view, np.uint8).ctypes.data if len(view) else 0
+            number = bisect_right(starts, address) - 1
+            if number >= 0:
+                nbytes, piece = pieces[starts[number]]
+                offset = address - starts[number]
+                found.append((piece.file, offset) if offset + len(view) <= nbytes else None)
+            else:
+                found.append(None)
+        return found
+
+    def trim(self, age: float = 0.0) -> None:
+        """Give back what is kept for nothing for so many seconds, or beyond a share of all memory.
+        Readers keep what they have."""
+        now = time.monotonic()
+        kept = 0
+        for _ in range(len(self._kept)):
+            piece = self._first()
+            if piece is None:
+                return
+            kept += piece.capacity
+            if now - piece.let_go < age and kept <= self._most_kept:
+                self._kept.append(piece)
+            else:
+                piece.file.release()
+
+    def _shared(self, nbytes: int) -> Bytes | None:
+        piece = self._used_again(nbytes) or self._made(nbytes)
+        if piece is None:
+            return None
+        self._pieces[piece.address] = nbytes, piece
+        buffer = piece.buffer(nbytes)
+        weakref.finalize(buffer, self._let_go, piece.address)
+        return np.frombuffer(memoryview(buffer), np.uint8)
+
+    def _used_again(self, nbytes: int) -> ResultPiece | None:
+        for _ in range(len(self._kept)):
+            piece = self._first()
+            if piece is None:
+                return None
+            if nbytes <= piece.capacity <= 2 * nbytes and not piece.is_held:
+                return piece
+            self._kept.append(piece)
+        return None
+
+    def _first(self) -> ResultPiece | None:
+        """Taken from those that are kept; other threads and the garbage collector take and add
+        some at any time."""
+        try:
+            return self._kept.popleft()
+        except IndexError:
+            return None
+
+    def _made(self, nbytes: int) -> ResultPiece | None:
+        if not IN_MEMORY:
+            return None
+        capacity = _capacity(nbytes)
+        if not self._has_room(capacity):
+            self.trim()
+            if not self._has_room(capacity):
+                return None
+        try:
+            return ResultPiece(capacity)
+        except OSError:
+            return None
+
+    def _has_room(self, nbytes: int) -> bool:
+        if len(self._pieces) + len(self._kept) >= self._most:
+            return False
+        room = os.statvfs(FOLDER)
+        # The engine's own processes need shared memory too.
+        return nbytes <= (room.f_bavail - room.f_blocks // 4) * room.f_frsize
+
+    def _let_go(self, address: int) -> None:
+        """Nobody in this process refers to a piece. Who was given it has a link of his own."""
+        _, piece = self._pieces.pop(address)
+        piece.let_go = time.monotonic()
+        self._kept.append(piece)
+        self.trim(_KEPT_S)
+        if self._keeper is None:
+            self._look_again()
+
+    def _look_again(self) -> None:
+        """Look after what is kept until nothing is."""
+        known = weakref.ref(self)
+
+        def look() -> None:
+            memory = known()
+            if memory is not None:
+                memory._keeper = None
+                memory.trim(_KEPT_S)
+                if memory._kept:
+                    memory._look_again()
+
+        self._keeper = threading.Timer(_KEPT_S, look)
+        self._keeper.daemon = True
+        try:
+            self._keeper.start()
+        except RuntimeError:  # the interpreter is ending
+            self.trim()
+
+
+def _capacity(nbytes: int) -> int:
+    """So many bytes or up to an eighth more, so that results of about one size share pieces."""
+    step = max(WORTHWHILE, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+def _release(kept: deque[ResultPiece]) -> None:
+    while kept:
+        kept.popleft().file.release()
