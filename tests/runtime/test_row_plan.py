@@ -230,12 +230,13 @@ def plays(values, timelines, lengths, steps):
 
         found = {}
         for rows in frame.rows:
-            which = np.repeat(np.arange(len(rows.counts)), rows.counts)
-            found[rows.program.number] = list(
+            group = rows.group
+            which = np.repeat(np.arange(len(group.counts)), group.counts)
+            found[group.program.number] = list(
                 zip(
-                    rows.slots[which],
-                    rows.by_row(rows.positions),
-                    rows.by_row(rows.batch_rows),
+                    group.slots[which],
+                    group.by_row(rows.positions),
+                    group.by_row(group.batch_rows),
                     strict=True,
                 )
             )

@@ -11,11 +11,11 @@ AT_MOST = {
     "steered, one way": {"calls": 25, **NOTHING},
     "steered, 128 ways": {"calls": 25, **NOTHING},
     "steered by position": {"calls": 25, **NOTHING},
-    "captured, one layer": {"calls": 110, **NOTHING},
-    "captured, all layers": {"calls": 110, **NOTHING},
-    "captured to memory": {"calls": 150, "uploads": 0, "operators": 1},
-    "captured and steered": {"calls": 110, **NOTHING},
-    "written by a consumer": {"calls": 125, "uploads": 0, "operators": 2},
+    "captured, one layer": {"calls": 66, **NOTHING},
+    "captured, all layers": {"calls": 66, **NOTHING},
+    "captured to memory": {"calls": 76, "uploads": 0, "operators": 1},
+    "captured and steered": {"calls": 66, **NOTHING},
+    "written by a consumer": {"calls": 78, "uploads": 0, "operators": 2},
 }
 
 

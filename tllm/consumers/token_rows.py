@@ -101,10 +101,15 @@ class TokenRows:
         added, self._unsorted = self._unsorted, []
         for group in _groups(added):
             numbers: dict[_Key, int] = {}
-            owners = []
+            owners, before, own = [], None, np.zeros(0, np.int32)
             for meta, _ in group:
-                own = [numbers.setdefault(_key(each), len(numbers)) for each in meta.requests]
-                owners.append(np.array(own, np.int32)[meta.request_index])
+                if meta.requests is not before:  # those of a steady batch are one object
+                    before = meta.requests
+                    keys = map(_key, before)
+                    own = np.array(
+                        [numbers.setdefault(key, len(numbers)) for key in keys], np.int32
+                    )
+                owners.append(own[meta.request_index])
             owner = np.concatenate(owners)
             order = np.argsort(owner, kind="stable")
             positions = np.concatenate([meta.positions for meta, _ in group])[order]

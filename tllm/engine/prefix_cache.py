@@ -19,7 +19,7 @@ Hasher = Callable[["Request"], list[Any]]
 
 uses(
     "vllm.v1.request.Request",
-    "_block_hasher block_hashes cache_salt resumable update_block_hashes",
+    "_block_hasher block_hashes cache_salt num_tokens resumable update_block_hashes",
     "blocks whose rows were changed have keys of their own",
 )
 uses(
@@ -65,6 +65,8 @@ class BlockKeys:
     def __call__(self, request: Request) -> list[Any]:
         """The hashes of the blocks that have become full."""
         known = len(request.block_hashes)
+        if (known + 1) * self._block_size > request.num_tokens:
+            return []  # as the engine's own: this is asked for each request in each step
         del self._chain[known:]
         # The engine's hasher continues the list it finds: let it find the plain one.
         shown, request.block_hashes = request.block_hashes, self._chain

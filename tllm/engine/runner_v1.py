@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ class V1Attachment(RunnerAttachment):
         self._drafted: Mapping[str, Sequence[int]] = {}
         self._drafts: StepDrafts | None = None
         self._hidden_generators: dict[int, torch.Generator] = {}
+        self._asked = _AskedOfSampler(runner, None)
         self._model_forward = runner._model_forward
         self._dummy_run = runner._dummy_run
         runner._model_forward = self._on_model_forward
@@ -170,32 +172,55 @@ class V1Attachment(RunnerAttachment):
             k = p = None
             batch = self.runner.input_batch
             greedy = batch.temperature_cpu[: batch.num_reqs] < _GREEDY
-            self.session.steps.guide(_V1Step(self.runner, logits, greedy), greedy)
+            if self._asked.metadata is not batch.sampling_metadata:
+                self._asked = _AskedOfSampler(self.runner, batch.sampling_metadata)
+            self.session.steps.guide(_V1Step(self._asked, logits, greedy), greedy)
         return self._filter_and_draw(logits, generators, k, p, *args, **kwargs)
 
 
+class _AskedOfSampler:
+    """What the requests of a batch ask of the sampler: the same until vLLM makes the batch's
+    metadata anew, which it does when a request comes or goes."""
+
+    def __init__(self, runner: Any, metadata: Any) -> None:
+        self.runner = runner
+        self.metadata = metadata
+
+    @cached_property
+    def penalizes(self) -> bool:
+        """Whether penalties or biases are applied to any row."""
+        return not self.metadata.no_penalties or any(
+            params.logit_bias for params in self._parameters()
+        )
+
+    @cached_property
+    def unfiltered(self) -> np.ndarray:
+        """`[sequences]`, as `SamplerStep.unfiltered`."""
+        asked = self._parameters()
+        return np.array([p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in asked])
+
+    def _parameters(self) -> list[Any]:
+        requests = self.runner.requests
+        return [requests[i].sampling_params for i in self.runner.input_batch.req_ids]
+
+
 class _V1Step(SamplerStep):
-    def __init__(self, runner: Any, logits: torch.Tensor, greedy: np.ndarray) -> None:
+    def __init__(self, asked: _AskedOfSampler, logits: torch.Tensor, greedy: np.ndarray) -> None:
         self.logits = logits
-        self._runner = runner
-        self._metadata = runner.input_batch.sampling_metadata
-        temperature = self._metadata.temperature
+        self._asked = asked
+        temperature = asked.metadata.temperature
         if greedy.any():
             temperature = torch.where(temperature < _GREEDY, 1.0, temperature)
         self.temperature = temperature
 
     @property
     def penalizes(self) -> bool:
-        runner = self._runner
-        return not self._metadata.no_penalties or any(
-            runner.requests[i].sampling_params.logit_bias for i in runner.input_batch.req_ids
-        )
+        return self._asked.penalizes
 
     @property
     def unfiltered(self) -> np.ndarray:
-        batch = self._runner.input_batch
-        asked = (self._runner.requests[i].sampling_params for i in batch.req_ids)
-        return np.array([p.top_k <= 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in asked])
+        return self._asked.unfiltered
 
     def penalize(self, full: torch.Tensor) -> torch.Tensor:
-        return self._runner.sampler.apply_logits_processors(full, self._metadata, False)
+        asked = self._asked
+        return asked.runner.sampler.apply_logits_processors(full, asked.metadata, False)

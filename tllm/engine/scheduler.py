@@ -160,7 +160,7 @@ class _Rules(_Base):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._tllm_endings.hear(model_runner_output)
         self._tllm_conversations.hear(model_runner_output)
-        # vLLM calls it for each request of each step: ours only where a condition may end one.
+        # vLLM calls it for each request of each step: ours only in steps that may end one.
         if self._tllm_endings:
             self.__dict__.pop("_update_request_with_output", None)
         else:

@@ -102,8 +102,8 @@ class RequestEndings:
         self._apart: set[str] = set()
 
     def __bool__(self) -> bool:
-        """Whether conditions may end any request."""
-        return bool(self._asked)
+        """Whether any request may end in the step that was heard of last."""
+        return bool(self._fired or self._refused)
 
     def add(self, request_id: str, spec: RequestSpec) -> None:
         """A request may be ended by conditions, or by controllers."""

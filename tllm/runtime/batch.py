@@ -10,9 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tllm.ports import RequestInfo
 from tllm.runtime.columns import IntArray
+from tllm.runtime.flows import BoundConsumer
 from tllm.runtime.programs import Program
 from tllm.runtime.ring import Span
+from tllm.runtime.slots import Slots
 
 
 @dataclass(eq=False)
@@ -34,11 +37,10 @@ class StepBatch:
     counts: IntArray
     sampled_from: IntArray
     drafts: IntArray | None = None
+    ends: IntArray = field(init=False)
 
-    @cached_property
-    def ends(self) -> IntArray:
-        """Position after the last token computed."""
-        return self.starts + self.counts
+    def __post_init__(self) -> None:
+        self.ends = self.starts + self.counts
 
     @cached_property
     def samples(self) -> npt.NDArray[np.bool_]:
@@ -83,26 +85,30 @@ class StepBatch:
         return sampled
 
 
-@dataclass(frozen=True, eq=False)
-class ProgramRows:
-    """The rows that one capture program has in this step: consecutive in the ring.
+@dataclass(eq=False)
+class ProgramSegments:
+    """The segments of a batch that one capture program has. They last as long as its layout, and so
+    does what is found out about them.
 
     Attributes:
         program: the program.
-        tensor: `[rows, taps, hidden]` view of the ring, None for a program without taps.
-        slots, positions, counts: `[segments]`: sequence, first position, number of rows, which is
-            never 0.
+        segments: which of the batch's.
+        destination: of the first, relative to the step's first ring row.
+        slots, counts: `[segments]`: sequence, and number of rows, which is never 0.
         batch_rows: `[segments]`: row of the batch of each segment's first row.
         total: number of rows.
     """
 
     program: Program
-    tensor: torch.Tensor | None
+    segments: slice
+    destination: int
     slots: IntArray
-    positions: IntArray
     counts: IntArray
     batch_rows: IntArray
     total: int
+    _owners: dict[BoundConsumer, tuple[tuple[RequestInfo, ...], IntArray]] = field(
+        default_factory=dict, init=False
+    )
 
     def by_row(self, firsts: IntArray) -> IntArray:
         """`[rows]`, what counts up in each segment from its one of `firsts` `[segments]`."""
@@ -111,6 +117,36 @@ class ProgramRows:
         first = np.cumsum(self.counts) - self.counts
         offsets = np.arange(self.total, dtype=np.int32) - first.repeat(self.counts)
         return (firsts.repeat(self.counts) + offsets).astype(np.int32)
+
+    @cached_property
+    def place(self) -> slice | IntArray:
+        """Where the rows lie in the batch, as `together` has it."""
+        return together(self.by_row(self.batch_rows))
+
+    def owners(
+        self, consumer: BoundConsumer, slots: Slots
+    ) -> tuple[tuple[RequestInfo, ...], IntArray]:
+        """The distinct sequences as a consumer sees them, and which of them each row is of."""
+        found = self._owners.get(consumer)
+        if found is None:
+            requests, index = consumer.requests(self.slots, slots)
+            found = self._owners[consumer] = requests, index.repeat(self.counts)
+        return found
+
+
+@dataclass(eq=False)
+class ProgramRows:
+    """The rows that one capture program has in this step: consecutive in the ring.
+
+    Attributes:
+        group: what stays the same while the batch does.
+        tensor: `[rows, taps, hidden]` view of the ring, None for a program without taps.
+        positions: `[segments]`: position of each segment's first row.
+    """
+
+    group: ProgramSegments
+    tensor: torch.Tensor | None
+    positions: IntArray
 
 
 @dataclass(eq=False)
@@ -125,6 +161,10 @@ class Frame:
     """Rows given up because the ring was full; they have no tensor."""
     chooses: bool = False
     """Whether the plan has choices by token."""
+    groups: tuple[ProgramSegments, ...] = ()
+    """Of `rows`; the same object in each step of a batch that only goes on."""
+    goes_on: bool = False
+    """Whether it is the next step of the same decoding sequences, with the plan of the last."""
     logits: torch.Tensor | None = field(default=None, init=False)
     sampled: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
@@ -161,5 +201,12 @@ class Frame:
     def captured(self) -> int:
         """How many rows were captured that are not rejected."""
         if self.rejected is None:
-            return sum(rows.total for rows in self.rows)
-        return sum(int(self.own(rows.batch_rows, rows.counts).sum()) for rows in self.rows)
+            return sum([group.total for group in self.groups])
+        return sum(int(self.own(each.batch_rows, each.counts).sum()) for each in self.groups)
+
+
+def together(index: IntArray) -> slice | IntArray:
+    """Which rows: a slice where they follow each other, as those of a decode batch do, since that
+    needs nothing on the device."""
+    first, end = int(index[0]), int(index[0]) + len(index)
+    return slice(first, end) if np.array_equal(index, np.arange(first, end)) else index

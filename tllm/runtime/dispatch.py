@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tllm.ports import PortBundle, RequestInfo, RowMeta
-from tllm.runtime.batch import Frame, ProgramRows
+from tllm.runtime.batch import Frame, ProgramRows, together
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.flows import BoundConsumer, BoundFlow, Context, Roles
@@ -45,19 +45,21 @@ class FlowRows:
     @property
     def batch_rows(self) -> np.ndarray:
         """`[rows]`, where each lies in the batch."""
-        rows = self.rows.by_row(self.rows.batch_rows)
+        rows = self.rows.group.by_row(self.rows.group.batch_rows)
         return rows if self.selection is None else rows[self.selection]
+
+    @property
+    def place(self) -> slice | np.ndarray:
+        """The same, as `together` has it."""
+        return self.rows.group.place if self.selection is None else together(self.batch_rows)
 
     def sampled(self, frame: Frame) -> FlowRows | None:
         """Only the rows that a token is sampled from; None when there are none."""
-        return self._chosen(frame.batch.sampled_rows)
+        return self.chosen(frame.batch.sampled_rows)
 
-    def accepted(self, frame: Frame) -> FlowRows | None:
-        """Only the rows that are their sequence's own; None when there are none."""
-        return self if frame.rejected is None else self._chosen(~frame.rejected)
-
-    def _chosen(self, among: np.ndarray) -> FlowRows | None:
-        """The rows that are chosen `among` those of the batch, `[tokens]` bool."""
+    def chosen(self, among: np.ndarray) -> FlowRows | None:
+        """The rows that are chosen `among` those of the batch, `[tokens]` bool; None when there are
+        none."""
         kept = np.flatnonzero(among[self.batch_rows])
         if not len(kept):
             return None
@@ -94,7 +96,7 @@ class Dispatcher:
         self, owner: BoundConsumer, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call into a consumer. What it raises is logged and counted; it is then detached."""
-        if not owner.alive:
+        if owner.error is not None:
             return None
         try:
             return function(*args, **kwargs)
@@ -134,24 +136,15 @@ class Dispatcher:
 
     # -- one step ------------------------------------------------------------------------------
 
-    @staticmethod
-    def flows_of(frame: Frame, flows: Sequence[BoundFlow]) -> list[BoundFlow]:
-        """The flows to look at for a frame: `flows`, and those of requests that have rows in it."""
-        found = dict.fromkeys(flows)
-        for rows in frame.rows:
-            found.update(dict.fromkeys(rows.program.flows))
-        return list(found)
-
     def before_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
         """Windows that see the forward pass before its tokens are drawn."""
         for flow in flows:
-            if flow.before_sampling:
-                self._deliver(flow, frame, self._pieces(flow, frame))
+            self._deliver(flow, frame, self._pieces(flow, frame))
 
     def after_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
         """Everything else, now that the step is complete."""
         for flow in flows:
-            if flow.before_sampling or not flow.owner.alive:
+            if flow.owner.error is not None:
                 continue
             # Now: the slots may have new owners by the time the window opens.
             pieces = self._pieces(flow, frame)
@@ -258,9 +251,11 @@ class Dispatcher:
             return []
         pieces = []
         for rows in frame.rows:
-            if flow in rows.program.flows:
+            if flow in rows.group.program.flows:
                 piece = FlowRows(rows, self._meta(flow.owner, rows, frame.step), None)
-                if own := piece.accepted(frame):
+                if frame.rejected is None:
+                    pieces.append(piece)
+                elif own := piece.chosen(~frame.rejected):
                     pieces.append(own)
         if flow.flow.reads_port("logits"):
             pieces = [sampled for piece in pieces if (sampled := piece.sampled(frame))]
@@ -268,24 +263,21 @@ class Dispatcher:
 
     def _meta(self, owner: BoundConsumer, rows: ProgramRows, step: int) -> RowMeta:
         """Who the rows of a program belong to."""
-        requests, index = owner.requests(rows.slots, self._slots)
-        return RowMeta(
-            requests,
-            index.repeat(rows.counts),
-            rows.by_row(rows.positions),
-            np.full(rows.total, step, np.int64),
-        )
+        group = rows.group
+        requests, index = group.owners(owner, self._slots)
+        steps = np.empty(group.total, np.int64)
+        steps.fill(step)
+        return RowMeta(requests, index.copy(), group.by_row(rows.positions), steps)
 
     def _hand_out(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
         """Make the step's bundles and call the consumer with them."""
         spec = flow.flow
-        groups = [pieces]
-        if "phase" in spec.bundle_key:
-            groups = [[p for p in pieces if p.rows.program.phase == n] for n in (PREFILL, DECODE)]
-        for group in groups:
+        for group in _by_phase(pieces) if "phase" in spec.bundle_key else [pieces]:
             if not group:
                 continue
-            meta, order = _joined([piece.meta for piece in group])
+            meta, order = group[0].meta, None
+            if len(group) > 1:
+                meta, order = _joined([piece.meta for piece in group])
             index = None if order is None else self._on_device(order)
             entries: dict[Roles, Any] = {}
             for roles in flow.gathered:
@@ -297,7 +289,7 @@ class Dispatcher:
             if spec.dispatch_every_n_steps > 1:
                 flow.held.append((entries, meta))
             else:
-                self._call_with_bundles(flow, entries, meta, group[0].rows.program.phase)
+                self._call_with_bundles(flow, entries, meta, group[0].rows.group.program.phase)
         if spec.dispatch_every_n_steps > 1:
             flow.steps_seen += 1
             if flow.steps_seen % spec.dispatch_every_n_steps == 0:
@@ -333,52 +325,52 @@ class Dispatcher:
     ) -> torch.Tensor | None:
         """The tensor of what is read together, rows in the order of the group's pieces."""
         port, taps = flow.gathered[roles]
-        if port == "residual_stream":
-            parts = [self._captured(piece, taps) for piece in group]
-            if roles == flow.single:
-                parts = [part[:, 0] for part in parts]
-        elif port == "token_target":
-            assert frame.targets is not None
-            parts = [self._rows_of(flow, frame.targets, piece.batch_rows) for piece in group]
-        elif port == "logits":
-            assert frame.logits is not None
-            index = frame.batch.logits_index
-            parts = [self._rows_of(flow, frame.logits, index[piece.batch_rows]) for piece in group]
-        elif port == "signals":
-            parts = [self._signals(flow, frame, piece) for piece in group]
-        else:
+        if port == "request_meta":
             return None
-        if len(parts) > 1:
-            return torch.cat(parts)
+        part = self._part(flow, frame, group[0], port, taps)
+        if port == "residual_stream" and roles == flow.single:
+            part = part[:, 0]
+        if len(group) > 1:
+            parts = [self._part(flow, frame, piece, port, taps) for piece in group[1:]]
+            if port == "residual_stream" and roles == flow.single:
+                parts = [each[:, 0] for each in parts]
+            return torch.cat([part, *parts])
         own = port != "residual_stream" or group[0].selection is not None
         # Those of several roles are copied when they are taken apart, if nothing waits.
         later = isinstance(roles, tuple) and flow.flow.dispatch_every_n_steps == 1
         lent = flow.flow.delivery == "device_lease"
-        return parts[0] if own or later or lent else parts[0].clone()
+        return part if own or later or lent else part.clone()
 
-    def _captured(self, piece: FlowRows, taps: tuple[TapKey, ...]) -> torch.Tensor:
-        assert piece.rows.tensor is not None
-        found = piece.rows.program.block(piece.rows.tensor, taps)
-        return found if piece.selection is None else found[self._on_device(piece.selection)]
-
-    def _signals(self, flow: BoundFlow, frame: Frame, piece: FlowRows) -> torch.Tensor:
-        """Of another pipeline stage, no numbers."""
-        if frame.signals is None:
-            shape = len(piece.batch_rows), 2, MAX_GATES
+    def _part(
+        self, flow: BoundFlow, frame: Frame, piece: FlowRows, port: str, taps: tuple[TapKey, ...]
+    ) -> torch.Tensor:
+        """What a piece has of a port; of the residual stream `[rows, taps, hidden]`."""
+        if port == "residual_stream":
+            assert piece.rows.tensor is not None
+            found = piece.rows.group.program.block(piece.rows.tensor, taps)
+            return found if piece.selection is None else found[self._on_device(piece.selection)]
+        if port == "logits":
+            assert frame.logits is not None
+            index = frame.batch.logits_index[piece.batch_rows]
+            return self._rows_of(flow, frame.logits, together(index))
+        if port == "token_target":
+            assert frame.targets is not None
+            return self._rows_of(flow, frame.targets, piece.place)
+        assert port == "signals"
+        if frame.signals is None:  # of another pipeline stage
+            shape = len(piece.meta), 2, MAX_GATES
             return torch.full(shape, torch.nan, device=self._device)
-        return self._rows_of(flow, frame.signals, piece.batch_rows)
+        return self._rows_of(flow, frame.signals, piece.place)
 
-    def _rows_of(self, flow: BoundFlow, tensor: torch.Tensor, index: np.ndarray) -> torch.Tensor:
-        """Rows of a tensor that was allocated on the compute stream, on the current one.
-
-        Rows that lie side by side, as all of a decode batch do, need no index on the device.
-        """
-        if tensor.is_cuda:
+    def _rows_of(
+        self, flow: BoundFlow, tensor: torch.Tensor, where: slice | np.ndarray
+    ) -> torch.Tensor:
+        """Rows of a tensor that was allocated on the compute stream, on the current one."""
+        if tensor.is_cuda and flow.leaves_stream:
             tensor.record_stream(torch.cuda.current_stream(self._device))
-        first, end = int(index[0]), int(index[0]) + len(index)
-        if not np.array_equal(index, np.arange(first, end)):
-            return tensor[self._on_device(index)]
-        rows = tensor[first:end]
+        if not isinstance(where, slice):
+            return tensor[self._on_device(where)]
+        rows = tensor[where]
         return rows if flow.flow.delivery == "device_lease" else rows.clone()
 
     def _on_device(self, index: np.ndarray) -> torch.Tensor:
@@ -392,7 +384,10 @@ class Dispatcher:
         step = int(meta.steps[-1])
         shared = {"engine_step_id": step, "phase": _PHASE_NAMES[phase]}
         context = owner.context.at(step)
-        for group_key, rows in _split(meta, spec.bundle_key, spec.max_bundle_rows):
+        groups: Iterable[tuple[dict[str, Any], np.ndarray | None]] = (({}, None),)
+        if flow.divides:
+            groups = _split(meta, spec.bundle_key, spec.max_bundle_rows)
+        for group_key, rows in groups:
             part, part_meta = entries, meta
             if rows is not None:
                 part_meta = meta.select(rows)
@@ -401,11 +396,10 @@ class Dispatcher:
                     roles: part_meta if isinstance(value, RowMeta) else value[index]
                     for roles, value in entries.items()
                 }
-            key: dict[str, Any] = {
-                k: shared[k] if k in shared else group_key[k] for k in spec.bundle_key
-            }
+            values = shared | group_key
+            key: dict[str, Any] = {k: values[k] for k in spec.bundle_key}
             owner.calls += 1
-            owner.rows += len(part_meta)
+            owner.rows += len(part_meta.positions)
             apart = _apart(part, lent=spec.delivery == "device_lease")
             bundle = PortBundle(apart, part_meta, key, flow.number, spec.label, flow.reads)
             if spec.actions:
@@ -461,6 +455,13 @@ def _apart(entries: Mapping[Roles, Any], *, lent: bool) -> dict[str, Any]:
             each = torch.unsafe_chunk(own.flatten(0, 1), len(roles))
             found.update(zip(roles, each, strict=True))
     return found
+
+
+def _by_phase(pieces: list[FlowRows]) -> list[list[FlowRows]]:
+    """Pieces of prompts, then the others."""
+    if len(pieces) < 2:
+        return [pieces]
+    return [[p for p in pieces if p.rows.group.program.phase == n] for n in (PREFILL, DECODE)]
 
 
 def _joined(metas: list[RowMeta]) -> tuple[RowMeta, np.ndarray | None]:

@@ -46,6 +46,7 @@ class ConsumerProtocol(Protocol):
 
     consumer_id: str
     on_request_only: bool
+    hears_step_end: bool
     remote_methods: Sequence[str]
     #: `(channel, tensors, meta, attached)`; the last may be left out.
     on_export: Callable[..., None]
@@ -134,6 +135,19 @@ class BoundFlow:
         return self.flow.window == "same_step" and not self.after_sampling
 
     @cached_property
+    def divides(self) -> bool:
+        """Whether the rows of a step and phase may go into several bundles."""
+        spec = self.flow
+        return bool(spec.max_bundle_rows) or not {"request_id", "prompt_id"}.isdisjoint(
+            spec.bundle_key
+        )
+
+    @cached_property
+    def leaves_stream(self) -> bool:
+        """Whether it is called on another stream than the forward pass."""
+        return self.flow.window in ("out_of_band", "background")
+
+    @cached_property
     def keeps_logits(self) -> bool:
         """Whether it reads the logits after the sampler has worked on them in place."""
         return self.flow.reads_port("logits") and not self.before_sampling
@@ -157,6 +171,7 @@ class BoundConsumer:
     ) -> None:
         self.consumer = consumer
         self.id = consumer.consumer_id
+        self.hears_step_end = consumer.hears_step_end
         self.context = Context(self, model, writers, result_memory)
         self.flows: list[BoundFlow] = []
         self.channels = {

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.runtime.batch import Frame, ProgramRows, StepBatch
+from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments, StepBatch
 from tllm.runtime.columns import (
     CONSECUTIVE,
     DECODE,
@@ -25,7 +25,7 @@ from tllm.runtime.columns import (
 )
 from tllm.runtime.kernels import row_plan
 from tllm.runtime.kernels.backend import uses_triton
-from tllm.runtime.programs import Program, Programs
+from tllm.runtime.programs import Programs
 from tllm.runtime.ring import Ring
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import Taps
@@ -34,26 +34,6 @@ from tllm.spec.selection import END
 
 _COLUMN_WORDS = slice(Column(0).word, Column(0).word + len(Column))
 _OTHERS_CONSECUTIVE = CONSECUTIVE & ~Column.POSITION.flag
-
-
-@dataclass(frozen=True, eq=False)
-class ProgramSegments:
-    """The segments of a layout that one capture program has.
-
-    Attributes:
-        program: the program.
-        segments: which.
-        destination: of the first, relative to the step's first ring row.
-        slots, counts, batch_rows, total: as in `ProgramRows`.
-    """
-
-    program: Program
-    segments: slice
-    destination: int
-    slots: IntArray
-    counts: IntArray
-    batch_rows: IntArray
-    total: int
 
 
 @dataclass(eq=False)
@@ -202,14 +182,15 @@ class RowPlanner:
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
         layout = self._layout
-        if layout is not None and layout.continues(
+        goes_on = layout is not None and layout.continues(
             batch.slots, batch.starts, batch.counts, self._slots.version
-        ):
+        )
+        if layout is not None and goes_on:
             layout.batch = batch
             layout.advance(batch.ends)
         else:
             layout = self._layout = self._lay_out(batch)
-        frame = Frame(step, batch, chooses=layout.chooses)
+        frame = Frame(step, batch, chooses=layout.chooses, goes_on=goes_on)
         if layout.rows:
             frame.span = self._ring.reserve(layout.rows)
             if frame.span is None:
@@ -217,7 +198,7 @@ class RowPlanner:
                 layout = self._layout = layout.without_capture()
         start = frame.span.start if frame.span else 0
         if layout.groups:
-            frame.rows = self._rows(layout, start)
+            frame.rows, frame.groups = self._rows(layout, start), layout.groups
         if self._held != (layout, start):
             self._write(layout, start)
         if not frame.undecided:
@@ -408,13 +389,9 @@ class RowPlanner:
             positions = layout.batch.starts[layout.owners]
         return [
             ProgramRows(
-                group.program,
+                group,
                 None if start is None else self._captured(group, start),
-                group.slots,
                 positions[group.segments],
-                group.counts,
-                group.batch_rows,
-                group.total,
             )
             for group in layout.groups
         ]

@@ -46,7 +46,7 @@ class Span:
     @property
     def free(self) -> bool:
         """Whether every reader is done, on the host and on the device. Never waits."""
-        return not self.held and all(fence.query() for fence in self.fences)
+        return self._holds <= 0 and all(fence.query() for fence in self.fences)
 
 
 class Ring:
@@ -119,7 +119,8 @@ class Ring:
         if rows > self._max_rows and not self._outgrow(rows):
             return None
         # An outgrown tensor lives on until its readers are done with it.
-        self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
+        if self._retired:
+            self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
         while (start := self._find(rows)) is None:
             if self.capacity < self._max_rows:
                 try:

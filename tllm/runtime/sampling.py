@@ -287,7 +287,7 @@ class Guidance:
 
     def width(self, frame: Frame | None) -> int:
         """The widest candidate rows that any guide asks of this step; 0 when none applies."""
-        if frame is None or not isinstance(self._head, LmHead):
+        if not self._guides or frame is None or not isinstance(self._head, LmHead):
             return 0
         widths = [
             guide.width

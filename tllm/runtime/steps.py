@@ -13,7 +13,6 @@ from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.columns import Column
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
-from tllm.runtime.flows import BoundFlow
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
@@ -23,6 +22,7 @@ from tllm.runtime.sampling import Guidance, SamplerStep
 from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
+from tllm.runtime.step_flows import StepFlows
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.runtime.verdicts import StepVerdicts, StoppedSequences, Verdicts
@@ -66,7 +66,7 @@ class Steps:
     _was_idle: bool = False
     _frame: Frame | None = None
     _drafting: Frame | None = None
-    _flows: list[BoundFlow] = field(default_factory=list)
+    _flows: StepFlows = field(default_factory=StepFlows)
     _bundled: bool = False
 
     @property
@@ -84,7 +84,8 @@ class Steps:
 
     def begin_idle(self) -> bool:
         """Begin a step, if nothing is done to any row of it; else nothing is begun."""
-        self.end()
+        if self._frame is not None or self.means.waiting:
+            self.end()
         self.consumers.detach_failed()
         if not self.idle:
             return False
@@ -144,10 +145,13 @@ class Steps:
         self.taps.commit()
         if frame is not None and observed:
             self._frame = frame
-            self._flows = self.dispatcher.flows_of(frame, self.assignments.flows)
             self._bundled = False
-            # Steps before, whose signals nobody reads, leave their scores where they are.
-            if any(flow.flow.reads_port("signals") for flow in self._flows):
+            same = frame.goes_on and self._flows.are_of(frame, self.assignments.flows)
+            if not same:
+                self._flows = StepFlows(frame.groups, self.assignments.flows)
+            # Steps before, whose signals nobody reads, leave their scores where they are. Of a
+            # batch that goes on the same is judged as in its last step.
+            if self._flows.read_signals and not same:
                 self.steering.gates.forget_scores(int(counts.sum()))
         self.relay.begin(slots, int(counts.sum()), arrived)
         self.taps.separate()
@@ -162,7 +166,8 @@ class Steps:
         if frame is not None:
             self.rows_captured += frame.captured
             self.ring_rows_taken += 0 if frame.span is None else frame.span.rows
-            self._note_dropped(frame)
+            if frame.lost:
+                self._note_dropped(frame)
 
     def accept(self, kept: np.ndarray) -> None:
         """It is known which drafted tokens of the step are accepted.
@@ -187,13 +192,14 @@ class Steps:
     def _note_dropped(self, frame: Frame) -> None:
         """Rows of this step found no place: the results of their sequences will say so."""
         for rows in frame.lost:
-            owners = {flow.owner for flow in rows.program.flows}
-            counts = frame.own(rows.batch_rows, rows.counts)
+            group = rows.group
+            owners = {flow.owner for flow in group.program.flows}
+            counts = frame.own(group.batch_rows, group.counts)
             total = int(counts.sum())
             self.rows_dropped += total
             for owner in owners:
                 owner.rows_dropped += total
-            for slot, lost in zip(rows.slots.tolist(), counts.tolist(), strict=True):
+            for slot, lost in zip(group.slots.tolist(), counts.tolist(), strict=True):
                 sequence = self.slots.by_slot[slot]
                 if sequence is not None and lost:
                     for owner in owners:
@@ -226,10 +232,8 @@ class Steps:
             return
         if self.means.waiting:
             self.means.judge()
-        if logits is not None and any(
-            flow.keeps_logits or (frame.undecided and flow.flow.reads_port("logits"))
-            for flow in self._flows
-        ):
+        flows = self._flows
+        if logits is not None and (flows.keep_logits or (frame.undecided and flows.read_logits)):
             logits = logits.clone()
         if logits is not None:
             frame.logits = logits
@@ -237,8 +241,8 @@ class Steps:
             return
         self._bundled = True
         frame.signals = self.steering.gates.state
-        self.dispatcher.before_sampling(self._flows, frame)
-        if any(flow.flow.reads_port("signals") for flow in self._flows):
+        self.dispatcher.before_sampling(flows.before, frame)
+        if flows.read_signals:
             self.verdicts.copy()
 
     @property
@@ -273,10 +277,10 @@ class Steps:
         frame = self._frame
         if frame is None:
             return
-        self.before_sampling(None)
+        if not self._bundled:
+            self.before_sampling(None)
         frame.sampled = sampled
-        wanted = any(flow.after_sampling for flow in self._flows)
-        if wanted and sampled is not None and input_ids is not None:
+        if self._flows.want_targets and sampled is not None and input_ids is not None:
             frame.targets = self._targets(frame, sampled, input_ids)
 
     def _targets(
@@ -321,13 +325,14 @@ class Steps:
         if frame.undecided:  # the engine raised before it was known: no draft is anybody's
             assert frame.batch.drafts is not None
             self.accept(frame.batch.counts - frame.batch.drafts)
-        self.before_sampling(None)
+        if not self._bundled:
+            self.before_sampling(None)
         self._frame = None
-        flows = [f for f in self._flows if frame.targets is not None or not f.after_sampling]
-        self.dispatcher.after_sampling(flows, frame)
+        self.dispatcher.after_sampling(self._flows.ready(frame), frame)
         for owner in self.consumers:
-            context = owner.context.at(frame.step)
-            self.dispatcher.call(owner, owner.consumer.on_step_end, context)
+            if owner.hears_step_end:
+                context = owner.context.at(frame.step)
+                self.dispatcher.call(owner, owner.consumer.on_step_end, context)
 
 
 def _drawn(batch: StepBatch, sampled: torch.Tensor) -> torch.Tensor:

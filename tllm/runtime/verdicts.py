@@ -198,8 +198,8 @@ class Verdicts:
 
     def copy(self) -> None:
         """Let what was judged come to the host. After the forward pass, on its stream."""
-        judged, state = self._judged, self._gates.state
-        if judged is None or state is None:
+        judged = self._judged
+        if judged is None or (state := self._gates.state) is None:
             return
         self._judged = None
         rows: Any = upload(judged.batch_rows.astype(np.int64), state.device)

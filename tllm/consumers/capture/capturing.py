@@ -28,6 +28,7 @@ from tllm.ports import (
     CpuExport,
     Place,
     PortBundle,
+    PortRead,
     RequestInfo,
     ResidualStream,
     RowMeta,
@@ -149,6 +150,10 @@ class Capturing(Consumer):
         self._prompt_lens: dict[_Key, int] = {}
         # What this pipeline stage has of the places that sequences ask for.
         self._places: dict[tuple[Place, ...], tuple[Place, ...]] = {}
+        self._reads: Sequence[PortRead] = ()  # of the last bundle
+        # Of the last rows that arrived: those of a steady batch are one object.
+        self._requests: Sequence[RequestInfo] = ()
+        self._sequences: Sequence[_Key] = ()
         self._reductions: dict[tuple[str, tuple[Place, ...]], Reductions] = {}
         # Sequences that have ended, and were not handed over.
         self._num_ending = 0
@@ -189,13 +194,11 @@ class Capturing(Consumer):
         """Send rows to the host, or reduce them here; on the side stream."""
         meta, rows = bundle.meta, bundle.entries["rows"]
         places = bundle.reads[0].places
-        spec = self._specs[sequence_key(meta.requests[0])]
-        asked = spec.places(self._model.num_layers)
-        if asked not in self._places:
-            if len(self._places) >= _MAX_PLACES:
-                self._places.clear()
-            self._places[asked] = places
-        reduction, dtype = spec.kept
+        if bundle.reads is not self._reads:  # of one flow, and all of it asked for the same places
+            spec = self._specs[sequence_key(meta.requests[0])]
+            self._reads, self._kept = bundle.reads, spec.kept
+            self._note_places(spec, places)
+        reduction, dtype = self._kept
         if reduction != "none":
             self._table(reduction, places).add(bundle, ctx)
             return
@@ -206,6 +209,14 @@ class Capturing(Consumer):
         self._captured_rows += len(meta)
         self._captured_bytes += rows.numel() * rows.element_size()
         ctx.export("rows", {"rows": rows}, meta, attach=(bundle.label, places))
+
+    def _note_places(self, spec: CaptureSpec, places: tuple[Place, ...]) -> None:
+        """This stage has these of the places that are asked for."""
+        asked = spec.places(self._model.num_layers)
+        if asked not in self._places:
+            if len(self._places) >= _MAX_PLACES:
+                self._places.clear()
+            self._places[asked] = places
 
     def _wait_for_endings(self) -> None:
         """Wait until all sequences that have ended were handed over."""
@@ -279,8 +290,10 @@ class Capturing(Consumer):
         """Rows have arrived on the host, or all of a sequence that has ended."""
         if channel == "rows":
             assert meta is not None
-            sequences = [sequence_key(request) for request in meta.requests]
-            chunk = Chunk(sequences, meta.request_index, meta.positions, tensors["rows"])
+            if meta.requests is not self._requests:
+                self._requests = meta.requests
+                self._sequences = [sequence_key(request) for request in meta.requests]
+            chunk = Chunk(self._sequences, meta.request_index, meta.positions, tensors["rows"])
             self._rows.add(attached, chunk)
             if self.takes_early:
                 self._note_large(attached, chunk, meta.requests)

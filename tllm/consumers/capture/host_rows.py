@@ -39,6 +39,14 @@ class Chunk:
 
 
 @dataclass(eq=False)
+class _Unsorted:
+    """Chunks as they came, and the bytes of their rows."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    nbytes: int = 0
+
+
+@dataclass(eq=False)
 class _Pieces:
     """What a sequence has, in the order it came.
 
@@ -84,7 +92,7 @@ class HostRows:
         self._leave = leave
         self._spill = spill
         self._copier = RowCopier()
-        self._unsorted: dict[Hashable, list[Chunk]] = {}
+        self._unsorted: dict[Hashable, _Unsorted] = {}
         self._pieces: dict[Hashable, _Pieces] = {}
         self.held = 0
         self.dropped = 0
@@ -95,19 +103,25 @@ class HostRows:
         if self.held + chunk.rows.nbytes > self._limit:
             self._add_beyond_limit(kind, chunk)
             return
-        self.held += chunk.rows.nbytes
-        chunks = self._unsorted.setdefault(kind, [])
-        chunks.append(chunk)
-        if len(chunks) >= _CHUNKS or sum(each.rows.nbytes for each in chunks) >= _CHUNK_BYTES:
+        size = chunk.rows.nbytes
+        self.held += size
+        unsorted = self._unsorted.get(kind)
+        if unsorted is None:
+            unsorted = self._unsorted[kind] = _Unsorted()
+        unsorted.chunks.append(chunk)
+        unsorted.nbytes += size
+        if len(unsorted.chunks) >= _CHUNKS or unsorted.nbytes >= _CHUNK_BYTES:
             self.sort(kind)
 
     def sort(self, kind: Hashable) -> None:
         """Give the sequences their rows of the chunks so far."""
-        chunks = self._unsorted.pop(kind, [])
+        unsorted = self._unsorted.pop(kind, None)
+        if unsorted is None:
+            return
         # Many rows of few sequences need no copy: they lie together already.
         small: list[Chunk] = []
         copies: list[RowCopy] = []
-        for chunk in chunks:
+        for chunk in unsorted.chunks:
             if len(chunk.positions) > 4 * len(chunk.sequences) and _is_grouped(chunk.index):
                 copies += self._sort_small(small)
                 small = []
@@ -239,10 +253,14 @@ class HostRows:
         if not chunks:
             return []
         numbers: dict[Hashable, int] = {}
-        owners = []
+        owners, before, own = [], None, np.zeros(0, np.int64)
         for chunk in chunks:
-            each = [numbers.setdefault(sequence, len(numbers)) for sequence in chunk.sequences]
-            owners.append(np.array(each, np.int64)[chunk.index])
+            if chunk.sequences is not before:  # steady batches share theirs
+                before = chunk.sequences
+                own = np.array(
+                    [numbers.setdefault(each, len(numbers)) for each in before], np.int64
+                )
+            owners.append(own[chunk.index])
         owner = np.concatenate(owners)
         order = np.argsort(owner, kind="stable")
         positions = np.concatenate([chunk.positions for chunk in chunks])[order]
