@@ -210,6 +210,40 @@ def _sae_features(draw: Draws) -> DrawnMethod:
     return DrawnMethod({**entry, **asked}, change, margin)
 
 
+def _k_steering(draw: Draws) -> DrawnMethod:
+    """With one hidden layer or two, of the gradient that torch finds."""
+    widest = min(6, draw.hidden)
+    units, outer = draw.pick.randint(1, widest), draw.pick.choice([0, 1, widest])
+    weight1 = draw.rows(units) / draw.hidden**0.5
+    bias1 = draw.size * draw.rows(units)[:, 0]
+    weight2, bias2 = draw.rows(outer)[:, :units], draw.size * draw.rows(outer)[:, 0]
+    last = draw.size * draw.rows(4)[:, : outer or units]
+    asked = draw.pick.choice([{"target": [1]}, {"avoid": [0, 3]}, {"target": [0, 2], "avoid": [3]}])
+    alpha = draw.strength()
+    entry = {"weight1": weight1, "bias1": bias1, "last_weight": last, "alpha": alpha, **asked}
+    if outer:
+        entry |= {"weight2": weight2, "bias2": bias2}
+
+    def scores(h):
+        """Of the units of each hidden layer."""
+        first = h @ weight1.T + bias1
+        return [first, first.relu() @ weight2.T + bias2] if outer else [first]
+
+    def change(h):
+        with torch.inference_mode(False), torch.enable_grad():
+            row = h.clone().requires_grad_()
+            logits = scores(row)[-1].relu() @ last.T
+            means = {key: logits[:, labels].mean(1).sum() for key, labels in asked.items()}
+            loss = means.get("avoid", 0.0) - means.get("target", 0.0)
+            (gradient,) = torch.autograd.grad(loss, row)
+        return h - alpha * gradient
+
+    def margin(h):
+        return torch.cat(scores(h), 1).abs() / h.norm(dim=1, keepdim=True).clamp(min=1)
+
+    return DrawnMethod(entry, change, margin)
+
+
 METHODS: Mapping[str, Callable[[Draws], DrawnMethod]] = {
     "add": _add,
     "norm_match": _norm_match,
@@ -222,6 +256,7 @@ METHODS: Mapping[str, Callable[[Draws], DrawnMethod]] = {
     "scale_dimensions": _scale_dimensions,
     "low_rank": _low_rank,
     "sae_features": _sae_features,
+    "k_steering": _k_steering,
 }
 
 

@@ -134,6 +134,8 @@ def test_a_module_and_global_steering_take_every_method(llm, reference, method):
 
 
 ONES = [1.0] * HIDDEN
+NET = {"method": "k_steering", "weight1": [ONES, ONES], "last_weight": [[1.0, 2.0], [3.0, 4.0]]}
+WIDE = {"weight1": torch.ones(HIDDEN, HIDDEN), "last_weight": torch.ones(1, HIDDEN)}
 SAE = {"encoder": [ONES, ONES], "decoder": [ONES, ONES]}
 PLANE = [[1.0, *ONES[1:]], [-1.0, *ONES[1:]]]
 
@@ -207,6 +209,27 @@ PLANE = [[1.0, *ONES[1:]], [-1.0, *ONES[1:]]]
             {"method": "sae_features", **SAE, "value": [1.0]},
             "[1]['value'] has shape [1]; give [features] with features=2",
         ),
+        (NET, "[1] names no labels; give target, avoid or both, rows of last_weight"),
+        (NET | {"target": [2]}, "['target'] names labels ['2']; give whole numbers from 0 to 1"),
+        (NET | {"avoid": [0.5]}, "['avoid'] names labels ['0.5']; give whole numbers from 0 to 1"),
+        (NET | {"target": [0], "bias2": [1.0]}, "[1] gives bias2 without weight2; give both"),
+        (
+            NET | {"target": [0], "weight2": [[1.0, 1.0]]},
+            "['last_weight'] has shape [2, 2]; give [labels, 1]",
+        ),
+        (
+            NET | {"target": [0], "weight2": [[1.0]]},
+            "['weight2'] has shape [1, 1]; give [outer, units] with units=2",
+        ),
+        (
+            NET | {"target": [0], "weight1": torch.ones(129, HIDDEN)},
+            "has hidden layers of 129 units; each may have at most 128",
+        ),
+        (
+            [{"method": "k_steering", "target": [0], **WIDE, "alpha": 0.1}] * 5,
+            "the request with global steering has 640 units of k_steering at 'post_block' of",
+        ),
+        (NET | {"target": [0], "alpha": 1e37}, "adds up to 3e+37 to the numbers of a row"),
     ],
 )
 def test_what_is_wrong_is_refused(llm, entry, says):

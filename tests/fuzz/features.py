@@ -38,6 +38,14 @@ WITH_SEVERAL_VECTORS: tuple[dict[str, Any], ...] = (
         "decoder": np.stack(VECTORS[:2]),
         "value": np.array([0.5, 0.0], np.float32),
     },
+    {
+        "method": "k_steering",
+        "weight1": np.stack(VECTORS[:3]),
+        "bias1": np.array([1e3, -1e3, 1e3], np.float32),
+        "last_weight": np.array([[0.5, 1.0, -0.3], [-0.2, 0.4, 0.6]], np.float32),
+        "target": [0],
+        "avoid": [1],
+    },
 )
 """Entries of methods that take more than one vector; none of them jumps at an edge."""
 

@@ -56,6 +56,9 @@ class OperationKind(IntEnum):
     """`h' = h + g STRENGTH sum(a_i(h . b(2i - 1)) b(2i))`, each `a_i` as a `FeatureWord` record
     says. They lie among the operations, the first of them where the integer in `LOW` says, and
     are as many as that in `HIGH`."""
+    GRADIENT = 4
+    """`h' = h + g STRENGTH grad f(h)`, as `Gradient` says, of an MLP with `LOW` units in its first
+    hidden layer and `HIGH` in its second."""
 
 
 class Operation(IntEnum):

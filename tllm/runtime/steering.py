@@ -37,6 +37,7 @@ from tllm.spec.operations import (
     Coefficients,
     DimensionWise,
     Features,
+    Gradient,
     OperationForm,
     Rotation,
 )
@@ -601,6 +602,10 @@ def _in_words(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float3
     if isinstance(form, DimensionWise):
         return OperationKind.DIMENSIONS, np.array(
             (0, 0, form.vectors, form.strength, 0, 0), np.float32
+        )
+    if isinstance(form, Gradient):
+        return OperationKind.GRADIENT, np.array(
+            (0, 0, 0, form.strength, form.units, form.outer), np.float32
         )
     if isinstance(form, Features):  # where its rules are, who places them says
         return OperationKind.FEATURES, np.array((0, 0, 0, form.strength, 0, 0), np.float32)

@@ -17,7 +17,9 @@ from tllm.spec.operations import (
     MAX_CLAMPS,
     MAX_FEATURES,
     MAX_OPERATIONS,
+    MAX_UNITS_OF_ALL,
     Features,
+    Gradient,
     OperationForm,
 )
 from tllm.spec.reading import FloatArray, digest_of
@@ -202,6 +204,7 @@ class SteeringGroup:
                     "allowed at one place: join vectors that are added, or drop some"
                 )
         cls.check_features(groups, what)
+        cls.check_units(groups, what)
         if reach and (added := max(reach.values())) > max_reach:
             hook, layer = max(reach, key=reach.__getitem__)
             raise ValueError(
@@ -226,6 +229,24 @@ class SteeringGroup:
                 raise ValueError(
                     f"{what} has {count} features and rows of low_rank at {hook!r} of layer "
                     f"{layer}; at most {MAX_FEATURES} are allowed at one place: drop some"
+                )
+
+    @staticmethod
+    def check_units(groups: Iterable[SteeringGroup], what: str) -> None:
+        """Refuse groups whose classifiers have too many units at one place.
+
+        Args:
+            what: has them, for the message.
+        """
+        counts: Counter[tuple[str, int | None]] = Counter()
+        for hook, layer, _, done in (each for group in groups for each in group.operations):
+            if isinstance(done, Gradient):
+                counts[hook, layer] += done.units
+        for (hook, layer), count in counts.items():
+            if count > MAX_UNITS_OF_ALL:
+                raise ValueError(
+                    f"{what} has {count} units of k_steering at {hook!r} of layer {layer}; at most "
+                    f"{MAX_UNITS_OF_ALL} are allowed at one place: take fewer steps, or classifiers"
                 )
 
     @cached_property

@@ -11,10 +11,12 @@ import numpy as np
 
 from tllm.spec.operations import (
     MAX_FEATURES,
+    MAX_UNITS,
     Coefficients,
     DimensionWise,
     FeatureRule,
     Features,
+    Gradient,
     OperationForm,
     Rotation,
 )
@@ -225,6 +227,54 @@ def _sae_features(arrays: Arrays, given: Parameters) -> tuple[FloatArray, Operat
     return _features(encoder, arrays["decoder"], rules, _number(given["strength"]))
 
 
+def _k_steering(arrays: Arrays, given: Parameters) -> tuple[FloatArray, OperationForm]:
+    first, last = arrays["weight1"], arrays["last_weight"]
+    second = arrays.get("weight2")
+    hidden, inner = [first.shape[0]], np.zeros((0, first.shape[0]), np.float32)
+    if second is not None:
+        hidden, inner = [*hidden, second.shape[0]], second
+    if max(hidden) > min(MAX_UNITS, first.shape[1]):
+        raise ValueError(
+            f"has hidden layers of {' and '.join(map(str, hidden))} units; each may have at most "
+            f"{MAX_UNITS}, and at most as many as a row has numbers ({first.shape[1]})"
+        )
+    if "bias2" in arrays and second is None:
+        raise ValueError("gives bias2 without weight2; give both for a second hidden layer")
+    if last.shape[1] != hidden[-1]:
+        raise ValueError(
+            f"['last_weight'] has shape {list(last.shape)}; give [labels, {hidden[-1]}], as many "
+            "numbers a label as the last hidden layer has units"
+        )
+    wanted = _of_labels(arrays, last)
+    ends = wanted[None] if second is None else np.stack([wanted, arrays.get("bias2", 0 * wanted)])
+    biases = arrays.get("bias1", np.zeros(hidden[0], np.float32))[None]
+    parts = (first, biases, ends, inner)
+    width = first.shape[1]
+    rows = np.concatenate([np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in parts])
+    slope = np.abs(wanted) if second is None else np.abs(wanted) @ np.abs(inner)
+    bound = float(np.abs(first).max(1) @ slope)
+    form = Gradient(_number(given["alpha"]), hidden[0], len(inner), bound)
+    return rows.astype(np.float32), form
+
+
+def _of_labels(arrays: Arrays, last: FloatArray) -> FloatArray:
+    """The weight of each unit in what shall grow: the mean of the logits of the labels that are
+    wanted, without that of those that are not."""
+    total = np.zeros(last.shape[1], np.float32)
+    for key, sign in (("target", 1), ("avoid", -1)):
+        numbers = arrays.get(key, np.zeros(0, np.float32))
+        if not np.isin(numbers, np.arange(len(last))).all():
+            raise ValueError(
+                f"[{key!r}] names labels {[f'{number:g}' for number in numbers]}; give whole "
+                f"numbers from 0 to {len(last) - 1}, rows of last_weight"
+            )
+        if len(numbers):
+            total += sign * last[numbers.astype(int)].mean(0)
+    if not any(key in arrays for key in ("target", "avoid")):
+        raise ValueError("names no labels; give target, avoid or both, rows of last_weight")
+    return total
+
+
 def _number(value: float | None) -> float:
     assert value is not None
     return value
@@ -309,5 +359,20 @@ METHODS: Mapping[str, SteeringMethod] = {
         optional=frozenset(
             ("encoder_bias", "threshold", "decoder_bias", "value", "factor", "min", "max")
         ),
+    ),
+    "k_steering": SteeringMethod(
+        "h - alpha grad(mean(logits of avoid) - mean(logits of target)), of an MLP with ReLU",
+        parameters={"alpha": 1.0},
+        operation=_k_steering,
+        arrays={
+            "weight1": ("units", "hidden"),
+            "bias1": ("units",),
+            "weight2": ("outer", "units"),
+            "bias2": ("outer",),
+            "last_weight": ("labels", "inputs"),
+            "target": ("targets",),
+            "avoid": ("avoided",),
+        },
+        optional=frozenset(("bias1", "weight2", "bias2", "target", "avoid")),
     ),
 }

@@ -185,7 +185,42 @@ class Features(Scalable):
         return False
 
 
-OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise | Features
+MAX_UNITS = 128
+"""Of a classifier along whose gradient rows are moved: the most units of a hidden layer."""
+MAX_UNITS_OF_ALL = 512
+"""The most units of their first hidden layers at one hook point of one layer, together."""
+
+
+@dataclass(frozen=True)
+class Gradient(Scalable):
+    """A row moved along the gradient of what a small ReLU MLP says of it.
+
+    The MLP has one hidden layer, `f(h) = u . relu(W1 h + b1)`, or two,
+    `f(h) = u . relu(W2 relu(W1 h + b1) + b2)`. The vectors are the rows of `W1`; then `b1`, `u`,
+    and with two layers `b2` and the rows of `W2`, each filled up with zeros. It computes
+    `h' = h + strength grad f(h)`.
+
+    Attributes:
+        units: of the first hidden layer.
+        outer: units of the second; 0 where there is one layer.
+        bound: the most that a number of the gradient may be.
+    """
+
+    units: int
+    outer: int
+    bound: float
+
+    def reach(self, largest: float) -> float:
+        """The most that it may add to a number of a row."""
+        return abs(self.strength) * self.bound
+
+    @property
+    def reads_component(self) -> bool:
+        """Whether it counts among the clamps: its units are counted by themselves."""
+        return False
+
+
+OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise | Features | Gradient
 """What is done with the vectors of an entry."""
 
 

@@ -87,6 +87,18 @@ def _with_features(h: Tensor, w: Tensor, **given: Tensor) -> Tensor:
     return h + (given["value"] - before.relu()) @ given["decoder"]
 
 
+def _k_steered(h: Tensor, w: Tensor, **given: Any) -> Tensor:
+    given = {k: v.to(h.device) if isinstance(v, Tensor) else v for k, v in given.items()}
+    with torch.inference_mode(False), torch.enable_grad():
+        row = h.clone().requires_grad_()
+        state = F.relu(F.linear(row, given["weight1"], given["bias1"]))
+        state = F.relu(F.linear(state, given["weight2"], given["bias2"]))
+        logits = F.linear(state, given["last_weight"])
+        wanted, avoided = (logits[:, given[key].long()].mean(1) for key in ("target", "avoid"))
+        (gradient,) = torch.autograd.grad((avoided - wanted).sum(), row)
+    return h - given["alpha"] * gradient
+
+
 def _patched(h: Tensor, w: Tensor, alpha: float, dimensions: Tensor) -> Tensor:
     return torch.where(dimensions.to(h.device), (1 - alpha) * h + alpha * w, h)
 
@@ -109,6 +121,7 @@ CHANGED: dict[str, Callable[..., Tensor]] = {
     "scale_dimensions": lambda h, w, mask, scale: h + scale * h * mask.to(h.device),
     "low_rank": _low_rank,
     "sae_features": _with_features,
+    "k_steering": _k_steered,
     "patch": _patched,
 }
 """The rows after each change, from the rows before it, the vector as it was given, and what else

@@ -62,6 +62,7 @@ METHODS: tuple[tuple[str, dict[str, float]], ...] = (
     ("scale_dimensions", {"scale": -0.6}),
     ("low_rank", {"strength": 0.9}),
     ("sae_features", {}),
+    ("k_steering", {"alpha": 0.7}),
     ("affine", {"strength": 1.0}),
 )
 """Every method, with the numbers that an entry of rows whose numbers are about 1 gives; what it
@@ -107,6 +108,21 @@ def arrays_for(method: str, direction: Tensor, generator: torch.Generator) -> di
             "encoder_bias": size * rows(2)[:, 0],
             "decoder_bias": 0.3 * direction,
             "value": 2 * size * rows(2)[:, 0],
+        }
+    if method == "k_steering":
+        # Units far from where they begin to be active: half of each layer is, whatever the row.
+        sides = torch.tensor([1.0, -1.0, 1.0, -1.0])
+        weight1 = rows(4) / hidden**0.5
+        weight2 = torch.randn(4, 4, generator=generator)
+        last = size * torch.randn(3, 4, generator=generator)
+        return {
+            "weight1": weight1,
+            "bias1": 10 * size * sides,
+            "weight2": weight2,
+            "bias2": 100 * size * sides,
+            "last_weight": last,
+            "target": torch.tensor([0.0, 2.0]),
+            "avoid": torch.tensor([1.0]),
         }
     return {}
 

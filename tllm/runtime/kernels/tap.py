@@ -28,6 +28,7 @@ from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
 from tllm.runtime.latches import NEXT, OF_A_PROBE, SUMMED
 from tllm.runtime.mlp_score import BETWEEN, READS_ROW, READS_UNITS
 from tllm.spec.conditions import MAX_GATES
+from tllm.spec.operations import MAX_UNITS
 from tllm.spec.probes import FEATURES, KINDS, MAX_WIDTH
 
 HOLDS = 0.5
@@ -76,6 +77,8 @@ if HAS_TRITON:
     KIND = tl.constexpr(KIND_UNIT)
     ROTATE = tl.constexpr(int(OperationKind.ROTATE))
     DIMENSIONS = tl.constexpr(int(OperationKind.DIMENSIONS))
+    GRADIENT = tl.constexpr(int(OperationKind.GRADIENT))
+    CLASSIFIER_UNITS = tl.constexpr(MAX_UNITS)
     FEATURE_BIAS = tl.constexpr(int(FeatureWord.BIAS))
     FEATURE_THRESHOLD = tl.constexpr(int(FeatureWord.THRESHOLD))
     FEATURE_SLOPE = tl.constexpr(int(FeatureWord.SLOPE))
@@ -188,6 +191,37 @@ if HAS_TRITON:
         return delta
 
     @triton.jit
+    def _units_of(vectors, row, at, count, HIDDEN: tl.constexpr):
+        """The first numbers of a row of a classifier, one for each of its units, in float32."""
+        return tl.load(_row(vectors, row, at, HIDDEN), mask=at < count, other=0.0).to(tl.float32)
+
+    @triton.jit
+    def _along_gradient(value, operation, tables, offsets, inside, HIDDEN: tl.constexpr):
+        """The gradient of a small MLP at a row; see `Gradient`."""
+        first, _, _, _, _, units, outer, _ = operation
+        vectors = tables[1]
+        count, outer_count = units.to(tl.int32), outer.to(tl.int32)
+        at = tl.arange(0, CLASSIFIER_UNITS)
+        outs = _units_of(vectors, first + count + 1, at, CLASSIFIER_UNITS, HIDDEN)
+        outer_biases = _units_of(vectors, first + count + 2, at, outer_count, HIDDEN)
+        scores = _units_of(vectors, first + count, at, count, HIDDEN)
+        for i in range(count):
+            read = _following(vectors, operation, i, offsets, inside, HIDDEN)
+            scores += tl.where(at == i, tl.sum(value * read, axis=0), 0.0)
+        slope = tl.where(outer_count > 0, 0.0, outs)
+        for j in range(outer_count):
+            weights = _units_of(vectors, first + count + 3 + j, at, count, HIDDEN)
+            score = tl.maximum(scores, 0.0) * weights + tl.where(at == j, outer_biases, 0.0)
+            out = tl.sum(tl.where(at == j, outs, 0.0), axis=0)
+            slope += tl.where(tl.sum(score, axis=0) > 0.0, out, 0.0) * weights
+        slope = tl.where(scores > 0.0, slope, 0.0)
+        delta = tl.zeros_like(value)
+        for i in range(count):
+            own = tl.sum(tl.where(at == i, slope, 0.0), axis=0)
+            delta += own * _following(vectors, operation, i, offsets, inside, HIDDEN)
+        return delta
+
+    @triton.jit
     def _operate_with_several(
         value, vector, operation, share, tables, offsets, inside, HIDDEN: tl.constexpr
     ):
@@ -211,6 +245,8 @@ if HAS_TRITON:
                 low = _following(vectors, operation, 2, offsets, inside, HIDDEN)
                 high = _following(vectors, operation, 3, offsets, inside, HIDDEN)
                 delta = tl.where((value >= low) & (value <= high), delta, 0.0)
+        elif word // KIND == GRADIENT:
+            delta = _along_gradient(value, operation, tables, offsets, inside, HIDDEN)
         else:
             delta = _along_features(value, operation, tables, offsets, inside, HIDDEN)
         return value + tl.where(share != 0.0, share * strength * delta, 0.0)
@@ -822,6 +858,17 @@ def _operate_reference(
         added = slope * feature + feature.clamp(low, high) - feature
         added = torch.where((only != 0) & (score <= threshold), 0.0, added)
         delta = strength * added @ written
+    elif kind == OperationKind.GRADIENT:
+        count, outer = int(low), int(high)
+        held = vectors(count + (3 + outer if outer else 2))
+        first, bias, outs = held[:count], held[count, :count], held[count + 1, : outer or count]
+        scores = rows @ first.T + bias
+        slope = outs.expand(len(rows), -1)
+        if outer:
+            weights = held[count + 3 :, :count]
+            ends = scores.relu() @ weights.T + held[count + 2, :outer]
+            slope = torch.where(ends > 0, outs, 0.0) @ weights
+        delta = strength * torch.where(scores > 0, slope, 0.0) @ first
     else:
         (vector,) = vectors(1)
         along = rows @ vector
