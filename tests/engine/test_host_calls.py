@@ -23,8 +23,10 @@ ON_DEVICE = ("kernels", "ops.py", "taps.py", "sites.py", "descriptor.py", "colum
 ON_DEVICE += ("reference.py", "distiller.py", "norm.py")
 IN_PLACE_OF_VLLMS_OWN = {"BlockKeys.__call__"}
 """vLLM asks a hasher for each request of each step; ours compares two numbers then, as its does."""
-FEW, MANY = 2, 8
-SHORT, LONG = 12, 28
+INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
+compiled = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels would take minutes")
+FEW, MANY = (1, 2) if INTERPRETED else (2, 8)
+SHORT, LONG = 12, 12 if INTERPRETED else 28
 """Tokens of the requests of a run. What threads do for a step is the difference of two runs."""
 
 
@@ -54,7 +56,7 @@ class Calls:
     @property
     def steady(self):
         """A decode step in the middle: all of them are alike, but for what comes every few."""
-        middle = self.steps[8:-4]
+        middle = self.steps[LONG // 3 : -2]
         return sorted(middle, key=Counter.total)[len(middle) // 2]
 
 
@@ -136,7 +138,7 @@ CASES = {
 """What requests ask, who is registered, and the most calls of a step."""
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["conditions"] if INTERPRETED else CASES)
 def test_a_decode_step_calls_as_few_functions_of_ours_whatever_the_requests(llm, case):
     asked, consumer, most = CASES[case]
     if consumer is not None:
@@ -147,6 +149,7 @@ def test_a_decode_step_calls_as_few_functions_of_ours_whatever_the_requests(llm,
     assert many.total() <= most, many.most_common()
 
 
+@compiled
 @pytest.mark.parametrize("case", ["conditions", "one layer to memory"])
 def test_threads_that_bring_rows_do_nothing_for_each_of_them_in_a_step(llm, case):
     asked, _, _ = CASES[case]
@@ -163,6 +166,7 @@ def test_threads_that_bring_rows_do_nothing_for_each_of_them_in_a_step(llm, case
     assert sum(many.values()) <= 12, many
 
 
+@compiled
 def test_what_a_consumer_reads_costs_the_same_in_one_layer_and_in_all(llm):
     found = []
     for layers in (2, LAYERS):

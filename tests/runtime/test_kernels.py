@@ -639,7 +639,9 @@ def test_filter_and_collect(seed, dtype, monkeypatch):
 
     def work():
         overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-        processed, found = candidates.filter_and_collect(raw, temperature, min_p, 64, overflow)
+        rows = torch.arange(4, dtype=torch.int32, device=DEVICE)
+        asked = temperature, min_p, 64
+        processed, found = candidates.filter_and_collect(raw, rows, *asked, overflow)
         assert int(overflow) == 1  # the row that nothing filters
         return processed, *sorted_by_token(found)
 

@@ -741,6 +741,8 @@ def test_rows_of_several_layers_are_each_under_their_role(names, delivery, every
             nonlocal rows
             rows += len(bundle.meta)
             assert list(bundle.entries) == [*map(str, layers), "who"]
+            assert len(bundle.entries) == 4 and "0" not in bundle.entries
+            assert bundle.entries.get("1") is not None and bundle.entries.get("0") is None
             assert bundle.entries["who"] is bundle.meta
             self.check(bundle)
             if delivery == "bundle":

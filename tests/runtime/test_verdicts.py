@@ -85,3 +85,25 @@ def test_nothing_is_copied_for_sequences_that_do_not_ask():
     verdicts.forget(3)
     verdicts.ask(1, 7, [], [0])  # a prompt's row, of one that only stops
     assert judged(verdicts, state, [5, 6], [1, 1]) is None
+
+
+def test_a_batch_that_goes_on_is_judged_alike_until_it_is_computed_again():
+    verdicts, state = made(2, [])
+    slots, ones = np.array([1, 0], np.int32), np.ones(2, np.int32)
+    verdicts.ask(0, 4, [1], [2])
+
+    def step(start, *fires):
+        state[:, 0] = 0
+        for row, number in fires:
+            state[row, 0, number] = 1
+        verdicts.begin(NAMES[:2], slots, start * ones, ones, None)
+        taken = verdicts.take()
+        return None if taken is None else taken.wait()
+
+    assert step(4, (1, 2)) == {"b": ((0, 2),)}
+    assert step(5, (0, 2), (1, 1)) == {}
+    assert step(6, (1, 2)) == {"b": ((0, 2),)}
+    assert step(3, (1, 1), (1, 2)) == {"b": ((PROMPT, 1),)}
+    assert step(4, (1, 2)) == {"b": ((0, 2),)}
+    verdicts.forget(0)
+    assert step(5, (1, 2)) is None

@@ -71,6 +71,7 @@ class V2Attachment(RunnerAttachment):
     """`model_state.prepare_inputs` before the forward pass, `sample` around sampling."""
 
     _collected: CandidateRows | None = None
+    _temperature: torch.Tensor | None = None  # of each row, where the filter has gathered them
 
     @staticmethod
     def guidance_refusal(runner: Any) -> str | None:
@@ -145,7 +146,7 @@ class V2Attachment(RunnerAttachment):
             return self._sampler_sample(logits, *args, **kwargs)
         finally:
             del self._raw_logits, self._sample_args
-            self._collected = None
+            self._collected = self._temperature = None
 
     @overrides(
         "vllm.v1.worker.gpu.sample.sampler.Sampler.apply_sampling_params",
@@ -168,9 +169,10 @@ class V2Attachment(RunnerAttachment):
                 logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
             )
         states = sampler.sampling_states
+        self._temperature = states.temperature.gpu[expanded_idx_mapping]
         processed, self._collected = self.session.steps.filter(
             logits,
-            states.temperature.gpu[expanded_idx_mapping],
+            self._temperature,
             states.min_p.gpu[expanded_idx_mapping],
             width,
         )
@@ -200,7 +202,11 @@ class V2Attachment(RunnerAttachment):
             # The last argument chooses the fused sampler, which would filter again.
             rest = (*rest[:-1], False)
             step = _V2Step(
-                self.runner.sampler, processed_logits, self._sample_args, self._collected
+                self.runner.sampler,
+                processed_logits,
+                self._sample_args,
+                self._collected,
+                self._temperature,
             )
             greedy = self.runner.sampler.sampling_states.temperature.np[idx_mapping_np] == 0.0
             self.session.steps.guide(step, greedy)
@@ -237,6 +243,7 @@ class _V2Step(SamplerStep):
         logits: torch.Tensor,
         args: tuple[Any, ...],
         collected: CandidateRows | None,
+        temperature: torch.Tensor | None,
     ) -> None:
         self.logits = logits
         self.collected = collected
@@ -245,7 +252,9 @@ class _V2Step(SamplerStep):
         self._expanded_idx_mapping, self._idx_mapping, self._idx_mapping_np = args[:3]
         self._pos, self._input_ids, self._local_pos = args[3:6]
         self._more = args[6:]
-        self.temperature = sampler.sampling_states.temperature.gpu[self._expanded_idx_mapping]
+        if temperature is None:
+            temperature = sampler.sampling_states.temperature.gpu[self._expanded_idx_mapping]
+        self.temperature = temperature
 
     @property
     def penalizes(self) -> bool:

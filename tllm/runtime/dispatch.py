@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from tllm.runtime.batch import Frame, ProgramRows, together
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.flows import BoundConsumer, BoundFlow, Context, Roles
+from tllm.runtime.lent_rows import apart
 from tllm.runtime.ring import Span
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
@@ -400,8 +401,8 @@ class Dispatcher:
             key: dict[str, Any] = {k: values[k] for k in spec.bundle_key}
             owner.calls += 1
             owner.rows += len(part_meta.positions)
-            apart = _apart(part, lent=spec.delivery == "device_lease")
-            bundle = PortBundle(apart, part_meta, key, flow.number, spec.label, flow.reads)
+            each = apart(part, flow)
+            bundle = PortBundle(each, part_meta, key, flow.number, spec.label, flow.reads)
             if spec.actions:
                 self._decide(flow, bundle, context)
             else:
@@ -438,23 +439,6 @@ def ends_process(error: BaseException) -> bool:
     handlers = map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))
     codes = [getattr(handler, "__code__", None) for handler in handlers]
     return trace is not None and trace.tb_frame.f_code in codes
-
-
-def _apart(entries: Mapping[Roles, Any], *, lent: bool) -> dict[str, Any]:
-    """Entries by role. Where they are the consumer's own, each has its rows side by side."""
-    found: dict[str, Any] = {}
-    for roles, value in entries.items():
-        if isinstance(roles, str):
-            found[roles] = value
-        elif lent:
-            found.update(zip(roles, value.unbind(1), strict=True))
-        else:
-            own = value.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-            # Nobody else has what these share, and so autograd need not take them for views, which
-            # it would not let a consumer change in place.
-            each = torch.unsafe_chunk(own.flatten(0, 1), len(roles))
-            found.update(zip(roles, each, strict=True))
-    return found
 
 
 def _by_phase(pieces: list[FlowRows]) -> list[list[FlowRows]]:

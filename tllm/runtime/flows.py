@@ -114,6 +114,12 @@ class BoundFlow:
         return found
 
     @cached_property
+    def columns(self) -> Mapping[str, int]:
+        """By role: which of the rows that are one tensor of several roles."""
+        several = [roles for roles in self.gathered if isinstance(roles, tuple)]
+        return {role: place for roles in several for place, role in enumerate(roles)}
+
+    @cached_property
     def single(self) -> str | None:
         """The role of its only read of one place; None where there is none, or are several."""
         roles = [r.role for r in self.reads if r.port == "residual_stream" and not r.block]

@@ -251,6 +251,8 @@ class Guidance:
         self._slots = slots
         self._dispatcher = dispatcher
         self._guides: list[Guide] = []
+        self._asked = -1, 0  # a step, and how wide its guides ask
+        self._numbers = torch.zeros(0, dtype=torch.int32, device=model.device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=model.device)
 
     @property
@@ -264,6 +266,7 @@ class Guidance:
 
     def set_flows(self, flows: Sequence[BoundFlow]) -> None:
         """The flows of the consumers that are registered now."""
+        self._asked = -1, 0
         self._guides = [
             Guide(flow, write)
             for flow in flows
@@ -289,12 +292,14 @@ class Guidance:
         """The widest candidate rows that any guide asks of this step; 0 when none applies."""
         if not self._guides or frame is None or not isinstance(self._head, LmHead):
             return 0
-        widths = [
-            guide.width
-            for guide in self._guides
-            if guide.flow.owner.alive and len(self._indices(guide, frame))
-        ]
-        return min(max(widths, default=0), self._model.vocab_size)
+        if self._asked[0] != frame.step:  # the engine asks several times in a step
+            widths = [
+                guide.width
+                for guide in self._guides
+                if guide.flow.owner.alive and len(self._indices(guide, frame))
+            ]
+            self._asked = frame.step, min(max(widths, default=0), self._model.vocab_size)
+        return self._asked[1]
 
     def filter(
         self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, width: int
@@ -303,7 +308,10 @@ class Guidance:
 
         See `kernels.candidates.filter_and_collect`.
         """
-        return kernels.filter_and_collect(logits, temperature, min_p, width, self.overflow)
+        if len(self._numbers) < len(logits):
+            self._numbers = torch.arange(2 * len(logits), dtype=torch.int32, device=logits.device)
+        rows = self._numbers[: len(logits)]
+        return kernels.filter_and_collect(logits, rows, temperature, min_p, width, self.overflow)
 
     def run(self, step: SamplerStep, frame: Frame, greedy: BoolArray) -> None:
         """Let consumers edit the candidates of this step, one after the other.

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from tllm.runtime.batch import together
 from tllm.runtime.columns import IntArray
 from tllm.runtime.gates import Gates
 from tllm.runtime.transfer import PinnedCopy, upload
@@ -36,14 +37,42 @@ class _Judged:
         sequence: the place of each row's sequence in the batch.
         drawn: which of the tokens of its sequence is drawn from it; `PROMPT` for a prompt's row.
         asked: `[rows, MAX_GATES]`, the conditions that are asked for.
-        batch_rows: where it is in the batch.
+        batch_rows: where they are in the batch, as `together` has it.
     """
 
     engine_ids: Sequence[str]
     sequence: IntArray
     drawn: IntArray
     asked: BoolArray
-    batch_rows: IntArray
+    batch_rows: slice | IntArray
+
+
+@dataclass(eq=False)
+class _Steady:
+    """What is judged in each step of sequences that all decode, a token in each.
+
+    Attributes:
+        slots, counts: of the batch.
+        next_starts: where they go on.
+        partial: whether some rows are judged that may hold what stood there before.
+    """
+
+    slots: IntArray
+    counts: bytes
+    next_starts: bytes
+    partial: bool
+    judged: _Judged
+
+    def goes_on(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
+        """Whether a batch is the next step of the same; it is the last one then."""
+        same = (
+            slots is self.slots
+            and counts.tobytes() == self.counts
+            and starts.tobytes() == self.next_starts
+        )
+        if same:
+            self.next_starts = (starts + counts).tobytes()
+        return same
 
 
 class StepVerdicts:
@@ -104,6 +133,7 @@ class Verdicts:
         #: Which conditions are asked for at rows of a prompt, and at generated tokens.
         self._numbers = np.zeros((2, max_sequences, MAX_GATES), bool)
         self._judged: _Judged | None = None
+        self._steady: _Steady | None = None
         self._copied: StepVerdicts | None = None
 
     def ask(
@@ -123,6 +153,7 @@ class Verdicts:
             each: whether each of these rows is judged.
         """
         self._make_room(slot)
+        self._steady = None
         self._asked += 1
         self._asks[slot] = True
         self._partial[slot] = not each
@@ -134,6 +165,7 @@ class Verdicts:
     def forget(self, slot: int) -> None:
         """A sequence has ended."""
         if slot < len(self._asks) and self._asks[slot]:
+            self._steady = None
             self._asked -= 1
             self._asks[slot] = False
             self._numbers[:, slot] = False
@@ -165,6 +197,11 @@ class Verdicts:
         self.skip()
         if not self._asked:
             return
+        steady = self._steady
+        if steady is not None and drafts is None and steady.goes_on(slots, starts, counts):
+            self._judge(steady.judged, steady.partial, counts)
+            return
+        self._steady = None
         self._make_room(int(slots.max(initial=0)))
         at = np.flatnonzero(self._asks[slots])
         if not len(at):
@@ -186,15 +223,23 @@ class Verdicts:
         asked = self._numbers[np.where(of_prompt, 0, 1), slot[each]]
         asked &= (of_prompt | (drawn >= 0))[:, None]
         batch_rows = (np.cumsum(counts) - counts)[at][each] + positions - start[each]
-        if self._partial[slot].any():  # what is not judged must not be what stood there before
-            self._gates.forget_scores(int(counts.sum()))
-        self._judged = _Judged(
+        judged = _Judged(
             engine_ids,
             at[each].astype(np.int32),
             drawn.astype(np.int32),
             asked,
-            batch_rows.astype(np.int32),
+            together(batch_rows.astype(np.int32)),
         )
+        partial = bool(self._partial[slot].any())
+        self._judge(judged, partial, counts)
+        if drafts is None and (counts == 1).all() and (start >= prompt_len).all():
+            ends = (starts + counts).tobytes()
+            self._steady = _Steady(slots, counts.tobytes(), ends, partial, judged)
+
+    def _judge(self, judged: _Judged, partial: bool, counts: IntArray) -> None:
+        if partial:  # what is not judged must not be what stood there before
+            self._gates.forget_scores(int(counts.sum()))
+        self._judged = judged
 
     def copy(self) -> None:
         """Let what was judged come to the host. After the forward pass, on its stream."""
@@ -202,8 +247,12 @@ class Verdicts:
         if judged is None or (state := self._gates.state) is None:
             return
         self._judged = None
-        rows: Any = upload(judged.batch_rows.astype(np.int64), state.device)
-        self._copied = StepVerdicts(judged, PinnedCopy(state[:, 0].index_select(0, rows)))
+        strengths, rows = state[:, 0], judged.batch_rows
+        if isinstance(rows, slice):
+            strengths = strengths[rows].contiguous()
+        else:
+            strengths = strengths.index_select(0, upload(rows.astype(np.int64), state.device))
+        self._copied = StepVerdicts(judged, PinnedCopy(strengths))
 
     def take(self) -> StepVerdicts | None:
         """What was judged in this step; None for nothing."""

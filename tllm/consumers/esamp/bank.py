@@ -51,11 +51,13 @@ class Workspace:
         self._device = device
         self.rows = 0
         self.slots = 0
+        self.counted: DeviceBlock | None = None  # whose counts are in `counts`
 
     def reserve(self, shape: BlockShape, training: bool) -> bool:
         """Make room for a block; True when buffers moved."""
         if shape.rows <= self.rows and shape.slots <= self.slots:
             return False
+        self.counted = None
         self.rows = max(shape.rows, self.rows)
         self.slots = max(shape.slots, self.slots)
         hidden, rank = self._layout.hidden, self._layout.rank
@@ -244,7 +246,9 @@ class DistillerBank:
                 self._train_passes[block.shape] = step
             self._ops.gather_rows(source, block.index, step.x)
             self._ops.gather_rows(target, block.index, step.target)
-            step.counts.copy_(block.counts)
+            if self._train_scratch.counted is not block:  # of a steady batch it is the same one
+                self._train_scratch.counted = block
+                step.counts.copy_(block.counts)
             self._run(step)
 
     def _forget_train_passes(self) -> None:

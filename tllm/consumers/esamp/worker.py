@@ -46,8 +46,8 @@ class RowPlan:
         """Whether these rows belong to the same sequences, with the same distillers."""
         return (
             version == self.version
-            and np.array_equal(meta.request_index, self.request_index)
             and meta.requests == self.requests
+            and meta.request_index.tobytes() == self.request_index.tobytes()
         )
 
 
@@ -71,8 +71,8 @@ class GuidePlan:
         """Whether the candidates belong to the same sequences."""
         return (
             predicted is self.predicted
-            and np.array_equal(meta.request_index, self.request_index)
             and meta.requests == self.requests
+            and meta.request_index.tobytes() == self.request_index.tobytes()
         )
 
 

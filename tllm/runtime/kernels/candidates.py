@@ -269,6 +269,7 @@ def collect(
 
 def filter_and_collect(
     logits: torch.Tensor,
+    rows: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor,
     width: int,
@@ -280,6 +281,7 @@ def filter_and_collect(
 
     Args:
         logits: `[n, vocab]`, any float dtype; not changed.
+        rows: int32 `[n]`, 0 to n - 1.
         temperature: float32 `[n]`; 0 (greedy) divides by nothing.
         min_p: float32 `[n]`; 0 filters nothing.
         width, overflow: as in `collect`.
@@ -288,7 +290,6 @@ def filter_and_collect(
         The processed logits, float32 `[n, vocab]`, and their candidates, all rows.
     """
     count, vocab = logits.shape
-    rows = torch.arange(count, dtype=torch.int32, device=logits.device)
     if not uses_triton(logits.device):
         divisor = torch.where(temperature == 0.0, 1.0, temperature)
         processed = logits.float() / divisor[:, None]
