@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from vllm.sampling_params import RequestOutputKind
 
 from benchmarks.consumers import EveryRow
 from engine.reference import HIDDEN, LAYERS
@@ -164,6 +165,24 @@ def test_threads_that_bring_rows_do_nothing_for_each_of_them_in_a_step(llm, case
     few, many = of_a_step(FEW), of_a_step(MANY)
     assert many == few
     assert sum(many.values()) <= 12, many
+
+
+@compiled
+def test_each_token_that_is_streamed_costs_few_calls(llm):
+    found = []
+    for requests in (FEW, MANY):
+        with called(llm) as calls:
+            for number in range(requests):
+                params = SamplingParams(
+                    max_tokens=LONG, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+                )
+                prompt = {"prompt_token_ids": [1 + number, 2]}
+                llm.llm_engine.add_request(f"stream {number}", prompt, params)
+            while llm.llm_engine.has_unfinished_requests():
+                llm.llm_engine.step()
+        found.append(calls.steady)
+    few, many = found
+    assert (many.total() - few.total()) / (MANY - FEW) <= 3, many - few
 
 
 @compiled

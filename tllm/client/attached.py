@@ -13,7 +13,7 @@ from tllm.client.core import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.kept_rows import PatchingControl
 from tllm.client.request import Prepared
-from tllm.client.results import attach_results
+from tllm.client.results import attach_nothing
 from tllm.client.steering import SteeringControl
 from tllm.consumers.base import Consumer
 from tllm.engine.front import AsyncLLMFront, LLMEngineFront, RefusedError
@@ -121,7 +121,7 @@ class SyncClient:
     def note(self, request: Prepared, output: Any) -> None:
         """An output of a request, before the caller has it."""
         if not output.finished:
-            attach_results(output, None)
+            attach_nothing(output)
         request.samples.add(output)
 
     def finish(self, outputs: list[Any]) -> None:
@@ -209,7 +209,7 @@ class AsyncClient:
 
     def note(self, request: Prepared, output: Any) -> bool:
         """An output of a request, before the caller has it; whether `finish` has to wait."""
-        attach_results(output, None)
+        attach_nothing(output)
         if not request.keeps_results:
             return False
         output.tllm_request = request

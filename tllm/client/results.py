@@ -173,9 +173,24 @@ def samples_of(output: RequestOutput | PoolingRequestOutput) -> list[tuple[int, 
     return [(completion.index, completion) for completion in output.outputs]
 
 
+def attach_nothing(output: RequestOutput | PoolingRequestOutput) -> None:
+    """Of a request that runs there are no results: what `attach_results` sets is empty.
+
+    Each token that is streamed comes with an output, so this is one function.
+    """
+    samples = [output.outputs] if isinstance(output, PoolingRequestOutput) else output.outputs
+    target: Any
+    for target in samples:
+        target.consumer_results, target.capture_results = {}, {}
+        target.activations, target.signals = None, {}
+    target = output
+    target.consumer_results = samples[0].consumer_results if samples else {}  # type: ignore[union-attr]
+    target.capture_results, target.activations, target.signals = {}, None, {}
+
+
 def attach_results(
     output: RequestOutput | PoolingRequestOutput,
-    results: Mapping[int, Mapping[str, ConsumerResult]] | None,
+    results: Mapping[int, Mapping[str, ConsumerResult]],
     captures: Iterable[str] = (),
     lengths: Mapping[int, int] = MappingProxyType({}),
     ended_by: Container[str] = (),
@@ -183,7 +198,7 @@ def attach_results(
     """Put results on an output: on each sample its own, on the output those of sample 0.
 
     Args:
-        results: by sample and consumer; None while the request runs.
+        results: by sample and consumer.
         lengths: how many tokens were generated, by sample, when it has ended.
         ended_by: names of the conditions that may have ended a sample.
 
@@ -194,13 +209,11 @@ def attach_results(
     """
     prompt_len = len(output.prompt_token_ids or ())
     named = list(captures)
-    given = results or {}
     samples = samples_of(output)
     for index, sample in samples:
-        own = dict(given.get(index, {}))
-        if results is not None:
-            for name in named:
-                own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
+        own = dict(results.get(index, {}))
+        for name in named:
+            own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         # The last generated token never passes the model; all of a prompt's do.
         num_tokens = prompt_len + max(lengths.get(index, 0), 1)
         completed = isinstance(sample, CompletionOutput)
@@ -211,7 +224,7 @@ def attach_results(
             # ended the sample.
             name: _final(
                 result,
-                given.get(0, {}).get(name),
+                results.get(0, {}).get(name),
                 num_tokens - (not judged and _judges(name, result)),
                 aborted,
             )
