@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 from tiny_engines import TINY_ENGINE
+from torch import nn
 from vllm import envs
 from vllm.config import ParallelConfig
 
 from tllm import LLM, AsyncLLM
 from tllm.client import llm
 from tllm.engine import limits
+from tllm.engine.drafts import check_drafter
 from tllm.engine.worker_cpu import InterventionCPUWorker
+from tllm.models.sites import ModelSites, Site
 from tllm.runtime.taps import Taps
+from tllm.spec.hooks import HookPoint, ModelPoints
 
 
 def _config(**parallel: Any) -> Any:
@@ -26,6 +30,7 @@ def _config(**parallel: Any) -> Any:
         parallel_config=ParallelConfig(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         additional_config={},
+        use_v2_model_runner=False,
     )
 
 
@@ -42,8 +47,8 @@ def _speculative(config: Any) -> None:
     config.speculative_config = SimpleNamespace(method="ngram")
 
 
-def _eagle(config: Any) -> None:
-    config.speculative_config = SimpleNamespace(method="eagle")
+def _medusa(config: Any) -> None:
+    config.speculative_config = SimpleNamespace(method="medusa")
 
 
 def _speculative_ahead(config: Any) -> None:
@@ -85,8 +90,8 @@ def _split_experts(config: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "what", "remedy"),
     [
-        (_eagle, "speculative decoding by other methods than n-gram", "set speculative_config="),
-        (_speculative_ahead, "speculative decoding and async", "set async_scheduling=False"),
+        (_medusa, "speculative decoding by this method", "ngram, eagle, eagle3, mtp"),
+        (_speculative_ahead, "speculative decoding and async", "set async_scheduling=False or"),
         (_speculative_in_stages, "speculative decoding over", "set pipeline_parallel_size=1"),
         (_overlap, "dual batch overlap", "leave out enable_dbo"),
         (_ubatches, "dual batch overlap", "ubatch_size"),
@@ -104,12 +109,22 @@ def test_a_configuration_that_splits_rows_is_refused(change: Any, what: str, rem
         limits.check(config)
 
 
-def test_drafts_are_refused_on_the_v2_runner() -> None:
+def test_the_v2_runner_drafts_a_step_ahead() -> None:
     config = _config()
-    limits.check(config, on_v2=True)
-    _speculative(config)
-    with pytest.raises(ValueError, match=r"V2 model runner.*set VLLM_USE_V2_MODEL_RUNNER=0"):
-        limits.check(config, on_v2=True)
+    _speculative_ahead(config)
+    config.use_v2_model_runner = True
+    limits.check(config)
+
+
+def test_a_drafter_that_runs_tapped_modules_is_refused() -> None:
+    norm, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    key = (HookPoint.LM_HEAD_IN, None)
+    points = ModelPoints("tiny", 1, {}, frozenset({HookPoint.LM_HEAD_IN}))
+    sites = ModelSites(points, 4, {key: Site(*key, norm, "output", 0)})
+    check_drafter(None, sites)
+    check_drafter(nn.Sequential(other), sites)
+    with pytest.raises(ValueError, match=r"Sequential.*lm_head_in can be read: leave out these"):
+        check_drafter(nn.Sequential(other, norm), sites)
 
 
 def test_the_front_end_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +135,7 @@ def test_the_front_end_in_rust_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_all_that_is_refused_is_in_one_sentence() -> None:
     config = _config()
-    _eagle(config)
+    _medusa(config)
     _overlap(config)
     with pytest.raises(ValueError, match=r"speculative decoding.*; nor with dual batch overlap"):
         limits.check(config)
@@ -129,9 +144,8 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"speculative_config": {"method": "eagle"}},
+        {"speculative_config": {"method": "medusa"}},
         {"speculative_config": {"method": "ngram"}, "pipeline_parallel_size": 2},
-        {"speculative_config": {"method": "ngram"}, "async_scheduling": True},
         {"kv_offloading_size": 1.0},
         {"enable_dbo": True},
         {"ubatch_size": 2},

@@ -1,10 +1,9 @@
 """Speculative decoding: rows of accepted tokens are there once, those of rejected ones never were.
 
-The tiny model hardly repeats itself. Requests that may draw few tokens do, so that some of what is
-looked up in their own text comes true.
+A tiny model hardly repeats itself. Requests that may draw few tokens do, so that some of what is
+looked up in their own text comes true. What the drafters are made of is in `drafters.py`.
 """
 
-import os
 import random
 from collections import Counter
 from itertools import product
@@ -24,9 +23,10 @@ from engine.asking import (
     prompts_of,
     sampled,
 )
-from engine.ngram import drafting_llm
+from engine.drafters import DRAWN
+from engine.drafting import METHODS, DraftedModel, beyond_interpreting
 from engine.recorder import Recorder
-from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
+from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference
 from engine.test_controllers import Watch
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
@@ -35,21 +35,27 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, Logits, ResidualStream, TokenTarget
 
-pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] != "v1",
-    reason="speculative decoding is refused on the V2 runner (test_limits.py)",
-)
-
-FEW = [3, 7, 11]
+FEW = DRAWN
 LENGTHS = [30, 20, 40, 25, 35, 3]
 AT = ("post_block", 1)
 GENERATOR = torch.Generator().manual_seed(11)
 V, W = 5 * torch.randn(2, HIDDEN, generator=GENERATOR)
 
 
+@pytest.fixture(scope="module", params=METHODS)
+def drafting_model(request, tmp_path_factory, tiny_model):
+    """How tokens are drafted, and for which model."""
+    return DraftedModel.made(request.param, tmp_path_factory.mktemp("drafts"), tiny_model)
+
+
 @pytest.fixture(scope="module")
-def drafting_engine(tiny_model):
-    return drafting_llm(tiny_model)
+def drafting_engine(drafting_model):
+    return drafting_model.llm()
+
+
+@pytest.fixture(scope="module")
+def reference(drafting_model):
+    return Reference(drafting_model.plain)
 
 
 @pytest.fixture
@@ -61,8 +67,8 @@ def drafting(drafting_engine):
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_model):
-    return Truth(tiny_model)
+def truth(drafting_model):
+    return Truth(drafting_model.plain)
 
 
 @pytest.fixture
@@ -115,6 +121,7 @@ def assert_greedy(outputs, reference, additions=None):
             assert [FEW[i] for i in likeliest] == tokens, output.request_id
 
 
+@beyond_interpreting
 def test_each_token_of_the_output_gives_one_row_and_no_other_does(
     drafting, reference, preemptions, drafts
 ):
@@ -142,6 +149,7 @@ def test_each_token_of_the_output_gives_one_row_and_no_other_does(
     assert stats["rows_captured"] >= len(first)
 
 
+@beyond_interpreting
 def test_logits_and_following_tokens_are_those_of_the_output(drafting, reference, drafts):
     reads = [ResidualStream.read(layer=1, role="mid"), TokenTarget.read(role="next")]
     recorder = drafting.register_consumer(
@@ -205,9 +213,13 @@ def accepted_positions(recorder, request_id, prompt_len):
     return [p for p in steps if p > prompt_len and steps[p] == steps.get(p - 1)]
 
 
+@beyond_interpreting
 def test_captures_are_of_the_tokens_of_the_output(drafting, truth, tmp_path, preemptions, drafts):
+    (stats,) = drafting.intervention_stats()
     drafting.register_consumer(FilesystemConsumer(tmp_path, layout="packed"))
-    hooks = {"post_block": [0, -1], "mlp_out": "1:3", "lm_head_in": "all"}
+    hooks = {"post_block": [0, -1], "mlp_out": "1:3"}
+    if "lm_head_in" in stats["points"]:
+        hooks["lm_head_in"] = "all"
     positions = [
         "all",
         "all_generated",
@@ -238,9 +250,10 @@ def test_captures_are_of_the_tokens_of_the_output(drafting, truth, tmp_path, pre
     drafts.assert_some_came_true()
 
 
+@beyond_interpreting
 def test_samples_have_rows_of_their_own_and_share_the_prompt(drafting, truth, drafts):
     spec = {"hooks": {"post_block": [2]}, "positions": "all_generated"}
-    params = sampled(16, n=3, allowed_token_ids=FEW[:2], capture={"memory": spec})
+    params = sampled(16, n=3, allowed_token_ids=FEW[-2:], capture={"memory": spec})
     for _ in range(2):  # the second time, prompts come from the prefix cache
         for output in generate(drafting, prompts_of([33, 64], seed=6), params):
             truth.check(output, spec)
@@ -304,6 +317,7 @@ def test_blocks_of_steered_drafts_are_found_by_nobody_else(drafting, reference, 
     drafts.assert_some_came_true()
 
 
+@beyond_interpreting
 def test_what_a_consumer_adds_reaches_drafts_too(drafting, reference, drafts):
     drafting.register_consumer(Adder(AT, V, phase="decode"))
     read = ResidualStream.read(layer=2, role="later")
@@ -316,6 +330,7 @@ def test_what_a_consumer_adds_reaches_drafts_too(drafting, reference, drafts):
     drafts.assert_some_came_true()
 
 
+@beyond_interpreting
 def test_drafts_are_verified_by_the_patched_model(drafting, reference, drafts):
     """Of positions that are generated, too, which a step may compute among its drafts."""
     prompts = prompts_of([20, 31, 12, 25], seed=10)
@@ -336,6 +351,7 @@ def test_drafts_are_verified_by_the_patched_model(drafting, reference, drafts):
     drafts.assert_some_came_true()
 
 
+@beyond_interpreting
 def test_shipped_consumers_count_and_score_accepted_tokens_only(
     drafting, truth, reference, preemptions, drafts
 ):
@@ -373,6 +389,7 @@ def test_guidance_is_refused(drafting):
     assert len(output.outputs[0].token_ids) == 4
 
 
+@beyond_interpreting
 def test_conditions_judge_each_token_and_tell_of_none_that_was_rejected(
     drafting, reference, drafts
 ):
@@ -408,6 +425,7 @@ def test_conditions_that_remember_are_refused(drafting):
     assert generate(drafting, prompts_of([4]), few(4))
 
 
+@beyond_interpreting
 def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
     drafting, reference, drafts
 ):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import nn
 from vllm.v1.core.sched.utils import check_stop
 
 from tllm.engine.seams import uses
+from tllm.models.sites import ModelSites
 from tllm.runtime.columns import IntArray
 
 uses(
@@ -29,10 +31,61 @@ uses(
     "which drafted tokens are accepted",
 )
 uses(
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
+    "get_draft_model",
+    "a drafter that runs tapped modules is refused",
+)
+uses(
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "get_draft_model",
+    "a drafter that runs tapped modules is refused",
+)
+uses(
     "vllm.v1.worker.gpu_input_batch.CachedRequestState",
     "sampling_params output_token_ids num_prompt_tokens",
     "whether a sequence ends among the tokens that were accepted at once",
 )
+
+
+METHODS = ("ngram", "eagle", "eagle3", "mtp")
+"""Methods of drafting whose drafts are told from tokens."""
+
+GUIDANCE_REFUSAL = (
+    "with speculative decoding most tokens are drafted, and not drawn from candidates; leave out "
+    "speculative_config"
+)
+"""Why candidates are not guided."""
+
+
+def check_drafter(drafter: nn.Module | None, sites: ModelSites) -> None:
+    """Raise `ValueError` where a drafter runs modules of the model that are tapped.
+
+    It computes rows of its own, at other places of a batch, and taps would take them for the
+    model's. Embeddings and LM head, which most drafters share with the model, are no taps.
+    """
+    if drafter is None:
+        return
+    theirs = set(drafter.modules())
+    shared = [
+        str(site.point) if site.layer is None else f"{site.point} of layer {site.layer}"
+        for key, site in sites.sites.items()
+        if sites.points.is_needed(key) and theirs & {site.module, site.norm}
+    ]
+    if shared:
+        raise ValueError(
+            f"{type(drafter).__name__}, which drafts tokens, runs the modules of this model at "
+            f"which {', '.join(shared)} can be read: leave out these hook_points, or "
+            "speculative_config"
+        )
+
+
+def reads_between_blocks(config: Any) -> bool:
+    """Whether a drafter is given states of the model as they are between its blocks.
+
+    A norm of the next block that is computed together with a tap would steer them too late.
+    """
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method == "eagle3"
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +119,7 @@ class StepDrafts:
         for i, request_id in enumerate(self.request_ids):
             if request_id in self.by_request:
                 drawn = len(output.sampled_token_ids[output.req_id_to_index[request_id]])
-                kept[i] += _accepted(requests[request_id], drawn, max_model_len)
+                kept[i] += accepted_of(requests[request_id], drawn, max_model_len)
         return kept
 
 
@@ -80,16 +133,30 @@ def drafted_and_accepted(by_request: Mapping[str, Sequence[int]], output: Any) -
     return drafted, accepted
 
 
-def _accepted(request: Any, drawn: int, max_model_len: int) -> int:
+def accepted_of(request: Any, drawn: int, max_model_len: int) -> int:
     """How many of the tokens that were drawn together are followed by another of the sequence.
 
     A sequence may end before the last of them: the scheduler finds that out later, and forgets the
     rest. The row of the token that it ends with would never have been computed without drafts.
+
+    Args:
+        request: the model runner's: its `sampling_params`, `num_prompt_tokens`, and
+            `output_token_ids`, with those that were drawn.
     """
     for hidden in range(drawn - 1, 0, -1):
-        if check_stop(_SoFar(request, hidden), max_model_len):  # type: ignore[arg-type]
+        if has_ended(request, max_model_len, hidden):
             return drawn - 1 - hidden
     return max(drawn - 1, 0)
+
+
+def has_ended(request: Any, max_model_len: int, hidden: int = 0) -> bool:
+    """Whether a sequence ends with the last of its tokens that are not hidden.
+
+    Args:
+        request: as for `accepted_of`.
+        hidden: how many of its last tokens are left out.
+    """
+    return check_stop(_SoFar(request, hidden), max_model_len)  # type: ignore[arg-type]
 
 
 class _SoFar:

@@ -16,6 +16,7 @@ from typing import Any
 from vllm import envs
 
 from tllm.engine import versions
+from tllm.engine.drafts import METHODS
 from tllm.engine.seams import uses
 
 _NOTE = "tllm_note"
@@ -24,7 +25,8 @@ _NOTE = "tllm_note"
 uses("vllm.envs", "VLLM_USE_RUST_FRONTEND", "it is refused")
 uses(
     "vllm.config.VllmConfig",
-    "speculative_config parallel_config compilation_config kv_transfer_config additional_config",
+    "speculative_config parallel_config compilation_config kv_transfer_config additional_config "
+    "use_v2_model_runner",
     "configurations under which rows could be misread are refused",
 )
 uses(
@@ -82,7 +84,8 @@ def _asks_for_drafts(arguments: Mapping[str, Any]) -> bool:
 
 def _asks_for_another_method(arguments: Mapping[str, Any]) -> bool:
     config = arguments.get("speculative_config")
-    return isinstance(config, Mapping) and config.get("method", "ngram") not in ("ngram", None)
+    method = config.get("method") if isinstance(config, Mapping) else None
+    return isinstance(method, str) and method not in METHODS and not method.endswith("_mtp")
 
 
 def _bypasses_worker(config: Any) -> bool:
@@ -91,18 +94,20 @@ def _bypasses_worker(config: Any) -> bool:
 
 LIMITS = (
     Limit(
-        "speculative decoding by other methods than n-gram (how many drafted tokens are accepted "
-        'is known on the device only): set speculative_config={"method": "ngram", ...}, or leave '
-        "it out",
-        lambda config: _drafts(config) and config.speculative_config.method != "ngram",
+        "speculative decoding by this method (how its drafts are told from tokens is not known): "
+        f"set the method of speculative_config to one of {', '.join(METHODS)}, or leave it out",
+        lambda config: _drafts(config) and config.speculative_config.method not in METHODS,
         _asks_for_another_method,
     ),
     Limit(
-        "speculative decoding and async scheduling (a step begins before it is known how many "
-        "drafted tokens of the last one are accepted): set async_scheduling=False, or leave out "
-        "speculative_config",
-        lambda config: _drafts(config) and config.scheduler_config.async_scheduling,
-        lambda asked: _asks_for_drafts(asked) and bool(asked.get("async_scheduling")),
+        "speculative decoding and async scheduling on the V1 model runner (a step begins before it "
+        "is known how many drafted tokens of the last one are accepted): set "
+        "async_scheduling=False or VLLM_USE_V2_MODEL_RUNNER=1, or leave out speculative_config",
+        lambda config: (
+            _drafts(config)
+            and config.scheduler_config.async_scheduling
+            and not config.use_v2_model_runner
+        ),
     ),
     Limit(
         "speculative decoding over pipeline stages (only the last one knows how many drafted "
@@ -154,21 +159,9 @@ LIMITS = (
 )
 
 
-_DRAFTS_ON_V2 = Limit(
-    "speculative decoding on the V2 model runner (how many drafted tokens are accepted is known on "
-    "the device only): set VLLM_USE_V2_MODEL_RUNNER=0, or leave out speculative_config",
-    _drafts,
-)
-
-
-def check(vllm_config: Any, *, on_v2: bool = False) -> None:
-    """Raise `ValueError` for a configuration under which rows could be misread.
-
-    Args:
-        on_v2: whether the V2 model runner runs it, which workers know.
-    """
-    limits = (*LIMITS, _DRAFTS_ON_V2) if on_v2 else LIMITS
-    _refuse([limit for limit in limits if limit.found(vllm_config)])
+def check(vllm_config: Any) -> None:
+    """Raise `ValueError` for a configuration under which rows could be misread."""
+    _refuse([limit for limit in LIMITS if limit.found(vllm_config)])
 
 
 def check_arguments(kwargs: Mapping[str, Any]) -> None:

@@ -41,6 +41,9 @@ class RunnerAttachment(ABC):
         """Why candidates cannot be guided by this model runner; None when they can."""
         return None
 
+    def track(self, scheduler_output: SchedulerOutput) -> None:
+        """A step is scheduled, maybe without tokens."""
+
     def end_step(self, output: Any) -> None:
         """Sampling is over.
 

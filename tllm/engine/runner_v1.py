@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from tllm.engine.drafts import StepDrafts, drafted_and_accepted
+from tllm.engine.drafts import GUIDANCE_REFUSAL, StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.sampling import SamplerStep
@@ -63,12 +63,7 @@ class V1Attachment(RunnerAttachment):
 
     @staticmethod
     def guidance_refusal(runner: Any) -> str | None:
-        if runner.speculative_config is None:
-            return None
-        return (
-            "with speculative decoding most tokens are drafted, and not drawn from candidates; "
-            "leave out speculative_config"
-        )
+        return None if runner.speculative_config is None else GUIDANCE_REFUSAL
 
     def override(self) -> None:
         runner = self.runner

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from tllm.engine.device_drafts import DeviceDrafts
+from tllm.engine.drafts import GUIDANCE_REFUSAL
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.sampling import SamplerStep
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
 uses(
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "model_state sampler get_model batch_sharder",
     "what a step computes, and its sampler",
+)
+uses(
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "rejection_sampler",
+    "consumers see the logits that drafts are compared with",
 )
 uses(
     "vllm.v1.worker.gpu.input_batch.InputBatch",
@@ -77,6 +87,8 @@ class V2Attachment(RunnerAttachment):
     def guidance_refusal(runner: Any) -> str | None:
         if runner.sampler is None:
             return None
+        if runner.speculative_config is not None:
+            return GUIDANCE_REFUSAL
         if runner.batch_sharder is not None:
             return "this engine samples each sequence on one tensor-parallel rank only"
         if type(runner.sampler).__name__ != "Sampler":
@@ -85,6 +97,10 @@ class V2Attachment(RunnerAttachment):
 
     def override(self) -> None:
         runner, sampler = self.runner, self.runner.sampler
+        self._drafts: DeviceDrafts | None = None
+        if runner.speculative_config is not None:
+            self._drafts = DeviceDrafts(runner, self.session.steps)
+            self.session.steps.count_all_drafts = self._drafts.settle
         self._prepare_inputs = runner.model_state.prepare_inputs
         runner.model_state.prepare_inputs = self._on_prepare_inputs
         self._sample = self._override_when_observed(runner, "sample", self._on_sample)
@@ -98,6 +114,18 @@ class V2Attachment(RunnerAttachment):
             self._apply_sampling_params = self._override_when_observed(
                 sampler, "apply_sampling_params", self._on_apply_sampling_params
             )
+        if self._drafts is not None and runner.rejection_sampler is not None:
+            self._compare_drafts = self._override_when_observed(
+                runner, "rejection_sampler", self._on_compare_drafts
+            )
+
+    def track(self, scheduler_output: SchedulerOutput) -> None:
+        if self._drafts is not None:
+            self._drafts.track(scheduler_output)
+
+    def end_step(self, output: Any) -> None:
+        if self._drafts is not None and (kept := self._drafts.end(output)) is not None:
+            self.session.steps.accept(kept)
 
     @overrides(
         "vllm.v1.worker.gpu.model_states.interface.ModelState.prepare_inputs",
@@ -109,18 +137,31 @@ class V2Attachment(RunnerAttachment):
             self.session.steps.skip()
         else:
             self.scheduler_output = None
-            if not self.session.steps.begin_idle():
-                count = input_batch.num_reqs
-                self.session.steps.begin(
-                    input_batch.req_ids[:count],
-                    input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False),
-                    input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False),
-                    input_batch.prefill_len_np[:count],
-                    input_batch.input_ids,
-                    arrived=self.arrived,
-                )
+            self._begin(input_batch)
             self._switch_overrides()
         return self._prepare_inputs(input_batch, req_states)
+
+    def _begin(self, input_batch: Any) -> None:
+        if self.session.steps.begin_idle():
+            if self._drafts is not None:
+                self._drafts.begin_idle(input_batch)
+            return
+        count = input_batch.num_reqs
+        counts = input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False)
+        if self._drafts is None:
+            starts = input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False)
+            drafts = None
+        else:
+            starts, drafts = self._drafts.begin(input_batch, counts)
+        self.session.steps.begin(
+            input_batch.req_ids[:count],
+            starts,
+            counts,
+            input_batch.prefill_len_np[:count],
+            input_batch.input_ids,
+            drafts,
+            arrived=self.arrived,
+        )
 
     @overrides(
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample",
@@ -128,10 +169,19 @@ class V2Attachment(RunnerAttachment):
     )
     def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         output = self._sample(hidden_states, input_batch, grammar_output)
-        self.session.steps.after_sampling(
-            output[0].sampled_token_ids.view(-1), input_batch.input_ids
-        )
+        sampled = output[0].sampled_token_ids
+        if not input_batch.num_draft_tokens:
+            sampled = sampled.view(-1)
+        self.session.steps.after_sampling(sampled, input_batch.input_ids)
         return output
+
+    @overrides(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__",
+        "consumers see the logits that drafts are compared with",
+    )
+    def _on_compare_drafts(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.session.steps.before_sampling(logits)
+        return self._compare_drafts(logits, *args, **kwargs)
 
     @overrides(
         "vllm.v1.worker.gpu.sample.sampler.Sampler.sample",

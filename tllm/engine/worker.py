@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from tllm.engine import limits, model_view
+from tllm.engine.drafts import check_drafter, reads_between_blocks
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.runner_v1 import V1Attachment
@@ -98,7 +99,7 @@ class InterventionWorker(_Base):
         config = self.vllm_config
         self._note = limits.pop_note(config)
         with limits.reported(self._note):
-            limits.check(config, on_v2=self.use_v2_model_runner)
+            limits.check(config)
             self._options = EngineOptions.of(config)
         points = [point.value for point in self._options.points]
         digest = compile_digest(points, config.model_config.dtype, self._options.fuse_norms)
@@ -120,6 +121,7 @@ class InterventionWorker(_Base):
                 tapped=self._options.points,
                 config=self.vllm_config.model_config.hf_text_config,
             )
+            check_drafter(self.model_runner.get_draft_model(), self._sites)
             attachment = V2Attachment if self.use_v2_model_runner else V1Attachment
             self._guidance_refusal = attachment.guidance_refusal(self.model_runner)
             self.session = self._session(model, self._taps())
@@ -175,10 +177,11 @@ class InterventionWorker(_Base):
         """The norms that are computed together with the tap before them."""
         if not self._options.fuse_norms or not uses_triton(self.device):
             return {}
+        between = reads_between_blocks(self.vllm_config)
         found = {
             key: model_view.added_norm(self.vllm_config, site.norm)
             for key, site in installed.items()
-            if site.norm is not None
+            if site.norm is not None and not (between and site.point is HookPoint.POST_BLOCK)
         }
         return {key: norm for key, norm in found.items() if norm is not None}
 
@@ -217,6 +220,7 @@ class InterventionWorker(_Base):
             nothing is done to any row of this step.
         """
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
+        self._attachment.track(scheduler_output)
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         self.session.steps.end()
         held_back = vars(scheduler_output).get("tllm_held_back")

@@ -291,6 +291,7 @@ class Session:
 
     def stats(self) -> dict[str, Any]:
         """Counters of this worker."""
+        self.steps.count_all_drafts()
         return {
             "consumers": {owner.id: owner.error or "ok" for owner in self.consumers},
             "hook_points": [f"{p}" if n is None else f"{p}:{n}" for p, n in self._taps.index],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ class Steps:
             of drafted tokens that were rejected.
         ring_rows_taken: a row for each hook point that a captured row was read at.
         tokens_drafted, tokens_accepted: by speculative decoding.
+        count_all_drafts: counts those of steps whose tokens nobody has waited for.
     """
 
     slots: Slots
@@ -63,6 +65,7 @@ class Steps:
     rows_patched: int = 0
     tokens_drafted: int = 0
     tokens_accepted: int = 0
+    count_all_drafts: Callable[[], None] = lambda: None
     _was_idle: bool = False
     _frame: Frame | None = None
     _drafting: Frame | None = None

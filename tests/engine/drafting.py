@@ -1,0 +1,91 @@
+"""Engines that draft tokens, by each method that tLLM runs with."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_engines import TINY_ENGINE
+
+from engine.ahead import scheduling_ahead
+from engine.drafters import save_drafted_model, save_eagle, save_eagle3, save_mimo
+from tllm import LLM
+
+_ON_V2 = os.environ["TLLM_TEST_RUNNER"] == "v2"
+_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+_AHEAD = "-ahead"
+"""Of a method on the V2 runner: a step is scheduled before the tokens of the last are known."""
+
+METHODS = ["ngram", "eagle", "eagle3", "mtp"]
+if _INTERPRETED:  # vLLM's kernel for n-grams is beyond Triton's interpreter
+    METHODS = ["eagle3-ahead"]
+elif _ON_V2:
+    METHODS = ["ngram", "eagle", "eagle-ahead", "eagle3-ahead", "mtp-ahead"]
+
+beyond_interpreting = pytest.mark.skipif(
+    _INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"
+)
+
+
+@dataclass(frozen=True)
+class DraftedModel:
+    """A model that tokens are drafted for.
+
+    Attributes:
+        path: what the engine loads.
+        plain: the same model as `transformers` knows it.
+        speculative_config: of the engine.
+        ahead: whether the engine schedules a step ahead.
+    """
+
+    path: str
+    plain: str
+    speculative_config: dict[str, Any]
+    ahead: bool = False
+
+    @classmethod
+    def made(cls, method: str, folder: Path, tiny_model: str) -> DraftedModel:
+        """A model with its drafter, in a folder."""
+        ahead, method = method.endswith(_AHEAD), method.removesuffix(_AHEAD)
+        config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+        if method == "ngram":
+            config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+            return cls(tiny_model, tiny_model, config)
+        plain = save_drafted_model(folder / "model")
+        path = plain
+        if method == "mtp":
+            path = save_mimo(folder / "mimo", plain)
+        else:
+            save = save_eagle if method == "eagle" else save_eagle3
+            config["model"] = str(save(folder / "drafter", plain))
+        return cls(str(path), str(plain), config, ahead)
+
+    def llm(self) -> LLM:
+        """Few blocks, so that sequences preempt each other; prompts are computed in chunks."""
+        options = TINY_ENGINE | {"max_model_len": 160, "num_gpu_blocks_override": 8}
+        options |= {"max_num_batched_tokens": 24, "speculative_config": self.speculative_config}
+        with scheduling_ahead() if self.ahead else nullcontext():
+            llm = LLM(self.path, async_scheduling=self.ahead, **options)
+        assert llm.llm_engine.engine_core.engine_core.async_scheduling is self.ahead
+        if self.speculative_config["method"] == "ngram" and not _ON_V2:
+            _let_other_engines_start()
+        return llm
+
+
+def _let_other_engines_start() -> None:
+    """vLLM 0.32 looks at every object of every module when an engine starts on a CPU, and stumbles
+    over one of numba, which n-gram drafting has imported: it answers to every name."""
+    from llvmlite.binding import ffi
+
+    symbol = ffi._lib_wrapper.__getattr__
+
+    def symbol_that_has_one(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return symbol(library, name)
+
+    ffi._lib_wrapper.__getattr__ = symbol_that_has_one
