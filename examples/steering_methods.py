@@ -35,6 +35,7 @@ GIVEN = {
     "scale_dimensions": {"scale": 1.5},
     "low_rank": {},
     "sae_features": {},
+    "k_steering": {"alpha": 9.0},
 }
 
 
@@ -62,6 +63,13 @@ def main() -> None:
         "scale_dimensions": {"mask": mask},
         "low_rank": {"rotation": [unit], "weight": [0.0 * unit], "bias": [9.0]},
         "sae_features": {"encoder": [unit], "decoder": [unit], "value": [9.0]},
+        # A classifier of one unit, which is always active.
+        "k_steering": {
+            "weight1": [unit],
+            "bias1": [100.0],
+            "last_weight": [[1.0]],
+            "target": [0],
+        },
     }
     opening = "One day Leo went to the lake."
     plain = {"max_tokens": 48, "temperature": 0}
