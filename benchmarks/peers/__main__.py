@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import statistics
 import subprocess
 import tempfile
@@ -28,6 +29,7 @@ from benchmarks.peers.work import WORKS, Work
 RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
 _CACHE = Path("~/.cache/tllm/peers").expanduser()
 _BASE = "vLLM"
+_ERROR = re.compile(r"\b\w+(Error|Exception): ")
 _QUERIES = "tLLM, queries"
 """Ours, in another engine: one row of the table."""
 
@@ -90,10 +92,12 @@ class PeerProcess:
 
 
 def _reason(log: str) -> str:
-    """The line of a log that says what went wrong."""
+    """The line of a log that says what went wrong first."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line.split(":")[0]]
-    return (errors or lines or ["it said nothing"])[-1][-300:]
+    errors = [line for line in lines if _ERROR.search(line)]
+    reason = (errors or lines[-1:] or ["it said nothing"])[0]
+    said = _ERROR.search(reason)
+    return reason[said.start() if said else 0 :][:300]
 
 
 @contextmanager
