@@ -159,7 +159,8 @@ def compared(
 
 
 def table(results: dict[str, Any]) -> str:
-    """In Markdown: vLLM's time divided by the peer's, and whether its answers are right."""
+    """In Markdown: vLLM's time divided by the peer's, the median and the middle half of the rounds,
+    and whether its answers are right."""
     names = [work.name for work in WORKS]
     lines = [f"| | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
     for peer, found in results.items():
@@ -171,7 +172,8 @@ def table(results: dict[str, Any]) -> str:
             if cell is None:
                 cells.append("failed" if "skipped" in found else "not offered")
                 continue
-            low, high = min(cell["ratios"]), max(cell["ratios"])
+            ratios, outside = sorted(cell["ratios"]), len(cell["ratios"]) // 4
+            low, high = ratios[outside], ratios[-1 - outside]
             note = "" if cell["answers"] == "equal" else f", {cell['answers']}"
             cells.append(f"{cell['ratio']:.2f} [{low:.2f}, {high:.2f}]{note}")
         lines.append(f"| {peer} | {' | '.join(cells)} |")
@@ -201,9 +203,9 @@ def main(
         with opened(_BASE, model, reference.vocab, cache) as base:
             for each in chosen:
                 before[each] = compared(each, base, reference, model, cache, rounds)
+                result = {"date": datetime.date.today().isoformat(), "peers": before}
+                out.write_text(json.dumps(result, indent=1) + "\n")
     found = {name: before[name] for name in ENVIRONMENTS if name in before}
-    result = {"date": datetime.date.today().isoformat(), "peers": found}
-    out.write_text(json.dumps(result, indent=1) + "\n")
     if queries := found.pop(_QUERIES, None):
         found["tLLM"] = found.get("tLLM", {}) | queries
     print(table(found))
