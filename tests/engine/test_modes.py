@@ -32,7 +32,7 @@ MODES = {
 }
 
 pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] != "v1",
+    os.environ["TRITON_INTERPRET"] == "1",
     reason="the interpreted V2 runner is set up in this process only",
 )
 
@@ -170,6 +170,8 @@ def check_diced(diced, mode, reference):
 @pytest.mark.parametrize("mode", MODES)
 def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, reference, tmp_path):
     options, environment = MODES[mode]
+    if mode.startswith("two") and torch.cuda.device_count() == 1:
+        pytest.skip("two ranks need two GPUs, or none")
     output = tmp_path / "saved.pt"
     run_script(
         modes,
