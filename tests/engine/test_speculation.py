@@ -462,3 +462,35 @@ def fires_above_half(scores):
 def test_what_is_decided_by_rows_of_drafts_is_refused(drafting):
     with pytest.raises(ValueError, match="with speculative decoding: rows of drafted tokens"):
         drafting.register_consumer(Watch())
+
+
+def test_a_consumer_that_comes_while_sequences_run_sees_them_where_they_are(
+    drafting, reference, drafts
+):
+    """Nobody waited for the tokens of the steps before."""
+    prompts = prompts_of([20, 9], seed=13)
+    engine = drafting.llm_engine
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"r{i}", {"prompt_token_ids": prompt}, few(40))
+    outputs = {}
+    recorder = None
+    for step in range(200):
+        if not engine.has_unfinished_requests():
+            break
+        if step == 6:
+            read = ResidualStream.read(layer=1, role="mid")
+            recorder = drafting.register_consumer(Recorder(ConsumerFlow(reads=[read])))
+        for output in engine.step():
+            outputs[output.request_id] = output
+    drafting.synchronize()
+    rows = recorder.rows("mid")
+    assert len(rows) > 20
+    for i, prompt in enumerate(prompts):
+        tokens = [*prompt, *outputs[f"r{i}"].outputs[0].token_ids]
+        _, states = reference.run(tokens[:-1], [AT])
+        seen = sorted(p for name, _, p in rows if name == f"r{i}")
+        assert seen == list(range(seen[0], len(tokens) - 1))
+        assert seen[0] > len(prompt)
+        for position in seen:
+            assert error_of(rows[f"r{i}", 0, position], states[AT][position]) < RELATIVE
+    drafts.assert_some_came_true()
