@@ -324,7 +324,7 @@ def sweep(
             sweeping.write(found, texts, out)
         if heatmap is not None:
             sweeping.draw(found, texts, heatmap)
-    except (ValueError, OSError, ImportError) as error:
+    except Exception as error:  # of whatever kind, also an engine's
         Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
         raise typer.Exit(2) from None
 
