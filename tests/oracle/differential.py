@@ -23,7 +23,7 @@ from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.consumers.lens import LensConsumer
 from tllm.ports import Phase
-from tllm.verify.batches import Ask, Prompts
+from tllm.verify.batches import Ask, Prompts, gated_batch
 from tllm.verify.places import POINTS, WITHOUT_LAYER
 from tllm.verify.steered import PHASES, Place, steering_fields
 from tllm.verify.tolerance import Tolerance
@@ -120,6 +120,7 @@ class Report:
     rows: that were compared, once for each place.
     tokens: of greedy sequences that were compared.
     differing: of these, that are not the reference's.
+    on_edge: sequences that were not compared, since rounding decides a condition of theirs.
     preemptions, cached_tokens: of the requests; else nothing was tested of recomputing and caching.
     problems: in words.
     """
@@ -129,6 +130,7 @@ class Report:
     rows: int = 0
     tokens: int = 0
     differing: int = 0
+    on_edge: int = 0
     preemptions: int = 0
     cached_tokens: int = 0
     problems: list[str] = field(default_factory=list)
@@ -230,6 +232,12 @@ class Engine:
                 self._compare_sequence(report, ask, completion, tolerance)
         return report
 
+    def gated_asks(self, places: Sequence[Place]) -> list[Ask]:
+        """Each of these places steered on a condition, with a probe there or before."""
+        prompts = prompts_of(self.vocab)
+        states = self.reference.capture(self.family, prompts.pick(random.Random(4), 24))
+        return gated_batch(places, prompts, self.vector, states, self.places)
+
     def lens(self, report: Report, tolerance: float) -> str | None:
         """Compare the logit lens of the last layer with the model's own log-probabilities; why
         there is none, if it was refused."""
@@ -273,6 +281,14 @@ class Engine:
         first = len(ask.prompt)
         changes = ask.changes(passed, len(self.vector))
         states, logits = self.reference.run(self.family, passed, self._writes(ask), changes)
+        conditions = [
+            each.when.within(each.mask(passed, first), first)
+            for each in ask.steering
+            if each.when is not None
+        ]
+        if any(when.is_near(states, tolerance.points[when.place[0]]) for when in conditions):
+            report.on_edge += 1
+            return
         if ask.seed is None:
             chosen = logits[first - 1 :]
             regret = chosen.amax(1) - chosen.gather(1, torch.tensor(new)[:, None])[:, 0]
@@ -286,6 +302,8 @@ class Engine:
         errors = [f"{key}: {r.error}" for key, r in results.items() if r.status != "ok"]
         report.check(not errors, f"{name}: {errors}")
         wanted = {f"rows {ask.reads}"} if ask.reads else set()
+        if conditions:
+            wanted.add("signals")
         if not report.check(set(results) == wanted, f"{name}: results of {sorted(results)}"):
             return
         if ask.reads is None:

@@ -160,7 +160,9 @@ def serve(
             report = served.compare(
                 patched_batch(served.places, prompts_of(served.vocab), served.vector), accepted
             )
-        yield _line(finding, "patched", report)
+            yield _line(finding, "patched", report)
+            report = served.compare(served.gated_asks(served.places), accepted)
+        yield _line(finding, "gated", report)
 
 
 def _line(finding: Finding, batch: str, report: Any) -> Line:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tllm.verify.batches import mixed_batch, steered_batch
+from tllm.verify.batches import mixed_batch, patched_batch, steered_batch
 from tllm.verify.steered import PHASES
 from tllm.verify.tolerance import Tolerance
 
@@ -109,6 +109,35 @@ def test_steered_rows_and_tokens_are_those_of_transformers_with_hooks(
         asks = steered_batch(engine.places, prompts_of(engine.vocab), engine.vector)
         report = engine.compare(asks, accepted)
     assert_agrees(report)
+    assert report.cached_tokens
+
+
+def chosen_places(engine: Engine) -> list[tuple[str, int | None]]:
+    """Each hook point in one layer, and the layer changes in turn; all layers where no kernel is
+    interpreted."""
+    if RUNNER != "v2":
+        return engine.places
+    having = [[place for place in engine.places if place[0] == point] for point in engine.points]
+    return [places[number % len(places)] for number, places in enumerate(having)]
+
+
+def test_patched_rows_and_tokens_are_those_of_transformers_with_hooks(
+    engine: Engine, accepted: Tolerance
+) -> None:
+    with engine.consumers():
+        asks = patched_batch(chosen_places(engine), prompts_of(engine.vocab), engine.vector)
+        report = engine.compare(asks, accepted)
+    assert_agrees(report)
+    assert report.cached_tokens
+
+
+def test_conditions_decide_as_hooks_would_that_look_first(
+    engine: Engine, accepted: Tolerance
+) -> None:
+    with engine.consumers():
+        report = engine.compare(asks := engine.gated_asks(chosen_places(engine)), accepted)
+    assert_agrees(report)
+    assert report.on_edge <= len(asks) / 10
     assert report.cached_tokens
 
 

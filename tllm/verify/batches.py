@@ -5,8 +5,9 @@ Another kind of intervention gets a batch of its own here, and its formula in `r
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tllm.ports import Phase
 from tllm.verify.gated import MLP, SCORES, judged_at
 from tllm.verify.patched import Patched, patch_changes
+from tllm.verify.places import POINTS
 from tllm.verify.reference import Change, States, Steers
 from tllm.verify.steered import (
     METHODS,
@@ -279,6 +281,20 @@ _MEMORIES = (
 """Scope and over of conditions that remember. Nobody names a conversation: that is as `rest`."""
 
 
+def as_computed(place: Place) -> tuple[float, int]:
+    """The order of places in a forward pass: the first difference is where it begins."""
+    point, layer = place
+    if layer is None:
+        return (-1 if point == "embed" else math.inf), POINTS.index(point)
+    return layer, POINTS.index(point)
+
+
+def _before(places: Sequence[Place], place: Place) -> list[Place]:
+    """Where a probe may stand that decides at a place: there, and in earlier layers."""
+    first, _ = as_computed(place)
+    return [*(each for each in places if as_computed(each)[0] < first), place]
+
+
 def _earlier(places: Sequence[Place], place: Place) -> list[Place]:
     """Those of these places whose rows are known before those of a place, for all tokens of a
     prompt."""
@@ -295,7 +311,7 @@ def gated_batch(
     prompts: Prompts,
     vector: Tensor,
     states: States,
-    before: Callable[[Place], Sequence[Place]],
+    deciding: Sequence[Place],
 ) -> list[Ask]:
     """Every place once, steered on a condition: a probe there or at an earlier place, with every
     score, hard and soft, and with method, phase and positions changing in turn; every third of them
@@ -306,7 +322,7 @@ def gated_batch(
     Args:
         vector: as of `steered_batch`.
         states: of some tokens that are not steered.
-        before: the places whose rows may decide on those of a place.
+        deciding: the places of probes; each decides where it is, and in later layers.
     """
     chance = random.Random(6)
     generator = torch.Generator().manual_seed(9)
@@ -321,14 +337,14 @@ def gated_batch(
         direction = size * vector * torch.randn(len(vector), generator=generator)
         probe = torch.randn(len(vector), generator=generator)
         phase: Phase = "any" if last else PHASES[number // 4 % 3]
-        deciding, memory = before(place), ("token", "token")
+        before, memory = _before(deciding, place), ("token", "token")
         if number % 3 == 1 and not last:
             memory = _MEMORIES[number // 3 % len(_MEMORIES)]
             phase = "any" if memory[1] != "token" else phase
-            earlier = deciding if phase == "decode" else _earlier(deciding, place)
-            deciding, memory = (earlier, memory) if earlier else (deciding, ("token", "token"))
+            earlier = before if phase == "decode" else _earlier(before, place)
+            before, memory = (earlier, memory) if earlier else (before, ("token", "token"))
         when = judged_at(
-            chance.choice(deciding),
+            chance.choice(before),
             probe,
             states,
             (*SCORES, MLP)[number // 2 % (1 + len(SCORES))],

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from tllm.params import SamplingParams
 from tllm.verify.batches import (
     Ask,
     Prompts,
+    as_computed,
     gated_batch,
     given_batch,
     mixed_batch,
@@ -35,7 +35,7 @@ from tllm.verify.certificate import (
 )
 from tllm.verify.gated import Judged
 from tllm.verify.patched import Patched
-from tllm.verify.places import POINTS, WITHOUT_LAYER
+from tllm.verify.places import WITHOUT_LAYER
 from tllm.verify.reference import Layer, States, Steers
 from tllm.verify.steered import Place, Steered, changes, steering_fields
 from tllm.verify.tolerance import Tolerance
@@ -231,8 +231,7 @@ class Verifier:
         vector = (3 * torch.randn(self.hidden, generator=generator)).to(self.dtype).float()
         steering = steered_batch(steered, self.prompts, vector, sizes)
         patching = patched_batch(steered, self.prompts, vector, sizes)
-        before = partial(self._deciding, places)
-        gating = gated_batch(steered, self.prompts, vector, states, before)
+        gating = gated_batch(steered, self.prompts, vector, states, places)
         middles = [self._middle(places, point) for point in self.points]
         alone = [place for place in middles if place is not None]
         simple = plainly_steered_batch(alone, self.prompts, vector, sizes)
@@ -249,11 +248,6 @@ class Verifier:
             ("gated", gating, False),
             ("gated, again", gating[-8:], True),
         ]
-
-    def _deciding(self, places: Sequence[Place], place: Place) -> list[Place]:
-        """Where a probe may stand that decides at a place: there, and in earlier layers."""
-        first, _ = _as_computed(place)
-        return [*(each for each in places if _as_computed(each)[0] < first), place]
 
     def _middle(self, places: Sequence[Place], point: str) -> Place | None:
         """The place of a point in the middle of those that have it."""
@@ -470,7 +464,7 @@ class Verifier:
         high = served.first if ask.reads == "prefill" else len(served.passed)
         wanted = list(range(low, high))
         found = completion.activations or {}
-        for point, layer in sorted(places, key=_as_computed):
+        for point, layer in sorted(places, key=as_computed):
             if point not in found or layer not in found[point]:
                 self._differs(served.difference(point, "no rows came back", layer=layer))
                 continue
@@ -626,14 +620,6 @@ class Verifier:
 
     def _differs(self, difference: Difference) -> None:
         self.certificate.differences.append(difference)
-
-
-def _as_computed(place: Place) -> tuple[float, int]:
-    """The order of places in a forward pass: the first difference is where it begins."""
-    point, layer = place
-    if layer is None:
-        return (-1 if point == "embed" else math.inf), POINTS.index(point)
-    return layer, POINTS.index(point)
 
 
 def _number(size: float) -> float | None:
