@@ -16,10 +16,10 @@ def keys_of(changes, tokens):
         full = len(request.tokens) // BLOCK
         return [bytes(request.tokens[: BLOCK * (i + 1)]) for i in range(known, full)]
 
-    request, keys = SimpleNamespace(tokens=tokens[:9], block_hashes=[]), []
+    request, keys = SimpleNamespace(block_hashes=[]), []
     hasher = BlockKeys(plain, BLOCK, changes)
     for length in (9, len(tokens)):
-        request.tokens = tokens[:length]
+        request.tokens, request.num_tokens = tokens[:length], length
         request.block_hashes = keys = keys + hasher(request)
     return keys
 

@@ -210,7 +210,9 @@ def test_the_session_hears_of_plain_requests_when_the_device_is_at_work(llm, mon
     steps, start, heard = session.steps, session.sequences.start, []
     for name in ("begin_idle", "begin"):  # a step begins with one or the other
         begin = getattr(steps, name)
-        monkeypatch.setattr(steps, name, lambda *a, of=begin: (heard.append("step"), of(*a))[1])
+        monkeypatch.setattr(
+            steps, name, lambda *a, of=begin, **k: (heard.append("step"), of(*a, **k))[1]
+        )
     monkeypatch.setattr(
         session.sequences, "start", lambda *a, **k: (heard.append("start"), start(*a, **k))[1]
     )
@@ -250,10 +252,10 @@ def test_requests_wait_while_too_many_ways_of_steering_run(narrow, reference, mo
     session = core.model_executor.driver_worker.worker.session
     begin, seen, held_back = session.steps.begin, [], []
 
-    def observed(*args):
+    def observed(*args, **kwargs):
         held_back.append(session.stats()["requests_held_back"])
         seen.append(session.steering.rows_in_use)
-        begin(*args)
+        begin(*args, **kwargs)
 
     monkeypatch.setattr(session.steps, "begin", observed)
     count = 13 if INTERPRETED else 26
