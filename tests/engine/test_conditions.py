@@ -357,6 +357,24 @@ def test_scores_that_nobody_read_are_not_the_next_requests(llm):
     assert output.signals["post_block:0"].positions.tolist() == [0, 3]
 
 
+def test_of_a_sequence_alone_only_the_tokens_that_an_entry_names_have_signals(llm):
+    """Which they are is known when they are drawn: the plan of its steps goes on unchanged."""
+    [prompt] = prompts_of([9], seed=4)
+    tokens = tokens_of(generate(llm, [prompt], greedy(12)))[0]
+    named = tokens[1::3]
+    entry = {
+        "vector": V,
+        "when": {**WHEN, "above": 1e9, "name": "never"},
+        "positions": {"phase": "generation", "token_ids": named},
+    }
+    asked = greedy(12, steering_vectors={"post_block": {1: entry}})
+    [output] = generate(llm, [prompt], asked)
+    assert tokens_of([output])[0] == tokens
+    expected = [9 + i for i, token in enumerate(tokens[:-1]) if token in named]
+    assert len(expected) < 11
+    assert output.outputs[0].signals["never"].positions.tolist() == expected
+
+
 @pytest.mark.parametrize("join", ["all", "any"])
 def test_a_condition_joined_with_itself_is_the_condition(llm, join):
     [prompt] = prompts_of([30], seed=3)

@@ -153,8 +153,8 @@ class Steps:
             if not same:
                 self._flows = StepFlows(frame.groups, self.assignments.flows)
             # Steps before, whose signals nobody reads, leave their scores where they are. Of a
-            # batch that goes on the same is judged as in its last step.
-            if self._flows.read_signals and not same:
+            # batch that goes on the same is judged as in its last step, unless tokens decide.
+            if self._flows.read_signals and (frame.chooses or not same):
                 self.steering.gates.forget_scores(int(counts.sum()))
         self.relay.begin(slots, int(counts.sum()), arrived)
         self.taps.separate()
