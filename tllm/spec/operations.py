@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from typing_extensions import Self
 
@@ -77,9 +77,15 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Scalable:
-    """An operation all of whose effect is in proportion to its strength."""
+    """An operation all of whose effect is in proportion to its strength.
+
+    Attributes:
+        reads_component: whether it needs the row's component along a vector, and so counts among
+            the clamps. Features and units are counted by themselves.
+    """
 
     strength: float
+    reads_component: ClassVar[bool] = False
 
     def scaled(self, factor: float) -> Self:
         """The operation with its whole effect multiplied."""
@@ -108,15 +114,11 @@ class Rotation(Scalable):
     cosine: float
     sine: float
     adaptive: bool = False
+    reads_component = True
 
     def reach(self, largest: float) -> float:
         """The most that it may add to a number of a row whose norm is at most 1."""
         return 4 * largest * abs(self.strength)
-
-    @property
-    def reads_component(self) -> bool:
-        """Whether it needs the row's component along a vector."""
-        return True
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,6 @@ class DimensionWise(Scalable):
     def reach(self, largest: float) -> float:
         """The most that it may add to a number of a row that is at most 1."""
         return 2 * largest * abs(self.strength)
-
-    @property
-    def reads_component(self) -> bool:
-        """Whether it needs the row's component along a vector."""
-        return False
 
 
 MAX_FEATURES = 128
@@ -179,11 +176,6 @@ class Features(Scalable):
         """The most that it may add to a number of a row whose norm is at most 1."""
         return abs(self.strength) * self.bound
 
-    @property
-    def reads_component(self) -> bool:
-        """Whether it counts among the clamps: its features are counted by themselves."""
-        return False
-
 
 MAX_UNITS = 128
 """Of a classifier along whose gradient rows are moved: the most units of a hidden layer."""
@@ -213,11 +205,6 @@ class Gradient(Scalable):
     def reach(self, largest: float) -> float:
         """The most that it may add to a number of a row."""
         return abs(self.strength) * self.bound
-
-    @property
-    def reads_component(self) -> bool:
-        """Whether it counts among the clamps: its units are counted by themselves."""
-        return False
 
 
 OperationForm: TypeAlias = Coefficients | Rotation | DimensionWise | Features | Gradient
