@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,6 +25,12 @@ from tllm.stores import StoreError
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
+
+Model = Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")]
+EngineArguments = Annotated[
+    list[str] | None,
+    typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,7 +67,7 @@ def doctor(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    model: Model,
     consumer: Annotated[
         list[str] | None, typer.Option(help="A consumer, as name:key=value,...; repeatable.")
     ] = None,
@@ -122,7 +128,7 @@ def serve(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def verify(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    model: Model,
     points: Annotated[
         str | None, typer.Option(help="Hook points to look at, with commas between.")
     ] = None,
@@ -174,9 +180,7 @@ def verify(
         with console.status("looking at the model") as status:
             certificate = run(job, status.update)
     except Exception as error:  # of whatever kind: a status of 1 would say that something differs
-        said = str(error).strip() or type(error).__name__
-        Console(stderr=True).print(f"[red]not verified:[/red] {escape(said)}", soft_wrap=True)
-        raise typer.Exit(2) from None
+        _refuse(error, "[red]not verified:[/red] {}")
     verifying.render(certificate, console)
     if json_file is not None:
         json_file.write_text(certificate.to_json(), encoding="utf-8")
@@ -209,10 +213,7 @@ def capture(
     layout: Annotated[str, typer.Option(help="sharded, packed or per_file.")] = "sharded",
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.")] = 1,
     batch: Annotated[int, typer.Option(help="Prompts handed to the engine at once.")] = 256,
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
-    ] = None,
+    engine_arg: EngineArguments = None,
 ) -> None:
     """Write activations of many prompts into a store. Run it again to go on where it stopped."""
     console = Console()
@@ -242,7 +243,7 @@ def capture(
 
 @app.command()
 def sweep(
-    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    model: Model,
     clean: Annotated[
         str | None, typer.Option(help="The prompt that gives the right answer.")
     ] = None,
@@ -283,10 +284,7 @@ def sweep(
         Path | None, typer.Option(help="Write a row for each experiment, as JSON Lines.")
     ] = None,
     heatmap: Annotated[Path | None, typer.Option(help="Draw a PNG.")] = None,
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
-    ] = None,
+    engine_arg: EngineArguments = None,
 ) -> None:
     """Patch one row at a time of one prompt into another, and say where it matters."""
     console = Console()
@@ -325,13 +323,12 @@ def sweep(
         if heatmap is not None:
             sweeping.draw(found, texts, heatmap)
     except Exception as error:  # of whatever kind, also an engine's
-        Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", soft_wrap=True)
-        raise typer.Exit(2) from None
+        _refuse(error)
 
 
 @app.command()
 def strength_sweep(
-    model: Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")],
+    model: Model,
     vectors: Annotated[Path, typer.Option(help="What tllm.steering.load reads.")],
     strengths: Annotated[str, typer.Option(help="Such as -1,0,0.5,1.")],
     prompt: Annotated[
@@ -375,10 +372,7 @@ def strength_sweep(
     ] = 1.5,
     out: Annotated[Path | None, typer.Option(help="Write the rows: .json or .csv.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw an SVG.")] = None,
-    engine_arg: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),
-    ] = None,
+    engine_arg: EngineArguments = None,
 ) -> None:
     """Steer at several strengths, and say what each brings, and what it costs."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -415,9 +409,14 @@ def strength_sweep(
         if plot is not None:
             swept.plot(plot)
     except Exception as error:  # of whatever kind, also an engine's
-        said = str(error).strip() or type(error).__name__
-        Console(stderr=True).print(f"[red]{escape(said)}[/red]", soft_wrap=True)
-        raise typer.Exit(2) from None
+        _refuse(error)
+
+
+def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:
+    """Say why a command cannot be carried out, and end with a status of 2."""
+    said = str(error).strip() or type(error).__name__
+    Console(stderr=True).print(form.format(escape(said)), soft_wrap=True)
+    raise typer.Exit(2) from None
 
 
 def _reals(option: str, text: str) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,10 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tllm.spec.hooks import ranges
+
 if TYPE_CHECKING:
     from tllm.stores import Store, StoredRecord
 
 app = typer.Typer(help="Look at, check and export stores of activations.", no_args_is_help=True)
+_RUNS = 8  # of positions, or layers, that are shown
 
 Root = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 Tag = Annotated[str | None, typer.Option(help="Only records with this tag.")]
@@ -99,7 +102,7 @@ def show(
                 key.name,
                 str(found.dtype(*key)).removeprefix("torch."),
                 str(list(found.shape(*key))),
-                ranges(found.positions(*key).tolist()),
+                ranges(found.positions(*key).tolist(), _RUNS),
             )
         console = Console()
         console.print(facts)
@@ -172,18 +175,6 @@ def index(root: Root) -> None:
         _report_damages(store)
 
 
-def ranges(positions: Iterable[int]) -> str:
-    """`0-11, 13`, of ascending numbers."""
-    runs: list[list[int]] = []
-    for position in positions:
-        if runs and position == runs[-1][1] + 1:
-            runs[-1][1] = position
-        else:
-            runs.append([position, position])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:8]]
-    return ", ".join(shown) + (f", and {len(runs) - 8} more runs" if len(runs) > 8 else "")
-
-
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """What the user can put right is one line, not a traceback."""
@@ -229,8 +220,7 @@ def _report_damages(store: Store) -> None:
 def _arrays(record: StoredRecord) -> str:
     """`post_block 0-27; lm_head_in`."""
     return "; ".join(
-        " ".join([hook, ranges(layer for layer in layers if layer is not None)]).strip()
-        for hook, layers in record.hooks.items()
+        " ".join([hook, ranges(layers, _RUNS)]).strip() for hook, layers in record.hooks.items()
     )
 
 

@@ -230,17 +230,20 @@ class ModelPoints:
         return f"{self.family} has no hook point {point}: {why} (it has: {has})"
 
 
-def ranges(layers: Iterable[int | None]) -> str:
-    """Ascending layers in words, with the ends of each run of consecutive ones: "0, 2-5"."""
+def ranges(numbers: Iterable[int | None], most: int | None = None) -> str:
+    """Ascending layers or positions in words, with the ends of each run of consecutive ones:
+    "0, 2-5"; of at most so many runs."""
     runs: list[list[int]] = []
-    for number in layers:
+    for number in numbers:
         if number is None:
             continue
         if runs and number == runs[-1][-1] + 1:
             runs[-1] = [runs[-1][0], number]
         else:
             runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:most])
+    left = 0 if most is None else len(runs) - most
+    return f"{shown}, and {left} more runs" if left > 0 else shown
 
 
 _ALIASES = {
