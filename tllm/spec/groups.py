@@ -29,6 +29,14 @@ from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 _JUDGED, _OF_PROMPT = "judged:", "of_prompt:"
 """What the digests of groups begin with that change nothing: those whose conditions end a request,
 and those whose conditions decide on the tokens after the prompt."""
+_JOIN = "join vectors that are added, or drop some"
+_LIMITS = {
+    "operations": (MAX_OPERATIONS, "operations", _JOIN),
+    "clamps": (MAX_CLAMPS, "clamps (operations on a component)", _JOIN),
+    "features": (MAX_FEATURES, "features and rows of low_rank", "drop some"),
+    "units": (MAX_UNITS_OF_ALL, "units of k_steering", "take fewer steps, or classifiers"),
+}
+"""Of what is counted at one place: the most of it, its name, and what to do about more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,35 +184,33 @@ class SteeringGroup:
         vectors |= numbers.of(gates.judged)
         return cls(phase, positions, operations, vectors, reach, gates)
 
-    @classmethod
-    def check_limits(cls, groups: Sequence[SteeringGroup], what: str, max_reach: float) -> None:
+    @staticmethod
+    def check_limits(groups: Sequence[SteeringGroup], what: str, max_reach: float) -> None:
         """Refuse groups that do too much at one place.
 
         Args:
             what: has them, for the message.
             max_reach: the most that may be added to a number of a row.
         """
-        operations: Counter[tuple[str, int | None]] = Counter()
-        clamps: Counter[tuple[str, int | None]] = Counter()
+        counts: dict[str, Counter[tuple[str, int | None]]] = defaultdict(Counter)
         reach: dict[tuple[str, int | None], float] = defaultdict(float)
         for group in groups:
             for place, added in group.reach.items():
                 reach[place] += added
-            for hook, layer, _, coefficients in group.operations:
-                operations[hook, layer] += 1
-                clamps[hook, layer] += coefficients.reads_component
-        for counts, limit, kind in (
-            (operations, MAX_OPERATIONS, "operations"),
-            (clamps, MAX_CLAMPS, "clamps (operations on a component)"),
-        ):
-            if counts and (most := max(counts.values())) > limit:
-                hook, layer = max(counts, key=counts.__getitem__)
-                raise ValueError(
-                    f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} are "
-                    "allowed at one place: join vectors that are added, or drop some"
-                )
-        cls.check_features(groups, what)
-        cls.check_units(groups, what)
+            for hook, layer, _, done in group.operations:
+                counts["operations"][hook, layer] += 1
+                counts["clamps"][hook, layer] += done.reads_component
+                if isinstance(done, Features):
+                    counts["features"][hook, layer] += len(done.rules)
+                if isinstance(done, Gradient):
+                    counts["units"][hook, layer] += done.units
+        for counted, (limit, kind, fix) in _LIMITS.items():
+            for (hook, layer), most in counts[counted].most_common(1):
+                if most > limit:
+                    raise ValueError(
+                        f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} "
+                        f"are allowed at one place: {fix}"
+                    )
         if reach and (added := max(reach.values())) > max_reach:
             hook, layer = max(reach, key=reach.__getitem__)
             raise ValueError(
@@ -212,42 +218,6 @@ class SteeringGroup:
                 f"{layer}, and this model can use rows up to {max_reach:.3g}; give "
                 "smaller scales, or smaller factors of modules"
             )
-
-    @staticmethod
-    def check_features(groups: Iterable[SteeringGroup], what: str) -> None:
-        """Refuse groups that read too many features at one place.
-
-        Args:
-            what: has them, for the message.
-        """
-        counts: dict[tuple[str, int | None], int] = defaultdict(int)
-        for hook, layer, _, done in (each for group in groups for each in group.operations):
-            if isinstance(done, Features):
-                counts[hook, layer] += len(done.rules)
-        for (hook, layer), count in counts.items():
-            if count > MAX_FEATURES:
-                raise ValueError(
-                    f"{what} has {count} features and rows of low_rank at {hook!r} of layer "
-                    f"{layer}; at most {MAX_FEATURES} are allowed at one place: drop some"
-                )
-
-    @staticmethod
-    def check_units(groups: Iterable[SteeringGroup], what: str) -> None:
-        """Refuse groups whose classifiers have too many units at one place.
-
-        Args:
-            what: has them, for the message.
-        """
-        counts: Counter[tuple[str, int | None]] = Counter()
-        for hook, layer, _, done in (each for group in groups for each in group.operations):
-            if isinstance(done, Gradient):
-                counts[hook, layer] += done.units
-        for (hook, layer), count in counts.items():
-            if count > MAX_UNITS_OF_ALL:
-                raise ValueError(
-                    f"{what} has {count} units of k_steering at {hook!r} of layer {layer}; at most "
-                    f"{MAX_UNITS_OF_ALL} are allowed at one place: take fewer steps, or classifiers"
-                )
 
     @cached_property
     def digest(self) -> str:
