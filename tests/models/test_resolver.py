@@ -528,3 +528,7 @@ def test_routers_are_found_where_they_are_known(monkeypatch: pytest.MonkeyPatch)
     stack.layers[1].mlp.is_sequence_parallel = True
     missing = resolve(CausalLM(stack), families=[row]).points.missing
     assert "rows that it routes are divided over" in missing[HookPoint.ROUTER, 1]
+    stack.layers[1].mlp = Mixture(3)
+    del stack.layers[1].mlp.gate.output_size
+    missing = resolve(CausalLM(stack), families=[row]).points.missing
+    assert "chosen inside its router (" in missing[HookPoint.ROUTER, 1]

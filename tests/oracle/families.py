@@ -250,6 +250,17 @@ _QWEN3_VISION = {
     "num_position_embeddings": 16,
 }
 
+_GEMMA4 = (
+    _BASE
+    | _HEAD_DIM
+    | _SLIDING
+    | {
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 32,
+        "per_layer_config": {},
+    }
+)
+
 SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     # Only the survey runs these.
     "gpt_oss": (
@@ -671,16 +682,12 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo_hybrid",
         _BASE | _HYBRID | _DELTA | {"num_key_value_heads": HEADS, "linear_num_key_heads": 4},
     ),
-    "gemma4": (
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4_moe": (
         "gemma4_text",
-        _BASE
-        | _HEAD_DIM
-        | _SLIDING
-        | {
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 32,
-            "per_layer_config": {},
-        },
+        _GEMMA4
+        | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+        | {"moe_intermediate_size": 64},
     ),
     "gemma3n": (
         "gemma3n_text",
@@ -1092,7 +1099,7 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
 
 # What leaves a delta net is divided by its norm: where that is near zero for a row, every rounding
 # of bfloat16 is magnified. With these seeds, chosen with `transformers` alone, none is.
-_SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1}
+_SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1, "qwen3_5_moe": 3}
 _ZERO = {
     # vLLM's router for CPUs leaves it out where experts are scored by a softmax.
     "ernie4_5_moe": "e_score_correction_bias",

@@ -19,7 +19,7 @@ ARGUMENTS: Mapping[HookPoint, str] = {
 
 
 def find_attention_inputs(
-    block: nn.Module, path: str, hidden: int, tensor_parallel_size: int = 1
+    block: nn.Module, path: str, hidden: int, tensor_parallel_size: int
 ) -> tuple[str, dict[HookPoint, HeadSplit | str]]:
     """The path in `block` of the kernel of the attention at `path`, and for each of `ARGUMENTS` how
     it is divided into heads, or why it can not be tapped.

@@ -114,7 +114,6 @@ def _fused(
     *,
     first_norm: str | None = "input_layernorm",
     attn: str = "self_attn",
-    attn_arg: str | int = "hidden_states",
     post_attn: str = "post_attention_layernorm",
     mlp: str = "mlp",
     attn_out: str | Input | None = None,
@@ -123,7 +122,7 @@ def _fused(
     """A block that carries (branch, residual), whose norms add the one to the other."""
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states", residual="residual"),
-        HookPoint.ATTN_IN: Input(attn, attn_arg),
+        HookPoint.ATTN_IN: Input(attn, "hidden_states"),
         HookPoint.ATTN_HEADS: Heads(attn),
         HookPoint.ATTN_OUT: attn_out if isinstance(attn_out, Input) else Output(attn_out or attn),
         HookPoint.POST_ATTN: Input(post_attn, 0, residual=1, is_norm=True),
@@ -136,7 +135,6 @@ def _fused(
 def _sequential(
     *,
     attn: str = "self_attn",
-    attn_arg: str | int = "hidden_states",
     attn_out: str | None = None,
     post_attn: str = "post_attention_layernorm",
     mlp_in: str = "mlp",
@@ -145,7 +143,7 @@ def _sequential(
     """A block that adds each branch to the stream itself, with a norm before each branch."""
     return {
         HookPoint.PRE_ATTN: Input("", "hidden_states"),
-        HookPoint.ATTN_IN: Input(attn, attn_arg),
+        HookPoint.ATTN_IN: Input(attn, "hidden_states"),
         HookPoint.ATTN_HEADS: Heads(attn),
         HookPoint.ATTN_OUT: Output(attn_out or attn),
         HookPoint.POST_ATTN: Input(post_attn),
@@ -263,7 +261,8 @@ BERT: Layout = {
 PARALLEL_HYBRID = _without(
     _sequential(post_attn="pre_ff_layernorm", mlp_in="feed_forward"),
     _TWO_MIXERS,
-    *_BRANCH_POINTS["attention"],
+    HookPoint.ATTN_IN,
+    HookPoint.ATTN_OUT,
 )
 # vLLM scales the stream in float16 to keep it in range, and shards its rows over experts.
 _UNSCALED = {"input_layernorm.weight.dtype": (torch.bfloat16, torch.float32)}

@@ -14,7 +14,7 @@ _KERNELS = ("Attention", "MLAAttention")
 
 
 def find_heads(
-    block: nn.Module, path: str, config: Any, tensor_parallel_size: int = 1
+    block: nn.Module, path: str, config: Any, tensor_parallel_size: int
 ) -> tuple[str, HeadSplit]:
     """The path in `block` of the output projection of the attention at `path`, and its heads.
 
@@ -28,7 +28,11 @@ def find_heads(
     if path not in modules:
         raise ValueError("it has no attention, and so no heads")
     attention = modules[path]
-    kernels = [module for module in attention.modules() if _is_any(module, _KERNELS)]
+    kernels = [
+        module
+        for module in attention.modules()
+        if any(cls.__name__ in _KERNELS for cls in type(module).__mro__)
+    ]
     if not kernels and not is_of_transformers(attention):
         kind = type(attention).__name__
         raise ValueError(f"what mixes its tokens ({kind}) is no attention with heads")
@@ -53,10 +57,6 @@ def find_heads(
             f"be as wide as the residual stream, {config.hidden_size}"
         )
     return found[0], HeadSplit(heads, width // heads)
-
-
-def _is_any(module: nn.Module, names: tuple[str, ...]) -> bool:
-    return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def is_of_transformers(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from tllm.models.dataflow import check_llama_block, check_llama_stack
 from tllm.models.families import FAMILIES, FUSED, Family, Heads, Input, Layout, Output, Written
 from tllm.models.heads import find_heads
 from tllm.models.routers import find_router
-from tllm.models.sites import Argument, ModelSites, Site
+from tllm.models.sites import Argument, ModelSites, Site, forward_owner
 from tllm.spec.hooks import HeadSplit, HookPoint, ModelPoints, TapKey
 
 
@@ -135,10 +135,10 @@ def _find_stack(root: nn.Module, families: Sequence[Family]) -> _Stack:
     """The one stack of decoder blocks under `root`; `ValueError` where none is sure."""
     found = []
     for stack in root.modules():
-        owner = _forward_owner(stack)
+        owner = forward_owner(stack)
         for layers in {family.layers for family in families if family.stack == owner}:
             blocks = _blocks_here(attrgetter(layers)(stack))
-            owners = {_forward_owner(block) for block in blocks.values()}
+            owners = {forward_owner(block) for block in blocks.values()}
             rows = [
                 family for family in families if family.stack == owner and family.block in owners
             ]
@@ -168,7 +168,7 @@ def _listed_stack(
 
 def _row(stack: nn.Module, block: nn.Module, rows: Sequence[Family]) -> Family:
     """The row that this block of this stack matches; `ValueError` when there is none."""
-    owner = _forward_owner(block)
+    owner = forward_owner(block)
     candidates = [row for row in rows if row.block == owner]
     for row in candidates:
         if _has_values(stack, row.stack_is) and _has_values(block, row.block_is):
@@ -304,12 +304,6 @@ def _argument(module: nn.Module, given: int | str) -> Argument:
     if given not in named:
         raise ValueError(f"{type(module).__name__}.forward has no argument {given!r}")
     return Argument(given, named.index(given))
-
-
-def _forward_owner(module: nn.Module) -> str:
-    """`module.Class` of the class whose `forward` this module runs."""
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}"
 
 
 def _has_values(module: nn.Module, values: Mapping[str, object]) -> bool:

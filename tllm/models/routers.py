@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-#: By the class whose `forward` is a mixture of experts: its router. Of these it was read in vLLM,
-#: and compared with `transformers`, that experts are chosen by what the router returns.
+from tllm.models.sites import forward_owner
+
+#: By the class whose `forward` is a mixture of experts, or chooses among them: its router. Of these
+#: it was read in vLLM, and compared with `transformers`, that experts are chosen by what the router
+#: returns.
 ROUTERS: Mapping[str, str] = {
     "mixtral.MixtralMoE": "gate",
     "qwen2_moe.Qwen2MoeSparseMoeBlock": "gate",
@@ -23,6 +26,20 @@ ROUTERS: Mapping[str, str] = {
     "hy_v3.HYV3MoEFused": "gate",
     "ernie45_moe.Ernie4_5_MoeMoE": "gate",
     "llama4.Llama4MoE": "router",
+    "afmoe.AfmoeMoE": "gate",
+    "cohere2_moe.Cohere2Moe": "gate",
+    "mimo_v2.MiMoV2MoE": "gate",
+    "qwen3_next.Qwen3NextSparseMoeBlock": "gate",
+    "gemma4.Gemma4Router": "proj",
+    # Through vLLM's Transformers backend.
+    "modeling_dots1.Dots1MoE": "gate",
+    "modeling_flex_olmo.FlexOlmoSparseMoeBlock": "gate",
+    "modeling_hunyuan_v1_moe.HunYuanMoEV1Gate": "wg",
+    "modeling_mellum.MellumSparseMoeBlock": "gate",
+    "modeling_solar_open.SolarOpenMoE": "gate",
+    # Read, and not yet compared: vLLM serves these on GPUs alone.
+    "minimax_m2.MiniMaxM2MoE": "gate",
+    "nemotron_h.NemotronHMoE": "gate",
 }
 
 
@@ -37,7 +54,7 @@ def find_router(block: nn.Module, hidden: int) -> tuple[str, int]:
     found = [
         (path, module, ROUTERS[owner])
         for path, module in block.named_modules()
-        if (owner := _forward_owner(module)) in ROUTERS
+        if (owner := forward_owner(module)) in ROUTERS
     ]
     if not found:
         raise ValueError("it has no mixture of experts, or none whose router is known")
@@ -45,6 +62,11 @@ def find_router(block: nn.Module, hidden: int) -> tuple[str, int]:
         raise ValueError(f"it has {len(found)} mixtures of experts")
     path, mixture, name = found[0]
     router = getattr(mixture, name)
+    if not hasattr(router, "output_size"):
+        raise ValueError(
+            f"its experts are chosen inside its router ({type(router).__name__}), which returns "
+            "the logits too late to change that"
+        )
     experts = int(router.output_size)  # its weight may be packed, with no shape left
     if experts > hidden:
         raise ValueError(
@@ -56,8 +78,3 @@ def find_router(block: nn.Module, hidden: int) -> tuple[str, int]:
     if any(getattr(module, "_fse_fuse_gate", False) for module in mixture.modules()):
         raise ValueError("its router is computed together with the gate of its shared experts")
     return f"{path}.{name}".lstrip("."), experts
-
-
-def _forward_owner(module: nn.Module) -> str:
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}"

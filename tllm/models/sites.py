@@ -11,6 +11,12 @@ import torch
 from tllm.spec.hooks import HookPoint, ModelPoints, TapKey
 
 
+def forward_owner(module: torch.nn.Module) -> str:
+    """`module.Class` of the class whose `forward` this module runs."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return f"{owner.__module__.rpartition('.')[2]}.{owner.__qualname__}"
+
+
 @dataclass(frozen=True)
 class Argument:
     """One argument of a module's `forward`, found however the caller passes it.

@@ -87,7 +87,13 @@ _POST_NORM = _LLAMA | {
     "post_attn": _stream_at("mlp"),
     "mlp_out": _out_of("post_feedforward_layernorm"),
 }
-_NO_POST_ATTN = {point: place for point, place in _LLAMA.items() if point != "post_attn"}
+
+
+def _without(places: Mapping[str, BlockPlace], missing: str) -> dict[str, BlockPlace]:
+    return {point: place for point, place in places.items() if point != missing}
+
+
+_NO_POST_ATTN = _without(_LLAMA, "post_attn")
 _ONLY_INPUTS = {point: place for point, place in _LLAMA.items() if not point.endswith("_out")}
 _FALCON = _NO_POST_ATTN | {
     "attn_in": _into("self_attention"),
@@ -97,7 +103,7 @@ _FALCON = _NO_POST_ATTN | {
 
 _ROUTER = BlockPlace(
     "mlp.gate|mlp.router|block_sparse_moe.gate|block_sparse_moe.router|feed_forward.gate|"
-    "feed_forward.router",
+    "feed_forward.router|mixer.gate|router",
     "product",
 )
 ROUTED = frozenset(
@@ -105,12 +111,14 @@ ROUTED = frozenset(
         *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3"),
         *("glm4_moe", "glm4_moe_lite", "granitemoe", "granitemoeshared", "phimoe"),
         *("granitemoehybrid", "granitemoe_swa", "lfm2_moe", "exaone_moe", "hy_v3", "ernie4_5_moe"),
-        "llama4_text",
+        *("llama4_text", "afmoe", "cohere2_moe", "mimo_v2_flash", "qwen3_next", "qwen3_5_moe_text"),
+        *("gemma4_text", "dots1", "flex_olmo", "hunyuan_v1_moe", "mellum", "solar_open"),
+        *("minimax_m2", "nemotron_h"),
     }
 )
 """Kinds of models whose mixtures of experts have a router at that place."""
 
-_ATTENTION = "self_attn|attn|attention|self_attention"
+_ATTENTION = "self_attn|attn|attention|self_attention|mixer"
 _COMPARED = {
     "q": BlockPlace(_ATTENTION, "query"),
     "k": BlockPlace(_ATTENTION, "key"),
@@ -120,11 +128,19 @@ COMPARING = frozenset(
     {
         *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt2", "phi3"),
         *("stablelm", "cohere", "glm4", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma", "granite"),
-        *("cohere2", "ernie4_5", "exaone4", "nemotron", "olmoe"),
+        *("cohere2", "ernie4_5", "exaone4", "nemotron", "olmoe", "afmoe", "apertus", "cohere2_moe"),
+        *("ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granite_swa"),
+        *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3"),
+        *("hyperclovax", "lfm2", "lfm2_moe", "mimo_v2_flash", "ministral3"),
+        *("phimoe", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text", "qwen3_next"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "minimax_m2"),
     }
 )
-"""Kinds of models whose attentions are given queries and keys as vLLM's own are. Others, as OPT,
-scale them before, or do not go through that function."""
+"""Kinds of models whose attentions are given queries and keys as vLLM's own are. Others scale them
+before (OPT), have their numbers in another order (Llama 4), or do not go through that function."""
+TURNED = frozenset({"paligemma"})
+"""Models with a language model inside whose positions `transformers` counts from 1, and vLLM from
+0: its queries and keys are turned by another angle, and their products are the same."""
 
 Places = Mapping[str, BlockPlace]
 
@@ -163,6 +179,11 @@ def _nemotron_h(block: nn.Module) -> Places:
     return {"mlp_in": _into("mixer"), "mlp_out": _out_of("mixer")}
 
 
+def _gemma4(block: nn.Module) -> Places:
+    # Beside experts, the MLP is not all that reads the stream.
+    return _SANDWICH if not block.enable_moe_block else _without(_SANDWICH, "mlp_in")
+
+
 def _olmo_hybrid(block: nn.Module) -> Places:
     return _LINEAR if hasattr(block, "linear_attn") else _POST_NORM
 
@@ -181,7 +202,7 @@ def _gpt_neox(block: nn.Module) -> Places:
 PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     "gemma2": _SANDWICH,
     "gemma3_text": _SANDWICH,
-    "gemma4_text": _SANDWICH,
+    "gemma4_text": _gemma4,
     "olmo2": _POST_NORM,
     "olmo3": _POST_NORM,
     "flex_olmo": _POST_NORM,
@@ -239,6 +260,7 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
         "mlp_out": _out_of("ffn"),
     },
     "falcon_h1": {
+        "attn_heads": _HEADS,
         "post_attn": _stream_at("pre_ff_layernorm"),
         "mlp_in": _into("feed_forward"),
         "mlp_out": _out_of("feed_forward"),
@@ -279,17 +301,20 @@ def is_known(model_type: str) -> bool:
     return model_type in PLACES or model_type in AS_LLAMA
 
 
-def places_of(model_type: str, block: nn.Module, hidden: int) -> Places:
+def places_of(model_type: str, block: nn.Module, hidden: int, whole: str) -> Places:
     """Where this block's hook points are, in the order it computes them.
 
     What the heads give is one only where it is as wide as the stream, `hidden`.
+
+    Args:
+        whole: the kind of the model that this language model is a part of.
     """
     listed = PLACES.get(model_type, _LLAMA)
     named = listed(block) if callable(listed) else listed
     everywhere = {"pre_attn": _into(""), **named, "post_block": _out_of("")}
     if model_type in ROUTED:
         everywhere["router"] = _ROUTER
-    if model_type in COMPARING:
+    if model_type in COMPARING and whole not in TURNED:
         everywhere |= _COMPARED
     found = {point: place.module(block) for point, place in everywhere.items()}
     return {
@@ -297,12 +322,14 @@ def places_of(model_type: str, block: nn.Module, hidden: int) -> Places:
         for point, module in found.items()
         if module is not None
         and (point != "attn_heads" or _width(module) == hidden)
-        and (point not in _COMPARED or _heads(point, module) <= hidden)
+        and (point not in _COMPARED or 0 < _heads(point, module) <= hidden)
     }
 
 
 def _heads(point: str, attention: nn.Module) -> int:
-    """How many numbers the queries, or keys or values, of all heads have."""
+    """How many numbers the queries, or keys or values, of all heads have; 0 of another mixer."""
+    if not type(attention).__name__.endswith("Attention"):
+        return 0
     config: Any = attention.config
     count = config.num_attention_heads
     if point != "q":

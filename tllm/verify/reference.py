@@ -159,7 +159,10 @@ class Reference:
         self.model_type: str = config.get_text_config().model_type
         self.blocks = _blocks(self.model)
         self.hidden: int = config.get_text_config().hidden_size
-        self.by_layer = [places_of(self.model_type, block, self.hidden) for block in self.blocks]
+        self.by_layer = [
+            places_of(self.model_type, block, self.hidden, config.model_type)
+            for block in self.blocks
+        ]
 
     def places(self) -> list[tuple[str, Layer]]:
         """The hook points there are, each with every layer that has it."""
