@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 import cloudpickle
@@ -191,9 +190,9 @@ def attach_nothing(output: RequestOutput | PoolingRequestOutput) -> None:
 def attach_results(
     output: RequestOutput | PoolingRequestOutput,
     results: Mapping[int, Mapping[str, ConsumerResult]],
-    captures: Iterable[str] = (),
-    lengths: Mapping[int, int] = MappingProxyType({}),
-    ended_by: Container[str] = (),
+    captures: Sequence[str],
+    lengths: Mapping[int, int],
+    ended_by: Container[str],
 ) -> None:
     """Put results on an output: on each sample its own, on the output those of sample 0.
 
@@ -208,11 +207,10 @@ def attach_results(
     condition of steering to what it made of each token.
     """
     prompt_len = len(output.prompt_token_ids or ())
-    named = list(captures)
     samples = samples_of(output)
     for index, sample in samples:
         own = dict(results.get(index, {}))
-        for name in named:
+        for name in captures:
             own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         # The last generated token never passes the model; all of a prompt's do.
         num_tokens = prompt_len + max(lengths.get(index, 0), 1)
@@ -230,8 +228,8 @@ def attach_results(
             )
             for name, result in own.items()
         }
-        _set(sample, final, named)
-    _set(output, samples[0][1].consumer_results if samples else {}, named)
+        _set(sample, final, captures)
+    _set(output, samples[0][1].consumer_results if samples else {}, captures)
 
 
 def _stopped(results: Mapping[str, ConsumerResult], sample: CompletionOutput) -> bool:

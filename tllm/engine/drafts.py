@@ -149,7 +149,7 @@ def accepted_of(request: Any, drawn: int, max_model_len: int) -> int:
     return max(drawn - 1, 0)
 
 
-def has_ended(request: Any, max_model_len: int, hidden: int = 0) -> bool:
+def has_ended(request: Any, max_model_len: int, hidden: int) -> bool:
     """Whether a sequence ends with the last of its tokens that are not hidden.
 
     Args:

@@ -15,7 +15,7 @@ Changes: TypeAlias = Sequence[tuple[int, bytes]]
 is. The first begins at 0, the last has no end. Digests are alike where rows are changed alike."""
 
 
-def steering_changes(stretches: Stretches, history: str = "") -> Changes:
+def steering_changes(stretches: Stretches, history: str) -> Changes:
     """What steering does to a sequence.
 
     Args:

@@ -80,7 +80,7 @@ def extract(
     high, high_prompts = _rows(llm, positive, capture, batch_size)
     low, low_prompts = _rows(llm, negative, capture, batch_size)
     if paired and not torch.equal(high_prompts, low_prompts):
-        i = int(torch.nonzero(_counts(high_prompts) != _counts(low_prompts))[0])
+        i = int(torch.nonzero(torch.bincount(high_prompts) != torch.bincount(low_prompts))[0])
         raise ValueError(
             f"positions={positions!r} gives different numbers of rows for positive[{i}] and "
             f"negative[{i}], so their rows are no pairs; use 'last_prompt', prompts of the same "
@@ -218,7 +218,3 @@ def _rows(
     prompt_of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     stacked = {layer: torch.cat(rows) for layer, rows in captured.items()}
     return stacked, prompt_of_row
-
-
-def _counts(prompt_of_row: torch.Tensor) -> torch.Tensor:
-    return torch.bincount(prompt_of_row)

@@ -180,7 +180,7 @@ def judged_at(
     states: States,
     score: str,
     soft: bool,
-    memory: tuple[str, str] = ("token", "token"),
+    memory: tuple[str, str],
 ) -> Judged:
     """A condition that decides: its threshold is in the middle of the widest gap between scores of
     some rows, the lowest and highest quarter of them left out.
