@@ -10,7 +10,7 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
-from tllm.client.calls import SyncCalls
+from tllm.client.calls import ALONE, SyncCalls
 from tllm.client.core import Client
 from tllm.client.steering import HeldByWorkers, SteeringControl
 from tllm.consumers.logging import LoggingConsumer
@@ -92,6 +92,44 @@ def test_a_front_end_has_room_for_what_runs_and_says_when_there_is_none():
         front.ask("c", group_of(4), front_ends=2)
     front.held.release("a")
     front.ask("c", group_of(4, 5), front_ends=1)
+
+
+def brought(call):
+    """The groups that a call brings, and that their vectors come with them."""
+    _, vectors, groups, _, _ = call.args
+    there = vectors.unpacked()
+    assert all(vector in there for each in groups.values() for _, _, vector, _ in each)
+    return set(groups)
+
+
+def over(steps, answer=None):
+    """Whether steps have come to their end with this answer."""
+    try:
+        steps.send(answer)
+    except StopIteration:
+        return True
+    return False
+
+
+def test_requests_that_wait_for_the_workers_are_brought_together_if_there_is_room():
+    client = Client()
+    client.composer.facts = FACTS
+    groups = [group_of(layer) for layer in (1, 2, 3)]
+    first, second, third = (client.bring([group]) for group in groups)
+    assert next(first) is ALONE and next(second) is ALONE
+    assert brought(next(first)) == {groups[0].digest, groups[1].digest}
+    assert next(third) is ALONE  # and waits for the call that is under way
+    assert over(first) and over(second)
+    assert brought(third.send(None)) == {groups[2].digest}
+    assert over(third)
+    wide = group_of(4, 5)
+    fourth, fifth = client.bring([group_of(6)]), client.bring([wide])
+    client.held.hold("a", tuple(groups))
+    assert next(fourth) is ALONE and next(fifth) is ALONE
+    assert brought(next(fourth)) == {group_of(6).digest}
+    assert over(fourth)
+    with pytest.raises(ValueError, match="max_steering_mib"):
+        next(fifth)
 
 
 def test_what_a_front_end_that_is_gone_held_is_given_up():

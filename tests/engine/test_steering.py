@@ -72,6 +72,22 @@ def test_taps_with_their_norms_are_compiled(tiny_model, reference, monkeypatch):
     assert generate(compiled, PROMPTS, asked) == expected
 
 
+def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
+    llm, reference, monkeypatch
+):
+    asked, ask = [], llm._sync.calls.ask
+    monkeypatch.setattr(
+        llm._sync.calls, "ask", lambda call: (asked.append(call.method), ask(call))[1]
+    )
+    vectors = [2 * torch.randn(HIDDEN, generator=GENERATOR) for _ in PROMPTS]
+    found = generate(llm, PROMPTS, [{"steering_vectors": at(vector)} for vector in vectors])
+    assert asked.count("update_steering") == 1
+    assert found == [
+        reference.greedy(prompt, TOKENS, [Addition(AT, vector)])
+        for prompt, vector in zip(PROMPTS, vectors, strict=True)
+    ]
+
+
 class NoBackend:
     """In place of a Triton that compiles."""
 

@@ -12,6 +12,7 @@ CPU = torch.device("cpu")
 PLACES = st.tuples(st.integers(0, 3), st.integers(0, 5))
 ACTIONS = st.one_of(
     st.tuples(st.just("stage"), PLACES, st.integers(-9, 9)),
+    st.tuples(st.just("stage all"), PLACES, st.integers(-9, 9)),
     st.tuples(st.just("grow"), PLACES, st.just(0)),
     st.tuples(st.just("commit"), PLACES, st.just(0)),
 )
@@ -25,6 +26,11 @@ def test_what_is_staged_arrives_together_and_outlives_growing(actions):
         if action == "stage":
             pending[point, row] = value
             table.stage((point, row), np.full(3, value, np.int32))
+        elif action == "stage all":
+            there = [((point + i) % 4, row) for i in range(3)]
+            pending |= {place: value + i for i, place in enumerate(there)}
+            entries = torch.arange(value, value + 3, dtype=torch.int32)[:, None].expand(3, 3)
+            table.stage_all(np.array(there), entries)
         elif action == "grow":
             moved = table.grow((4, 3 * row, 3))
             more = max(0, 3 * row - expected.shape[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +117,11 @@ class SyncClient:
             params, request_id, asked=self.asked, generated=self.front.generated
         )
         return self.calls.run(steps)
+
+    def expect(self, params: Sequence[Any]) -> None:
+        """Requests with these parameters are about to be added."""
+        if self.asked is None and len(params) > 1:
+            self.calls.run(self._client.expect(params))
 
     def note(self, request: Prepared, output: Any) -> None:
         """An output of a request, before the caller has it."""

@@ -26,7 +26,15 @@ from tllm.client.feature_probes import FeatureProbes
 from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect
 from tllm.client.results import Samples, attach_results, samples_of, set_result
-from tllm.client.steering import GLOBAL, MODULE, MONITOR, Composer, Facts, HeldByWorkers
+from tllm.client.steering import (
+    GLOBAL,
+    MODULE,
+    MONITOR,
+    Composer,
+    Facts,
+    HeldByWorkers,
+    Upload,
+)
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.signals import SignalsConsumer
@@ -55,6 +63,8 @@ BUILT_IN: Mapping[str, Callable[[], Consumer]] = {
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
 _MAX_PLACED = 4096
+_BROUGHT_AT_ONCE = 2**26
+"""Bytes of vectors in one call, about; more of a single request."""
 _PROMPT = Selection.parse({"phase": "prompt"})
 _LONGEST_PAUSE_S = 0.1
 
@@ -101,6 +111,8 @@ class Client:
         self._flows: dict[str, tuple[ConsumerFlow, ...]] = {}
         self._own: set[str] = set()  # consumers that were registered here, and not heard of yet
         self._params = CheckedParams()
+        #: Groups that requests wait for, each under a key of its own.
+        self._wanted: dict[object, Sequence[SteeringGroup]] = {}
         #: By prompt: requests that name tokens of items of a prompt that is not known yet.
         self._unplaced: WeakValueDictionary[str, Prepared] = WeakValueDictionary()
         #: Kinds of flows whose hook points were found to be in the engine.
@@ -345,21 +357,75 @@ class Client:
         raise RuntimeError("the workers have to be asked something before this request")
 
     def bring(self, groups: Sequence[SteeringGroup]) -> Steps[None]:
-        """Let the workers hold groups. The caller goes on without waiting for anything else."""
-        while not self.held.has(groups):
-            yield ALONE  # what is on its way is not there yet, and must not be given up again
-            if self.held.has(groups):
-                return
-            upload = self.held.upload(groups, self.facts, self._front_ends)
-            operations = {digest: group.operations for digest, group in upload.groups.items()}
-            gates = {d: group.gates for d, group in upload.groups.items() if group.gates}
-            call = (self._holder, upload.vectors, operations, upload.released, gates)
-            arrived = False
+        """Let the workers hold groups. The caller goes on without waiting for anything else.
+
+        A call waits for the step that is under way. So whoever comes meanwhile waits for one call
+        more, which brings what all of them need.
+        """
+        if self.held.has(groups):
+            return
+        me = object()
+        self._wanted[me] = groups
+        try:
+            while not self.held.has(groups):
+                yield ALONE  # what is on its way is not there yet, and must not be given up again
+                if self.held.has(groups):
+                    return
+                upload = self._upload(groups)
+                operations = {digest: group.operations for digest, group in upload.groups.items()}
+                gates = {d: group.gates for d, group in upload.groups.items() if group.gates}
+                call = (self._holder, upload.packed, operations, upload.released, gates)
+                arrived = False
+                try:
+                    yield WorkerCall("update_steering", call)
+                    arrived = True
+                finally:
+                    self.held.sent(upload, arrived)
+        finally:
+            del self._wanted[me]
+
+    def _upload(self, groups: Sequence[SteeringGroup]) -> Upload:
+        """What brings groups, and those that others wait for: not those with conditions, which
+        workers may refuse."""
+        together = {group.digest: group for group in groups}
+        if not any(group.gates for group in groups):
+            size = 0
+            for waiting in self._wanted.values():
+                size += sum(v.nbytes for group in waiting for v in group.vectors.values())
+                if size <= _BROUGHT_AT_ONCE and not any(group.gates for group in waiting):
+                    together |= {group.digest: group for group in waiting}
+        try:
+            return self.held.upload([*together.values()], self.facts, self._front_ends)
+        except ValueError:  # there is no room for all of them
+            return self.held.upload(groups, self.facts, self._front_ends)
+
+    def expect(self, params: Iterable[Any]) -> Steps[None]:
+        """Requests are about to be added: let the workers hold what steers them, in few calls."""
+        if not self.is_current:
+            yield from self.current()
+        new: dict[str, SteeringGroup] = {}
+        size = 0
+        for each in params:
             try:
-                yield WorkerCall("update_steering", call)
-                arrived = True
-            finally:
-                self.held.sent(upload, arrived)
+                steering = asked_of(each).steering
+                groups = () if steering is None else self.composer.groups(steering)
+            except ValueError:  # the request will say so itself
+                continue
+            for group in groups:
+                if group.gates is None and group.digest not in new and not self.held.has([group]):
+                    new[group.digest] = group
+                    size += sum(vector.nbytes for vector in group.vectors.values())
+            if size > _BROUGHT_AT_ONCE:
+                yield from self._bring_if_there_is_room([*new.values()])
+                new, size = {}, 0
+        if len(new) > 1:
+            yield from self._bring_if_there_is_room([*new.values()])
+
+    def _bring_if_there_is_room(self, groups: Sequence[SteeringGroup]) -> Steps[None]:
+        try:
+            yield from self.bring(groups)
+        except ValueError as error:
+            logger.debug("steering is brought with each request: %s", error)
 
     def _enter(
         self, named: RequestConversation, groups: Sequence[SteeringGroup]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from tllm.spec.groups import (
 from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.memory import NOTHING
 from tllm.spec.operations import max_reach
+from tllm.spec.packed_vectors import PackedVectors
 from tllm.spec.probes import FindFeature
 from tllm.spec.reading import FloatArray
 from tllm.spec.selection import Selection
@@ -373,14 +374,20 @@ class Upload:
     groups: Mapping[str, SteeringGroup]
     released: Sequence[str]
 
+    @property
+    def packed(self) -> PackedVectors:
+        """The vectors as they are sent."""
+        return PackedVectors.of(self.vectors)
+
 
 class HeldByWorkers:
     """The groups that the workers hold for this front end, and the requests that use them."""
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[str, frozenset[str]] = OrderedDict()  # group: its vectors
+        #: By group: its vectors, and how many rows each is.
+        self._groups: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._vectors: Counter[str] = Counter()  # groups that have it
-        self._rows: dict[str, int] = {}  # of those that are several
+        self._num_rows = 0  # that all vectors have
         self._users: Counter[str] = Counter()
         self._requests: dict[str, tuple[SteeringGroup, ...]] = {}
 
@@ -417,26 +424,23 @@ class HeldByWorkers:
             front_ends: how many share the memory for vectors.
         """
         missing = {g.digest: g for g in groups if g.digest not in self._groups}
-        needed = frozenset().union(*(group.vectors for group in missing.values()))
+        needed = {v: _rows_of(rows) for g in missing.values() for v, rows in g.vectors.items()}
         room = facts.max_mib * 2**20 // facts.row_bytes // front_ends
+        total = self._num_rows + sum(n for v, n in needed.items() if v not in self._vectors)
         current = {group.digest for group in groups}
-        count = Counter(self._vectors)
-        rows = self._rows | _rows_of(missing.values())
-
-        def taken() -> int:
-            held = len(count) + len(needed - count.keys())
-            return held + sum(n - 1 for v, n in rows.items() if v in count or v in needed)
-
         released: list[str] = []
+        lost: Counter[str] = Counter()  # groups that had it
+        gone: set[str] = set()
         for digest, vectors in self._groups.items():  # least recently used first
-            if taken() <= room:
+            if total <= room:
                 break
             if not self._users[digest] and digest not in current:
                 released.append(digest)
-                count.subtract(vectors)
-                for vector in [v for v in vectors if not count[v]]:
-                    del count[vector]
-        if (total := taken()) > room:
+                lost.update(vectors.keys())
+                gone_now = {v for v in vectors if lost[v] == self._vectors[v]}
+                gone |= gone_now
+                total -= sum(vectors[v] for v in gone_now - needed.keys())
+        if total > room:
             share = f" between {front_ends} front ends" if front_ends > 1 else ""
             raise ValueError(
                 f"steering needs {total * facts.row_bytes / 2**20:.1f} MiB of vectors for the "
@@ -447,25 +451,27 @@ class HeldByWorkers:
             digest: vector
             for group in missing.values()
             for digest, vector in group.vectors.items()
-            if digest not in count  # one that is given up is sent again
+            if digest not in self._vectors or digest in gone  # what is given up is sent again
         }
         return Upload(new, missing, released)
 
     def sent(self, upload: Upload, arrived: bool) -> None:
         """An upload was sent; what it gives up is gone, also where the rest was refused."""
         for digest in upload.released:
-            self._vectors.subtract(self._groups.pop(digest))
+            for vector, rows in self._groups.pop(digest).items():
+                self._vectors[vector] -= 1
+                if not self._vectors[vector]:
+                    del self._vectors[vector]
+                    self._num_rows -= rows
         for digest, group in upload.groups.items() if arrived else ():
-            self._groups[digest] = frozenset(group.vectors)
-            self._vectors.update(self._groups[digest])
-            self._rows |= _rows_of([group])
-        self._vectors = +self._vectors
-        self._rows = {v: n for v, n in self._rows.items() if v in self._vectors}
+            held = self._groups[digest] = {v: _rows_of(rows) for v, rows in group.vectors.items()}
+            self._num_rows += sum(n for v, n in held.items() if v not in self._vectors)
+            self._vectors.update(held.keys())
 
 
-def _rows_of(groups: Iterable[SteeringGroup]) -> dict[str, int]:
-    """How many rows the vectors are that are several."""
-    return {v: len(rows) for g in groups for v, rows in g.vectors.items() if rows.ndim > 1}
+def _rows_of(vector: FloatArray) -> int:
+    """How many rows a vector is, or several that an operation takes together."""
+    return len(vector) if vector.ndim > 1 else 1
 
 
 class SteeringControl:

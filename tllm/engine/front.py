@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -71,6 +71,10 @@ class AdmittedRequest(Protocol):
 
 class SyncRequests(Protocol):
     """Who decides what happens to the requests of an `LLMEngine`."""
+
+    def expect(self, params: Sequence[Any]) -> None:
+        """Requests with these parameters are about to be added."""
+        ...
 
     def admit(self, params: Any, request_id: str) -> Any:
         """Make a request ready (`AdmittedRequest`)."""
@@ -170,6 +174,10 @@ class LLMEngineFront:
             raise
         self._running[request_id] = _Running(engine_id, request)
         return engine_id
+
+    def expect(self, params: Sequence[Any]) -> None:
+        """Requests with these parameters are about to be added."""
+        self._requests.expect(params)
 
     @overrides("vllm.v1.engine.llm_engine.LLMEngine.step", "results are put on last outputs")
     def step(self) -> list[Any]:
@@ -273,6 +281,14 @@ class OfflineFront:
     """Mixed into `vllm.LLM`, whose engine has an `LLMEngineFront`."""
 
     _front: LLMEngineFront
+
+    @overrides(
+        "vllm.entrypoints.llm.LLM._render_and_add_requests",
+        "what steers requests that are added together is brought to the workers at once",
+    )
+    def _render_and_add_requests(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        self._front.expect(params)
+        return super()._render_and_add_requests(prompts, params, *args, **kwargs)  # type: ignore[misc]
 
     @overrides(
         "vllm.entrypoints.llm.LLM._run_engine", "results of all requests are fetched at once"

@@ -133,9 +133,12 @@ class HeldGroups:
             if not self._holders[digest]:
                 del self._holders[digest]
                 gone.append(digest)
-        for digest in gone:
-            self._groups_of.subtract(self._vectors.pop(digest))
-        unused = [digest for digest, users in self._groups_of.items() if not users]
+        unused = []
+        for vector in (vector for digest in gone for vector in self._vectors.pop(digest)):
+            self._groups_of[vector] -= 1
+            if not self._groups_of[vector]:
+                del self._groups_of[vector]
+                unused.append(vector)
         self._steering.drop(gone, unused)
         self._steering.put(vectors, groups, gates)
         for digest, operations in groups.items():
@@ -148,6 +151,3 @@ class HeldGroups:
             if digest not in held:
                 held.add(digest)
                 self._holders[digest] += 1
-        for digest in unused:
-            if not self._groups_of[digest]:
-                del self._groups_of[digest]

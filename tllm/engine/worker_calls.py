@@ -16,6 +16,7 @@ from tllm.engine.options import EngineOptions
 from tllm.engine.registered import HeldGroups, Registered
 from tllm.models.sites import ModelSites
 from tllm.runtime.session import Session
+from tllm.spec.packed_vectors import PackedVectors
 from tllm.spec.patching import KEPT
 
 
@@ -106,13 +107,13 @@ class WorkerCalls:
     def update_steering(
         self,
         holder: str,
-        vectors: Mapping[str, Any],
+        vectors: PackedVectors,
         groups: Mapping[str, Any],
         released: Iterable[str],
         gates: Mapping[str, Any],
     ) -> None:
         """See `HeldGroups.put`."""
-        self._groups.put(holder, vectors, groups, released, gates)
+        self._groups.put(holder, vectors.unpacked(), groups, released, gates)
 
     def keep_run(self, uid: str, on_host: bool = False) -> tuple[int, int] | None:
         """Keep the rows of a run that has ended, for patches; the number of its tokens, and the

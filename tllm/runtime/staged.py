@@ -39,12 +39,13 @@ class StagedTable:
     ) -> None:
         self._indexed = indexed
         self._fill = fill
-        self._staged: dict[Index, npt.NDArray[np.generic] | torch.Tensor] = {}
+        self._indices: list[npt.NDArray[np.int64]] = []
+        self._entries: list[torch.Tensor] = []
         self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
 
     def __bool__(self) -> bool:
         """Whether anything is staged."""
-        return bool(self._staged)
+        return bool(self._indices)
 
     def stage(self, index: Index, entry: npt.NDArray[np.generic] | torch.Tensor) -> None:
         """Write an entry with the next `commit`; it is not to be changed until then.
@@ -53,7 +54,19 @@ class StagedTable:
             index: one number, or a tuple where there are several dimensions to index.
             entry: in the table's dtype, on the host.
         """
-        self._staged[index] = entry
+        held = entry if isinstance(entry, torch.Tensor) else torch.from_numpy(entry)
+        self._indices.append(np.array(index, np.int64).reshape(1, -1))
+        self._entries.append(held.reshape(1, -1))
+
+    def stage_all(self, indices: npt.NDArray[np.int64], entries: torch.Tensor) -> None:
+        """Write several entries, each another one, with the next `commit`.
+
+        Args:
+            indices: `[entries]`, or `[entries, dimensions]` where there are several to index.
+            entries: `[entries, ...]`, in the table's dtype, on the host.
+        """
+        self._indices.append(indices.reshape(len(entries), -1))
+        self._entries.append(entries.reshape(len(entries), -1))
 
     def grow(self, shape: tuple[int, ...]) -> bool:
         """Make the table at least this large; what it held stays where it was.
@@ -72,27 +85,21 @@ class StagedTable:
 
     def commit(self) -> bool:
         """Write what is staged; returns whether there was anything."""
-        if not self._staged:
+        if not self._indices:
             return False
         table, shape = self.tensor, self.tensor.shape
-        index = np.array(list(self._staged), np.int64).reshape(len(self._staged), -1)
+        index, entries = np.concatenate(self._indices), torch.cat(self._entries)
+        self._indices, self._entries = [], []
         rows = np.ravel_multi_index(tuple(index.T), shape[: self._indexed]).astype(np.int64)
-        entries = torch.from_numpy(rows).view(torch.uint8), _bytes(list(self._staged.values()))
-        sent = upload(torch.cat(entries).numpy(), table.device)
+        latest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
+        if len(latest) < len(rows):
+            rows, entries = rows[latest], entries[torch.from_numpy(latest)]
+        both = torch.from_numpy(rows).view(torch.uint8), entries.reshape(-1).view(torch.uint8)
+        sent = upload(torch.cat(both).numpy(), table.device)
         at, content = sent[: rows.nbytes].view(torch.int64), sent[rows.nbytes :].view(table.dtype)
         flat = table.view(-1, *shape[self._indexed :])
-        flat.index_copy_(0, at, content.view(len(self._staged), *flat.shape[1:]))
-        self._staged.clear()
+        flat.index_copy_(0, at, content.view(len(rows), *flat.shape[1:]))
         return True
-
-
-def _bytes(entries: list[npt.NDArray[np.generic] | torch.Tensor]) -> torch.Tensor:
-    """Entries one after the other, as uint8."""
-    if isinstance(entries[0], torch.Tensor):
-        whole = torch.stack(entries)  # type: ignore[arg-type]
-    else:
-        whole = torch.from_numpy(np.stack(entries))  # type: ignore[arg-type]
-    return whole.reshape(-1).view(torch.uint8)
 
 
 def room(rows: int, least: int) -> int:

@@ -50,6 +50,9 @@ Choice = tuple[tuple[tuple[int, int], ...], int]
 
 _WORDS = int(Operation.SIZE)
 _SUMS_AT_ONCE = 4096
+_ONLY_A_SUM = np.zeros(_WORDS, np.int32)
+"""What stands where a configuration adds, and does nothing else."""
+_ONLY_A_SUM[Operation.CHAIN] = HAS_SUM
 
 
 @dataclass(eq=False)
@@ -59,6 +62,25 @@ class _Places:
     points: npt.NDArray[np.int64]
     users: int = 0
     """Configurations that are in use."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What is added, `[summands]` each, those of one point in their order.
+
+    Attributes:
+        vectors: rows of the table of vectors.
+    """
+
+    points: npt.NDArray[np.int64]
+    vectors: npt.NDArray[np.int64]
+    factors: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(cls, summands: Sequence[tuple[int, int, float]]) -> _Sums:
+        """From point, vector and factor of each."""
+        points, vectors, factors = zip(*summands, strict=True)
+        return cls(np.array(points), np.array(vectors), np.array(factors, np.float32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +95,8 @@ class _HeldGroup:
         told: likewise of those that earlier pipeline stages judge.
         tells: whether a later pipeline stage may need what is judged here.
         hears: whether this one needs what is judged on an earlier one.
+        sums: where all that it does is to add vectors: point, digest of the vector and factor of
+            each.
     """
 
     operations: list[tuple[int, str, OperationForm, int]]
@@ -81,6 +105,7 @@ class _HeldGroup:
     told: list[Gate]
     tells: bool
     hears: bool
+    sums: list[tuple[int, str, float]] | None = None
 
 
 @dataclass(eq=False)
@@ -198,7 +223,8 @@ class Steering:
         self._free_rows: list[int] = []
         self._chains = ConsecutivePlaces()
         self._places: WeakValueDictionary[tuple[int, ...], _Places] = WeakValueDictionary()
-        self._new_sums: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        self._new_sums: dict[int, _Sums] = {}  # by row
+        self._points: dict[tuple[str, int | None], int | None] = {}  # None: on another stage
         self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
         self._first_rows = max(1, rows)
         self._max_vectors = max_vectors
@@ -227,6 +253,8 @@ class Steering:
         condition is judged later in the network than what it decides on.
         """
         hidden = self._taps.hidden_size
+        new: list[npt.NDArray[np.float32]] = []
+        places: list[npt.NDArray[np.int64]] = []
         for digest, vector in vectors.items():
             if vector.shape[-1] != hidden or vector.ndim > 2:
                 raise ValueError(f"steering vectors have shape {vector.shape}; hidden is {hidden}")
@@ -234,12 +262,15 @@ class Steering:
             if digest.startswith(PROBE):
                 self.gates.hold(digest, vector)
             elif digest not in self._vectors:
-                held = torch.from_numpy(np.array(vector)).to(self._taps.dtype).view(-1, hidden)
-                first = self._vectors[digest] = self._placed.acquire(len(held))
-                self._rows_of_vectors[digest] = len(held)
-                for row, each in enumerate(held, first):
-                    self._bank.stage(row, each)
-                self._stale = True
+                rows = vector.reshape(-1, hidden)
+                first = self._vectors[digest] = self._placed.acquire(len(rows))
+                self._rows_of_vectors[digest] = len(rows)
+                new.append(rows)
+                places.append(np.arange(first, first + len(rows)))
+        if new:
+            held = torch.from_numpy(np.concatenate(new)).to(self._taps.dtype)
+            self._bank.stage_all(np.concatenate(places), held)
+            self._stale = True
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
@@ -249,7 +280,27 @@ class Steering:
         self, operations: Sequence[GroupOperation], gates: GroupGates | None
     ) -> _HeldGroup:
         """A group as this worker does it: without what another pipeline stage does."""
-        gates = GroupGates((-1,) * len(operations), ()) if gates is None else gates
+        if gates is None:
+            of_each = ((self._point(hook, layer), v, done) for hook, layer, v, done in operations)
+            here = [(point, v, done, 0) for point, v, done in of_each if point is not None]
+            added = [
+                (point, v, done.add)
+                for point, v, done, _ in here
+                if isinstance(done, Coefficients) and done.only_adds
+            ]
+            sums = added if len(added) == len(here) else None
+            return _HeldGroup(here, [], [], [], tells=False, hears=False, sums=sums)
+        return self._gated_group(operations, gates)
+
+    def _point(self, hook: str, layer: int | None) -> int | None:
+        """The point of a place; None where another pipeline stage has it."""
+        place = hook, layer
+        if place not in self._points:
+            self._points[place] = self._taps.index.get(self._resolve(hook, layer))
+        return self._points[place]
+
+    def _gated_group(self, operations: Sequence[GroupOperation], gates: GroupGates) -> _HeldGroup:
+        """A group with conditions, as this worker does it."""
         index, found = self._taps.index, []
         points, earlier = self._where_judged(gates)
         # Later requests of a conversation, and the scheduler, hear of conditions from the last
@@ -430,40 +481,33 @@ class Steering:
                 f"steering {unknown[0]} is not in this worker; ask through tllm.LLM or "
                 "tllm.AsyncLLM, which bring it here"
             )
+        held = [self._groups[digest] for digest in groups]
+        summands = [group.sums for group in held if group.sums is not None]
+        if len(summands) == len(held):
+            return self._configure_sums([each for of_group in summands for each in of_group])
         # At each point: what is added first, as one sum; then the other operations, in order.
-        sums: dict[int, list[tuple[int, float]]] = {}
+        sums: list[tuple[int, int, float]] = []
         operations: dict[int, list[npt.NDArray[np.int32]]] = {}
         vectors: set[str] = set()
         chains: list[tuple[int, int]] = []
         judged: dict[int, dict[int, Gate]] = {}
-        for digest in groups:
-            if self._groups[digest].hears:
+        for group in held:
+            if group.hears:
                 self.gates.expect()
-            for point, gate in self._groups[digest].gates:
+            for point, gate in group.gates:
                 judged.setdefault(point, {})[gate.number] = gate
                 vectors.update([gate.vector] if gate.vector else ())
-            for point, vector, coefficients, number in self._groups[digest].operations:
+            for point, vector, done, number in group.operations:
                 vectors.add(vector)
                 others = operations.setdefault(point, [])
-                if (
-                    isinstance(coefficients, Coefficients)
-                    and coefficients.only_adds
-                    and not others
-                    and not number
-                ):
-                    sums.setdefault(point, []).append((self._vectors[vector], coefficients.add))
+                adds = isinstance(done, Coefficients) and done.only_adds and not number
+                if isinstance(done, Coefficients) and adds and not others:
+                    sums.append((point, self._vectors[vector], done.add))
                     continue
-                words = np.zeros(_WORDS, np.int32)
-                words[Operation.VECTOR] = self._vectors[vector]
-                kind, floats = _in_words(coefficients)
-                words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
-                words[Operation.GATE] = number + KIND_UNIT * kind
-                others.append(words)
-                if isinstance(coefficients, Features):
-                    chains.append(self._placed_rules(coefficients))
-                    words[[Operation.LOW, Operation.HIGH]] = chains[-1]
-        self._stale = True
+                others.append(self._in_words(vector, done, number, chains))
         row = self._free_row()
+        self._note_sums(row, sums)
+        summed = {point for point, _, _ in sums}
         for point, others in operations.items():
             entry = others[0].copy() if others else np.zeros(_WORDS, np.int32)
             rest = others[1:]
@@ -473,20 +517,68 @@ class Steering:
                 chains.append((start, len(rest)))
                 for i, words in enumerate(rest):
                     self._operations.stage(start + i, words)
-            entry[Operation.CHAIN] = len(others) + CHAIN_UNIT * start
-            if point in sums:
-                entry[Operation.CHAIN] += HAS_SUM
-                self._sum_points.setdefault(point, len(self._sum_points))
-                self._new_sums[point, row] = sums[point]
+            entry[Operation.CHAIN] = len(others) + CHAIN_UNIT * start + HAS_SUM * (point in summed)
             self._entries.stage((point, row), entry)
-        self._vector_users.update(vectors)
-        points = tuple(operations)
-        places = self._places.setdefault(points, _Places(np.array(points, np.int64)))
         gates = None
         if judged:
             in_order = {p: [at[n] for n in sorted(at)] for p, at in judged.items()}
             gates = self.gates.place(row, in_order)
-        return _Configuration(row, places, chains, vectors, gates)
+        places = self._places_of(operations)
+        return self._configured(_Configuration(row, places, chains, vectors, gates))
+
+    def _configure_sums(self, summands: Sequence[tuple[int, str, float]]) -> _Configuration:
+        """A configuration that only adds vectors, as most do of which there are many."""
+        vectors = {vector for _, vector, _ in summands}
+        row = self._free_row()
+        places = self._places_of(dict.fromkeys(point for point, _, _ in summands))
+        self._note_sums(row, [(point, self._vectors[v], factor) for point, v, factor in summands])
+        self._stage_entries(places, row, _ONLY_A_SUM)
+        return self._configured(_Configuration(row, places, [], vectors))
+
+    def _configured(self, configuration: _Configuration) -> _Configuration:
+        self._stale = True
+        self._vector_users.update(configuration.vectors)
+        return configuration
+
+    def _places_of(self, points: Iterable[int]) -> _Places:
+        found = tuple(points)
+        places = self._places.get(found)
+        if places is None:
+            places = self._places[found] = _Places(np.array(found, np.int64))
+        return places
+
+    def _note_sums(self, row: int, sums: Sequence[tuple[int, int, float]]) -> None:
+        """What is to be added in a new row: point, vector and factor of each summand."""
+        if sums:
+            for point, _, _ in sums:
+                self._sum_points.setdefault(point, len(self._sum_points))
+            self._new_sums[row] = _Sums.of(sums)
+
+    def _stage_entries(self, places: _Places, row: int, entry: npt.NDArray[np.int32]) -> None:
+        """The same entry of a row at several points."""
+        points = places.points
+        if len(points):
+            index = np.stack([points, np.full_like(points, row)], 1)
+            self._entries.stage_all(index, torch.from_numpy(entry).expand(len(points), -1))
+
+    def _in_words(
+        self, vector: str, done: OperationForm, number: int, chains: list[tuple[int, int]]
+    ) -> npt.NDArray[np.int32]:
+        """An operation as the tap reads it.
+
+        Args:
+            number: which gate decides, as `Operation.GATE` says it.
+            chains: where the rules of features lie is put here.
+        """
+        words = np.zeros(_WORDS, np.int32)
+        words[Operation.VECTOR] = self._vectors[vector]
+        kind, floats = _in_words(done)
+        words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
+        words[Operation.GATE] = number + KIND_UNIT * kind
+        if isinstance(done, Features):
+            chains.append(self._placed_rules(done))
+            words[[Operation.LOW, Operation.HIGH]] = chains[-1]
+        return words
 
     def _placed_rules(self, features: Features) -> tuple[int, int]:
         """Where the rules of features lie, and how many there are."""
@@ -511,9 +603,8 @@ class Steering:
         self._stale = True
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
-        for point in configuration.places.points.tolist():
-            self._entries.stage((point, configuration.row), np.zeros(_WORDS, np.int32))
-            self._new_sums.pop((point, configuration.row), None)
+        self._stage_entries(configuration.places, configuration.row, np.zeros(_WORDS, np.int32))
+        self._new_sums.pop(configuration.row, None)
         for start, length in configuration.chains:
             self._chains.release(start, length)
         if configuration.gates is not None:
@@ -556,21 +647,27 @@ class Steering:
         device, hidden, bank = self._taps.device, self._taps.hidden_size, self._bank.tensor
         rows = self._sums.tensor.shape[1]
         flat = self._sums.tensor.view(-1, hidden)
-        new = [(self._sum_points[p] * rows + row, s) for (p, row), s in self._new_sums.items()]
-        for low in range(0, len(new), _SUMS_AT_ONCE):
-            part = new[low : low + _SUMS_AT_ONCE]
-            longest = max(len(summands) for _, summands in part)
-            index = np.zeros((longest, len(part)), np.int64)
-            scale = np.zeros((longest, len(part), 1), np.float32)
-            for i, (_, summands) in enumerate(part):
-                for j, (vector, factor) in enumerate(summands):
-                    index[j, i], scale[j, i, 0] = vector, factor
-            total = torch.zeros((len(part), hidden), dtype=torch.float32, device=device)
-            vectors, factors = upload(index, device), upload(scale, device)
-            for j in range(longest):
-                total.addcmul_(bank[vectors[j]].float(), factors[j])
-            at = upload(np.array([place for place, _ in part], np.int64), device)
-            flat.index_copy_(0, at, total.to(flat.dtype))
+        place_of = np.zeros(self._taps.num_points, np.int64)
+        place_of[[*self._sum_points]] = [*self._sum_points.values()]
+        new = self._new_sums.items()
+        places = np.concatenate([place_of[sums.points] * rows + row for row, sums in new])
+        vectors = np.concatenate([sums.vectors for _, sums in new])
+        factors = np.concatenate([sums.factors for _, sums in new])
+        order = np.argsort(places, kind="stable")
+        summed, firsts, counts = np.unique(places[order], return_index=True, return_counts=True)
+        # Of each summand, which place it is added to, and how many came before it there.
+        which = np.repeat(np.arange(len(summed)), counts)
+        before = np.arange(len(order)) - firsts[which]
+        index = np.zeros((counts.max(), len(summed)), np.int64)
+        scale = np.zeros((*index.shape, 1), np.float32)
+        index[before, which], scale[before, which, 0] = vectors[order], factors[order]
+        for low in range(0, len(summed), _SUMS_AT_ONCE):
+            part = slice(low, low + _SUMS_AT_ONCE)
+            of, by = upload(index[:, part], device), upload(scale[:, part], device)
+            total = torch.zeros((of.shape[1], hidden), dtype=torch.float32, device=device)
+            for vector, factor in zip(of, by, strict=True):
+                total.addcmul_(bank[vector].float(), factor)
+            flat.index_copy_(0, upload(summed[part], device), total.to(flat.dtype))
         self._new_sums.clear()
 
     def _grow(self) -> None:

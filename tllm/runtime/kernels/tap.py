@@ -816,7 +816,26 @@ def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
 
-def _operate_reference(
+def _operate_along_reference(
+    rows: torch.Tensor,
+    operations: torch.Tensor,
+    vectors_at: int,
+    dtype: torch.dtype,
+    share: torch.Tensor,
+) -> torch.Tensor:
+    """Of each float32 row `[rows, hidden]` its own operation along one vector, `share` `[rows]` of
+    it; see `OperationKind`."""
+    index = operations[:, Operation.VECTOR].long()
+    vectors = _at(vectors_at, dtype, int(index.max()) + 1, rows.shape[1])[index].float()
+    coefficients = operations[:, Operation.ADD : Operation.COEFFICIENTS_END].view(torch.float32)
+    add, norm, component, strength, low, high = coefficients.unbind(1)
+    along = (rows * vectors).sum(1)
+    clipped = torch.minimum(torch.maximum(along, low), high)
+    scale = add + component * along + strength * (clipped - along) + norm * rows.norm(dim=1)
+    return rows + torch.where(share != 0, share * scale, 0.0)[:, None] * vectors
+
+
+def _operate_with_several_reference(
     rows: torch.Tensor,
     operation: torch.Tensor,
     vectors_at: int,
@@ -824,8 +843,8 @@ def _operate_reference(
     dtype: torch.dtype,
     share: torch.Tensor,
 ) -> torch.Tensor:
-    """One steering operation on float32 rows `[rows, hidden]`, `share` `[rows]` of it; see
-    `OperationKind`."""
+    """One steering operation with more vectors than one on float32 rows `[rows, hidden]`, `share`
+    `[rows]` of it; see `OperationKind`."""
     hidden = rows.shape[1]
     index = int(operation[Operation.VECTOR])
     kind = int(operation[Operation.GATE]) // KIND_UNIT
@@ -870,10 +889,7 @@ def _operate_reference(
             slope = torch.where(ends > 0, outs, 0.0) @ weights
         delta = strength * torch.where(scores > 0, slope, 0.0) @ first
     else:
-        (vector,) = vectors(1)
-        along = rows @ vector
-        scale = add + component * along + strength * (along.clamp(low, high) - along)
-        delta = (scale + norm * rows.norm(dim=1))[:, None] * vector
+        raise ValueError(f"an operation of kind {kind}, which has one vector only")
     share = share[:, None]
     return rows + torch.where(share != 0, share * delta, 0.0)
 
@@ -914,10 +930,7 @@ def reference(
         if flags & Column.ADD.flag:
             changed[_add(value, plan, at_stage, dtype)] = True
         if flags & Column.STEER.flag:
-            for row in plan[Column.STEER.plan_row].unique().tolist():
-                if row >= 0:
-                    steered = (plan[Column.STEER.plan_row] == row).nonzero().squeeze(1)
-                    changed[_steer(value, steered, row, fields, at_stage, dtype, plan, at)] = True
+            changed |= _steer(value, plan, at, fields, at_stage, dtype)
         value = value.to(dtype).float()
     at, written = at[changed], value[changed].to(dtype)
     if fused is not None:
@@ -1107,50 +1120,99 @@ def _add(
 
 def _steer(
     value: torch.Tensor,
-    steered: torch.Tensor,
-    row: int,
+    plan: torch.Tensor,
+    tokens: torch.Tensor,
     fields: list[int],
     at_stage: dict[str, int],
     dtype: torch.dtype,
-    plan: torch.Tensor,
-    tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """Do what a steering row says; returns which of the rows `steered` have changed.
+    """Do what the steering rows say; returns `[rows]`, which have changed.
+
+    All rows at once: those of a batch may each have a steering row of its own.
 
     Args:
         plan: of the rows of `value`.
         tokens: which of the batch they are.
     """
     size, hidden = int(Operation.SIZE), value.shape[1]
-    entry = _at(at_stage["STEERING"] + 4 * size * row, torch.int32, size)
-    chain = int(entry[Operation.CHAIN])
-    changed = torch.zeros(len(steered), dtype=torch.bool)
-    if chain & HAS_SUM:
-        summed = at_stage["SUMS"] + row * hidden * dtype.itemsize
-        value[steered] += _at(summed, dtype, hidden).float()
-        changed[:] = True
-    operations = [entry] if chain & (HAS_SUM - 1) else []
-    if (count := chain & (HAS_SUM - 1)) > 1:
-        rest = fields[Descriptor.OPERATIONS] + 4 * size * (chain // CHAIN_UNIT)
-        operations += list(_at(rest, torch.int32, count - 1, size))
-    for operation in operations:
-        share = torch.ones(len(steered))
-        if gate := int(operation[Operation.GATE]) % KIND_UNIT:
-            state = at_stage["GATE_STATE"]
-            scope, number = gate // SCOPE_UNIT, gate % SCOPE_UNIT - 1
-            for i, each in enumerate(steered.tolist()):
-                latch = _latch_of(plan[:, each], at_stage) if scope else None
-                if not scope:
-                    share[i] = _state_at(state, int(tokens[each]))[0, number]
-                else:
-                    share[i] = float(latch is not None and latch.recalled(number, scope))
-        changed |= share != 0
-        value[steered] = _operate_reference(
-            value[steered],
-            operation,
-            fields[Descriptor.VECTORS],
-            fields[Descriptor.OPERATIONS],
-            dtype,
-            share,
+    changed = torch.zeros(len(value), dtype=torch.bool)
+    steered = (plan[Column.STEER.plan_row] >= 0).nonzero().squeeze(1)
+    if not len(steered):
+        return changed
+    row = plan[Column.STEER.plan_row, steered]
+    entries = _at(at_stage["STEERING"], torch.int32, int(row.max()) + 1, size)[row]
+    chain = entries[:, Operation.CHAIN]
+    summed = (chain & HAS_SUM) != 0
+    if summed.any():
+        with_sum, of = steered[summed], row[summed]
+        sums = _at(at_stage["SUMS"], dtype, int(of.max()) + 1, hidden)
+        value.index_add_(0, with_sum, sums[of].float())
+        changed[with_sum] = True
+    count = chain & (HAS_SUM - 1)
+    for number in range(int(count.max())):
+        left = (count > number).nonzero().squeeze(1)
+        operations = entries[left]
+        if number:  # the first stands in the entry
+            following = chain[left].div(CHAIN_UNIT, rounding_mode="floor").long() + number - 1
+            end = int(following.max()) + 1
+            operations = _at(fields[Descriptor.OPERATIONS], torch.int32, end, size)[following]
+        at = steered[left]
+        share = _shares(operations[:, Operation.GATE], plan, at, tokens, at_stage)
+        changed[at] |= share != 0
+        value[at] = _operate_reference(value[at], operations, fields, dtype, share)
+    return changed
+
+
+def _operate_reference(
+    rows: torch.Tensor,
+    operations: torch.Tensor,
+    fields: list[int],
+    dtype: torch.dtype,
+    share: torch.Tensor,
+) -> torch.Tensor:
+    """Of each float32 row `[rows, hidden]` its own operation `[rows, Operation.SIZE]`, `share`
+    `[rows]` of it."""
+    kinds = operations[:, Operation.GATE].div(KIND_UNIT, rounding_mode="floor")
+    vectors_at, operations_at = fields[Descriptor.VECTORS], fields[Descriptor.OPERATIONS]
+    along = kinds == OperationKind.ALONG
+    if along.all():
+        return _operate_along_reference(rows, operations, vectors_at, dtype, share)
+    result = rows.clone()
+    if along.any():
+        result[along] = _operate_along_reference(
+            rows[along], operations[along], vectors_at, dtype, share[along]
         )
-    return steered[changed]
+    alike, which = operations.unique(dim=0, return_inverse=True)
+    for number, operation in enumerate(alike):
+        at = (which == number) & ~along
+        if at.any():
+            result[at] = _operate_with_several_reference(
+                rows[at], operation, vectors_at, operations_at, dtype, share[at]
+            )
+    return result
+
+
+def _shares(
+    words: torch.Tensor,
+    plan: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    at_stage: dict[str, int],
+) -> torch.Tensor:
+    """How much of each row's operation is done, as its gate says; 1 without a gate.
+
+    Args:
+        words: `Operation.GATE` of the operations.
+        rows: which rows of the plan they are done to.
+    """
+    share = torch.ones(len(rows))
+    gates = words % KIND_UNIT
+    gated = gates.nonzero().squeeze(1)
+    for i, gate in zip(gated.tolist(), gates[gated].tolist(), strict=True):
+        each, scope, number = int(rows[i]), gate // SCOPE_UNIT, gate % SCOPE_UNIT - 1
+        if not scope:
+            share[i] = _state_at(at_stage["GATE_STATE"], int(tokens[each]))[0, number]
+        else:
+            latch = _latch_of(plan[:, each], at_stage)
+            share[i] = float(latch is not None and latch.recalled(number, scope))
+    return share
