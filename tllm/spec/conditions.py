@@ -111,6 +111,15 @@ class GroupGates(NamedTuple):
         return next((gate.scope for gate in self.gates if gate.number == number), 0)
 
 
+class Edges(NamedTuple):
+    """The scores for which a condition holds, as in a `Gate`."""
+
+    low: float
+    high: float
+    soft: float = 0.0
+    middle: float = 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class ProbeCondition:
     """A row's score decides.
@@ -121,7 +130,6 @@ class ProbeCondition:
         layer: negative counts from the end.
         vector: float32 `[hidden]`; of a small MLP, what `MlpProbe` packs.
         score: one of `KINDS`.
-        low, high, soft, middle: see `Gate`.
         memory: for which tokens it decides.
         threshold, widths: see `Gate`.
         feature: the autoencoder and the feature that it is made of; None for none.
@@ -134,10 +142,7 @@ class ProbeCondition:
     vector: FloatArray
     bias: float
     score: str
-    low: float
-    high: float
-    soft: float
-    middle: float
+    edges: Edges
     memory: Memory = NOTHING
     threshold: float = 0.0
     feature: tuple[str, int] | None = None
@@ -153,8 +158,7 @@ class ProbeCondition:
     @cached_property
     def digest(self) -> str:
         """Of what is judged, whatever it is called."""
-        edges = self.low, self.high, self.soft, self.middle
-        numbers = _NUMBERS.pack(self.bias, *edges, self.threshold)
+        numbers = _NUMBERS.pack(self.bias, *self.edges, self.threshold)
         kind = f"{self.score}:{self.widths}"
         place = f"{self.point.value}:{self.layer}:{kind}:{self.vector_digest}:"
         return digest_of(place.encode() + numbers)
@@ -229,8 +233,8 @@ class JointCondition:
 
 
 @dataclass(frozen=True, eq=False)
-class NamedCondition:
-    """A condition that was registered under a name (`llm.steering.register_monitor`)."""
+class _UnknownCondition:
+    """A condition that names something: nobody knows what it judges before that is found."""
 
     field: str
     name: str
@@ -238,23 +242,33 @@ class NamedCondition:
     is_complete = False
 
     @property
-    def memory(self) -> Memory:
-        """As `digest`."""
-        raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
+    def looked_for(self) -> str:
+        """What it names, in words."""
+        return f"the monitor {self.name!r}"
 
     @property
     def digest(self) -> str:
-        """Nobody knows what it judges before it is found."""
-        raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
+        """Nobody knows yet."""
+        raise ValueError(f"{self.field}: {self.looked_for} was not looked up")
+
+    def probes(self) -> Iterator[ProbeCondition]:
+        """As `digest`."""
+        raise ValueError(f"{self.field}: {self.looked_for} was not looked up")
+
+
+@dataclass(frozen=True, eq=False)
+class NamedCondition(_UnknownCondition):
+    """A condition that was registered under a name (`llm.steering.register_monitor`)."""
+
+    @property
+    def memory(self) -> Memory:
+        """As `digest`."""
+        raise ValueError(f"{self.field}: {self.looked_for} was not looked up")
 
     @property
     def key(self) -> Hashable:
         """As that of a `ProbeCondition`; what the monitor judges is not looked at."""
         return self.name
-
-    def probes(self) -> Iterator[ProbeCondition]:
-        """As `digest`."""
-        raise ValueError(f"{self.field}: the monitor {self.name!r} was not looked up")
 
     def found(self, known: Known) -> Condition:
         """What is registered under the name."""
@@ -268,40 +282,28 @@ class NamedCondition:
 
 
 @dataclass(frozen=True, eq=False)
-class FeatureCondition:
+class FeatureCondition(_UnknownCondition):
     """How active a feature is of an autoencoder that is registered as a consumer decides.
 
     Attributes:
-        field, name, low, high, soft, middle, memory: as of a `ProbeCondition`.
+        field, name, edges, memory: as of a `ProbeCondition`.
         sae: the id of the consumer.
     """
 
-    field: str
-    name: str
     sae: str
     feature: int
-    low: float
-    high: float
-    soft: float
-    middle: float
+    edges: Edges
     memory: Memory = NOTHING
 
-    is_complete = False
-
     @property
-    def digest(self) -> str:
-        """Nobody knows what it judges before it is found."""
-        raise ValueError(f"{self.field}: the autoencoder {self.sae!r} was not looked up")
+    def looked_for(self) -> str:
+        """What it names, in words."""
+        return f"the autoencoder {self.sae!r}"
 
     @property
     def key(self) -> Hashable:
         """As that of a `ProbeCondition`; the autoencoder is not looked at."""
-        edges = self.low, self.high, self.soft, self.middle
-        return self.name, self.sae, self.feature, edges, self.memory
-
-    def probes(self) -> Iterator[ProbeCondition]:
-        """As `digest`."""
-        raise ValueError(f"{self.field}: the autoencoder {self.sae!r} was not looked up")
+        return self.name, self.sae, self.feature, self.edges, self.memory
 
     def found(self, known: Known) -> Condition:
         """The feature as a probe, where the autoencoder reads."""
@@ -317,10 +319,7 @@ class FeatureCondition:
             probe.vector,
             probe.bias,
             probe.kind,
-            self.low,
-            self.high,
-            self.soft,
-            self.middle,
+            self.edges,
             self.memory,
             probe.threshold,
             (self.sae, self.feature),
@@ -376,20 +375,8 @@ class GateNumbers:
             numbers = [self.number(term, memory.of_terms) for term in condition.terms]
             terms = tuple(dict.fromkeys(numbers))  # each once
             last = max(condition.probes(), key=lambda probe: order_of(probe.point, probe.layer))
-            gate = Gate(
-                len(self._gates),
-                last.point.value,
-                last.layer,
-                terms=terms,
-                every=condition.every,
-                names=(condition.name,) if condition.name else (),
-                scope=scope,
-                over=over,
-                kept_as=kept_as,
-            )
-            self._needed[gate.number] = frozenset((gate.number,)).union(
-                *(self._needed[term] for term in terms)
-            )
+            place = last.point.value, last.layer
+            gate = Gate(len(self._gates), *place, terms=terms, every=condition.every)
         else:
             gate = Gate(
                 len(self._gates),
@@ -398,19 +385,16 @@ class GateNumbers:
                 condition.vector_digest,
                 KINDS.index(condition.score),
                 condition.bias,
-                condition.low,
-                condition.high,
-                condition.soft,
-                condition.middle,
-                names=(condition.name,) if condition.name else (),
-                scope=scope,
-                over=over,
+                *condition.edges,
                 threshold=condition.threshold,
-                kept_as=kept_as,
                 widths=condition.widths,
             )
-            self._needed[gate.number] = frozenset((gate.number,))
             self.vectors[condition.vector_digest] = condition.vector
+        self._needed[gate.number] = frozenset((gate.number,)).union(
+            *(self._needed[term] for term in gate.terms)
+        )
+        names = (condition.name,) if condition.name else ()
+        gate = gate._replace(names=names, scope=scope, over=over, kept_as=kept_as)
         self._gates[key] = gate
         return gate.number
 
@@ -544,9 +528,10 @@ def condition_described(condition: Condition) -> dict[str, Any]:
         return {**told, kind: terms, **condition.memory.described()}
     if isinstance(condition, FeatureCondition):
         return {**told, "probe": {"sae": condition.sae, "feature": condition.feature}}
-    threshold: dict[str, Any] = {"above": condition.low, "below": condition.high}
-    if condition.low > -math.inf and condition.high < math.inf:
-        threshold = {"between": [condition.low, condition.high]}
+    low, high, soft, _ = condition.edges
+    threshold: dict[str, Any] = {"above": low, "below": high}
+    if low > -math.inf and high < math.inf:
+        threshold = {"between": [low, high]}
     probe = {
         **dict(zip(("sae", "feature"), condition.feature or (), strict=False)),
         "hook": condition.point.value,
@@ -558,7 +543,7 @@ def condition_described(condition: Condition) -> dict[str, Any]:
     }
     told |= {"probe": probe, **{k: x for k, x in threshold.items() if x not in _UNBOUND}}
     told |= condition.memory.described()
-    return {**told, "soft": abs(condition.soft)} if condition.soft else told
+    return {**told, "soft": abs(soft)} if soft else told
 
 
 _UNBOUND = (-math.inf, math.inf)
@@ -648,13 +633,13 @@ def _probe_condition(
                 "gives; leave score out"
             )
         weights, bias, kind = mlp.packed, mlp.bias, mlp.kind
-        made = ProbeCondition(field, name, point, layer, weights, bias, kind, *edges, memory)
+        made = ProbeCondition(field, name, point, layer, weights, bias, kind, edges, memory)
         return replace(made, widths=mlp.widths)
     if score not in SCORES:
         raise ValueError(f"{inner}['score']={score!r} is not known; choose one of {SCORES}")
     vector = _vector(probe["vector"], f"{inner}['vector']", unit=score != "dot")
     bias = scalar(probe.get("bias", 0.0), f"{inner}['bias']")
-    return ProbeCondition(field, name, point, layer, vector, bias, score, *edges, memory)
+    return ProbeCondition(field, name, point, layer, vector, bias, score, edges, memory)
 
 
 _OF_MLPS = frozenset(("hook", "layer", "layers", "activation", "score"))
@@ -673,11 +658,11 @@ def _feature_condition(
         )
     if type(feature) is not int or feature < 0:
         raise ValueError(f"{inner}['feature']={feature!r:.60}; give the number of a feature")
-    return FeatureCondition(field, name, sae, feature, *_range(given, field), memory)
+    return FeatureCondition(field, name, sae, feature, _range(given, field), memory)
 
 
-def _range(given: Mapping[str, Any], field: str) -> tuple[float, float, float, float]:
-    """Which scores fire: `low`, `high`, `soft` and `middle` of a `Gate`."""
+def _range(given: Mapping[str, Any], field: str) -> Edges:
+    """Which scores fire."""
     chosen = [key for key in _RANGES if given.get(key) is not None]
     if len(chosen) != 1:
         raise ValueError(
@@ -698,11 +683,11 @@ def _range(given: Mapping[str, Any], field: str) -> tuple[float, float, float, f
             raise ValueError(
                 f"{field}['between'] is {given[key]!r:.60}; give two numbers, the smaller first"
             )
-        return float(edges[0]), float(edges[1]), 0.0, 0.0
+        return Edges(float(edges[0]), float(edges[1]))
     threshold = scalar(given[key], f"{field}[{key!r}]")
     if key == "above":
-        return threshold, math.inf, soft, threshold
-    return -math.inf, threshold, -soft, threshold
+        return Edges(threshold, math.inf, soft, threshold)
+    return Edges(-math.inf, threshold, -soft, threshold)
 
 
 def _vector(given: Any, name: str, *, unit: bool) -> FloatArray:
