@@ -11,6 +11,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 from tllm.spec.selection import Selection
 
 Reduction = Literal["none", "mean", "max", "last"]
@@ -162,10 +163,7 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers], ..
         raise ValueError(f"{name} is empty; name at least one hook point")
     found: dict[str, Layers] = {}
     for given_point, layers in pairs:
-        try:
-            point = HookPoint.parse(given_point)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        point = hook_named(given_point, name)
         if point.value in found:
             raise ValueError(f"{name} names {point} twice; give all of its layers at once")
         found[point.value] = _layers(point, layers, f"{name}[{given_point!r}]")

@@ -16,6 +16,7 @@ from tllm.spec.memory import NOTHING, OVERS, SCOPES, Memory
 from tllm.spec.probes import KINDS, SCORES, FindFeature, MlpProbe
 from tllm.spec.reading import (
     FloatArray,
+    allow_keys,
     digest_of,
     float_array,
     hook_named,
@@ -573,7 +574,7 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
     if kinds == ["probe"]:
         return _probe_condition(given, field, name, memory)
     [kind] = kinds
-    _allow(given, {kind, "name", "scope", "over"}, field, f"a condition with {kind!r}")
+    allow_keys(given, {kind, "name", "scope", "over"}, field, f"a condition with {kind!r}")
     terms = given[kind]
     if isinstance(terms, (str, Mapping)) or not isinstance(terms, Sequence) or not terms:
         raise ValueError(f"{field}[{kind!r}] is {terms!r:.60}; give a list of conditions")
@@ -597,7 +598,7 @@ def parse_conditions(given: Any, field: str) -> tuple[Condition, ...]:
 def _probe_condition(
     given: Mapping[str, Any], field: str, name: str, memory: Memory
 ) -> ProbeCondition | FeatureCondition:
-    _allow(given, {"probe", "name", "scope", "over", "soft", *_RANGES}, field, "a condition")
+    allow_keys(given, {"probe", "name", "scope", "over", "soft", *_RANGES}, field, "a condition")
     probe = given["probe"]
     if not isinstance(probe, Mapping):
         raise ValueError(
@@ -609,9 +610,9 @@ def _probe_condition(
         return _feature_condition(given, field, name, memory)
     mlp = MlpProbe.parse(probe, inner) if probe.get("layers") is not None else None
     if mlp is None:
-        _allow(probe, {"hook", "layer", "vector", "bias", "score"}, inner, "a probe")
+        allow_keys(probe, {"hook", "layer", "vector", "bias", "score"}, inner, "a probe")
     else:
-        _allow(probe, _OF_MLPS, inner, "a probe that is a small MLP")
+        allow_keys(probe, _OF_MLPS, inner, "a probe that is a small MLP")
     for key in ("hook", "vector"):
         if probe.get(key) is None and (mlp is None or key == "hook"):
             raise ValueError(f"{inner} has no {key!r}; give a hook point, a layer and a vector")
@@ -649,7 +650,7 @@ def _feature_condition(
     given: Mapping[str, Any], field: str, name: str, memory: Memory
 ) -> FeatureCondition:
     probe, inner = given["probe"], f"{field}['probe']"
-    _allow(probe, {"sae", "feature"}, inner, "a probe that is a feature of an autoencoder")
+    allow_keys(probe, {"sae", "feature"}, inner, "a probe that is a feature of an autoencoder")
     sae, feature = probe["sae"], probe.get("feature")
     if not isinstance(sae, str) or not sae:
         raise ValueError(
@@ -702,8 +703,3 @@ def _vector(given: Any, name: str, *, unit: bool) -> FloatArray:
         array = (wide / length).astype(np.float32)
     array.setflags(write=False)
     return array
-
-
-def _allow(given: Mapping[str, Any], allowed: Iterable[str], name: str, what: str) -> None:
-    if unknown := sorted(set(map(str, given)) - set(allowed)):
-        raise ValueError(f"{name} has unknown keys {unknown}; {what} takes {sorted(allowed)}")

@@ -15,7 +15,14 @@ import numpy as np
 from tllm.spec.changes import Changes
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
-from tllm.spec.reading import FloatArray, numeric_array, scalar, whole_number
+from tllm.spec.reading import (
+    FloatArray,
+    allow_keys,
+    hook_named,
+    numeric_array,
+    scalar,
+    whole_number,
+)
 
 KeptKind = Literal["run", "mean"]
 
@@ -104,8 +111,7 @@ class PatchSource:
             )
         kind = chosen[0]
         allowed = {kind, *{"noise": ("seed",), "run": ("positions",)}.get(kind, ())}
-        if unknown := sorted(set(map(str, given)) - allowed):
-            raise ValueError(f"{name} has unknown keys {unknown}; {kind!r} takes {sorted(allowed)}")
+        allow_keys(given, allowed, name, repr(kind))
         value, field = given[kind], f"{name}[{kind!r}]"
         if kind == "tensor":
             return cls(kind, rows=_rows(value, count, field))
@@ -176,10 +182,7 @@ class Patch:
         for key in ("hook", "positions", "source"):
             if given.get(key) is None:
                 raise ValueError(f"{name} has no {key!r}; give it")
-        try:
-            point = HookPoint.parse(given["hook"])
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        point = hook_named(given["hook"], name)
         layer = given.get("layer")
         if layer is not None:
             layer = whole_number(layer, f"{name}['layer']: ")

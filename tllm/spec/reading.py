@@ -60,6 +60,13 @@ def whole_number(given: Any, before: str) -> int:
     return int(given)
 
 
+def allow_keys(given: Iterable[Any], allowed: Iterable[str], name: str, what: str) -> None:
+    """Refuse a mapping that has other keys than these; `what` says in the message what takes
+    them."""
+    if unknown := sorted(set(map(str, given)) - set(allowed)):
+        raise ValueError(f"{name} has unknown keys {unknown}; {what} takes {sorted(allowed)}")
+
+
 def scalar(given: Any, name: str) -> float:
     """A finite number that float32 holds."""
     try:

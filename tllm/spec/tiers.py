@@ -18,6 +18,7 @@ from tllm.spec.methods import METHODS, SteeringMethod
 from tllm.spec.operations import OperationForm
 from tllm.spec.reading import (
     FloatArray,
+    allow_keys,
     digest_of,
     float_array,
     hook_named,
@@ -249,8 +250,7 @@ def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
 def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
     """Entries of the packed form: `dtype`, `shape`, `layer_indices`, base64 `data`, `scales`."""
     allowed = {"dtype", "shape", "layer_indices", "data", "scales", "positions", "when"}
-    if unknown := sorted(set(map(str, given)) - allowed):
-        raise ValueError(f"{name} has unknown keys {unknown}; packed takes {sorted(allowed)}")
+    allow_keys(given, allowed, name, "packed")
     for key in ("dtype", "shape", "layer_indices"):
         if key not in given:
             raise ValueError(f"{name} has data but no {key!r}; packed needs it")
@@ -332,8 +332,7 @@ def _entry(
             f"{name} has no {missing[0]!r}; give a list of numbers, an array or a tensor"
         )
     allowed = {"method", "positions", "when", *method.arrays, *method.parameters}
-    if unknown := sorted(set(map(str, given)) - allowed):
-        raise ValueError(f"{name} has unknown keys {unknown}; {named} takes {sorted(allowed)}")
+    allow_keys(given, allowed, name, named)
     arrays, parameters = _arrays(given, name, method), _parameters(given, name, method)
     try:
         vector, coefficients = method.operation(arrays, parameters)
