@@ -299,24 +299,23 @@ def sweep(
             all_clean, all_corrupt = [clean], [corrupt]
             given = [each for each in (right, wrong) if each is not None]
             answers = [list[str | int](given)] if given else None
-        job = sweeping.SweepJob(
-            model,
-            all_clean,
-            all_corrupt,
-            answers,
-            hooks.split(","),
-            layers=None if layers is None else _numbers("--layers", layers),
-            positions=None if positions is None else _numbers("--positions", positions),
-            metrics=metric.split(","),
-            noising=noising,
-            window=window,
-            heads=heads if heads in (None, "all") else _numbers("--heads", heads),
-            together=together,
-            freeze=() if freeze is None else freeze.split(","),
-            receivers=() if receivers is None else _places("--receivers", receivers),
-            engine=dict(map(_argument, engine_arg or ())),
-        )
-        found, texts = sweeping.run(job, console)
+        asked = {
+            "clean": all_clean,
+            "corrupt": all_corrupt,
+            "answers": answers,
+            "hooks": hooks.split(","),
+            "layers": None if layers is None else _numbers("--layers", layers),
+            "positions": None if positions is None else _numbers("--positions", positions),
+            "metric": metric.split(","),
+            "noising": noising,
+            "window": window,
+            "heads": heads if heads in (None, "all") else _numbers("--heads", heads),
+            "together": together,
+            "freeze": () if freeze is None else freeze.split(","),
+            "receivers": () if receivers is None else _places("--receivers", receivers),
+        }
+        engine = dict(map(_argument, engine_arg or ()))
+        found, texts = sweeping.run(model, engine, asked, console)
         sweeping.render(found, texts, top, console)
         if out is not None:
             sweeping.write(found, texts, out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,37 +16,6 @@ from tllm.spec.reading import json_lines
 
 if TYPE_CHECKING:
     from tllm.patching import Sweep
-
-
-@dataclass(frozen=True)
-class SweepJob:
-    """What to sweep.
-
-    Attributes:
-        model: a path or a name on the Hugging Face hub.
-        clean, corrupt: the prompts of each pair.
-        answers: the right and the wrong next token, for each pair.
-        hooks, layers, positions: as `llm.patching.sweep` takes them.
-        metrics: names.
-        noising, window, heads, together, freeze, receivers: see there.
-        engine: further arguments of `tllm.LLM`.
-    """
-
-    model: str
-    clean: Sequence[str]
-    corrupt: Sequence[str]
-    answers: Sequence[Sequence[str | int]] | None
-    hooks: Sequence[str]
-    layers: Sequence[int] | None = None
-    positions: Sequence[int] | None = None
-    metrics: Sequence[str] = ("recovered",)
-    noising: bool = False
-    window: int = 1
-    heads: Sequence[int] | str | None = None
-    together: bool = False
-    freeze: Sequence[str] = ()
-    receivers: Sequence[tuple[str, int]] = ()
-    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_pairs(path: Path) -> tuple[list[str], list[str], list[list[str | int]] | None]:
@@ -75,27 +43,22 @@ def read_pairs(path: Path) -> tuple[list[str], list[str], list[list[str | int]] 
     return clean, corrupt, answers or None
 
 
-def run(job: SweepJob, console: Console) -> tuple[Sweep, list[list[str]]]:
-    """Sweep, with a bar of the experiments; what came of it, and the text of the tokens."""
+def run(
+    model: str, engine: Mapping[str, Any], asked: Mapping[str, Any], console: Console
+) -> tuple[Sweep, list[list[str]]]:
+    """Sweep, with a bar of the experiments; what came of it, and the text of the tokens.
+
+    Args:
+        engine: further arguments of `tllm.LLM`.
+        asked: arguments of `llm.patching.sweep`.
+    """
     from tllm import LLM
 
-    llm = LLM(job.model, **job.engine)
+    llm = LLM(model, **engine)
     with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)
         sweep = llm.patching.sweep(
-            list(job.clean),
-            list(job.corrupt),
-            hooks=list(job.hooks),
-            layers=job.layers,
-            positions=job.positions,
-            metric=list(job.metrics),
-            answers=job.answers,
-            noising=job.noising,
-            window=job.window,
-            heads=job.heads,
-            together=job.together,
-            freeze=job.freeze,
-            receivers=job.receivers,
+            **asked,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     tokenizer = llm.get_tokenizer()
