@@ -131,15 +131,13 @@ router = APIRouter(tags=["interventions"])
 @router.get("/v1/steering", responses=_ADMIN)
 async def steering_status(state: Admin) -> dict[str, Any]:
     """What steers every request, which modules there are, and what is in use."""
-    status: dict[str, Any] = await state.interventions.steering.status()
-    return status
+    return dict(await state.interventions.steering.status())
 
 
 @router.get("/v1/steering/layers", responses=_ADMIN)
 async def steering_layers(state: Admin) -> dict[str, Any]:
     """Where the model can be steered."""
-    layers: dict[str, Any] = await state.interventions.steering.layers()
-    return layers
+    return dict(await state.interventions.steering.layers())
 
 
 @router.post("/v1/steering/set", responses=_ADMIN | _MALFORMED)
@@ -160,8 +158,7 @@ async def clear_steering(state: Admin) -> dict[str, Any]:
 @router.get("/v1/steering/modules", responses=_ADMIN)
 async def steering_modules(state: Admin) -> dict[str, Any]:
     """What each registered module does."""
-    modules: dict[str, Any] = await state.interventions.steering.modules()
-    return modules
+    return dict(await state.interventions.steering.modules())
 
 
 @router.post("/v1/steering/modules/register", responses=_ADMIN | _MALFORMED)
@@ -183,8 +180,7 @@ async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
 @router.get("/v1/steering/monitors", responses=_ADMIN)
 async def steering_monitors(state: Admin) -> dict[str, Any]:
     """What each registered monitor judges."""
-    monitors: dict[str, Any] = await state.interventions.steering.monitors()
-    return monitors
+    return dict(await state.interventions.steering.monitors())
 
 
 @router.post("/v1/steering/monitors/register", responses=_ADMIN | _MALFORMED)
@@ -207,8 +203,7 @@ async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
 async def steering_conversations(state: Admin) -> dict[str, Any]:
     """The conversations that conditions are remembered for, by id: `begun` (seconds since the
     epoch), `expires_in_s`, and `requests` so far."""
-    conversations: dict[str, Any] = await state.interventions.steering.conversations()
-    return conversations
+    return dict(await state.interventions.steering.conversations())
 
 
 @router.post("/v1/steering/conversations/forget", responses=_ADMIN | _UNKNOWN)
@@ -224,8 +219,7 @@ async def forget_conversation(body: ConversationName, state: Admin) -> dict[str,
 @router.get("/v1/interventions", responses=_ADMIN)
 async def interventions(state: Admin) -> list[dict[str, Any]]:
     """Counters of each worker: hook points, rows captured and dropped, consumers."""
-    stats: list[dict[str, Any]] = await state.interventions.intervention_stats()
-    return stats
+    return list(await state.interventions.intervention_stats())
 
 
 @router.get("/v1/captures/{name}", response_class=FileResponse, responses=_UNKNOWN)
