@@ -16,18 +16,18 @@ from engine.drafters import save_drafted_model, save_eagle, save_eagle3, save_mi
 from tllm import LLM
 
 _ON_V2 = os.environ["TLLM_TEST_RUNNER"] == "v2"
-_INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
+INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 _AHEAD = "-ahead"
 """Of a method on the V2 runner: a step is scheduled before the tokens of the last are known."""
 
 METHODS = ["ngram", "eagle", "eagle3", "mtp"]
-if _INTERPRETED:  # vLLM's kernel for n-grams is beyond Triton's interpreter
+if INTERPRETED:  # vLLM's kernel for n-grams is beyond Triton's interpreter
     METHODS = ["eagle3-ahead"]
 elif _ON_V2:
     METHODS = ["ngram", "eagle", "eagle-ahead", "eagle3-ahead", "mtp-ahead"]
 
 beyond_interpreting = pytest.mark.skipif(
-    _INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"
+    INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"
 )
 
 

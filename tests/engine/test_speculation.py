@@ -24,10 +24,12 @@ from engine.asking import (
     sampled,
 )
 from engine.drafters import DRAWN
-from engine.drafting import METHODS, DraftedModel, beyond_interpreting
+from engine.drafting import INTERPRETED, METHODS, DraftedModel, beyond_interpreting
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference
 from engine.test_controllers import Watch
+from engine.test_remembering import after, following, rest
+from engine.test_remembering import of_prompt as of_prompt_rows
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
 from tllm.consumers.logging import LoggingConsumer
@@ -416,13 +418,113 @@ def test_conditions_judge_each_token_and_tell_of_none_that_was_rejected(
     drafts.assert_some_came_true()
 
 
-def test_conditions_that_remember_are_refused(drafting):
-    """A draft that is rejected may have been judged."""
-    when = {"probe": {"hook": "embed", "vector": W}, "above": 0.5, "scope": "rest"}
-    asked = {"post_block": {1: {"vector": V, "when": when}}}
-    with pytest.raises(ValueError, match=r"may be a draft that is rejected.*speculative_config"):
-        generate(drafting, prompts_of([4]), few(4, steering_vectors=asked))
-    assert generate(drafting, prompts_of([4]), few(4))
+PROBED = ("post_block", 1)
+REMEMBERING = [
+    # What decides, on what, for which tokens: before its probe in the network, at it, and after it.
+    ({"scope": "rest"}, ("post_block", 0), "decode_steering_vectors"),
+    ({"scope": "next"}, ("attn_out", 0), "decode_steering_vectors"),
+    ({"scope": "rest"}, ("post_block", 1), "decode_steering_vectors"),
+    ({"scope": "next"}, ("post_block", 2), "steering_vectors"),
+    ({"scope": "rest"}, ("mlp_out", 2), "steering_vectors"),
+    ({"over": "prompt_mean"}, ("post_block", 0), "decode_steering_vectors"),
+    ({"over": "prompt_last", "scope": "conversation"}, ("attn_in", 2), "steering_vectors"),
+    ({"scope": "conversation"}, ("pre_attn", 1), "decode_steering_vectors"),
+]
+REMEMBERED = 10 if INTERPRETED else 36
+
+
+def test_conditions_that_remember_decide_as_without_drafts(
+    drafting, reference, preemptions, drafts
+):
+    """Of accepted tokens alone, and from the very next token on, which may be drafted already."""
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(len(REMEMBERING))]
+    prompts = prompts_of(lengths, seed=17)
+    params, changes = [], []
+    for prompt, case in zip(prompts, REMEMBERING, strict=True):
+        asked, change = remembered(reference, prompt, *case)
+        capture = {"memory": {"hooks": {"post_block": [2]}}}
+        params.append(few(REMEMBERED, **asked, capture=capture, logprobs=1))
+        changes.append(change)
+    late = 0
+    for prompt, output, change in zip(
+        prompts, generate(drafting, prompts, params), changes, strict=True
+    ):
+        (sample,) = output.outputs
+        tokens = list(sample.token_ids)
+        logits, states = reference.run([*prompt, *tokens][:-1], [("post_block", 2)], gated=[change])
+        drawn_from = logits[len(prompt) - 1 :]
+        assert [FEW[i] for i in drawn_from[:, FEW].argmax(-1)] == tokens
+        ours = [step[token].logprob for step, token in zip(sample.logprobs, tokens, strict=True)]
+        theirs = drawn_from.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert ours == pytest.approx(theirs.tolist(), abs=1e-3)
+        rows = sample.activations["post_block"][2]
+        assert rows.positions.tolist() == list(range(len(prompt) + len(tokens) - 1))
+        for row, expected in zip(rows.tensor, states["post_block", 2], strict=True):
+            assert error_of(row, expected) < RELATIVE
+        signal = sample.signals["turns"]
+        assert signal.scores == pytest.approx(
+            change.scores[0][signal.positions].numpy(), rel=1e-4, abs=5e-3
+        )
+        late += len(signal.fired) > 0 and signal.fired[0] > len(prompt)
+    assert late
+    drafts.assert_some_came_true()
+    assert INTERPRETED or preemptions
+
+
+def remembered(reference, prompt, when, place, field):
+    """A request with a condition that holds for some tokens and not for others; and its meaning."""
+    plain, of_prompt = list(prompt), "over" in when
+    for _ in range(REMEMBERED):
+        logits, states = reference.run(plain, [PROBED])
+        plain.append(FEW[int(logits[-1, FEW].argmax())])
+    start = len(prompt) if field.startswith("decode") else 0
+    scores, kind = (states[PROBED] @ W)[start:], when.get("over", when.get("scope"))
+    early, highest = scores[: len(prompt) - start + 4].max(), scores.max()
+    # What lasts should hold late, if it can.
+    edge = float(scores.median() if kind == "next" else (early + highest) / 2)
+    if early == highest:
+        edge = float(scores.topk(2).values.mean())
+    score = (
+        (lambda h: h @ W) if not of_prompt else of_prompt_rows(lambda h: h @ W, len(prompt), kind)
+    )
+    if of_prompt:
+        edge = float(score(states[PROBED])[0]) - 1
+        start = 0
+    recall = {"rest": rest, "conversation": rest, "next": following}.get(kind, after(len(prompt)))
+    probe = {"hook": PROBED[0], "layer": PROBED[1], "vector": W}
+    condition = {"probe": probe, "above": edge, "name": "turns", **when}
+    change = GatedChange(
+        place,
+        lambda h: h + 0.3 * V,
+        [(PROBED, score)],
+        lambda found: (found[0] > edge).float(),
+        start,
+        recall=recall,
+    )
+    entry = {"vector": 0.3 * V, "when": condition}
+    return {field: {place[0]: {place[1]: entry}}}, change
+
+
+@beyond_interpreting
+def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, drafts):
+    """Nor of rows beyond the end of a sequence that ends among accepted tokens."""
+    [prompt] = prompts_of([20], seed=18)
+    whole = list(generate(drafting, [prompt], few(36))[0].outputs[0].token_ids)
+    _, states = reference.run([*prompt, *whole][:-1], [PROBED])
+    scores = (states[PROBED] @ W)[len(prompt) :]
+    for count in range(2, 36):
+        name, probe = f"until {count}", {"hook": PROBED[0], "layer": PROBED[1], "vector": W}
+        judged = scores[: count - 1]  # the last token's row is not judged
+        # Holds for no token of the output, and for each that might come after it.
+        when = {"probe": probe, "above": float(judged.max()) + 1e-3, "scope": "conversation"}
+        asked = {"decode_steering_vectors": {"post_block": {0: {"vector": 30 * V, "when": when}}}}
+        asked["conversation"] = {"id": name, "key": "a secret of this test"}
+        [first] = generate(drafting, [prompt], few(count, **asked))
+        assert list(first.outputs[0].token_ids) == whole[:count]
+        [second] = generate(drafting, [prompt], few(count, **asked))
+        assert list(second.outputs[0].token_ids) == whole[:count], count
+        drafting.steering.forget_conversation(name)
+    drafts.assert_some_came_true()
 
 
 @beyond_interpreting

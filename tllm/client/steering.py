@@ -68,7 +68,6 @@ class Facts:
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
         max_patch_mib, max_patch_host_mib: the engine's options.
         centers_rows: whether the model's final norm takes the mean off rows, as no RMS norm does.
-        drafts: whether tokens are drafted (speculative decoding).
     """
 
     points: ModelPoints
@@ -81,7 +80,6 @@ class Facts:
     max_patch_mib: int
     max_patch_host_mib: int
     centers_rows: bool
-    drafts: bool
 
     @classmethod
     def of_workers(cls, answers: Sequence[Mapping[str, Any]]) -> Facts:
@@ -337,13 +335,6 @@ class Composer:
                 f"{name}: its condition has over={when.memory.over!r} and decides on the tokens "
                 "after the prompt, but the entry is for tokens of the prompt; give "
                 "steering_vectors or decode_steering_vectors"
-            )
-        if when.memory.lasts and facts.drafts:
-            raise ValueError(
-                f"{name}: its condition has {when.memory.described()}, and decides on other tokens "
-                "than the one it is judged for; with speculative decoding that may be a draft that "
-                "is rejected. Leave scope and over out, or start the engine without "
-                "speculative_config"
             )
 
     def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:

@@ -4,12 +4,12 @@ anybody is given what came of it."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tllm.engine.verdicts import fired_in
-from tllm.runtime.verdicts import Fired
+from tllm.runtime.verdicts import PROMPT, Fired
 from tllm.spec.conversations import ConversationUse
 from tllm.spec.request import EXTRA_ARG, RequestSpec
 
@@ -35,6 +35,11 @@ class ConversationMemory:
     def __init__(self) -> None:
         self._by_place: dict[int, _Remembered] = {}
         self._running: dict[str, ConversationUse] = {}
+        self._fired: Mapping[str, Fired] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything held in the step that was heard of last, for rows of tokens."""
+        return bool(self._fired)
 
     def begin(self, request: Request, spec: RequestSpec) -> RequestSpec:
         """A request of a conversation begins: what it asks, with what is remembered now. The
@@ -61,16 +66,28 @@ class ConversationMemory:
         Of a request that has ended before, rows may have been computed ahead, of its last token and
         of what was drawn after it: they are nobody's.
         """
-        if not self._running:
+        fired: Mapping[str, Fired] = fired_in(output) if self._running else {}
+        self._fired = {name: found for name, found in fired.items() if name in self._running}
+        for request_id, found in self._fired.items():
+            self._remember(request_id, (n for place, n in found if place == PROMPT))
+
+    def settle(self, request_id: str, rows: int) -> None:
+        """It is known how many rows of the step that was heard of last are a request's own.
+
+        Args:
+            rows: beside those of its prompt, from the one that its first token is drawn from.
+        """
+        found = self._fired.get(request_id, ())
+        self._remember(request_id, (n for place, n in found if 0 <= place < rows))
+
+    def _remember(self, request_id: str, numbers: Iterable[int | str]) -> None:
+        """Conditions of a request have held."""
+        use = self._running.get(request_id)
+        if use is None:
             return
-        fired: Mapping[str, Fired] = fired_in(output)
-        for request_id, found in fired.items():
-            use = self._running.get(request_id)
-            if use is None:
-                continue
-            known, conditions = self._by_place[use.place], dict(use.conditions)
-            if known.serial == use.serial:
-                known.held.update(conditions[n] for _, n in found if n in conditions)
+        known, conditions = self._by_place[use.place], dict(use.conditions)
+        if known.serial == use.serial:
+            known.held.update(conditions[n] for n in numbers if n in conditions)
 
     def forget(self, request_id: str) -> None:
         """A request has ended, however it did."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
 from tllm.engine.drafts import GUIDANCE_REFUSAL, StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment
@@ -56,6 +57,11 @@ uses(
     takes="logits k p",
 )
 uses("vllm.v1.outputs.SamplerOutput", "sampled_token_ids", "the tokens that were drawn")
+uses(
+    "vllm.v1.sample.rejection_sampler",
+    "PLACEHOLDER_TOKEN_ID",
+    "tokens that are not drawn, whose rows have to be computed again",
+)
 
 
 class V1Attachment(RunnerAttachment):
@@ -156,8 +162,21 @@ class V1Attachment(RunnerAttachment):
         sampled = output.sampled_token_ids
         if spec_decode_metadata is None:
             sampled = sampled.view(-1)
+        elif self.session.steps.drafts_remember:
+            self._settle_drafts(sampled)
         self.session.steps.after_sampling(sampled, self.runner.input_ids.gpu)
         return output
+
+    def _settle_drafts(self, sampled: torch.Tensor) -> None:
+        """Leave out tokens whose rows have to be computed again.
+
+        Args:
+            sampled: `[sequences, tokens]`, changed.
+        """
+        drawn = (sampled != PLACEHOLDER_TOKEN_ID).sum(1, dtype=torch.int32)
+        self.session.steps.settle_drafts(drawn)
+        places = torch.arange(sampled.shape[1], device=sampled.device)
+        sampled.masked_fill_(places >= drawn[:, None], PLACEHOLDER_TOKEN_ID)
 
     def _on_filter_and_draw(
         self, logits: torch.Tensor, generators: Any, k: Any, p: Any, *args: Any, **kwargs: Any

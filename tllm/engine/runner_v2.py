@@ -29,6 +29,11 @@ uses(
     "consumers see the logits that drafts are compared with",
 )
 uses(
+    "vllm.v1.worker.gpu.sample.output.SamplerOutput",
+    "sampled_token_ids num_sampled num_rejected",
+    "the tokens that were drawn, and those whose rows have to be computed again",
+)
+uses(
     "vllm.v1.worker.gpu.input_batch.InputBatch",
     "num_reqs req_ids num_computed_tokens_np num_scheduled_tokens prefill_len_np input_ids",
     "which tokens of which sequences a step computes",
@@ -169,6 +174,11 @@ class V2Attachment(RunnerAttachment):
     )
     def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         output = self._sample(hidden_states, input_batch, grammar_output)
+        if self.session.steps.drafts_remember:
+            _, drawn, rejected = output
+            before = drawn.clone()
+            self.session.steps.settle_drafts(drawn)
+            rejected += before - drawn
         sampled = output[0].sampled_token_ids
         if not input_batch.num_draft_tokens:
             sampled = sampled.view(-1)

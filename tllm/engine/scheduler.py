@@ -161,7 +161,7 @@ class _Rules(_Base):
         self._tllm_endings.hear(model_runner_output)
         self._tllm_conversations.hear(model_runner_output)
         # vLLM calls it for each request of each step: ours only in steps that may end one.
-        if self._tllm_endings:
+        if self._tllm_endings or self._tllm_conversations:
             self.__dict__.pop("_update_request_with_output", None)
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output
@@ -180,7 +180,11 @@ class _Rules(_Base):
     ) -> tuple[list[int], bool]:
         end = self._tllm_endings.of(request, len(new_token_ids))
         if end is None:
-            return super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+            found = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+            self._tllm_conversations.settle(request.request_id, len(found[0]))
+            return found
+        # The row that ends a request was judged, too.
+        self._tllm_conversations.settle(request.request_id, end.kept + 1)
         kept, stopped = new_token_ids[: end.kept], False
         if kept:
             kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)

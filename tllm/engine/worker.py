@@ -126,8 +126,7 @@ class InterventionWorker(_Base):
             self._guidance_refusal = attachment.guidance_refusal(self.model_runner)
             self.session = self._session(model, self._taps())
         self._answers = AnswerWriter(self.session.result_memory)
-        drafts = self.vllm_config.speculative_config is not None
-        self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank, drafts)
+        self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
         self._attachment = attachment(self.model_runner, self.session)
 
     def _taps(self) -> Taps:

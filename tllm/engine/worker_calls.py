@@ -25,17 +25,15 @@ class WorkerCalls:
 
     Args:
         rank: of the worker in its replica; the first one shows the version of what is registered.
-        drafts: whether tokens are drafted (speculative decoding).
     """
 
     def __init__(
-        self, session: Session, sites: ModelSites, options: EngineOptions, rank: int, drafts: bool
+        self, session: Session, sites: ModelSites, options: EngineOptions, rank: int
     ) -> None:
         self._session = session
         self._sites = sites
         self._options = options
         self._rank = rank
-        self._drafts = drafts
         self._registered = Registered()
         self._groups = HeldGroups(session.steering)
         self._conversations = Conversations(options.max_conversations)
@@ -71,7 +69,6 @@ class WorkerCalls:
             "max_patch_mib": self._options.max_patch_mib,
             "max_patch_host_mib": self._options.max_patch_host_mib,
             "centers_rows": self._session.centers_rows,
-            "drafts": self._drafts,
         }
 
     # -- what is registered ----------------------------------------------------------------------

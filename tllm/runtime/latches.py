@@ -51,12 +51,15 @@ class Latches:
     Args:
         max_positions: the most tokens of a sequence.
 
+    Attributes:
+        gates_of_next: int32 `[latches]`, a bit for each gate of scope `next`.
     """
 
     def __init__(self, hidden_size: int, max_positions: int, device: torch.device) -> None:
         self._hidden = hidden_size
         self._words = max_positions // _BITS + 1
         self._rows, self._held_rows, self._sum_rows = (ConsecutivePlaces() for _ in range(3))
+        self.gates_of_next = np.zeros(0, np.int32)
         self._cells = StagedTable((0, 2, MAX_GATES), 1, torch.int32, device, fill=NEVER)
         self._held = StagedTable((0, self._words), 1, torch.int32, device)
         self._sums = StagedTable((0, hidden_size), 1, torch.float32, device)
@@ -69,18 +72,24 @@ class Latches:
         """
         latch = Latch(self._rows.acquire(1))
         cells = np.full((2, MAX_GATES), NEVER, np.int32)
+        following = np.uint32(0)
         for gate in gates:
             if gate.number in held:
                 cells[0, gate.number] = BEFORE
             if gate.scope == NEXT:
                 row = latch.held[gate.number] = self._held_rows.acquire(1)
                 cells[1, gate.number] = row * self._words
+                following |= np.uint32(1 << gate.number)
                 self._held.stage(row, np.zeros(self._words, np.int32))
             elif gate.of_mean and gate.vector:
                 row = latch.sums[gate.number] = self._sum_rows.acquire(1)
                 cells[1, gate.number] = row
                 self._sums.stage(row, np.zeros(self._hidden, np.float32))
         self._cells.stage(latch.row, cells)
+        if latch.row >= len(self.gates_of_next):
+            more = room(latch.row + 1, 8) - len(self.gates_of_next)
+            self.gates_of_next = np.pad(self.gates_of_next, (0, more))
+        self.gates_of_next[latch.row] = following.view(np.int32)
         return latch
 
     def release(self, latch: Latch) -> None:

@@ -14,6 +14,7 @@ from tllm.runtime.binder import Binder
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.decided_steering import DecidedGroups
 from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.drafted_latches import DraftedLatches
 from tllm.runtime.flows import BoundConsumer, ConsumerProtocol
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
@@ -167,6 +168,7 @@ class Session:
             self._guidance,
             verdicts,
             steering.gates.means,
+            DraftedLatches(slots, steering.gates.latches, model.device),
             relay,
             controllers,
         )

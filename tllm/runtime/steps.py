@@ -14,6 +14,7 @@ from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.columns import Column
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.drafted_latches import DraftedLatches
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
@@ -56,6 +57,7 @@ class Steps:
     guidance: Guidance
     verdicts: Verdicts
     means: PromptMeans
+    drafted: DraftedLatches
     relay: ScoreRelay
     controllers: Controllers
     rows_captured: int = 0
@@ -81,7 +83,7 @@ class Steps:
     @property
     def observed(self) -> bool:
         """Whether the step that runs must be told of its logits and tokens."""
-        return self._frame is not None
+        return self._frame is not None or self.drafted.words is not None
 
     # -- before the forward pass -------------------------------------------------------------------
 
@@ -94,6 +96,7 @@ class Steps:
             return False
         self.verdicts.skip()
         self.relay.skip()
+        self.drafted.words = None
         self.consumers.step += 1
         if not self._was_idle:
             self.planner.clear()
@@ -122,6 +125,7 @@ class Steps:
             arrived: what the pipeline stage before gave with the rows, see `ScoreRelay`.
         """
         self._was_idle = False
+        self.drafted.words = None
         self.consumers.step += 1
         observed = self.consumers.observe
         if observed:
@@ -136,6 +140,8 @@ class Steps:
         if observed or drafts is not None or not self.planner.keep(slots, starts, counts):
             batch = StepBatch(slots, starts, counts, sampled_from, drafts)
             frame = self.planner.plan(self.consumers.step, batch)
+            if drafts is not None:
+                self.drafted.begin(batch)
             if frame.chooses:
                 tokens = int(counts.sum())
                 steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
@@ -212,6 +218,7 @@ class Steps:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
         self.verdicts.skip()
         self.relay.skip()
+        self.drafted.words = None
         self.planner.clear()
 
     def take_scores(self) -> torch.Tensor | None:
@@ -268,6 +275,19 @@ class Steps:
         """
         if self._frame is not None:
             self.guidance.run(step, self._frame, greedy)
+
+    @property
+    def drafts_remember(self) -> bool:
+        """Whether drafted rows of the step that runs may have changed what a sequence remembers."""
+        return self.drafted.words is not None
+
+    def settle_drafts(self, drawn: torch.Tensor) -> None:
+        """The drafts of a step that `drafts_remember` are compared with what was drawn.
+
+        Args:
+            drawn: int32 `[sequences]` on the device, as for `DraftedLatches.settle`; changed.
+        """
+        self.drafted.settle(drawn)
 
     def after_sampling(self, sampled: torch.Tensor | None, input_ids: torch.Tensor | None) -> None:
         """The step's tokens are drawn.
