@@ -69,16 +69,11 @@ def extract(
         ValueError: an argument that is not as above, activations that are not finite, or a layer
             at which the two sides do not differ.
     """
-    point = _checked_arguments(
-        positive, negative, method, hook, positions, paired, scale, batch_size
+    if scale not in ("natural", "unit"):
+        raise ValueError(f"scale={scale!r} is not known; choose 'natural' or 'unit'")
+    point, (high, high_prompts), (low, low_prompts) = rows_of_prompts(
+        llm, positive, negative, method, hook, layers, positions, batch_size, reduction, paired
     )
-    capture: dict[str, Any] = {
-        "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
-        "positions": positions,
-        "reduction": reduction,
-    }
-    high, high_prompts = _rows(llm, positive, capture, batch_size)
-    low, low_prompts = _rows(llm, negative, capture, batch_size)
     if paired and not torch.equal(high_prompts, low_prompts):
         i = int(torch.nonzero(torch.bincount(high_prompts) != torch.bincount(low_prompts))[0])
         raise ValueError(
@@ -135,38 +130,15 @@ def rows_of_prompts(
     layers: int | Iterable[int] | str,
     positions: str | Sequence[int] | Mapping[str, Any],
     batch_size: int,
+    reduction: str = "none",
+    paired: bool = False,
 ) -> tuple[HookPoint, Rows, Rows]:
-    """The hook point, and the rows of the prompts of both sides, which are no pairs; the arguments
-    are those of `extract`."""
-    point = _checked_arguments(
-        positive, negative, method, hook, positions, False, "natural", batch_size
-    )
-    capture: dict[str, Any] = {
-        "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
-        "positions": positions,
-        "reduction": "none",
-    }
-    high, low = (_rows(llm, prompts, capture, batch_size) for prompts in (positive, negative))
-    return point, high, low
-
-
-def _checked_arguments(
-    positive: Sequence[Prompt],
-    negative: Sequence[Prompt],
-    method: str,
-    hook: str | HookPoint,
-    positions: str | Sequence[int] | Mapping[str, Any],
-    paired: bool,
-    scale: str,
-    batch_size: int,
-) -> HookPoint:
-    """The hook point, if all of these are as `extract` takes them; else a `ValueError`."""
+    """The hook point, and the rows of the prompts of both sides; the arguments are those of
+    `extract`, and a `ValueError` says which of them are not."""
     finder_named(method)
     point = HookPoint.parse(hook)
     if not point.has_layer:
         raise ValueError(f"hook={hook!r} belongs to no layer; choose one that does")
-    if scale not in ("natural", "unit"):
-        raise ValueError(f"scale={scale!r} is not known; choose 'natural' or 'unit'")
     if Selection.parse(positions).phase == "generation":
         raise ValueError(
             f"positions={positions!r} reads what the model writes, and extract has it write "
@@ -182,19 +154,28 @@ def _checked_arguments(
             f"there are {len(positive)} positive and {len(negative)} negative prompts, which are "
             "no pairs; give as many of each, in the same order, or say paired=False"
         )
-    return point
+    capture: dict[str, Any] = {
+        "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
+        "positions": positions,
+        "reduction": reduction,
+    }
+    high, low = (_rows(llm, prompts, capture, batch_size) for prompts in (positive, negative))
+    return point, high, low
 
 
-def _rows(
-    llm: LLM, prompts: Sequence[Prompt], capture: Mapping[str, Any], batch_size: int
-) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+def prompt_input(prompt: Prompt) -> Any:
+    """A prompt as `llm.generate` takes it."""
+    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
+
+
+def _rows(llm: LLM, prompts: Sequence[Prompt], capture: Mapping[str, Any], batch_size: int) -> Rows:
     """What was captured, by layer `[rows, hidden]` in the model's dtype, and each row's prompt."""
     # Here, because vLLM takes seconds to import, and tllm.steering.load needs none of it.
     from tllm.params import SamplingParams
 
     params = SamplingParams(max_tokens=1, temperature=0.0, capture={"memory": dict(capture)})
     (hook,) = capture["hooks"]
-    given = [p if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in prompts]
+    given = list(map(prompt_input, prompts))
     captured: dict[int, list[torch.Tensor]] = {}
     counts: list[int] = []
     for start in range(0, len(given), batch_size):

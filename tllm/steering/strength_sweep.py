@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tllm.steering.extraction import Prompt
+from tllm.steering.extraction import Prompt, prompt_input
 
 if TYPE_CHECKING:
     from tllm.client.llm import LLM
@@ -138,7 +138,9 @@ def sweep(
                 seed=seed,
                 steering_module_ref=(writing, strength),
             )
-            outputs = llm.generate([_input(each) for each in prompts], written, use_tqdm=False)
+            outputs = llm.generate(
+                [prompt_input(each) for each in prompts], written, use_tqdm=False
+            )
             effects = [float(effect(output.outputs[0].text)) for output in outputs]
             tokens = [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs]
             rows.append(
@@ -164,10 +166,6 @@ def _standard_error(values: Sequence[float]) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-def _input(prompt: Prompt) -> Any:
-    return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
-
-
 def _perplexity(
     llm: LLM, texts: Sequence[tuple[Prompt, int]], module: tuple[str, float] | None
 ) -> float:
@@ -179,7 +177,7 @@ def _perplexity(
     params = SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=0, steering_module_ref=module
     )
-    outputs = llm.generate([_input(text) for text, _ in texts], params, use_tqdm=False)
+    outputs = llm.generate([prompt_input(text) for text, _ in texts], params, use_tqdm=False)
     found = [
         at[token].logprob
         for output, (_, start) in zip(outputs, texts, strict=True)

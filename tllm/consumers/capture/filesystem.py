@@ -68,15 +68,12 @@ class StoredCapture(Payload):
         """With the layers that another pipeline stage wrote."""
         if not isinstance(other, StoredCapture):
             return self
-        return StoredCapture(
-            self.root,
-            self.record_id,
-            self.request_id,
-            self.tag,
-            (*self.paths, *other.paths),
-            self.rows + other.rows,
-            self.bytes + other.bytes,
-            self.skipped and other.skipped,
+        return replace(
+            self,
+            paths=(*self.paths, *other.paths),
+            rows=self.rows + other.rows,
+            bytes=self.bytes + other.bytes,
+            skipped=self.skipped and other.skipped,
         )
 
 
@@ -280,15 +277,6 @@ class FilesystemConsumer(Capturing):
         spec = ending.spec
         try:
             meta = self._meta(request, spec, error)
-            if isinstance(begun, RecordStream):  # it has its name
-                meta = replace(
-                    begun.meta,
-                    status=meta.status,
-                    error=meta.error,
-                    prompt_len=meta.prompt_len,
-                    token_ids=meta.token_ids,
-                    metadata=meta.metadata,
-                )
             published = self._hand_over(begun, meta, request, _pieces(activations, spec))
         except (ValueError, StoreError) as failure:
             _give_up(begun)
