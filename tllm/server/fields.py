@@ -90,6 +90,12 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
     return asked
 
 
+def bearer_key(headers: Mapping[str, str]) -> str:
+    """The API key of `Authorization: Bearer KEY`; "" where there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key if scheme.lower() == "bearer" else ""
+
+
 def of_caller(
     conversation: Mapping[str, Any], headers: Mapping[str, str], caller: int, most: int | None
 ) -> dict[str, Any]:
@@ -107,8 +113,7 @@ def of_caller(
             f"conversation has {given}, which the server says itself (--limits); give 'id', 'key' "
             "and 'expires_s'",
         )
-    scheme, _, api_key = headers.get("authorization", "").partition(" ")
-    sender = api_key if scheme.lower() == "bearer" else ""
+    sender = bearer_key(headers)
     both = json.dumps([sender, conversation["key"]])
     own = {**conversation, "key": hashlib.sha256(both.encode()).hexdigest()}
     return own if most is None else {**own, "owner": f"caller {caller}", "most": most}

@@ -18,10 +18,9 @@ import psutil
 from pydantic import BaseModel, ConfigDict, Field
 
 from tllm.consumers.base import Consumer
-from tllm.server.fields import ENDING_FIELDS, FieldError
+from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key
 from tllm.spec.media import PromptMedia
 
-_STEERING = ("steering_vectors", "steering_clamps", "steering_module_ref")
 _SHA256 = "sha256:"
 
 
@@ -227,8 +226,7 @@ class LimitsByKey:
 
     def caller(self, headers: Mapping[str, str]) -> int:
         """Which caller sent a request: 0 for everybody whose key is not known here."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key if scheme.lower() == "bearer" else "").encode()
+        given = _digest(bearer_key(headers)).encode()
         found = 0
         for number, digest in enumerate(self._digests, 1):  # all of them: no time tells which
             if hmac.compare_digest(digest, given):

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field
 
 from tllm.engine.handlers import engine_metrics
-from tllm.server.fields import FieldError
+from tllm.server.fields import FieldError, bearer_key
 from tllm.server.metrics import exposition
 from tllm.server.patch_sweeps import SweepBody
 from tllm.server.state import ServerState, state_of
@@ -93,10 +93,7 @@ def admin(request: Request) -> ServerState:
     state = state_of(request)
     key = state.settings.admin_api_key
     if key is not None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        given = request.headers.get("x-admin-api-key") or (
-            given if scheme.lower() == "bearer" else ""
-        )
+        given = request.headers.get("x-admin-api-key") or bearer_key(request.headers)
         if not hmac.compare_digest(given.encode(), key.encode()):
             raise HTTPException(
                 401, "this route needs the admin key: Authorization: Bearer KEY or X-Admin-Api-Key"

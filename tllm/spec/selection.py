@@ -361,13 +361,10 @@ def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int
 
 
 def _to_wire(criteria: Criteria) -> dict[str, Any]:
-    wire: dict[str, Any] = {}
-    if criteria.positions:
-        wire["positions"] = list(criteria.positions)
-    if criteria.ranges:
-        wire["ranges"] = [list(pair) for pair in criteria.ranges]
-    if criteria.windows:
-        wire["windows"] = [list(pair) for pair in criteria.windows]
-    if criteria.token_ids:
-        wire["token_ids"] = list(criteria.token_ids)
-    return wire | media_to_wire(criteria.media)
+    wire: dict[str, list[Any]] = {
+        "positions": list(criteria.positions),
+        "ranges": [list(pair) for pair in criteria.ranges],
+        "windows": [list(pair) for pair in criteria.windows],
+        "token_ids": list(criteria.token_ids),
+    }
+    return {key: given for key, given in wire.items() if given} | media_to_wire(criteria.media)

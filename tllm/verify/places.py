@@ -94,6 +94,11 @@ def _without(places: Mapping[str, BlockPlace], missing: str) -> dict[str, BlockP
 
 
 _NO_POST_ATTN = _without(_LLAMA, "post_attn")
+_GPT2 = _LLAMA | {
+    "attn_in": _into("attn"),
+    "attn_out": _out_of("attn"),
+    "post_attn": _stream_at("ln_2"),
+}
 _ONLY_INPUTS = {point: place for point, place in _LLAMA.items() if not point.endswith("_out")}
 _FALCON = _NO_POST_ATTN | {
     "attn_in": _into("self_attention"),
@@ -209,10 +214,8 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     "exaone4": _POST_NORM,
     "glm4": _LLAMA
     | {"attn_out": _out_of("post_self_attn_layernorm"), "mlp_out": _out_of("post_mlp_layernorm")},
-    "gpt2": _LLAMA
-    | {"attn_in": _into("attn"), "attn_out": _out_of("attn"), "post_attn": _stream_at("ln_2")},
-    "gpt_bigcode": _LLAMA
-    | {"attn_in": _into("attn"), "attn_out": _out_of("attn"), "post_attn": _stream_at("ln_2")},
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
     "opt": _LLAMA
     | {
         "post_attn": _stream_at("final_layer_norm"),
