@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,12 +23,14 @@ from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
+from vllm import SamplingParams
 
 from tllm.cli import app
 from tllm.cli import serving as serve
 from tllm.client.results import ConsumerResult
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.engine.handlers import Watch
+from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.launch import engine_parser
 from tllm.ports import Payload
 from tllm.server import document, plugin
@@ -40,6 +43,7 @@ from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.server.state import ServerState
 from tllm.spec.media import PromptMedia
+from tllm.spec.request import EXTRA_ARG
 
 ROOT = Path(__file__).parents[2]
 
@@ -423,3 +427,37 @@ def test_choices_that_are_refused_end_once_before_the_tokens_are_counted():
         assert {each["id"] for each in counted} == {"cmpl-a"}
     not_counted = RefusedChoices(watch, 2, "demo").before("data: [DONE]", {})
     assert len(not_counted) == 3
+
+
+def test_keys_of_conversations_are_not_logged(monkeypatch):
+    """Neither the body of a request nor its parameters, at any level; all else is, as ever."""
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.serve.utils import request_logger
+
+    told = []
+    for level in ("info", "debug"):
+        monkeypatch.setattr(request_logger.logger, level, lambda *args: told.append(args))
+    monkeypatch.setattr(request_logger.logger, "isEnabledFor", lambda level: True)
+    handler = SimpleNamespace(request_logger=request_logger.RequestLogger(max_log_len=None))
+    for _ in range(2):  # once is enough
+        KeylessLogger.put_before(handler)
+    key = "a secret of this test"
+    named = {"id": "chat-7", "key": key}
+    body = {"model": "m", "prompt": "Kira", "conversation": named, "stop_when": "turned"}
+    request = CompletionRequest(**body)
+    handler.request_logger.log_request_body(request)
+    request.vllm_xargs = {EXTRA_ARG: {"conversation": named}}
+    handler.request_logger.log_request_body(request)
+    params = SamplingParams(extra_args={EXTRA_ARG: {"conversation": named}, "more": 1})
+    handler.request_logger.log_inputs("r", "Kira", [1], None, params=params, lora_request=None)
+    said = "\n".join(template % tuple(values) for template, *values in told)
+    assert key not in said
+    assert said.count("chat-7") == 4
+    assert "turned" in said
+    assert "'more': 1" in said
+    assert request.model_extra["conversation"] == named
+    assert request.vllm_xargs[EXTRA_ARG]["conversation"] == named
+    assert params.extra_args[EXTRA_ARG]["conversation"] == named
+    silent = SimpleNamespace(request_logger=None)
+    KeylessLogger.put_before(silent)
+    assert silent.request_logger is None

@@ -16,6 +16,7 @@ from tllm.client.attached import Attached
 from tllm.client.core import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
+from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.media import media_of_prompt
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, of_caller
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
@@ -55,6 +56,7 @@ class Door:
         limits: LimitsByKey,
     ) -> None:
         note_outputs(handler)
+        KeylessLogger.put_before(handler)
         self._handler = handler
         self._interventions = interventions
         self._settings = settings
