@@ -17,7 +17,7 @@ from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
 from tllm.spec.request import Asked, wire_of
-from tllm.spec.selection import Selection
+from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import Tiers, parse_modules
 
 _STEERING_NAMES = {
@@ -295,7 +295,7 @@ def _steering(
         if not endings:
             return None
     modules = () if module_ref is None else parse_modules(module_ref)
-    where = Selection() if positions is None else Selection.parse(positions, "steering_positions")
+    where = EVERYWHERE if positions is None else Selection.parse(positions, "steering_positions")
     parsed = Tiers.parse(**given, names=_STEERING_NAMES)
     asked = RequestSteering(parsed, modules, where, endings)
     asked.hash()

@@ -18,9 +18,9 @@ def load(path: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
-def vectors_of(work: Work) -> torch.Tensor:
+def vectors_of(work: Work, number: int) -> torch.Tensor:
     """`[prompts, steered layers, hidden]`."""
-    return torch.stack([torch.from_numpy(work.vectors(i)) for i in range(work.prompts)])
+    return torch.stack([torch.from_numpy(work.vectors(i, number)) for i in range(work.prompts)])
 
 
 class TransformerLens:
@@ -72,7 +72,7 @@ class TransformerLens:
 
     def steer(self, work: Work, number: int) -> Any:
         """The same under hooks."""
-        vectors = vectors_of(work)
+        vectors = vectors_of(work, number)
 
         def adding(vector: torch.Tensor) -> Any:
             return lambda rows, hook: rows + vector[:, None]
@@ -124,7 +124,7 @@ class NnSight:
     def steer(self, work: Work, number: int) -> Any:
         """Vectors of a batch, added at each step."""
         ids = torch.tensor(work.tokens(self.vocab, number))
-        vectors, layers, steps = vectors_of(work), work.steered_layers, work.max_tokens
+        vectors, layers, steps = vectors_of(work, number), work.steered_layers, work.max_tokens
         model = self.model
         with model.generate(ids, **self._options(work)) as tracer:
             for _ in tracer.iter[:steps]:

@@ -59,7 +59,7 @@ class Reference:
             ids = torch.tensor([prompt + fed for fed in work.fed(self.vocab, number)])
             logits = self._model(ids).logits[:, len(prompt) :]
             return logits.log_softmax(-1)[..., :CHECKED].tolist()
-        return self._steered(work, torch.tensor(work.tokens(self.vocab, number)))
+        return self._steered(work, torch.tensor(work.tokens(self.vocab, number)), number)
 
     def _rows(self, prompt: list[int]) -> torch.Tensor:
         kept: list[torch.Tensor] = []
@@ -72,8 +72,8 @@ class Reference:
             hook.remove()
         return torch.stack(kept)
 
-    def _steered(self, work: Work, ids: torch.Tensor) -> list[list[int]]:
-        added = torch.tensor([work.vectors(i).tolist() for i in range(len(ids))])
+    def _steered(self, work: Work, ids: torch.Tensor, number: int) -> list[list[int]]:
+        added = torch.tensor([work.vectors(i, number).tolist() for i in range(len(ids))])
 
         def add(vector: torch.Tensor) -> Any:
             def hook(_: Any, __: Any, out: Any) -> Any:

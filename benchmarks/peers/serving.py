@@ -94,7 +94,9 @@ class Tllm(ServingPeer):
         asked = [
             {
                 "steering_vectors": {
-                    "post_block": dict(zip(work.steered_layers, work.vectors(i), strict=True))
+                    "post_block": dict(
+                        zip(work.steered_layers, work.vectors(i, number), strict=True)
+                    )
                 }
             }
             for i in range(work.prompts)
@@ -156,7 +158,7 @@ class VllmLens(ServingPeer):
                 "extra_args": {
                     "apply_steering_vectors": [
                         SteeringVector(
-                            activations=torch.from_numpy(work.vectors(i)),
+                            activations=torch.from_numpy(work.vectors(i, number)),
                             layer_indices=work.steered_layers,
                         )
                     ]

@@ -23,6 +23,7 @@ class Work:
         doing: what a peer's method is called.
         layers: steered ones; the middle one, or all.
         configurations: distinct ways of steering, dealt out to the prompts in turn.
+        fresh: whether those of each round are new ones.
         steps: tokens that each particle is fed, for next-token queries.
     """
 
@@ -33,6 +34,7 @@ class Work:
     max_tokens: int = 1
     layers: int = 0
     configurations: int = 1
+    fresh: bool = False
     steps: int = 0
 
     @property
@@ -55,9 +57,11 @@ class Work:
         found: list[list[int]] = fed.tolist()
         return found
 
-    def vectors(self, prompt: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """`[steered layers, hidden]` that are added to a prompt's rows, prompt and answer alike."""
-        generator = np.random.default_rng([11, prompt % self.configurations])
+    def vectors(self, prompt: int, number: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """`[steered layers, hidden]` that are added to a prompt's rows, prompt and answer alike, in
+        a round."""
+        seed = [11, prompt % self.configurations, *([number] if self.fresh else [])]
+        generator = np.random.default_rng(seed)
         drawn = generator.standard_normal((len(self.steered_layers), HIDDEN), dtype=np.float32)
         unit = drawn / np.linalg.norm(drawn, axis=1, keepdims=True)
         return (_STRENGTH * unit).astype(np.float32)
@@ -72,6 +76,7 @@ WORKS = (
     Work("steer 1 layer", "steer", 8, 16, 16, layers=1),
     Work("steer 28 layers", "steer", 8, 16, 16, layers=LAYERS),
     Work("256 configurations", "steer", 256, 8, 4, layers=LAYERS, configurations=256),
+    Work("256 fresh ones", "steer", 256, 8, 4, layers=LAYERS, configurations=256, fresh=True),
     Work("capture 28 layers", "capture", 8, 64),
     Work("next-token queries", "query", 16, 32, steps=8),
 )

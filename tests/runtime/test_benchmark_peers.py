@@ -32,8 +32,10 @@ def test_the_reference_steers_after_each_layer_and_with_each_prompts_vectors(ref
     together = reference.answer(many, 1)
     one = replace(many, configurations=1)
     assert reference.answer(one, 1)[0] == together[0]
-    assert (many.vectors(0) != many.vectors(1)).all()
-    assert (one.vectors(0) == one.vectors(1)).all()
+    assert (many.vectors(0, 1) != many.vectors(1, 1)).all()
+    assert (one.vectors(0, 1) == one.vectors(1, 2)).all()
+    fresh = replace(many, fresh=True)
+    assert (fresh.vectors(0, 1) != fresh.vectors(0, 2)).all()
 
 
 def test_answers_are_equal_only_where_they_are():

@@ -8,7 +8,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -89,10 +89,22 @@ class Facts:
         centers = all(answer["centers_rows"] for answer in answers)  # the last stage knows
         return cls(**{**told, "points": points, "centers_rows": centers})
 
-    @property
+    @cached_property
     def max_reach(self) -> float:
         """The most that may be added to a number of a row."""
         return max_reach(self.max_value, self.hidden_size)
+
+    @cached_property
+    def _checked_widths(self) -> dict[tuple[HookPoint, int | None], tuple[int, ...]]:
+        return {}
+
+    def checked_widths(self, point: HookPoint, layer: int | None) -> tuple[int, ...]:
+        """As `widths_at`; `ValueError` for a place that the model lacks, or that has no tap."""
+        widths = self._checked_widths.get((point, layer))
+        if widths is None:
+            self.points.check(point, layer)
+            widths = self._checked_widths[point, layer] = self.widths_at(point, layer)
+        return widths
 
     def widths_at(self, point: HookPoint, layer: int | None) -> tuple[int, ...]:
         """How many numbers may be given for a row there: as many as heads or experts have, too."""
@@ -311,12 +323,12 @@ class Composer:
                 "max_steering_configs=512 (the number of distinct ways of steering at once)"
             )
         try:
-            facts.points.check(entry.point, entry.layer)
+            widths = facts.checked_widths(entry.point, entry.layer)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if entry.when is not None:
             self._check_condition(self._located(entry), phase)
-        if entry.vector.shape[-1] not in facts.widths_at(entry.point, entry.layer):
+        if entry.vector.shape[-1] not in widths:
             raise ValueError(
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "
                 f"{facts.hidden_size}"

@@ -18,12 +18,13 @@ from tllm.spec.operations import (
     MAX_FEATURES,
     MAX_OPERATIONS,
     MAX_UNITS_OF_ALL,
+    Coefficients,
     Features,
     Gradient,
     OperationForm,
 )
 from tllm.spec.reading import FloatArray, digest_of
-from tllm.spec.selection import Selection, stretch_starts
+from tllm.spec.selection import EVERYWHERE, Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 
 _JUDGED, _OF_PROMPT = "judged:", "of_prompt:"
@@ -144,7 +145,7 @@ class SteeringGroup:
         """
         ends = tuple((numbers.number(each), each.name) for each in conditions)
         gates = numbers.gates(number for number, _ in ends)
-        return cls(phase, _EVERYWHERE, (), numbers.of(gates), {}, GroupGates((), gates), ends)
+        return cls(phase, EVERYWHERE, (), numbers.of(gates), {}, GroupGates((), gates), ends)
 
     @classmethod
     def of_prompt(cls, over: str, numbered: Iterable[int], numbers: GateNumbers) -> SteeringGroup:
@@ -155,7 +156,7 @@ class SteeringGroup:
             numbered: conditions that decide on the tokens after the prompt.
         """
         gates = numbers.gates(numbered)
-        where = _LAST if over == "prompt_last" else _EVERYWHERE
+        where = _LAST if over == "prompt_last" else EVERYWHERE
         judged = GroupGates((), gates, judges=True)
         return cls("prefill", where, (), numbers.of(gates), {}, judged)
 
@@ -192,11 +193,29 @@ class SteeringGroup:
             what: has them, for the message.
             max_reach: the most that may be added to a number of a row.
         """
-        counts: dict[str, Counter[tuple[str, int | None]]] = defaultdict(Counter)
+        if len(groups) != 1 or not groups[0].only_adds_once:
+            SteeringGroup.check_counts(groups, what)
         reach: dict[tuple[str, int | None], float] = defaultdict(float)
         for group in groups:
             for place, added in group.reach.items():
                 reach[place] += added
+        if reach and (added := max(reach.values())) > max_reach:
+            hook, layer = max(reach, key=reach.__getitem__)
+            raise ValueError(
+                f"{what} adds up to {added:.3g} to the numbers of a row at {hook!r} of layer "
+                f"{layer}, and this model can use rows up to {max_reach:.3g}; give "
+                "smaller scales, or smaller factors of modules"
+            )
+
+    @staticmethod
+    def check_counts(groups: Iterable[SteeringGroup], what: str) -> None:
+        """Refuse groups with too many operations at one place.
+
+        Args:
+            what: has them, for the message.
+        """
+        counts: dict[str, Counter[tuple[str, int | None]]] = defaultdict(Counter)
+        for group in groups:
             for hook, layer, _, done in group.operations:
                 counts["operations"][hook, layer] += 1
                 counts["clamps"][hook, layer] += done.reads_component
@@ -211,13 +230,6 @@ class SteeringGroup:
                         f"{what} has {most} {kind} at {hook!r} of layer {layer}; at most {limit} "
                         f"are allowed at one place: {fix}"
                     )
-        if reach and (added := max(reach.values())) > max_reach:
-            hook, layer = max(reach, key=reach.__getitem__)
-            raise ValueError(
-                f"{what} adds up to {added:.3g} to the numbers of a row at {hook!r} of layer "
-                f"{layer}, and this model can use rows up to {max_reach:.3g}; give "
-                "smaller scales, or smaller factors of modules"
-            )
 
     @cached_property
     def digest(self) -> str:
@@ -234,6 +246,13 @@ class SteeringGroup:
             return digest
         judges = self.gates is not None and self.gates.judges
         return f"{_OF_PROMPT if judges else _JUDGED}{digest}"
+
+    @property
+    def only_adds_once(self) -> bool:
+        """Whether all it does is to add one vector at each of its places, always."""
+        if self.gates is not None or len(self.reach) < len(self.operations):
+            return False
+        return all(type(done) is Coefficients and done.only_adds for *_, done in self.operations)
 
     @property
     def remembers(self) -> bool:
@@ -306,10 +325,10 @@ class GroupUse:
     def from_wire(cls, wire: Sequence[Any]) -> GroupUse:
         """What `to_wire` gave."""
         phase, positions, digest = wire
-        return cls(phase, _EVERYWHERE if positions is None else Selection.parse(positions), digest)
+        return cls(phase, EVERYWHERE if positions is None else Selection.parse(positions), digest)
 
 
-_EVERYWHERE, _LAST = Selection(), Selection.parse("last_prompt")
+_LAST = Selection.parse("last_prompt")
 
 
 def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[SteeringGroup, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -70,6 +71,12 @@ def _along(
         return vector, coefficients(given)
 
     return SteeringMethod(formula, parameters, operation)
+
+
+@lru_cache(256)
+def adding(scale: float) -> Coefficients:
+    """To add a vector, multiplied: one object for all entries that do."""
+    return Coefficients(add=scale)
 
 
 def _unit(vector: FloatArray, what: str = "") -> FloatArray:
@@ -285,7 +292,7 @@ METHODS: Mapping[str, SteeringMethod] = {
         "h + scale w",
         unit=False,
         parameters={"scale": 1.0},
-        coefficients=lambda given: Coefficients(add=_number(given["scale"])),
+        coefficients=lambda given: adding(_number(given["scale"])),
     ),
     "norm_match": _along(
         "h + scale |h| v",

@@ -50,6 +50,8 @@ class Coefficients:
         Args:
             largest: the largest absolute number of the vector.
         """
+        if self.only_adds:
+            return largest * abs(self.add)
         bounds = [abs(bound) for bound in (self.low, self.high) if math.isfinite(bound)]
         clipped = abs(self.strength) * max([1.0, *bounds])
         return largest * (abs(self.add) + abs(self.norm) + abs(self.component) + clipped)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ def hook_named(hook: Any, name: str) -> HookPoint:
 
 def layer_numbered(given: Any, name: str) -> int:
     """The number of a layer, which a key of JSON gives as text."""
+    if type(given) is int:
+        return given
     if isinstance(given, str) and re.fullmatch(r"\s*[+-]?\d+\s*", given):
         return int(given)
     return whole_number(given, f"{name}: layer ")
@@ -84,11 +86,38 @@ def scalar(given: Any, name: str) -> float:
 
 def float_array(given: Any, name: str) -> FloatArray:
     """A float32 copy of a list, an array, or a tensor on any device."""
-    with np.errstate(over="ignore"):
-        array = numeric_array(given, name).astype(np.float32)
+    array = numeric_array(given, name)
+    if array.dtype == np.float32:
+        array = array.copy()
+    else:
+        with np.errstate(over="ignore"):
+            array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise ValueError(f"{name} has values that are NaN, infinite or beyond float32")
     return array
+
+
+def stacked_rows(given: Sequence[Any]) -> FloatArray | None:
+    """A copy `[vectors, hidden]` of float32 arrays or tensors `[hidden]` of one width; None where
+    any is something else, or has numbers that are not finite."""
+    arrays = [each if isinstance(each, np.ndarray) else _of_tensor(each) for each in given]
+    alike = [each for each in arrays if each is not None and each.dtype == np.float32]
+    if len(alike) < len(arrays) or {each.ndim for each in alike} != {1}:
+        return None
+    if len({len(each) for each in alike}) > 1 or not len(alike[0]):
+        return None
+    rows = np.stack(alike)
+    return rows if np.isfinite(rows).all() else None
+
+
+def _of_tensor(given: Any) -> npt.NDArray[Any] | None:
+    """A tensor as an array; None for what is none, or cannot be one."""
+    if not hasattr(given, "detach"):
+        return None
+    try:
+        return numeric_array(given, "")
+    except ValueError:
+        return None
 
 
 def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:

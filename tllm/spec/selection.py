@@ -261,6 +261,10 @@ class Selection:
         return wire
 
 
+EVERYWHERE = Selection()
+"""Every token."""
+
+
 @lru_cache(4096)
 def _from_text(text: str) -> Selection:
     return Selection.parse(json.loads(text))

@@ -14,7 +14,7 @@ import numpy as np
 
 from tllm.spec.conditions import Condition, parse_condition
 from tllm.spec.hooks import HookPoint
-from tllm.spec.methods import METHODS, SteeringMethod
+from tllm.spec.methods import METHODS, SteeringMethod, adding
 from tllm.spec.operations import OperationForm
 from tllm.spec.reading import (
     FloatArray,
@@ -24,9 +24,10 @@ from tllm.spec.reading import (
     hook_named,
     layer_numbered,
     scalar,
+    stacked_rows,
     whole_number,
 )
-from tllm.spec.selection import Selection
+from tllm.spec.selection import EVERYWHERE, Selection
 
 SteeringPhase = Literal["any", "prefill", "decode"]
 
@@ -222,9 +223,30 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
             for entry in _listed(layers):
                 yield _entry(entry, f"{of_hook}", point, None, method)
             continue
-        for layer, at_layer in _by_layer(layers, of_hook):
+        by_layer = [*_by_layer(layers, of_hook)]
+        if method == "add" and (rows := stacked_rows([each for _, each in by_layer])) is not None:
+            yield from _added(rows, [layer for layer, _ in by_layer], point, of_hook)
+            continue
+        for layer, at_layer in by_layer:
             for entry in _listed(at_layer):
                 yield _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
+
+
+def _added(
+    rows: FloatArray, layers: Sequence[int], point: HookPoint, of_hook: str
+) -> Iterator[SteeringEntry]:
+    """Entries that add vectors, and say nothing but these: read together, since they are many.
+
+    Args:
+        rows: `[layers, hidden]`, finite.
+    """
+    rows.setflags(write=False)
+    largest = np.maximum(rows.max(1), -rows.min(1)).tolist()
+    for layer, row, most in zip(layers, rows, largest, strict=True):
+        name = f"{of_hook}[{layer}]"
+        entry = SteeringEntry(name, point, layer, row, adding(1.0), EVERYWHERE)
+        vars(entry)["largest"] = most  # as the property would find
+        yield entry
 
 
 def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
@@ -340,7 +362,7 @@ def _entry(
         between = "" if str(error).startswith("[") else " "
         raise ValueError(f"{name}{between}{error}") from None
     vector.setflags(write=False)
-    positions = Selection()
+    positions = EVERYWHERE
     if given.get("positions") is not None:
         positions = Selection.parse(given["positions"], f"{name}['positions']")
     when = given.get("when")

@@ -913,10 +913,13 @@ def reference(
     at = touched.nonzero().squeeze(1)
     if not len(at):
         return
-    plan = plan[:, at]
-    value = rows[at].float()
+    whole = len(at) == len(rows)
+    plan = plan if whole else plan[:, at]
+    value = (rows if whole else rows[at]).float()
     if fused is not None:
-        value = (value + fused[at].float()).to(dtype).float()
+        value = (value + (fused if whole else fused[at]).float()).to(dtype).float()
+    elif whole and dtype == torch.float32:
+        value = value.clone()
     changed = torch.zeros(len(at), dtype=torch.bool)
     for stage in range(STAGES):
         flags = fields[Descriptor.FLAGS] >> (FLAG_BITS * stage)
@@ -932,6 +935,11 @@ def reference(
         if flags & Column.STEER.flag:
             changed |= _steer(value, plan, at, fields, at_stage, dtype)
         value = value.to(dtype).float()
+    if whole and changed.all():
+        (rows if fused is None else fused).copy_(value)
+        if fused is not None:
+            rows.zero_()
+        return
     at, written = at[changed], value[changed].to(dtype)
     if fused is not None:
         fused[at] = written
@@ -1146,7 +1154,10 @@ def _steer(
     if summed.any():
         with_sum, of = steered[summed], row[summed]
         sums = _at(at_stage["SUMS"], dtype, int(of.max()) + 1, hidden)
-        value.index_add_(0, with_sum, sums[of].float())
+        if len(with_sum) == len(value):
+            value += sums[of].float()
+        else:
+            value.index_add_(0, with_sum, sums[of].float())
         changed[with_sum] = True
     count = chain & (HAS_SUM - 1)
     for number in range(int(count.max())):
