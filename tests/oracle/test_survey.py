@@ -9,8 +9,8 @@ import pytest
 
 from .survey import DOCUMENT, Finding, document, examined, kept
 
-#: One of each kind of block that the other tests of the oracle have not.
-FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h", "deepseek_v3", "lfm2")
+#: One of each kind of block, or router, that the other tests of the oracle have not.
+FAST = ("gpt_oss", "granitemoehybrid", "nemotron_h", "deepseek_v3", "lfm2", "hunyuan_v1_moe")
 
 
 @pytest.mark.skipif(
