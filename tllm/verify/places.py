@@ -205,17 +205,21 @@ def _gpt_neox(block: nn.Module) -> Places:
 
 
 PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
-    "gemma2": _SANDWICH,
-    "gemma3_text": _SANDWICH,
+    **dict.fromkeys(("gemma2", "gemma3_text"), _SANDWICH),
+    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo", "exaone4"), _POST_NORM),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), _GPT2),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "phi"), _NO_POST_ATTN),
+    **dict.fromkeys(("granite", "granite_swa", "minicpm3", "hyperclovax"), _ONLY_INPUTS),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"), _EXPERTS_AND_MORE
+    ),
+    **dict.fromkeys(("jamba", "bamba"), _JAMBA),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _MIXER),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _LINEAR),
     "gemma4_text": _gemma4,
-    "olmo2": _POST_NORM,
-    "olmo3": _POST_NORM,
-    "flex_olmo": _POST_NORM,
-    "exaone4": _POST_NORM,
     "glm4": _LLAMA
     | {"attn_out": _out_of("post_self_attn_layernorm"), "mlp_out": _out_of("post_mlp_layernorm")},
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
     "opt": _LLAMA
     | {
         "post_attn": _stream_at("final_layer_norm"),
@@ -223,20 +227,8 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
         "mlp_out": _out_of("fc2"),
     },
     "falcon": _falcon,
-    "cohere": _NO_POST_ATTN,
-    "cohere2": _NO_POST_ATTN,
-    "cohere2_moe": _NO_POST_ATTN,
-    "phi": _NO_POST_ATTN,
     "gptj": _NO_POST_ATTN | {"attn_in": _into("attn"), "attn_out": _out_of("attn")},
     "gpt_neox": _gpt_neox,
-    "granite": _ONLY_INPUTS,
-    "granite_swa": _ONLY_INPUTS,
-    "granitemoe": _EXPERTS_AND_MORE,
-    "granitemoe_swa": _EXPERTS_AND_MORE,
-    "granitemoeshared": _EXPERTS_AND_MORE,
-    "granitemoehybrid": _EXPERTS_AND_MORE,
-    "minicpm3": _ONLY_INPUTS,
-    "hyperclovax": _ONLY_INPUTS,
     "bloom": _LLAMA
     | {
         # Hugging Face adds the stream inside these two modules; their last layer is the branch.
@@ -268,19 +260,9 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
         "mlp_in": _into("feed_forward"),
         "mlp_out": _out_of("feed_forward"),
     },
-    "jamba": _JAMBA,
-    "bamba": _JAMBA,
-    "lfm2": _LFM2,
-    "lfm2_moe": _LFM2,
-    "mamba": _MIXER,
-    "mamba2": _MIXER,
-    "falcon_mamba": _MIXER,
     "nemotron_h": _nemotron_h,
     "zamba2": _ZAMBA2,
     "olmo_hybrid": _olmo_hybrid,
-    "qwen3_next": _LINEAR,
-    "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": _LINEAR,
 }
 """Those that differ from Llama; `embed`, `pre_attn`, `post_block` and `lm_head_in` are alike
 in all."""
