@@ -47,12 +47,16 @@ class Consumer(ABC):
     #: Whether a class has an `on_step_end` of its own: others are not called at a step's end.
     hears_step_end: bool = False
 
+    #: Whether a class has `request_flows` of its own: other requests' flows are those of `flows`.
+    has_request_flows: bool = False
+
     _engine: Any = None
     """Of the user's object while it is registered: what stands for its copies in the workers."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.hears_step_end = cls.on_step_end is not Consumer.on_step_end
+        cls.has_request_flows = cls.request_flows is not Consumer.request_flows
         for name in ("synchronize", "read_stats"):
             if name in vars(cls):
                 setattr(cls, name, _reaching_the_workers(vars(cls)[name]))

@@ -137,10 +137,20 @@ class Bulk:
         self._begun.update((item.request_id, item.ticket) for item in begun)
         name = f"{_EXTRA}_{next(self._numbers)}"
         self._messages[name] = [item.ticket for item in (*begun, *continued)]
+        return self._deliver(self.message(params, name, begun, continued), self._messages[name])
+
+    @staticmethod
+    def message(
+        params: vllm.SamplingParams,
+        name: str,
+        begun: Sequence[BulkItem],
+        continued: Sequence[BulkItem],
+    ) -> EngineCoreRequest:
+        """A message with that id; the rest as for `send`."""
         message = copy(params)
         wire = {"begun": list(map(list, begun)), "continued": list(map(list, continued))}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
-        request = EngineCoreRequest(
+        return EngineCoreRequest(
             request_id=name,
             prompt_token_ids=[0],
             mm_features=None,
@@ -151,7 +161,6 @@ class Bulk:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        return self._deliver(request, self._messages[name])
 
     async def _deliver(self, request: EngineCoreRequest, tickets: list[int]) -> None:
         try:

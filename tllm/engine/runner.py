@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tllm.engine.relayed_tensors import RelayedTensors, with_scores
 from tllm.engine.seams import overrides
 from tllm.runtime.session import Session
+from tllm.spec.turns import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,11 @@ class RunnerAttachment(ABC):
 
     def track(self, scheduler_output: SchedulerOutput) -> None:
         """A step is scheduled, maybe without tokens."""
+
+    @abstractmethod
+    def feed(self, turns: Sequence[Turn]) -> None:
+        """Tokens that the user chose, in the place of those that were drawn last, for the step that
+        is about to run."""
 
     def end_step(self, output: Any) -> None:
         """Sampling is over.

@@ -16,6 +16,7 @@ from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.sampling import SamplerStep
 from tllm.spec.selection import END
+from tllm.spec.turns import Turn
 
 _GREEDY = 1e-5
 
@@ -31,6 +32,16 @@ uses(
     "which tokens of which sequences a step computes, and how they are drawn",
 )
 uses("vllm.v1.worker.gpu_input_batch.CachedRequestState", "sampling_params", "logit bias")
+uses(
+    "vllm.v1.worker.gpu_input_batch.CachedRequestState",
+    "prompt_token_ids output_token_ids num_prompt_tokens",
+    "tokens that the user chose, in the place of drawn ones",
+)
+uses(
+    "vllm.v1.worker.gpu_input_batch.InputBatch",
+    "req_id_to_index token_ids_cpu num_prompt_tokens num_tokens_no_spec",
+    "tokens that the user chose, in the place of drawn ones",
+)
 uses("vllm.v1.sample.metadata.SamplingMetadata", "no_penalties", "penalties of candidates")
 uses("vllm.v1.sample.sampler.Sampler", "topk_topp_sampler", "candidates that are left to draw from")
 uses(
@@ -86,6 +97,20 @@ class V1Attachment(RunnerAttachment):
             self._filter_and_draw = self._override_when_observed(
                 runner.sampler.topk_topp_sampler, "forward", self._on_filter_and_draw
             )
+
+    def feed(self, turns: Sequence[Turn]) -> None:
+        runner, batch = self.runner, self.runner.input_batch
+        for turn in turns:
+            state, length = runner.requests[turn.engine_id], turn.prompt_len
+            # In one process the scheduler's list may be this one.
+            if len(state.prompt_token_ids) < length:
+                state.prompt_token_ids.append(turn.token)
+            state.output_token_ids.clear()
+            state.num_prompt_tokens = length
+            row = batch.req_id_to_index.get(turn.engine_id)
+            if row is not None:
+                batch.token_ids_cpu[row, length - 1] = turn.token
+                batch.num_prompt_tokens[row] = batch.num_tokens_no_spec[row] = length
 
     @overrides(
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward",

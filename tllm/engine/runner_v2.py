@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.sampling import SamplerStep
+from tllm.runtime.transfer import upload
+from tllm.spec.turns import Turn
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -22,6 +25,16 @@ uses(
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
     "model_state sampler get_model batch_sharder",
     "what a step computes, and its sampler",
+)
+uses(
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
+    "req_states device",
+    "tokens that the user chose, in the place of drawn ones",
+)
+uses(
+    "vllm.v1.worker.gpu.states.RequestState",
+    "req_id_to_index last_sampled_tokens",
+    "tokens that the user chose, in the place of drawn ones",
 )
 uses(
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -127,6 +140,14 @@ class V2Attachment(RunnerAttachment):
     def track(self, scheduler_output: SchedulerOutput) -> None:
         if self._drafts is not None:
             self._drafts.track(scheduler_output)
+
+    def feed(self, turns: Sequence[Turn]) -> None:
+        # vLLM takes a decoded token from here, on the device; all other tokens were computed.
+        states, device = self.runner.req_states, self.runner.device
+        rows, count = states.req_id_to_index, len(turns)
+        at = np.fromiter((rows[turn.engine_id] for turn in turns), np.int64, count)
+        tokens = np.fromiter((turn.token for turn in turns), np.int64, count)
+        states.last_sampled_tokens[upload(at, device), 0] = upload(tokens, device)
 
     def end_step(self, output: Any) -> None:
         if self._drafts is not None and (kept := self._drafts.end(output)) is not None:

@@ -13,6 +13,7 @@ from tllm.engine.bulk import BulkRequests
 from tllm.engine.conversation_memory import ConversationMemory
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
+from tllm.engine.turns import Turns
 from tllm.engine.verdicts import RequestEndings
 from tllm.spec.changes import Changes, combined, decided_changes, steering_changes
 from tllm.spec.groups import Configuration, configurations, steering_stretches
@@ -60,6 +61,7 @@ class _Rules(_Base):
         self._tllm_endings = RequestEndings()
         self._tllm_conversations = ConversationMemory()
         self._tllm_bulk = BulkRequests()
+        self._tllm_turns = Turns() if Turns.offered(self) else None
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
 
@@ -71,10 +73,7 @@ class _Rules(_Base):
         if BulkRequests.are_in(request):
             for begun in self._tllm_bulk.begun(request):
                 self.add_request(begun)
-            for more in self._tllm_bulk.continued(request, self.requests):
-                # vLLM's add_request looks at nothing that it lacks.
-                add = self.add_request if more.is_steered else super().add_request
-                add(cast("Request", more))
+            self._tllm_continue(request)
             return
         spec = RequestSpec.of(request)
         if spec.wants_tokens:
@@ -120,6 +119,19 @@ class _Rules(_Base):
             self._tllm_configurations[request.request_id] = needed | before
         super().add_request(request)
 
+    def _tllm_continue(self, message: Request) -> None:
+        """The inputs of streamed requests that a message holds."""
+        staying = []
+        for more in self._tllm_bulk.continued(message, self.requests):
+            request = self.requests[more.request_id]
+            if self._tllm_turns is not None and Turns.fits(self, request, more):
+                staying.append(request)
+            # vLLM's add_request looks at nothing that it lacks.
+            add = self.add_request if more.is_steered else super().add_request
+            add(cast("Request", more))
+        if staying and self._tllm_turns is not None:
+            self._tllm_turns.begin(self, staying)
+
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
         "block keys of a streamed prompt, when an input continues it",
@@ -147,6 +159,11 @@ class _Rules(_Base):
             output.tllm_held_back = self._tllm_held = len(held)
         if self._tllm_ended:
             output.tllm_ended, self._tllm_ended = self._tllm_ended, {}
+        if self._tllm_turns and (turns := self._tllm_turns.scheduled(output, self.requests)):
+            output.tllm_turns = turns
+            if self._tllm_configurations:
+                taken = {turn.engine_id for turn in turns}
+                self._tllm_admitted |= taken & self._tllm_configurations.keys()
         if output.scheduled_new_reqs and self._tllm_configurations:
             new = {each.req_id for each in output.scheduled_new_reqs}
             self._tllm_admitted |= new & self._tllm_configurations.keys()

@@ -29,6 +29,7 @@ from tllm.runtime.session import Session
 from tllm.runtime.taps import AddedNorm, TapKey, Taps, compile_digest
 from tllm.spec.hooks import HookPoint
 from tllm.spec.request import RequestSpec
+from tllm.spec.turns import Turn
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -227,6 +228,8 @@ class InterventionWorker(_Base):
             self.session.requests_held_back = held_back
         if scheduler_output.finished_req_ids:
             self._finish_sequences(scheduler_output)
+        if turns := vars(scheduler_output).get("tllm_turns"):
+            self._take_turns(turns)
         begin = [(new, RequestSpec.of(new)) for new in scheduler_output.scheduled_new_reqs]
         if begin and self.session.steps.idle and all(spec.is_plain for _, spec in begin):
             return begin
@@ -239,6 +242,11 @@ class InterventionWorker(_Base):
         tokens: dict[str, tuple[int, ...]] = vars(scheduler_output).get("tllm_ended", {})
         for request_id in scheduler_output.finished_req_ids:
             self.session.sequences.finish(request_id, tokens.get(request_id))
+
+    @torch.inference_mode()
+    def _take_turns(self, turns: Sequence[Turn]) -> None:
+        self._attachment.feed(turns)
+        self.session.sequences.take_turns(turns)
 
     @torch.inference_mode()
     def _start_sequences(self, begin: Sequence[_Begun]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any, Protocol, TypeAlias
@@ -47,6 +47,7 @@ class ConsumerProtocol(Protocol):
     consumer_id: str
     on_request_only: bool
     hears_step_end: bool
+    has_request_flows: bool
     remote_methods: Sequence[str]
     #: `(channel, tensors, meta, attached)`; the last may be left out.
     on_export: Callable[..., None]
@@ -226,7 +227,7 @@ class BoundConsumer:
         info = self._infos.get(slot)
         if info is None:
             options = sequence.consumers.get(self.id, {})
-            info = replace(sequence.info, options=options) if options else sequence.info
+            info = sequence.info.having(options=options) if options else sequence.info
             self._infos[slot] = info
         return info
 
@@ -265,6 +266,12 @@ class BoundConsumer:
     def forget(self, slot: int) -> None:
         """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
         self._infos.pop(slot, None)
+        self._requests.clear()
+
+    def forget_all(self, slots: Iterable[int]) -> None:
+        """The same of several slots."""
+        for slot in slots:
+            self._infos.pop(slot, None)
         self._requests.clear()
 
     @cached_property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from tllm.ports import RequestInfo
 from tllm.runtime.assignments import Assignments
@@ -16,6 +17,7 @@ from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
 from tllm.spec.request import RequestSpec
+from tllm.spec.turns import Turn
 
 
 @dataclass(eq=False)
@@ -98,13 +100,53 @@ class RunningSequences:
         """The prompt of a sequence has grown (streaming input), and brings options of its own."""
         # Consumers that the last input asked for still wait for its rows.
         self.dispatcher.before_forward()
+        self.slots.grow([sequence.info.slot], [prompt_len], [num_computed])
+        sequence.info = sequence.info.having(prompt_len=prompt_len)
+        sequence.prompt_token_ids = prompt_token_ids
+        self._ask_anew(sequence, spec.consumers)
+
+    def take_turns(self, turns: Sequence[Turn]) -> None:
+        """Prompts have grown by a token each, and bring options of their own."""
+        self.dispatcher.before_forward()
+        ids, tokens, lengths, computed, _ = zip(*turns, strict=True)
+        sequences = [sequence for each in ids if (sequence := self.slots.get(each)) is not None]
+        assert len(sequences) == len(turns), "a turn of a sequence that did not begin"
+        slots = [sequence.info.slot for sequence in sequences]
+        self.slots.grow(slots, lengths, computed)
+        for owner in self.consumers:
+            owner.forget_all(slots)
+        for sequence, token, length, turn in zip(sequences, tokens, lengths, turns, strict=True):
+            sequence.info = sequence.info.having(prompt_len=length)
+            known = sequence.prompt_token_ids
+            # Whoever else has this list may have appended to it.
+            if known is not None and len(known) < length:
+                known.append(token)
+            if self._asks_as_before(sequence, turn.consumers):
+                sequence.consumers = turn.consumers
+            else:
+                self._ask_anew(sequence, turn.consumers)
+
+    def _asks_as_before(
+        self, sequence: RunningSequence, consumers: Mapping[str, Mapping[str, Any]]
+    ) -> bool:
+        """Whether with these options, and a longer prompt, the same is done to its rows."""
+        before = sequence.consumers
+        if sequence.laid_out is None or before.keys() != consumers.keys():
+            return False
+        for name, options in consumers.items():
+            old, owner = before[name], self.consumers.by_id.get(name)
+            enabled = options.get("enabled", True) == old.get("enabled", True)
+            if owner is not None and (owner.consumer.has_request_flows or not enabled):
+                return False
+        return True
+
+    def _ask_anew(
+        self, sequence: RunningSequence, consumers: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        """The prompt of a sequence has grown: find out what is done to its rows now."""
         slot, owners = sequence.info.slot, list(self.consumers)
         served = [owner for owner in owners if owner.serves(sequence)]
-        sequence.info = replace(sequence.info, prompt_len=prompt_len)
-        sequence.prompt_token_ids = prompt_token_ids
-        sequence.consumers = spec.consumers
-        self.slots.set_prompt_len(slot, prompt_len)
-        self.slots.withdraw(slot, num_computed)
+        sequence.consumers = consumers
         for owner in owners:
             owner.forget(slot)
             owner.asked.pop(slot, None)

@@ -197,10 +197,6 @@ class Slots:
         """
         self._delivering = slots, ends
 
-    def withdraw(self, slot: int, position: int) -> None:
-        """What was delivered of a sequence from a position on is not its own any more."""
-        self.delivered[slot] = min(self.delivered[slot], position)
-
     def pop_slot(self) -> int:
         """A free slot; doubles the tables when there is none."""
         if not self._free:
@@ -226,9 +222,15 @@ class Slots:
         self.timelines.pop(slot, None)
         self.version += 1
 
-    def set_prompt_len(self, slot: int, length: int) -> None:
-        """The sequence's prompt has grown (streaming input)."""
-        self.prompt_len[slot] = length
+    def grow(self, slots: list[int], lengths: list[int], positions: list[int]) -> None:
+        """The prompts of sequences have grown (streaming input).
+
+        Args:
+            lengths: those of the prompts now.
+            positions: from which on what was delivered is not the sequences' own any more.
+        """
+        self.prompt_len[slots] = lengths
+        self.delivered[slots] = np.minimum(self.delivered[slots], positions)
         self.version += 1
 
     def assign(self, slot: int, phase: int, column: Column, value: int) -> None:

@@ -1,0 +1,156 @@
+"""Which streamed requests stay in the scheduler's running batch when a token continues them.
+
+vLLM schedules each input of a streamed request as a new request: all its tokens and blocks are sent
+again, and the model runner gives up its place in the batch. Where an input is one token, in the
+place of the one that was drawn, a decode step does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
+
+from tllm.engine.seams import uses
+from tllm.spec.request import wire_of
+from tllm.spec.turns import Turn
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+    from tllm.engine.bulk import NextInput
+
+uses(
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "running connector ec_connector use_pp use_v2_model_runner num_spec_tokens max_model_len "
+    "has_mamba_layers max_num_running_reqs scheduler_config",
+    "which requests stay in the running batch when a token continues them",
+)
+uses(
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "kv_holding_waiting deferred_waiting num_sampled_tokens_per_step",
+    "requests that a token continues go from the waiting to the running ones",
+    since="0.32",
+)
+uses(
+    "vllm.v1.request.Request",
+    "lora_request mm_features prompt_embeds use_structured_output num_tokens",
+    "which requests stay in the running batch when a token continues them",
+)
+uses(
+    "vllm.v1.request.Request",
+    "num_in_flight_tokens",
+    "which requests stay in the running batch when a token continues them",
+    since="0.32",
+)
+uses(
+    "vllm.v1.core.sched.output.SchedulerOutput",
+    "scheduled_new_reqs num_scheduled_tokens",
+    "which requests that a token continued are scheduled",
+)
+
+
+class Turns:
+    """Tokens that continue requests, from their arrival until the workers hear of them.
+
+    A request waits for its token as vLLM lets it wait, with its blocks and its place among
+    `max_num_seqs`; only with the token it becomes a running one. So it is aborted, counted and,
+    once it runs, preempted as any other.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._tokens)
+
+    @staticmethod
+    def offered(scheduler: Scheduler) -> bool:
+        """Whether an engine's requests may stay in the running batch.
+
+        Elsewhere more than the drawn token would have to be replaced: drafts that followed it, what
+        other pipeline stages were told, a state that was computed with it. vLLM's V1 runner, when
+        it schedules ahead, takes the drawn token on the device.
+        """
+        if not hasattr(scheduler, "kv_holding_waiting"):  # before 0.32
+            return False
+        ahead = scheduler.scheduler_config.async_scheduling and not scheduler.use_v2_model_runner
+        return not (
+            ahead
+            or scheduler.use_pp
+            or scheduler.num_spec_tokens
+            or scheduler.num_sampled_tokens_per_step != 1
+            or scheduler.has_mamba_layers
+            or scheduler.connector is not None
+            or scheduler.ec_connector is not None
+        )
+
+    @staticmethod
+    def fits(scheduler: Scheduler, request: Request, more: NextInput) -> bool:
+        """Whether a request that waits for an input can go on with this one as a running request.
+
+        One token, in the place of the only one that was drawn since the last input. Nothing that
+        the runner keeps of the request may depend on which of its tokens were drawn.
+        """
+        return (
+            len(more.prompt_token_ids) == 1
+            and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+            and request.num_in_flight_tokens == 0
+            and request.num_output_tokens == 1
+            and request.num_computed_tokens == request.num_tokens - 1
+            and request.num_tokens < scheduler.max_model_len
+            and request.lora_request is None
+            and not request.mm_features
+            and request.prompt_embeds is None
+            and not request.use_structured_output
+            and _draws_by_logits_alone(more.sampling_params)
+        )
+
+    def begin(self, scheduler: Scheduler, requests: Iterable[Request]) -> None:
+        """These, which vLLM has continued and would schedule as new ones, are running ones."""
+        room = scheduler.max_num_running_reqs - len(scheduler.running)
+        staying = [each for each in requests if each.status == RequestStatus.WAITING][:room]
+        if not staying:
+            return
+        scheduler.kv_holding_waiting.remove_requests(staying)
+        scheduler.deferred_waiting.difference_update(staying)
+        for request in staying:
+            request.status = RequestStatus.RUNNING
+            self._tokens[request.request_id] = request.all_token_ids[-1]
+        scheduler.running.extend(staying)
+
+    def scheduled(self, output: Any, requests: Mapping[str, Request]) -> list[Turn]:
+        """Those of which the workers must hear with this step."""
+        # A preempted one may come back as a new request, and brings all that it has.
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        turns, waiting = [], {}
+        for request_id, token in self._tokens.items():
+            request = requests.get(request_id)
+            count = output.num_scheduled_tokens.get(request_id)
+            if request is None or request_id in begun:
+                continue
+            if count is None:
+                waiting[request_id] = token
+                continue
+            consumers = wire_of(request.sampling_params).get("consumers", {})
+            computed = request.num_computed_tokens - count  # the step is counted already
+            turns.append(Turn(request_id, token, request.num_prompt_tokens, computed, consumers))
+        self._tokens = waiting
+        return turns
+
+
+def _draws_by_logits_alone(params: SamplingParams) -> bool:
+    """Whether the tokens before do not matter to the sampler, nor which of them were drawn."""
+    return (
+        params.max_tokens == 1
+        and params.temperature == 0.0
+        and params.presence_penalty == params.frequency_penalty == 0.0
+        and params.repetition_penalty == 1.0
+        and not params.bad_words
+        and not params.min_tokens
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+    )
