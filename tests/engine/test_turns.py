@@ -223,6 +223,31 @@ def test_an_engine_that_schedules_ahead_begins_turns_anew_with_the_v1_runner(tig
         assert tight_walk.turn("lane") == (1, 0)
 
 
+def test_a_lane_that_is_preempted_while_its_token_is_computed_keeps_its_tokens(tight_walk):
+    """The other request is scheduled ahead, and needs a block before the lane's answer is there."""
+    walk = tight_walk
+    walk.open("lane", prompt(10))
+    walk.lanes.run()
+    walk.check()
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, detokenize=False)
+    asked = prompt(24, 1)
+    walk.lanes.add(walk.lanes.request("other", asked, params))
+    scheduler = walk.lanes.core.scheduler
+    while scheduler.requests["other"].num_computed_tokens < 31:
+        walk.lanes.step()
+    pool = scheduler.kv_cache_manager.block_pool
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    walk.feed("lane")
+    lane = scheduler.requests["lane"]
+    for _ in range(4):
+        walk.lanes.step()
+    assert lane.num_preemptions == 1
+    pool.free_blocks(taken)
+    walk.lanes.run()
+    walk.check()
+    walk.turn("lane")
+
+
 def test_the_rows_of_fed_tokens_are_prompt_rows_and_a_lane_begins_once(walk, llm):
     class Rows(Consumer):
         consumer_id = "rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any, cast
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -31,6 +32,12 @@ uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
     "vllm_config hash_block_size kv_cache_manager requests waiting finished_req_ids",
     "admission and prefix-cache rules",
+)
+uses(
+    "vllm.v1.core.sched.scheduler.Scheduler",
+    "_enqueue_waiting_request kv_holding_waiting",
+    "streamed requests that vLLM has taken out of its queues",
+    since="0.32",
 )
 uses(
     "vllm.v1.core.sched.request_queue.RequestQueue",
@@ -139,8 +146,13 @@ class _Rules(_Base):
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # vLLM 0.30 forgets this: a block's key would hold the token that was drawn last, which is
         # dropped now, and the block another token's keys and values.
-        del session.block_hashes[session.num_computed_tokens // self.hash_block_size :]
+        computed = session.num_computed_tokens
+        # And all tokens that are not computed are dropped: those of a session that was preempted
+        # while its last token was computed, where steps are scheduled ahead, are its own.
+        session.num_computed_tokens = kept = max(computed, session.num_tokens - 1)
+        del session.block_hashes[kept // self.hash_block_size :]
         super()._update_request_as_session(session, update)
+        session.num_computed_tokens = computed
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler.schedule",
@@ -183,6 +195,7 @@ class _Rules(_Base):
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._tllm_queue_lost_sessions()
         self._tllm_endings.divide(outputs)
         if self._tllm_bulk:
             self._tllm_bulk.take(outputs)
@@ -226,6 +239,23 @@ class _Rules(_Base):
         if wanted and (known or request.streaming_queue is not None):
             self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)
+
+    def _tllm_queue_lost_sessions(self) -> None:
+        """Let streamed requests go on that vLLM has taken out of its queues.
+
+        It does that to one that was preempted while its turn's last token was computed: it puts it
+        back, and then removes what has stopped and was preempted.
+        """
+        # Before 0.32 there are other queues; a connector keeps requests after their end.
+        if self.connector is not None or not hasattr(self, "kv_holding_waiting"):
+            return
+        queues = self.running, self.waiting, self.kv_holding_waiting
+        if sum(map(len, queues)) >= len(self.requests):
+            return
+        queued = set(itertools.chain(*queues))
+        for request in self.requests.values():
+            if request.streaming_queue is not None and request not in queued:
+                self._enqueue_waiting_request(request)
 
     def _tllm_forget_finished(self) -> None:
         for table in (self._tllm_reuse_limits, self._tllm_configurations):
