@@ -35,7 +35,7 @@ uses(
 )
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
-    "_enqueue_waiting_request kv_holding_waiting",
+    "_enqueue_waiting_request kv_holding_waiting connector running",
     "streamed requests that vLLM has taken out of its queues",
     since="0.32",
 )
@@ -247,7 +247,7 @@ class _Rules(_Base):
         back, and then removes what has stopped and was preempted.
         """
         # Before 0.32 there are other queues; a connector keeps requests after their end.
-        if self.connector is not None or not hasattr(self, "kv_holding_waiting"):
+        if not hasattr(self, "kv_holding_waiting") or self.connector is not None:
             return
         queues = self.running, self.waiting, self.kv_holding_waiting
         if sum(map(len, queues)) >= len(self.requests):

@@ -25,24 +25,15 @@ if TYPE_CHECKING:
 
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
-    "running connector ec_connector use_pp use_v2_model_runner num_spec_tokens max_model_len "
-    "has_mamba_layers max_num_running_reqs scheduler_config",
-    "which requests stay in the running batch when a token continues them",
-)
-uses(
-    "vllm.v1.core.sched.scheduler.Scheduler",
-    "kv_holding_waiting deferred_waiting num_sampled_tokens_per_step",
+    "kv_holding_waiting deferred_waiting running connector ec_connector use_pp num_spec_tokens "
+    "use_v2_model_runner num_sampled_tokens_per_step max_model_len has_mamba_layers "
+    "max_num_running_reqs scheduler_config",
     "requests that a token continues go from the waiting to the running ones",
     since="0.32",
 )
 uses(
     "vllm.v1.request.Request",
-    "lora_request mm_features prompt_embeds use_structured_output num_tokens",
-    "which requests stay in the running batch when a token continues them",
-)
-uses(
-    "vllm.v1.request.Request",
-    "num_in_flight_tokens",
+    "lora_request mm_features prompt_embeds use_structured_output num_tokens num_in_flight_tokens",
     "which requests stay in the running batch when a token continues them",
     since="0.32",
 )
