@@ -35,7 +35,7 @@ uses(
 )
 uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
-    "_enqueue_waiting_request kv_holding_waiting connector running",
+    "_enqueue_waiting_request kv_holding_waiting connector running use_pp scheduler_config",
     "streamed requests that vLLM has taken out of its queues",
     since="0.32",
 )
@@ -69,6 +69,12 @@ class _Rules(_Base):
         self._tllm_conversations = ConversationMemory()
         self._tllm_bulk = BulkRequests()
         self._tllm_turns = Turns() if Turns.offered(self) else None
+        # Before 0.32 there are other queues; a connector keeps requests after their end.
+        self._tllm_loses_sessions = (
+            hasattr(self, "kv_holding_waiting")
+            and self.connector is None
+            and (self.scheduler_config.async_scheduling or self.use_pp)
+        )
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
 
@@ -171,8 +177,8 @@ class _Rules(_Base):
             output.tllm_held_back = self._tllm_held = len(held)
         if self._tllm_ended:
             output.tllm_ended, self._tllm_ended = self._tllm_ended, {}
-        if self._tllm_turns and (turns := self._tllm_turns.scheduled(output, self.requests)):
-            output.tllm_turns = turns
+        if self._tllm_turns is not None and self._tllm_turns.tokens:
+            output.tllm_turns = turns = self._tllm_turns.scheduled(output, self.requests)
             if self._tllm_configurations:
                 taken = {turn.engine_id for turn in turns}
                 self._tllm_admitted |= taken & self._tllm_configurations.keys()
@@ -195,7 +201,8 @@ class _Rules(_Base):
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._tllm_queue_lost_sessions()
+        if self._tllm_loses_sessions:
+            self._tllm_queue_lost_sessions()
         self._tllm_endings.divide(outputs)
         if self._tllm_bulk:
             self._tllm_bulk.take(outputs)
@@ -246,9 +253,6 @@ class _Rules(_Base):
         It does that to one that was preempted while its turn's last token was computed: it puts it
         back, and then removes what has stopped and was preempted.
         """
-        # Before 0.32 there are other queues; a connector keeps requests after their end.
-        if not hasattr(self, "kv_holding_waiting") or self.connector is not None:
-            return
         queues = self.running, self.waiting, self.kv_holding_waiting
         if sum(map(len, queues)) >= len(self.requests):
             return

@@ -50,13 +50,13 @@ class Turns:
     A request waits for its token as vLLM lets it wait, with its blocks and its place among
     `max_num_seqs`; only with the token it becomes a running one. So it is aborted, counted and,
     once it runs, preempted as any other.
+
+    Attributes:
+        tokens: by request id, those of which the workers have not heard.
     """
 
     def __init__(self) -> None:
-        self._tokens: dict[str, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._tokens)
+        self.tokens: dict[str, int] = {}
 
     @staticmethod
     def offered(scheduler: Scheduler) -> bool:
@@ -110,7 +110,7 @@ class Turns:
         scheduler.deferred_waiting.difference_update(staying)
         for request in staying:
             request.status = RequestStatus.RUNNING
-            self._tokens[request.request_id] = request.all_token_ids[-1]
+            self.tokens[request.request_id] = request.all_token_ids[-1]
         scheduler.running.extend(staying)
 
     def scheduled(self, output: Any, requests: Mapping[str, Request]) -> list[Turn]:
@@ -118,7 +118,7 @@ class Turns:
         # A preempted one may come back as a new request, and brings all that it has.
         begun = {new.req_id for new in output.scheduled_new_reqs}
         turns, waiting = [], {}
-        for request_id, token in self._tokens.items():
+        for request_id, token in self.tokens.items():
             request = requests.get(request_id)
             count = output.num_scheduled_tokens.get(request_id)
             if request is None or request_id in begun:
@@ -129,7 +129,7 @@ class Turns:
             consumers = wire_of(request.sampling_params).get("consumers", {})
             computed = request.num_computed_tokens - count  # the step is counted already
             turns.append(Turn(request_id, token, request.num_prompt_tokens, computed, consumers))
-        self._tokens = waiting
+        self.tokens = waiting
         return turns
 
 
