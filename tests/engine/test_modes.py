@@ -30,6 +30,11 @@ MODES = {
         {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
     ),
 }
+if os.environ.get("TLLM_TEST_FOUR_WORKERS"):  # four processes, and minutes on two cores
+    MODES["two pipeline stages of two ranks"] = (
+        {**MODES["two pipeline stages"][0], "tensor_parallel_size": 2},
+        {**MODES["two pipeline stages"][1], "VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1"},
+    )
 
 pytestmark = pytest.mark.skipif(
     os.environ["TRITON_INTERPRET"] == "1",
@@ -80,7 +85,7 @@ def check_conditions(saved, mode, reference, changes):
     far, back = gated_change(2, 0, modes.FAR), gated_change(0, 3)
     back.recall, back.start = rest, len(prompt)
     turns = {"across": far, "across later": back, "told": begun, "told again": goes_on}
-    if mode == "two pipeline stages":
+    if mode.startswith("two pipeline stages"):
         assert "on a later pipeline stage, than what it decides on" in saved["across later"]
         del turns["across later"]
     for name, change in turns.items():
@@ -124,7 +129,7 @@ def check_mixed(found, reference):
 
 def check_lens(payload, mode, reference):
     """Ranks that share the LM head give the lens together; stages are refused."""
-    if mode == "two pipeline stages":
+    if mode.startswith("two pipeline stages"):
         assert (
             "this engine has 2 pipeline stages; start it with pipeline_parallel_size=1" in payload
         )
@@ -154,7 +159,7 @@ def check_ended(ended, reference):
 
 def check_diced(diced, mode, reference):
     """Ranks steer by what the first one decides; stages are refused."""
-    if mode == "two pipeline stages":
+    if mode.startswith("two pipeline stages"):
         assert "Actions.write is not possible: this engine has 2 pipeline stages" in diced
         return
     prompt, vector = modes.PROMPTS[0], torch.linspace(-1, 1, HIDDEN)
