@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm.ports import RequestInfo
+from tllm.runtime import planner as planner_module
 from tllm.runtime.batch import StepBatch
 from tllm.runtime.columns import DESTINATION, NEUTRAL, PLAN_ROWS, Column
 from tllm.runtime.kernels.backend import INTERPRETED
@@ -135,6 +136,36 @@ def test_a_long_decode_is_followed_by_anything(then, second):
     values[Column.PROGRAM, :, 0], values[Column.PROGRAM, :, 1] = (1, 2), second
     values[Column.STEER] = range(SLOTS)
     plays(values, SLOTS * [[]], SLOTS * [5], A_DECODE + then)
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["planned", "kept"])
+def test_positions_of_a_batch_that_goes_on_count_up_where_they_are(monkeypatch, kept):
+    sent, upload = [], planner_module.upload
+    monkeypatch.setattr(
+        planner_module, "upload", lambda *given: (sent.append(1), upload(*given))[1]
+    )
+    table = Slots(3)
+    table.prompt_len[:] = 4
+    table.values[Column.GATE, :, :2] = [5, 6]
+    table.values[Column.STEER] = 2
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, note_write=lambda: None)
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing())
+    slots, ones = np.array([0, 2, 1], np.int32), np.ones(3, np.int32)
+    starts = np.array([9, 5, 30], np.int32)
+    for number in range(5):
+        begin = starts + number
+        goes_on = kept and planner.keep(slots, begin, ones)
+        assert goes_on == (kept and number > 0)
+        if not goes_on:
+            planner.plan(number, StepBatch(slots, begin, ones, 0 * ones))
+        expected = [9 + number, -1, 30 + number, -1]
+        assert plan[Column.POSITION.plan_row, :4].tolist() == expected
+        assert plan[Column.GATE.plan_row, :4].tolist() == [5, -1, 6, -1]
+    assert len(sent) == 1
+    planner.plan(5, StepBatch(slots[:2], starts[:2] + 5, ones[:2], 0 * ones[:2]))
+    assert plan[Column.POSITION.plan_row, :4].tolist() == [14, -1, -1, -1]
+    assert len(sent) == 2
 
 
 def test_the_next_sequence_in_a_slot_has_nothing_delivered():

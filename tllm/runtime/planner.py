@@ -178,6 +178,7 @@ class RowPlanner:
         self._dirty_columns = 0  # the columns that say it
         self._layout: BatchLayout | None = None
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
+        self._counts_up: torch.Tensor | None = None  # 1 where a row of that plan has a position
 
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
@@ -201,6 +202,8 @@ class RowPlanner:
             frame.rows, frame.groups = self._rows(layout, start), layout.groups
         if self._held != (layout, start):
             self._write(layout, start)
+        elif layout.has_positions:
+            self._count_up(layout)
         if not frame.undecided:
             self._slots.deliver(batch.slots, batch.ends)
         return frame
@@ -229,6 +232,8 @@ class RowPlanner:
             return False
         ends = starts + counts
         layout.advance(ends)
+        if layout.has_positions:
+            self._count_up(layout)
         self._slots.deliver(slots, ends)
         return True
 
@@ -408,9 +413,9 @@ class RowPlanner:
 
     def _write(self, layout: BatchLayout, start: int) -> None:
         """Expand the layout into the plan; rows that no segment covers do nothing."""
-        # What depends on tokens is chosen anew in each step, and positions are other ones.
-        anew = layout.chooses or layout.has_positions
-        self._held = None if anew else (layout, start)
+        # What depends on tokens is chosen anew in each step.
+        self._held = None if layout.chooses else (layout, start)
+        self._counts_up = None
         if not len(layout.segments) and not self._dirty:
             return
         end = max(layout.tokens, self._dirty)
@@ -425,6 +430,14 @@ class RowPlanner:
         self._expand(segments, layout.used | self._dirty_columns)
         self._dirty = layout.tokens if len(layout.segments) else 0
         self._dirty_columns = layout.used
+
+    def _count_up(self, layout: BatchLayout) -> None:
+        """Each row of the plan on the device is the next token of its sequence."""
+        positions = self._taps.plan[Column.POSITION.plan_row, : layout.tokens]
+        if self._counts_up is None:
+            self._counts_up = (positions >= 0).int()
+        self._taps.note_write()
+        positions.add_(self._counts_up)
 
     def _expand(self, segments: torch.Tensor, used: int) -> None:
         self._taps.note_write()
