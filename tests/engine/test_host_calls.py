@@ -127,14 +127,19 @@ def nothing(seed):
     return {}
 
 
+def remembering(seed):
+    return condition(seed, scope="rest")
+
+
 CASES = {
-    "idle": (nothing, None, 36),
-    "steered": (steered, None, 48),
-    "conditions": (condition, None, 96),
-    "conditions that stop": (stopping, None, 112),
-    "every layer read": (nothing, lambda: EveryRow(LAYERS), 102),
-    "one layer to memory": (captured, None, 110),
-    "ESamp": (nothing, lambda: ESampConsumer(ESampConsumerConfig(width=16, rank=8)), 190),
+    "idle": (nothing, None, 33),
+    "steered": (steered, None, 44),
+    "conditions": (condition, None, 90),
+    "conditions that remember": (remembering, None, 91),
+    "conditions that stop": (stopping, None, 108),
+    "every layer read": (nothing, lambda: EveryRow(LAYERS), 98),
+    "one layer to memory": (captured, None, 104),
+    "ESamp": (nothing, lambda: ESampConsumer(ESampConsumerConfig(width=16, rank=8)), 178),
 }
 """What requests ask, who is registered, and the most calls of a step."""
 

@@ -66,7 +66,10 @@ class ConversationMemory:
         Of a request that has ended before, rows may have been computed ahead, of its last token and
         of what was drawn after it: they are nobody's.
         """
-        fired: Mapping[str, Fired] = fired_in(output) if self._running else {}
+        if not self._running:
+            self._fired = {}
+            return
+        fired: Mapping[str, Fired] = fired_in(output)
         self._fired = {name: found for name, found in fired.items() if name in self._running}
         for request_id, found in self._fired.items():
             self._remember(request_id, (n for place, n in found if place == PROMPT))

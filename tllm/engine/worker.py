@@ -230,11 +230,12 @@ class InterventionWorker(_Base):
             self._finish_sequences(scheduler_output)
         if turns := vars(scheduler_output).get("tllm_turns"):
             self._take_turns(turns)
+        if not scheduler_output.scheduled_new_reqs:
+            return ()
         begin = [(new, RequestSpec.of(new)) for new in scheduler_output.scheduled_new_reqs]
-        if begin and self.session.steps.idle and all(spec.is_plain for _, spec in begin):
+        if self.session.steps.idle and all(spec.is_plain for _, spec in begin):
             return begin
-        if begin:
-            self._start_sequences(begin)
+        self._start_sequences(begin)
         return ()
 
     @torch.inference_mode()

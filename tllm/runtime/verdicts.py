@@ -194,7 +194,7 @@ class Verdicts:
         drafts: IntArray | None,
     ) -> None:
         """A step begins; arrays `[sequences]` as in `StepBatch`. Before the forward pass."""
-        self.skip()
+        self._judged = self._copied = None
         if not self._asked:
             return
         steady = self._steady
@@ -256,6 +256,7 @@ class Verdicts:
 
     def take(self) -> StepVerdicts | None:
         """What was judged in this step; None for nothing."""
-        self.copy()
+        if self._judged is not None:
+            self.copy()
         taken, self._copied = self._copied, None
         return taken
