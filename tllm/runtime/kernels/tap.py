@@ -662,6 +662,11 @@ if HAS_TRITON:
                     inside,
                     HIDDEN,
                 )
+                # Looked up again: what a score takes in registers would push it into memory.
+                fields = _stage(desc_ptr + stage)
+                found = _look_up(fields, own, planned, offsets, inside, HIDDEN, dtype)
+                vector = _first_vector(vectors, found, offsets, inside, HIDDEN)
+                ring_offset, add, add_table, chain, operation, summed = found
             if tl.where((own & PATCH_FLAG) != 0, planned[4], -1) >= 0:
                 value, patched = _patch(
                     value, desc_ptr + stage, planned[4], offsets, inside, HIDDEN, dtype

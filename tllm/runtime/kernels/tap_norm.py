@@ -58,29 +58,27 @@ if HAS_TRITON:
         at = stream_ptr + row * stream_stride + offsets
         residual_at = residual_ptr + row * residual_stride + offsets
         ahead = (0, 0)
-        # As in a tap: with EARLY, nothing that the kernel before may write is read before the wait.
         if AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
-            if wanted < 0:
-                # A kernel this short waits for its own instructions: these lie side by side.
-                if EARLY:
-                    tl.extra.cuda.gdc_wait()
-                x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-                x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-                _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
-                return
-            found = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
+        # As in a tap: with EARLY, nothing that the kernel before may write is read before the wait.
+        # The row is asked for before anything that came before the wait is used: a kernel this
+        # short waits for memory, and so it waits for both at once.
         if EARLY:
             tl.extra.cuda.gdc_wait()
         x = tl.load(at, mask=inside, other=0.0)
         residual = tl.load(residual_at, mask=inside, other=0.0)
         if AHEAD:
+            if wanted < 0:
+                # It waits for its own instructions, too: these lie side by side.
+                plain = x.to(tl.float32) + residual.to(tl.float32)
+                _finish(plain, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
+                return
+            found = _look_ahead(addresses, flags, planned, offsets, inside, HIDDEN, dtype)
             ahead = (found, _first_vector(tables[1], found, offsets, inside, HIDDEN))
         x = x.to(tl.float32) + residual.to(tl.float32)
         if wanted >= 0:
-            value = x.to(dtype).to(tl.float32)
-            value, changed = _work(
-                value,
+            x, changed = _work(
+                x.to(dtype).to(tl.float32),
                 desc_ptr,
                 flags,
                 plan_ptr,
@@ -93,8 +91,10 @@ if HAS_TRITON:
                 HIDDEN,
                 AHEAD,
             )
-            if changed > 0:
-                x = value
+            if changed == 0:
+                # Read again: to keep the sum as it was, unrounded, would take registers.
+                x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+                x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
         if not AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
         _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
@@ -108,6 +108,12 @@ and memory is kept busy (H200; `benchmarks/RESULTS.md`)."""
 _AHEAD_REGISTERS = 128
 """Where a few rows are looked ahead: two such blocks fit. If only one did, of 256 rows half would
 wait for the others."""
+
+
+def warps(block: int) -> int:
+    """Warps for a row of so many elements. Not by the number of rows: it decides the order of the
+    sum."""
+    return max(1, min(16, block // 512))
 
 
 def launch(
@@ -146,8 +152,7 @@ def launch(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
-        # Not by the number of rows: it decides the order of the sum.
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=warps(block),
         **chosen,
     )
     return normed, added
