@@ -32,6 +32,15 @@ _STEPS, _HELD_ROWS = 16, 4096
 """Scores wait on the device for so many steps, or rows: each way to the host costs the engine time,
 however little there is to bring. A sequence that ends does not wait."""
 
+_FLOW = ConsumerFlow(
+    reads=[RequestMeta.read(), Signals.read()],
+    bundle_key=("engine_step_id",),
+    prompt_rows="computed",
+    ranks="first",
+    delivery="device_lease",
+)
+"""What every request with conditions asks for; one object, so that it is looked at once."""
+
 
 @dataclass(frozen=True, eq=False)
 class Signal(Payload):
@@ -87,14 +96,7 @@ class SignalsConsumer(Consumer):
         """Every row that is computed: rows that the prefix cache has were judged for another."""
         if not options.get("names"):
             return ()
-        flow = ConsumerFlow(
-            reads=[RequestMeta.read(), Signals.read()],
-            bundle_key=("engine_step_id",),
-            prompt_rows="computed",
-            ranks="first",
-            delivery="device_lease",
-        )
-        return (flow,)
+        return (_FLOW,)
 
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """`enabled` alone is a user's; `names` are given by the conditions."""
