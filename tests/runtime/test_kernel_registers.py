@@ -31,8 +31,12 @@ def stack_of(hidden, tmp_path):
     constants = {"HIDDEN": hidden, "BLOCK": block, "AHEAD": True, "EARLY": True}
     signature = {
         **dict.fromkeys(rows, "*bf16"),
-        **{"desc_ptr": "*i64", "plan_ptr": "*i32", "plan_stride": "i32"},
-        **{"stream_stride": "i32", "residual_stride": "i32", "eps": "fp32"},
+        "desc_ptr": "*i64",
+        "plan_ptr": "*i32",
+        "plan_stride": "i32",
+        "stream_stride": "i32",
+        "residual_stride": "i32",
+        "eps": "fp32",
         **dict.fromkeys(constants, "constexpr"),
     }
     names = list(signature)
