@@ -16,6 +16,10 @@ _Bytes = npt.NDArray[np.uint8]
 _PIECE = 4 << 20
 """Bytes that are worth another thread's while."""
 
+_SHARES = 2
+"""Of all bytes that a thread copies in one go, at least. Few: for each, it waits until the thread
+that runs the engine lets go of the interpreter, which may take longer than the copy."""
+
 
 class RowCopy(NamedTuple):
     """Rows to be copied.
@@ -46,14 +50,15 @@ class RowCopier:
 
     def run(self, copies: Sequence[RowCopy]) -> None:
         """Make the copies. Their targets must not overlap."""
-        pieces = [piece for copy in copies for piece in _pieces(copy)]
-        if self._count == 1 or sum(source.nbytes for *_, source in pieces) < 2 * _PIECE:
-            for piece in pieces:
-                _copy(piece)
+        total = sum(copy.source.nbytes for copy in copies)
+        most = max(_PIECE, total // (_SHARES * self._count))
+        pieces = [piece for copy in copies for piece in _pieces(copy, most)]
+        if self._count == 1 or total < 2 * _PIECE:
+            _copy_all(pieces)
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self._count, "tllm-copies")
-        for _ in self._threads.map(_copy_all, _shares(pieces)):
+        for _ in self._threads.map(_copy_all, _shares(pieces, most)):
             pass
 
     def close(self) -> None:
@@ -67,9 +72,10 @@ _Piece = tuple[_Bytes, npt.NDArray[np.int64] | slice, _Bytes]
 """Target, which of its rows, and source; as bytes."""
 
 
-def _pieces(copy: RowCopy) -> Iterator[_Piece]:
+def _pieces(copy: RowCopy, most: int) -> Iterator[_Piece]:
+    """A copy in parts of so many bytes at most, if a row has no more."""
     target, source = _as_bytes(copy.target), _as_bytes(copy.source)
-    rows = max(1, _PIECE // max(1, source.shape[1]))
+    rows = max(1, most // max(1, source.shape[1]))
     for low in range(0, len(source), rows):
         part = source[low : low + rows]
         if isinstance(copy.at, int):
@@ -79,14 +85,14 @@ def _pieces(copy: RowCopy) -> Iterator[_Piece]:
             yield target, copy.at[low : low + rows], part
 
 
-def _shares(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+def _shares(pieces: Sequence[_Piece], most: int) -> Iterator[list[_Piece]]:
     """Pieces that one thread copies in one go: small ones together."""
     share: list[_Piece] = []
     nbytes = 0
     for piece in pieces:
         share.append(piece)
         nbytes += piece[2].nbytes
-        if nbytes >= _PIECE:
+        if nbytes >= most:
             yield share
             share, nbytes = [], 0
     if share:
@@ -94,14 +100,9 @@ def _shares(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _copy_all(pieces: Sequence[_Piece]) -> None:
-    for piece in pieces:
-        _copy(piece)
-
-
-def _copy(piece: _Piece) -> None:
     # numpy lets go of the interpreter, and torch would begin threads of its own in each of these.
-    target, at, source = piece
-    target[at] = source
+    for target, at, source in pieces:
+        target[at] = source
 
 
 def _as_bytes(rows: torch.Tensor) -> _Bytes:
