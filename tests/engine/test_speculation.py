@@ -515,8 +515,8 @@ def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, dr
     for count in range(2, 36):
         name, probe = f"until {count}", {"hook": PROBED[0], "layer": PROBED[1], "vector": W}
         judged = scores[: count - 1]  # the last token's row is not judged
-        # Holds for no token of the output, and for each that might come after it.
-        when = {"probe": probe, "above": float(judged.max()) + 1e-3, "scope": "conversation"}
+        # Holds for no token of the output; scores are hundreds, and a GPU adds up in another order.
+        when = {"probe": probe, "above": float(judged.max()) + 0.05, "scope": "conversation"}
         asked = {"decode_steering_vectors": {"post_block": {0: {"vector": 30 * V, "when": when}}}}
         asked["conversation"] = {"id": name, "key": "a secret of this test"}
         [first] = generate(drafting, [prompt], few(count, **asked))
