@@ -169,6 +169,7 @@ class SignalsConsumer(Consumer):
         """Its signals, when what is under way has arrived; None without conditions."""
         if not request.options.get("names"):
             return None
+        self._requests = ()  # the batch is another one, if there is one
         promised: Future[dict[str, Signal]] = Future()
         self._send(ctx)
         ctx.export(_END, {}, attach=(promised, request))

@@ -35,11 +35,6 @@ class ConversationMemory:
     def __init__(self) -> None:
         self._by_place: dict[int, _Remembered] = {}
         self._running: dict[str, ConversationUse] = {}
-        self._fired: Mapping[str, Fired] = {}
-
-    def __bool__(self) -> bool:
-        """Whether anything held in the step that was heard of last, for rows of tokens."""
-        return bool(self._fired)
 
     def begin(self, request: Request, spec: RequestSpec) -> RequestSpec:
         """A request of a conversation begins: what it asks, with what is remembered now. The
@@ -67,11 +62,11 @@ class ConversationMemory:
         of what was drawn after it: they are nobody's.
         """
         if not self._running:
-            self._fired = {}
+            self.fired = {}
             return
         fired: Mapping[str, Fired] = fired_in(output)
-        self._fired = {name: found for name, found in fired.items() if name in self._running}
-        for request_id, found in self._fired.items():
+        self.fired = {name: found for name, found in fired.items() if name in self._running}
+        for request_id, found in self.fired.items():
             self._remember(request_id, (n for place, n in found if place == PROMPT))
 
     def settle(self, request_id: str, rows: int) -> None:
@@ -80,7 +75,7 @@ class ConversationMemory:
         Args:
             rows: beside those of its prompt, from the one that its first token is drawn from.
         """
-        found = self._fired.get(request_id, ())
+        found = self.fired.get(request_id, ())
         self._remember(request_id, (n for place, n in found if 0 <= place < rows))
 
     def _remember(self, request_id: str, numbers: Iterable[int | str]) -> None:

@@ -195,7 +195,7 @@ class V2Attachment(RunnerAttachment):
     )
     def _on_sample(self, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
         output = self._sample(hidden_states, input_batch, grammar_output)
-        if self.session.steps.drafts_remember:
+        if input_batch.num_draft_tokens and self.session.steps.drafts_remember:
             _, drawn, rejected = output
             before = drawn.clone()
             self.session.steps.settle_drafts(drawn)

@@ -196,7 +196,7 @@ class _Rules(_Base):
         self._tllm_endings.hear(model_runner_output)
         self._tllm_conversations.hear(model_runner_output)
         # vLLM calls it for each request of each step: ours only in steps that may end one.
-        if self._tllm_endings or self._tllm_conversations:
+        if self._tllm_endings.may_end or self._tllm_conversations.fired:
             self.__dict__.pop("_update_request_with_output", None)
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output

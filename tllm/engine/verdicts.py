@@ -91,19 +91,20 @@ class _End(NamedTuple):
 
 
 class RequestEndings:
-    """The requests that conditions may end, as the scheduler knows them."""
+    """The requests that conditions may end, as the scheduler knows them.
+
+    Attributes:
+        may_end: whether any request may end in the step that was heard of last.
+    """
 
     def __init__(self) -> None:
+        self.may_end = False
         self._asked: dict[str, RequestSpec] = {}
         self._fired: Mapping[str, Fired] = {}
         #: Requests for whose prompt a condition held, computed maybe in several steps: its place
         #: in the order in which they were asked.
         self._refused: dict[str, int] = {}
         self._apart: set[str] = set()
-
-    def __bool__(self) -> bool:
-        """Whether any request may end in the step that was heard of last."""
-        return bool(self._fired or self._refused)
 
     def add(self, request_id: str, spec: RequestSpec) -> None:
         """A request may be ended by conditions, or by controllers."""
@@ -125,6 +126,7 @@ class RequestEndings:
             held = [order.index(number) for number in in_prompt if number in order]
             if held:
                 self._refused[request_id] = min(*held, self._refused.get(request_id, len(order)))
+        self.may_end = bool(self._fired or self._refused)
 
     def end_apart(self, request_id: str) -> None:
         """A request that ends has new tokens, drafted ones, and all of them are the user's."""

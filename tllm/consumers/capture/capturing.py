@@ -300,6 +300,7 @@ class Capturing(Consumer):
                 self._give_early()
             return
         assert isinstance(attached, Ending)
+        self._requests = self._sequences = ()  # the batch is another one, if there is one
         ending, missing = attached, ""
         self._early.pop(sequence_key(ending.request), None)
         spec = ending.spec
