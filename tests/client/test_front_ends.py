@@ -132,6 +132,36 @@ def test_requests_that_wait_for_the_workers_are_brought_together_if_there_is_roo
         next(fifth)
 
 
+def test_what_a_call_brought_whose_answer_nobody_saw_is_given_up_with_the_next():
+    there = Workers()
+    front, lost, wanted = Front("only", HeldGroups(there)), group_of(1), group_of(2)
+    for group in (lost, wanted):
+        upload = front.held.upload([group], FACTS, 1)
+        operations = {digest: each.operations for digest, each in upload.groups.items()}
+        front.workers.put(front.name, upload.vectors, operations, upload.released)
+        front.held.sent(upload, group is wanted)
+    assert not front.held.has([lost]) and front.held.has([wanted])
+    assert set(there.groups) == {wanted.digest} and set(there.vectors) == set(wanted.vectors)
+    front.ask("a", lost, front_ends=1)
+    assert set(there.groups) == {lost.digest, wanted.digest}
+
+
+def test_what_came_with_a_group_that_is_refused_is_given_up():
+    class Refusing(Workers):
+        def put(self, vectors, groups, gates):
+            super().put(vectors, groups, gates)
+            if len(groups) > 1:
+                raise ValueError("no tap for the second")
+
+    there = Refusing()
+    held, first, second, third = HeldGroups(there), group_of(1), group_of(1, 2), group_of(3)
+    held.put("one", first.vectors, {first.digest: first.operations}, [])
+    both = {group.digest: group.operations for group in (second, third)}
+    with pytest.raises(ValueError, match="no tap"):
+        held.put("one", {**second.vectors, **third.vectors}, both, [])
+    assert set(there.groups) == {first.digest} and set(there.vectors) == set(first.vectors)
+
+
 def test_what_a_front_end_that_is_gone_held_is_given_up():
     there = Workers()
     groups = HeldGroups(there)

@@ -506,8 +506,10 @@ def remembered(reference, prompt, when, place, field):
 
 
 @beyond_interpreting
-def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, drafts):
-    """Nor of rows beyond the end of a sequence that ends among accepted tokens."""
+@pytest.mark.parametrize("ending", [False, True], ids=["", "that may end it"])
+def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, drafts, ending):
+    """Nor of rows beyond the end of a sequence that ends among accepted tokens, also where a
+    condition would end it there."""
     [prompt] = prompts_of([20], seed=18)
     whole = list(generate(drafting, [prompt], few(36))[0].outputs[0].token_ids)
     _, states = reference.run([*prompt, *whole][:-1], [PROBED])
@@ -519,6 +521,8 @@ def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, dr
         when = {"probe": probe, "above": float(judged.max()) + 0.05, "scope": "conversation"}
         asked = {"decode_steering_vectors": {"post_block": {0: {"vector": 30 * V, "when": when}}}}
         asked["conversation"] = {"id": name, "key": "a secret of this test"}
+        if ending:
+            asked["stop_when"] = {"probe": probe, "above": when["above"], "name": "beyond"}
         [first] = generate(drafting, [prompt], few(count, **asked))
         assert list(first.outputs[0].token_ids) == whole[:count]
         [second] = generate(drafting, [prompt], few(count, **asked))

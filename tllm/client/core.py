@@ -324,8 +324,11 @@ class Client:
                 yield ALONE
                 if name not in self.consumers:  # it may have come meanwhile
                     yield from self._add(make(), False)
+        conversation = None
+        if asked.conversation is not None and any(group.is_kept for group in groups):
+            conversation = yield from self._enter(asked.conversation, groups)
         if first is None and groups:
-            yield from self.bring(groups)
+            yield from self.bring(groups)  # nothing is waited for until they are held, below
         if asked.patch is not None and streamed:
             raise ValueError(
                 "patch was given for a prompt that is streamed, of which nobody knows where it "
@@ -335,9 +338,6 @@ class Client:
         if asked.patch is not None and not asked.patch.names_media:
             patch = self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
-        conversation = None
-        if asked.conversation is not None and any(group.is_kept for group in groups):
-            conversation = yield from self._enter(asked.conversation, groups)
         changes = groups, patch, conversation
         prepared = self._prepare(
             params, asked, request_id, prompt_id, changes, results, streamed, generated

@@ -391,6 +391,8 @@ class HeldByWorkers:
         self._groups: OrderedDict[str, dict[str, int]] = OrderedDict()
         self._vectors: Counter[str] = Counter()  # groups that have it
         self._num_rows = 0  # that all vectors have
+        #: Groups of calls that failed, or that nobody waited for: some workers may hold them.
+        self._unknown: set[str] = set()
         self._users: Counter[str] = Counter()
         self._requests: dict[str, tuple[SteeringGroup, ...]] = {}
 
@@ -456,12 +458,16 @@ class HeldByWorkers:
             for digest, vector in group.vectors.items()
             if digest not in self._vectors or digest in gone  # what is given up is sent again
         }
-        return Upload(new, missing, released)
+        return Upload(new, missing, [*released, *self._unknown])
 
     def sent(self, upload: Upload, arrived: bool) -> None:
         """An upload was sent; what it gives up is gone, also where the rest was refused."""
+        if arrived:
+            self._unknown.difference_update(upload.released)
+        else:
+            self._unknown.update(upload.groups, upload.released)
         for digest in upload.released:
-            for vector, rows in self._groups.pop(digest).items():
+            for vector, rows in self._groups.pop(digest, {}).items():
                 self._vectors[vector] -= 1
                 if not self._vectors[vector]:
                     del self._vectors[vector]

@@ -140,7 +140,15 @@ class HeldGroups:
                 del self._groups_of[vector]
                 unused.append(vector)
         self._steering.drop(gone, unused)
-        self._steering.put(vectors, groups, gates)
+        try:
+            self._steering.put(vectors, groups, gates)
+        except Exception:
+            # Nobody would give up what came before the one that is refused.
+            self._steering.drop(
+                [each for each in groups if each not in self._vectors],
+                [each for each in vectors if not self._groups_of[each]],
+            )
+            raise
         for digest, operations in groups.items():
             if digest not in self._vectors:
                 judged = gates[digest].gates if digest in gates else ()

@@ -220,11 +220,12 @@ class _Rules(_Base):
             found = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
             self._tllm_conversations.settle(request.request_id, len(found[0]))
             return found
-        # The row that ends a request was judged, too.
-        self._tllm_conversations.settle(request.request_id, end.kept + 1)
         kept, stopped = new_token_ids[: end.kept], False
         if kept:
             kept, stopped = super()._update_request_with_output(request, kept, *args, **kwargs)
+        # The row that ends a request was judged, too, if the request did not end before it.
+        rows = len(kept) if stopped else end.kept + 1
+        self._tllm_conversations.settle(request.request_id, rows)
         if not stopped:
             request.status, request.stop_reason = end.status, end.reason
             if kept:

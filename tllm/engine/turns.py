@@ -27,8 +27,14 @@ uses(
     "vllm.v1.core.sched.scheduler.Scheduler",
     "kv_holding_waiting deferred_waiting running connector ec_connector use_pp num_spec_tokens "
     "use_v2_model_runner num_sampled_tokens_per_step max_model_len has_mamba_layers "
-    "max_num_running_reqs scheduler_config",
+    "max_num_running_reqs scheduler_config vllm_config",
     "requests that a token continues go from the waiting to the running ones",
+    since="0.32",
+)
+uses(
+    "vllm.config.ModelConfig",
+    "uses_mrope rswa_window",
+    "models for which a runner remembers how long the prompt was",
     since="0.32",
 )
 uses(
@@ -64,13 +70,17 @@ class Turns:
 
         Elsewhere more than the drawn token would have to be replaced: drafts that followed it, what
         other pipeline stages were told, a state that was computed with it. vLLM's V1 runner, when
-        it schedules ahead, takes the drawn token on the device.
+        it schedules ahead, takes the drawn token on the device, and it counts positions in several
+        dimensions when a prompt comes; V2 tells attention with a window of the rest how long the
+        prompt is.
         """
         if not hasattr(scheduler, "kv_holding_waiting"):  # before 0.32
             return False
-        ahead = scheduler.scheduler_config.async_scheduling and not scheduler.use_v2_model_runner
+        model, on_v1 = scheduler.vllm_config.model_config, not scheduler.use_v2_model_runner
         return not (
-            ahead
+            (on_v1 and scheduler.scheduler_config.async_scheduling)
+            or (on_v1 and model.uses_mrope)
+            or (model.rswa_window is not None and not on_v1)
             or scheduler.use_pp
             or scheduler.num_spec_tokens
             or scheduler.num_sampled_tokens_per_step != 1

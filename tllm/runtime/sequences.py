@@ -100,7 +100,9 @@ class RunningSequences:
         """The prompt of a sequence has grown (streaming input), and brings options of its own."""
         # Consumers that the last input asked for still wait for its rows.
         self.dispatcher.before_forward()
-        self.slots.grow([sequence.info.slot], [prompt_len], [num_computed])
+        # One that was preempted is computed again; its own rows were delivered.
+        own = max(num_computed, sequence.info.prompt_len)
+        self.slots.grow([sequence.info.slot], [prompt_len], [own])
         sequence.info = sequence.info.having(prompt_len=prompt_len)
         sequence.prompt_token_ids = prompt_token_ids
         self._ask_anew(sequence, spec.consumers)
@@ -112,7 +114,8 @@ class RunningSequences:
         sequences = [sequence for each in ids if (sequence := self.slots.get(each)) is not None]
         assert len(sequences) == len(turns), "a turn of a sequence that did not begin"
         slots = [sequence.info.slot for sequence in sequences]
-        self.slots.grow(slots, lengths, computed)
+        own = [max(at, each.info.prompt_len) for at, each in zip(computed, sequences, strict=True)]
+        self.slots.grow(slots, lengths, own)
         for owner in self.consumers:
             owner.forget_all(slots)
         for sequence, token, length, turn in zip(sequences, tokens, lengths, turns, strict=True):

@@ -253,8 +253,7 @@ class Steering:
         condition is judged later in the network than what it decides on.
         """
         hidden = self._taps.hidden_size
-        new: list[npt.NDArray[np.float32]] = []
-        places: list[npt.NDArray[np.int64]] = []
+        new: dict[str, npt.NDArray[np.float32]] = {}
         for digest, vector in vectors.items():
             if vector.shape[-1] != hidden or vector.ndim > 2:
                 raise ValueError(f"steering vectors have shape {vector.shape}; hidden is {hidden}")
@@ -262,13 +261,14 @@ class Steering:
             if digest.startswith(PROBE):
                 self.gates.hold(digest, vector)
             elif digest not in self._vectors:
-                rows = vector.reshape(-1, hidden)
+                new[digest] = vector.reshape(-1, hidden)
+        if new:
+            held = torch.from_numpy(np.concatenate([*new.values()])).to(self._taps.dtype)
+            places: list[npt.NDArray[np.int64]] = []
+            for digest, rows in new.items():
                 first = self._vectors[digest] = self._placed.acquire(len(rows))
                 self._rows_of_vectors[digest] = len(rows)
-                new.append(rows)
                 places.append(np.arange(first, first + len(rows)))
-        if new:
-            held = torch.from_numpy(np.concatenate(new)).to(self._taps.dtype)
             self._bank.stage_all(np.concatenate(places), held)
             self._stale = True
         for digest, operations in groups.items():
