@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import torch
+import vllm
 from capture.truth import POINTS
 from engine.asking import generate
 from engine.reference import HIDDEN
@@ -295,6 +296,10 @@ class Attack:
             engine.step = step
 
     def _footprint(self) -> Footprint:
+        # Workers hear of what ended in the last step with the next one; which requests these are
+        # hangs on when their grammars were ready.
+        ending = vllm.SamplingParams(max_tokens=2, temperature=0.0, detokenize=False)
+        self._llm.generate([{"prompt_token_ids": [5]}], ending, use_tqdm=False)
         self._llm.synchronize()
         return footprint(self._llm)
 
