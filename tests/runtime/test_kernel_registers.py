@@ -13,7 +13,8 @@ from tllm.runtime.kernels import tap_norm
 from tllm.runtime.kernels.backend import HAS_TRITON, INTERPRETED
 
 pytestmark = pytest.mark.skipif(
-    not HAS_TRITON or INTERPRETED, reason="no kernel is compiled: Triton interprets it, or is not there"
+    not HAS_TRITON or INTERPRETED,
+    reason="no kernel is compiled: Triton interprets it, or is not there",
 )
 
 SPILLED = 16
