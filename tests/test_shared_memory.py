@@ -197,6 +197,25 @@ def test_memory_for_results_is_used_again_when_no_reader_has_it():
     reader.release()
 
 
+def test_only_memory_that_was_used_before_is_lent_to_devices():
+    memory, reader, cpu = ResultMemory(), SharedFile.reserve(1), torch.device("cpu")
+    assert memory.used_before(1, 1 << 30, cpu) is None
+    rows = memory.empty((4 * MIB,), torch.uint8).fill_(7)
+    assert memory.used_before(1, 1 << 30, cpu) is None
+    link = given_to(reader, memory, rows)
+    del rows
+    assert memory.used_before(1, 1 << 30, cpu) is None  # a reader may still come for it
+    link.release()
+    assert memory.used_before(5 * MIB, 1 << 30, cpu) is None
+    assert memory.used_before(1, 3 * MIB, cpu) is None
+    lent = memory.used_before(1, 1 << 30, cpu)
+    assert lent is not None and len(lent) == 4 * MIB and lent.dtype == torch.uint8
+    assert memory.used_before(1, 1 << 30, cpu) is None
+    [(file, offset)] = memory.locate([memoryview(lent[MIB:].numpy())])
+    assert file.path.exists() and offset == MIB
+    reader.release()
+
+
 def test_what_a_reader_has_stays_when_the_worker_gives_it_back():
     memory, reader = ResultMemory(), SharedFile.reserve(1)
     rows = memory.empty((MIB,), torch.uint8).fill_(3)

@@ -2,7 +2,9 @@
 
 New pages of shared memory cost more than what is written into them: the system clears each, and
 maps it with a fault. So a worker keeps its files, and asks of each whether a reader has it or may
-still come for it (`client/answers.py` opens them).
+still come for it (`client/answers.py` opens them). A GPU writes into memory that is used again by
+itself (`ResultMemory.used_before`); to page-lock memory that is used once would cost more than the
+host's copy does.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from tllm.cuda_runtime import page_lock, page_unlock
 from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, Bytes, SharedFile, sweep
 
 _KEPT_S = 10.0
@@ -52,6 +55,15 @@ class ResultPiece:
             self._descriptor = os.dup(opened.fileno())
         self.address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._mapped))
         weakref.finalize(self, os.close, self._descriptor)
+        self._page_locked: bool | None = None
+
+    def lock_pages(self) -> bool:
+        """Whether a GPU can write into it, from now on at the latest."""
+        if self._page_locked is None:
+            self._page_locked = page_lock(self.address, self.capacity)
+            if self._page_locked:
+                weakref.finalize(self, page_unlock, self.address).atexit = False
+        return self._page_locked
 
     def buffer(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
         """Its first bytes, for one use: whatever is made of them refers to this object."""
@@ -108,6 +120,20 @@ class ResultMemory:
             raw = np.empty(nbytes, np.uint8)
         return torch.from_numpy(raw).view(dtype).view(shape)
 
+    def used_before(self, least: int, most: int, device: torch.device) -> torch.Tensor | None:
+        """Memory `[bytes]` uint8 of between so many bytes that has held a result before and that
+        nobody has any more; `device` may write into it without the host. None where there is none.
+
+        Its values are undefined, as those of `empty`.
+        """
+        piece = self._kept_one(least, most)
+        if piece is None:
+            return None
+        if device.type == "cuda" and not piece.lock_pages():
+            self._kept.append(piece)
+            return None
+        return torch.from_numpy(self._in_use(piece, piece.capacity))
+
     def locate(self, views: Sequence[memoryview]) -> list[tuple[SharedFile, int] | None]:
         """The file that some bytes are in, and where in it; None for those that are not
         shared."""
@@ -143,20 +169,23 @@ class ResultMemory:
                 piece.file.release()
 
     def _shared(self, nbytes: int) -> Bytes | None:
-        piece = self._used_again(nbytes) or self._made(nbytes)
-        if piece is None:
-            return None
+        piece = self._kept_one(nbytes, 2 * nbytes) or self._made(nbytes)
+        return None if piece is None else self._in_use(piece, nbytes)
+
+    def _in_use(self, piece: ResultPiece, nbytes: int) -> Bytes:
+        """The first bytes of a piece, which is kept again when nothing refers to them."""
         self._pieces[piece.address] = nbytes, piece
         buffer = piece.buffer(nbytes)
         weakref.finalize(buffer, self._let_go, piece.address)
         return np.frombuffer(memoryview(buffer), np.uint8)
 
-    def _used_again(self, nbytes: int) -> ResultPiece | None:
+    def _kept_one(self, least: int, most: int) -> ResultPiece | None:
+        """One of those that are kept, of between so many bytes, that no reader has."""
         for _ in range(len(self._kept)):
             piece = self._first()
             if piece is None:
                 return None
-            if nbytes <= piece.capacity <= 2 * nbytes and not piece.is_held:
+            if least <= piece.capacity <= most and not piece.is_held:
                 return piece
             self._kept.append(piece)
         return None

@@ -20,11 +20,11 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from tllm.cuda_runtime import page_lock, page_unlock
 
 _MEMORY = Path("/dev/shm")
 
@@ -228,13 +228,11 @@ class SharedRows:
 
     def pin(self) -> bool:
         """Let a GPU write into the rows without waiting for the host; False when it cannot."""
-        address = self.values.ctypes.data
-        status: Any = torch.cuda.cudart().cudaHostRegister(address, self.values.nbytes, 0)
-        return int(status) == 0
+        return page_lock(self.values.ctypes.data, self.values.nbytes)
 
     def unpin(self) -> None:
         """Undo `pin`."""
-        torch.cuda.cudart().cudaHostUnregister(self.values.ctypes.data)
+        page_unlock(self.values.ctypes.data)
 
     def unlink(self) -> None:
         """Remove the name. The rows stay until nobody refers to them."""

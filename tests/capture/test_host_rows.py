@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from tllm.consumers.capture import host_rows, row_copier
+from tllm import result_memory
+from tllm.consumers.capture import host_rows, landing, row_copier
 from tllm.consumers.capture.host_rows import Chunk, HostRows
+from tllm.consumers.capture.landing import Landing
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
+from tllm.ports import RequestInfo, RowMeta
 from tllm.result_memory import ResultMemory
 
 SHAPE = 3, 5
@@ -106,3 +109,63 @@ def test_every_row_is_given_once_in_order(monkeypatch, many_threads, leave, seed
         assert torch.equal(tensor, rows_of(sequence, positions))
     assert held.held == 0
     held.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_land_by_sequence_are_not_copied_again(monkeypatch, seed):
+    """Batches go on for some steps, change, and have prompts among them; memory comes back now and
+    then, and is used for as many rows as it holds."""
+    monkeypatch.setattr(result_memory, "WORTHWHILE", 64)
+    monkeypatch.setattr(landing, "_LEAST_BYTES", 256)
+    rng = random.Random(seed)
+    memory, device = ResultMemory(), torch.device("cpu")
+    lands, held = Landing(memory, device), HostRows(1 << 30, memory, leave=False)
+    copied: list[RowCopy] = []
+    run = held._copier.run
+    monkeypatch.setattr(held._copier, "run", lambda copies: (copied.extend(copies), run(copies)))
+    landed_rows = 0
+    for _ in range(60):  # batches
+        for nbytes in rng.sample([500, 2_000, 9_000, 40_000], rng.randint(0, 3)):
+            memory.empty((nbytes,), torch.uint8).fill_(255)  # a result that is gone
+        names = [f"r{n}" for n in rng.sample(range(1_000), rng.randint(1, 5))]
+        requests = tuple(RequestInfo(n, n, 0, 1, i, 0) for i, n in enumerate(names))
+        numbers = [int(name[1:]) for name in names]
+        ahead = [0] * len(names)
+        for step in range(rng.randint(1, 30)):
+            counts = [rng.randint(5, 60) if not step and rng.random() < 0.7 else 1 for _ in names]
+            index = np.repeat(np.arange(len(names), dtype=np.int32), counts)
+            where = [
+                np.arange(a, a + n, dtype=np.int32) for a, n in zip(ahead, counts, strict=True)
+            ]
+            ahead = [a + n for a, n in zip(ahead, counts, strict=True)]
+            rows = torch.cat([rows_of(n, at) for n, at in zip(numbers, where, strict=True)])
+            steps = np.zeros(len(index), np.int64)
+            meta = RowMeta(requests, index, np.concatenate(where), steps)
+            stop = 0
+            for part in lands.parts("kind", meta, rows):
+                assert part.first == stop
+                stop = part.stop
+                own = meta.select(np.arange(part.first, part.stop))
+                if part.into is not None:
+                    part.into.copy_(rows[part.first : part.stop])
+                    landed_rows += part.stop - part.first
+                into = rows[part.first : part.stop] if part.into is None else part.into
+                whose = [request.request_id for request in own.requests]
+                chunk = Chunk(whose, own.request_index, own.positions, into, part.landed)
+                held.add("kind", chunk)
+            assert stop == len(rows)
+        lands.forget()
+        held.sort("kind")
+        kept = {row.untyped_storage().data_ptr() for copy in copied for row in [copy.source]}
+        assert not kept & {piece.address for _, piece in memory._pieces.values()}
+        copied.clear()
+        for name, number, count in zip(names, numbers, ahead, strict=True):
+            found, missing = held.take("kind", name)
+            assert not missing and found is not None
+            assert found.positions.tolist() == list(range(count))
+            assert torch.equal(found.tensor, rows_of(number, found.positions))
+            del found
+    assert landed_rows > 100
+    assert held.held == 0
+    held.close()
+    memory.trim()

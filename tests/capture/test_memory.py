@@ -15,6 +15,7 @@ from engine.reference import LAYERS, VOCAB
 import tllm.stores
 from capture.truth import POINTS, WITHOUT_LAYER, meant, reduced
 from tllm import SamplingParams, result_memory
+from tllm.consumers.capture import landing
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
 from tllm.runtime import answers
@@ -131,7 +132,7 @@ def test_generated_rows_alone_leave_the_prompt_to_the_prefix_cache(llm, truth):
 
 def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monkeypatch):
     """With few rows: as captures of a MiB and more do. Memory is used again when the results that
-    were in it are gone, and not before."""
+    were in it are gone, and not before; rows then land there by sequence."""
     monkeypatch.setattr(result_memory, "WORTHWHILE", 256)
     session = tight_llm.llm_engine.model_executor.driver_worker.worker.session
     linked = []
@@ -142,23 +143,36 @@ def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monk
         return link(self, file, *rest)
 
     monkeypatch.setattr(answers.AnswerWriter, "_link", counted)
+    monkeypatch.setattr(landing, "_LEAST_BYTES", 1024)
+    landed = []
+    find = landing.Landing.parts
+
+    def noted(self, kind, meta, rows):
+        for part in find(self, kind, meta, rows):
+            landed.append((part.into is not None) * (part.stop - part.first))
+            yield part
+
+    monkeypatch.setattr(landing.Landing, "parts", noted)
     specs = [
         {"hooks": EVERYTHING},
         {"hooks": {"post_block": [1]}, "positions": "all_generated"},
         {"hooks": {"post_block": "all"}, "positions": "last_prompt"},
     ]
     params = [greedy(40, capture=memory(**spec)) for spec in specs * 2]
-    kept, paths = [], []
-    for number in range(3):
+    kept, paths, rows_landed = [], [], []
+    for number in range(4):
         outputs = generate(tight_llm, prompts_of([60, 30, 40, 9, 20, 50], seed=number), params)
         for output, spec in zip([*outputs, *kept], specs * 4, strict=False):
             truth.check(output, spec)
         paths.append(set(linked))
+        rows_landed.append(sum(landed))
         linked.clear()
+        landed.clear()
         kept = outputs if number == 0 else []
         del outputs, output
         gc.collect()
     assert paths[0] and paths[2] & (paths[0] | paths[1])
+    assert rows_landed[3] > 100 and not rows_landed[0]
     assert not session.result_memory._pieces
 
 

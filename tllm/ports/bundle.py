@@ -146,6 +146,7 @@ class ConsumerContext(ABC):
         tensors: Mapping[str, torch.Tensor],
         meta: RowMeta | None = None,
         attach: Any = None,
+        into: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Send tensors to `Consumer.on_export` on the host, through a declared `CpuExport`.
 
@@ -154,6 +155,9 @@ class ConsumerContext(ABC):
         Args:
             meta: who the rows belong to, if they are rows.
             attach: any object of this process; `on_export` is given it with the tensors.
+            into: memory for some of the tensors, of their shapes and dtypes, that `on_export` is
+                given in place of new memory. Rows may lie apart. It must be page-locked, as that of
+                `result_memory.used_before` is, or the engine waits for the copy.
         """
 
     @abstractmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from typing import Any, Protocol, TypeAlias
 
@@ -29,7 +30,7 @@ from tllm.result_memory import ResultMemory
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.taps import TapKey
-from tllm.runtime.transfer import DeliveryThread, PinnedCopy, upload
+from tllm.runtime.transfer import CopyInto, DeliveryThread, PinnedCopy, upload
 from tllm.spec.selection import Selection
 
 PHASES: Mapping[str, tuple[int, ...]] = {
@@ -289,6 +290,7 @@ class BoundConsumer:
         tensors: Mapping[str, torch.Tensor],
         meta: RowMeta | None,
         attached: Any,
+        into: Mapping[str, torch.Tensor] | None,
     ) -> None:
         """Bring tensors to the host, and hand them to `on_export` on the export thread."""
         if channel not in self.channels:
@@ -301,14 +303,29 @@ class BoundConsumer:
                 f"export(..., attach=...) was called, and on_export of consumer {self.id!r} does "
                 "not take it; define on_export(self, channel, tensors, meta, attached)"
             )
-        copies = {name: PinnedCopy(tensor) for name, tensor in tensors.items()}
+        given = into or {}
+        if unknown := sorted(set(given) - set(tensors)):
+            raise ValueError(
+                f"export(..., into=...) has memory for {unknown}; the tensors are {sorted(tensors)}"
+            )
+        copies: dict[str, HostTensor] = {
+            name: CopyInto(tensor, given[name]) if name in given else PinnedCopy(tensor)
+            for name, tensor in tensors.items()
+        }
         rest = (attached,) if self.takes_attached else ()
 
         def deliver() -> None:
             arrived = {name: copy.wait() for name, copy in copies.items()}
             self.consumer.on_export(channel, arrived, meta, *rest)
 
-        self.export_thread.submit(partial(self._call, self, deliver))
+        def job() -> None:
+            self._call(self, deliver)
+            if given and self.error is not None:  # the memory must not be used again before
+                with suppress(RuntimeError):
+                    for name in given:
+                        copies[name].wait()
+
+        self.export_thread.submit(job)
 
 
 class Context(ConsumerContext):
@@ -359,8 +376,9 @@ class Context(ConsumerContext):
         tensors: Mapping[str, torch.Tensor],
         meta: RowMeta | None = None,
         attach: Any = None,
+        into: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        self._owner.export(channel, tensors, meta, attach)
+        self._owner.export(channel, tensors, meta, attach, into)
 
     def side_stream(self) -> torch.cuda.Stream | None:
         return self._side

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from tllm.cuda_runtime import rows_to_host
 from tllm.ports import HostTensor
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,30 @@ class PinnedCopy(HostTensor):
         if self._fence is not None:
             self._fence.synchronize()
         return self._copy
+
+
+class CopyInto(HostTensor):
+    """A tensor's values, under way into memory that is there already."""
+
+    def __init__(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
+        if tensor.shape != target.shape or tensor.dtype != target.dtype:
+            raise ValueError(
+                f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} cannot go into memory "
+                f"of shape {list(target.shape)} and {target.dtype}; give memory that is alike"
+            )
+        self._target = target
+        self._fence: torch.cuda.Event | None = None
+        if tensor.device.type == "cpu":
+            target.copy_(tensor)
+            return
+        rows_to_host(tensor.contiguous(), target)
+        self._fence = torch.cuda.Event()
+        self._fence.record()
+
+    def wait(self) -> torch.Tensor:
+        if self._fence is not None:
+            self._fence.synchronize()
+        return self._target
 
 
 class DeliveryThread:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.activations import Activations, CapturedRows, Reduced, StageRows
 from tllm.consumers.capture.host_rows import Chunk, HostRows
+from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
 from tllm.ports import (
     ConsumerContext,
@@ -53,6 +54,9 @@ _MAX_PLACES = 4096
 """Sets of places that are remembered."""
 
 _Key = tuple[str, int]
+_Kind = tuple[str, tuple[Place, ...]]
+"""Dtype and places of rows."""
+
 _STREAMED = (
     "the prompt was streamed: token_ids chose rows as if all of it had been the prompt from the "
     "beginning; give positions without token_ids of generated tokens"
@@ -172,12 +176,9 @@ class Capturing(Consumer):
                     "workers may write"
                 )
             spill = SpillFile(self._spill_folder, self._spill_bytes)
-        self._rows = HostRows(
-            self._limit,
-            ctx.result_memory if self.rows_are_results else ResultMemory(0),
-            spill,
-            leave=not self.rows_are_results,
-        )
+        memory = ctx.result_memory if self.rows_are_results else ResultMemory(0)
+        self._rows = HostRows(self._limit, memory, spill, leave=not self.rows_are_results)
+        self._landing = Landing(memory, ctx.device) if self.rows_are_results else None
         self._captured_rows = 0
         self._captured_bytes = 0
 
@@ -208,7 +209,22 @@ class Capturing(Consumer):
             rows = rows.to(getattr(torch, dtype))
         self._captured_rows += len(meta)
         self._captured_bytes += rows.numel() * rows.element_size()
-        ctx.export("rows", {"rows": rows}, meta, attach=(bundle.label, places))
+        kind = bundle.label, places
+        if self._landing is None:
+            ctx.export("rows", {"rows": rows}, meta, attach=(kind, None))
+            return
+        for part in self._landing.parts(kind, meta, rows):
+            self._export(kind, meta, rows, part, ctx)
+
+    @staticmethod
+    def _export(
+        kind: _Kind, meta: RowMeta, rows: torch.Tensor, part: LandingPart, ctx: ConsumerContext
+    ) -> None:
+        if part.stop - part.first < len(meta):
+            meta = meta.select(np.arange(part.first, part.stop))
+            rows = rows[part.first : part.stop]
+        into = None if part.into is None else {"rows": part.into}
+        ctx.export("rows", {"rows": rows}, meta, attach=(kind, part.landed), into=into)
 
     def _note_places(self, spec: CaptureSpec, places: tuple[Place, ...]) -> None:
         """This stage has these of the places that are asked for."""
@@ -265,6 +281,8 @@ class Capturing(Consumer):
         places = self._places.get(asked, asked)
         before = self._prompt_lens.pop(sequence_key(request), request.prompt_len)
         ending = Ending(request, spec, places, streamed=before != request.prompt_len)
+        if self._landing is not None:
+            self._landing.forget()
         tensors: dict[str, torch.Tensor] = {}
         with _on(ctx.side_stream()):
             table = self._reductions.get((spec.kept[0], places))
@@ -290,13 +308,16 @@ class Capturing(Consumer):
         """Rows have arrived on the host, or all of a sequence that has ended."""
         if channel == "rows":
             assert meta is not None
+            kind, landed = cast(tuple[_Kind, Landed | None], attached)
             if meta.requests is not self._requests:
                 self._requests = meta.requests
                 self._sequences = [sequence_key(request) for request in meta.requests]
-            chunk = Chunk(self._sequences, meta.request_index, meta.positions, tensors["rows"])
-            self._rows.add(attached, chunk)
+            chunk = Chunk(
+                self._sequences, meta.request_index, meta.positions, tensors["rows"], landed
+            )
+            self._rows.add(kind, chunk)
             if self.takes_early:
-                self._note_large(attached, chunk, meta.requests)
+                self._note_large(kind, chunk, meta.requests)
                 self._give_early()
             return
         assert isinstance(attached, Ending)
@@ -322,9 +343,7 @@ class Capturing(Consumer):
             self._num_ending -= 1
             self._concluded.notify_all()
 
-    def _note_large(
-        self, kind: tuple[str, tuple[Place, ...]], chunk: Chunk, requests: Sequence[RequestInfo]
-    ) -> None:
+    def _note_large(self, kind: _Kind, chunk: Chunk, requests: Sequence[RequestInfo]) -> None:
         """Remember the sequences of which a chunk has many rows."""
         counts = np.bincount(chunk.index, minlength=len(requests))
         large = counts * (chunk.rows.nbytes // max(1, len(chunk.index))) >= _EARLY_BYTES

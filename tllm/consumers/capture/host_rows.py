@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from tllm.consumers.capture.activations import CapturedRows
+from tllm.consumers.capture.landing import Landed, Slab, is_grouped
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.ports import in_order
 from tllm.result_memory import ResultMemory
@@ -30,12 +32,24 @@ class Chunk:
         index: `[rows]`, which of `sequences`.
         positions: `[rows]`.
         rows: `[rows, places, hidden]`.
+        landed: how they lie in memory for results; None where they do not.
     """
 
     sequences: Sequence[Hashable]
     index: IntArray
     positions: IntArray
     rows: torch.Tensor
+    landed: Landed | None = None
+
+    @property
+    def slab(self) -> Slab | None:
+        """What the rows are a step of."""
+        return None if self.landed is None else self.landed.slab
+
+    @property
+    def lies_by_sequence(self) -> bool:
+        """Whether there are many rows of few sequences, each one's together."""
+        return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
 
 
 @dataclass(eq=False)
@@ -118,17 +132,22 @@ class HostRows:
         unsorted = self._unsorted.pop(kind, None)
         if unsorted is None:
             return
-        # Many rows of few sequences need no copy: they lie together already.
-        small: list[Chunk] = []
         copies: list[RowCopy] = []
-        for chunk in unsorted.chunks:
-            if len(chunk.positions) > 4 * len(chunk.sequences) and _is_grouped(chunk.index):
-                copies += self._sort_small(small)
-                small = []
-                copies += self._cut(chunk)
+        for way, chunks in groupby(unsorted.chunks, self._way):
+            if isinstance(way, Slab):
+                self._give_slab(way, list(chunks))
+            elif way:
+                for chunk in chunks:
+                    copies += self._cut(chunk)
             else:
-                small.append(chunk)
-        self._copier.run([*copies, *self._sort_small(small)])
+                copies += self._sort_small(list(chunks))
+        self._copier.run(copies)
+
+    @staticmethod
+    def _way(chunk: Chunk) -> Slab | bool:
+        """What brings a chunk's rows to their sequences: they lie in a slab; they are cut, for many
+        rows of few sequences lie together already; or they are sorted, with others."""
+        return chunk.slab or chunk.landed is not None or chunk.lies_by_sequence
 
     def take(self, kind: Hashable, sequence: Hashable) -> tuple[CapturedRows | None, str]:
         """All rows of a sequence, by position (None when there are none), and what is missing."""
@@ -241,12 +260,21 @@ class HostRows:
         for low, high in zip(edges, [*edges[1:], len(chunk.index)], strict=True):
             pieces = self._pieces.setdefault(chunk.sequences[chunk.index[low]], _Pieces())
             rows = chunk.rows[low:high]
-            if not self._leave:
+            if chunk.landed is None and not self._leave:
                 own = self._memory.empty(tuple(rows.shape), rows.dtype)
                 copies.append(RowCopy(own, 0, rows))
                 rows = own
             self._append(pieces, chunk.positions[low:high], rows)
         return copies
+
+    def _give_slab(self, slab: Slab, chunks: Sequence[Chunk]) -> None:
+        """Give the sequences their rows of consecutive steps: nothing is copied."""
+        landed = chunks[0].landed
+        assert landed is not None
+        positions = np.stack([chunk.positions for chunk in chunks], 1)
+        steps = slab.rows[:, landed.step : landed.step + len(chunks)]
+        for sequence, where, rows in zip(chunks[0].sequences, positions, steps, strict=True):
+            self._append(self._pieces.setdefault(sequence, _Pieces()), where, rows)
 
     def _sort_small(self, chunks: Sequence[Chunk]) -> list[RowCopy]:
         """As `_cut`, for chunks whose rows do not lie together."""
@@ -290,9 +318,3 @@ class HostRows:
 def _positions_bytes(rows: Sequence[torch.Tensor | SpilledRows]) -> int:
     """Of rows `[rows, places, hidden]`, with positions for each place."""
     return sum(4 * each.shape[0] * each.shape[1] for each in rows if isinstance(each, torch.Tensor))
-
-
-def _is_grouped(index: IntArray) -> bool:
-    """Whether the rows of each sequence lie together."""
-    changes = index[np.flatnonzero(np.diff(index, prepend=-1))]
-    return len(changes) == len(set(changes.tolist()))
