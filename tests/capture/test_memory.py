@@ -16,6 +16,7 @@ import tllm.stores
 from capture.truth import POINTS, WITHOUT_LAYER, meant, reduced
 from tllm import SamplingParams, result_memory
 from tllm.consumers.capture import landing
+from tllm.consumers.capture.activations import Activations
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
 from tllm.runtime import answers
@@ -174,6 +175,28 @@ def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monk
     assert paths[0] and paths[2] & (paths[0] | paths[1])
     assert rows_landed[3] > 100 and not rows_landed[0]
     assert not session.result_memory._pieces
+
+
+def test_rows_are_not_joined_before_somebody_looks(tight_llm, truth, monkeypatch):
+    """Joining copies all of them, in the user's process, while the engine waits to be asked."""
+    spec = {"hooks": EVERYTHING}
+    prompts = prompts_of([60, 30], seed=5)
+    [output] = generate(tight_llm, prompts[:1], greedy(12, capture=memory(**spec)))
+    stop = [output.outputs[0].token_ids[5]]
+    asked = [greedy(12, stop_token_ids=ids, capture=memory(**spec)) for ids in ([], stop)]
+    joined = []
+    values = Activations._values
+
+    def noted(self, block):
+        joined.append(block)
+        return values(self, block)
+
+    monkeypatch.setattr(Activations, "_values", noted)
+    outputs = generate(tight_llm, [prompts[0]] * 2, asked)
+    assert outputs[1].outputs[0].finish_reason == "stop"
+    assert not joined
+    for output in outputs:
+        truth.check(output, spec)
 
 
 def test_a_capture_leaves_tokens_and_cache_of_others_alone(llm):

@@ -234,11 +234,13 @@ def attach_results(
 
 def _stopped(results: Mapping[str, ConsumerResult], sample: CompletionOutput) -> bool:
     """Whether a controller has ended a sample."""
+    if sample.finish_reason != "stop" or sample.stop_reason is None:
+        return False
     given = [result.payload for result in results.values()]
-    given += [each for p in given if isinstance(p, Mapping) for each in p.values()]
+    # Activations are mappings, too, whose rows are joined when somebody looks at them.
+    given += [each for p in given if isinstance(p, dict) for each in p.values()]
     logs = (each for each in given if isinstance(each, ActionLog))
-    ended = sample.finish_reason == "stop" and sample.stop_reason is not None
-    return ended and any(log.stopped_by(sample.stop_reason) for log in logs)
+    return any(log.stopped_by(sample.stop_reason) for log in logs)
 
 
 def _judges(name: str, result: ConsumerResult) -> bool:
