@@ -22,7 +22,7 @@ _FEWEST, _MOST = 4, 64
 _SLAB_BYTES = 128 << 20
 """Bytes from which on they are fewer."""
 
-_LEAST_BYTES = 16 << 20
+_LEAST_BYTES = 4 << 20
 """Memory for rows of prompts that is worth an export of its own."""
 
 
