@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from vllm.v1.core.sched.interface import PauseState
 
 from benchmarks.driven_lanes import DrivenLanes
 from engine.reference import VOCAB
@@ -225,27 +226,44 @@ def test_an_engine_that_schedules_ahead_begins_turns_anew_with_the_v1_runner(tig
         assert tight_walk.turn("lane") == (1, 0)
 
 
-def test_a_lane_that_is_preempted_while_its_token_is_computed_keeps_its_tokens(tight_walk):
-    """The other request is scheduled ahead, and needs a block before the lane's answer is there."""
-    walk = tight_walk
+def preempted_while_its_token_is_computed(walk):
+    """A lane whose blocks go to another request, which is scheduled ahead and needs one before the
+    lane's answer is there: what the other one has drawn so far."""
     walk.open("lane", prompt(10))
     walk.lanes.run()
     walk.check()
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, detokenize=False)
-    asked = prompt(24, 1)
-    walk.lanes.add(walk.lanes.request("other", asked, params))
-    scheduler = walk.lanes.core.scheduler
+    walk.lanes.add(walk.lanes.request("other", prompt(24, 1), params))
+    scheduler, outputs = walk.lanes.core.scheduler, []
     while scheduler.requests["other"].num_computed_tokens < 31:
-        walk.lanes.step()
+        outputs += walk.lanes.step()
     pool = scheduler.kv_cache_manager.block_pool
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     walk.feed("lane")
-    lane = scheduler.requests["lane"]
     for _ in range(4):
-        walk.lanes.step()
-    assert lane.num_preemptions == 1
+        outputs += walk.lanes.step()
+    assert scheduler.requests["lane"].num_preemptions == 1
     pool.free_blocks(taken)
-    walk.lanes.run()
+    return outputs
+
+
+def test_a_lane_that_is_preempted_while_its_token_is_computed_keeps_its_tokens(tight_walk):
+    preempted_while_its_token_is_computed(tight_walk)
+    tight_walk.lanes.run()
+    tight_walk.check()
+    tight_walk.turn("lane")
+
+
+def test_a_pause_that_waits_does_so_beside_a_lane_that_was_preempted(tight_walk, reference):
+    """vLLM counts what still runs, less the streamed requests that wait for an input."""
+    walk, scheduler = tight_walk, tight_walk.lanes.core.scheduler
+    outputs = preempted_while_its_token_is_computed(walk)
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)  # as the mode "wait" does
+    outputs += walk.lanes.run()
+    assert not scheduler.has_unfinished_requests()
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    drawn = [t for each in outputs if each.request_id == "other" for t in each.new_token_ids]
+    assert drawn == reference.greedy(prompt(24, 1), 20)
     walk.check()
     walk.turn("lane")
 

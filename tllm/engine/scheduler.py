@@ -248,6 +248,17 @@ class _Rules(_Base):
             self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)
 
+    @overrides(
+        "vllm.v1.core.sched.scheduler.Scheduler._holds_kv_blocks",
+        "a pause waits for what runs beside streamed requests that were preempted",
+        since="0.32",
+    )
+    def _holds_kv_blocks(self, request: Request) -> bool:
+        # One that was preempted while its turn's last token was computed waits for an input without
+        # blocks. vLLM takes it from the number of those that have some, and would miss another.
+        waits = request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
+        return waits or super()._holds_kv_blocks(request)
+
     def _tllm_queue_lost_sessions(self) -> None:
         """Let streamed requests go on that vLLM has taken out of its queues.
 
