@@ -20,6 +20,7 @@ from engine.test_conditions import (
     assert_as_transformers,
     at,
 )
+from engine.test_patching import ZERO
 from engine.test_remembering import (
     TOKENS,
     Remembering,
@@ -31,6 +32,7 @@ from engine.test_remembering import (
 )
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
 from tllm.client.core import Client
+from tllm.client.request import Prepared
 from tllm.engine.conversations import MOST_CONDITIONS, Conversations
 
 ROUNDS = int(os.environ.get("TLLM_ORACLE_REQUESTS", 48)) // 12
@@ -369,7 +371,8 @@ def test_replicas_refuse():
     client = Client()
     client.replicas = 2
     with pytest.raises(ValueError, match="2 data-parallel replicas, each with a memory of its own"):
-        next(client._enter(SamplingParams(conversation=named("a")).asked.conversation, ()))
+        asked = SamplingParams(conversation=named("a")).asked.conversation
+        next(client._enter(asked, Prepared(None, "of the prompt", {})))
 
 
 def test_beams_and_pooling_are_refused_a_conversation(llm, name):
@@ -383,6 +386,22 @@ def test_beams_and_pooling_are_refused_a_conversation(llm, name):
         llm.llm_engine.add_request("pooled", {"prompt_token_ids": prompt}, pooled)
     assert not llm.llm_engine.has_unfinished_requests()
     assert name not in llm.steering.conversations()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"consumers": {"nobody": {}}}, r"consumers\['nobody'\]: no such consumer is registered"),
+        ({"patch": [{**ZERO, "source": {"run": "gone"}}]}, "'gone'"),
+    ],
+)
+def test_a_request_that_is_refused_begins_no_conversation(llm, name, more, sentence):
+    asked = greedy(1, **of(ENTRY, conversation=named(name)), **more)
+    with pytest.raises(ValueError, match=sentence):
+        generate(llm, prompts_of([4]), asked)
+    assert name not in llm.steering.conversations()
+    assert not llm.intervention_stats()[0]["running_sequences"]
+    generate(llm, prompts_of([4]), greedy(1, **of(ENTRY, conversation=named(name, "x" * 16))))
 
 
 def test_conversations_are_limited_and_room_is_made_by_those_that_expired():

@@ -316,8 +316,13 @@ def test_unused_vectors_make_room_and_used_ones_do_not(narrow, reference):
     (stats,) = narrow.intervention_stats()
     assert stats["steering_mib"] < 1.1  # with the sums
     asked = [{"steering_vectors": many(1000 + 10 * k)} for k in range(room // 240 + 1)]
+    probe = {"hook": "post_block", "layer": 0, "vector": V.tolist()}
+    when = {"probe": probe, "above": 0.0, "scope": "conversation"}
+    asked[-1]["steering_vectors"]["post_block"][1][0]["when"] = when
+    asked[-1]["conversation"] = {"id": "late", "key": "a secret of this test"}
     with pytest.raises(ValueError, match="max_steering_mib=1; start the engine with a larger"):
         generate(narrow, [[k, 2] for k in range(len(asked))], asked)
+    assert not narrow.steering.conversations(), "nobody begins one who is refused"
     assert generate(narrow, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
 
 

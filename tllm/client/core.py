@@ -45,7 +45,7 @@ from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.conditions import signal_names
-from tllm.spec.conversations import ConversationUse, RequestConversation
+from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import GroupUse, SteeringGroup, gates_of, use_of_conversation
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MediaItem, PromptMedia
@@ -324,9 +324,6 @@ class Client:
                 yield ALONE
                 if name not in self.consumers:  # it may have come meanwhile
                     yield from self._add(make(), False)
-        conversation = None
-        if asked.conversation is not None and any(group.is_kept for group in groups):
-            conversation = yield from self._enter(asked.conversation, groups)
         if first is None and groups:
             yield from self.bring(groups)  # nothing is waited for until they are held, below
         if asked.patch is not None and streamed:
@@ -338,12 +335,13 @@ class Client:
         if asked.patch is not None and not asked.patch.names_media:
             patch = self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
-        changes = groups, patch, conversation
         prepared = self._prepare(
-            params, asked, request_id, prompt_id, changes, results, streamed, generated
+            params, asked, request_id, prompt_id, (groups, patch), results, streamed, generated
         )
         if first is None:
             self.held.hold(prompt_id, groups)
+        if _converses(asked, groups):  # last, since who is refused begins no conversation
+            yield from self._enter(asked.conversation, prepared)
         return prepared
 
     def admit_now(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
@@ -427,23 +425,28 @@ class Client:
         except ValueError as error:
             logger.debug("steering is brought with each request: %s", error)
 
-    def _enter(
-        self, named: RequestConversation, groups: Sequence[SteeringGroup]
-    ) -> Steps[ConversationUse]:
-        """Take part in a conversation: what it remembers of the conditions of a request."""
-        if self.replicas > 1:
-            raise ValueError(
-                "conversation: a condition of steering has scope='conversation', and this engine "
-                f"has {self.replicas} data-parallel replicas, each with a memory of its own; start "
-                "it with data_parallel_size=1, or give scope='rest'"
+    def _enter(self, named: RequestConversation | None, prepared: Prepared) -> Steps[None]:
+        """Let a request, which is ready, take part in a conversation."""
+        assert named is not None
+        try:
+            if self.replicas > 1:
+                raise ValueError(
+                    "conversation: a condition of steering has scope='conversation', and this "
+                    f"engine has {self.replicas} data-parallel replicas, each with a memory of its "
+                    "own; start it with data_parallel_size=1, or give scope='rest'"
+                )
+            kept = [gate.kept_as for gate in gates_of(prepared.groups).values() if gate.kept_as]
+            given = (
+                *(named.id, named.key_digest, named.expires_s, time.time()),
+                *(named.owner, named.most, kept),
             )
-        kept = [gate.kept_as for gate in gates_of(groups).values() if gate.kept_as]
-        given = (
-            *(named.id, named.key_digest, named.expires_s, time.time()),
-            *(named.owner, named.most, kept),
-        )
-        answers = yield WorkerCall("enter_conversation", given)
-        return use_of_conversation(groups, *answers[0])
+            answers = yield WorkerCall("enter_conversation", given)
+        except BaseException:
+            self.release(prepared)
+            raise
+        use = use_of_conversation(prepared.groups, *answers[0])
+        spec = RequestSpec.from_wire(wire_of(prepared.params))
+        prepared.params.extra_args[EXTRA_ARG] = replace(spec, conversation=use).to_wire()
 
     def release(self, prepared: Prepared) -> None:
         """A request has ended, or did not begin."""
@@ -455,7 +458,7 @@ class Client:
         asked: Asked,
         request_id: str,
         prompt_id: str,
-        changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...], ConversationUse | None],
+        changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
         results: bool,
         streamed: bool,
         generated: int,
@@ -465,7 +468,7 @@ class Client:
             uses.wants_tokens = True
         generates = isinstance(params, vllm.SamplingParams)
         check_acting(uses, generates=generates, streamed=streamed, generated=generated)
-        groups, patch, conversation = changes
+        groups, patch = changes
         stops, aborts = _ends(groups, params)
         if aborts:  # rows of cached blocks would not be judged
             uses.reads.append(RowsRead("abort_when", _PROMPT))
@@ -478,7 +481,7 @@ class Client:
                 "generate() or chat()"
             )
         if needing := [group for group in groups if group.needs_prompt]:
-            once = conversation is not None and all(g.needs_prompt_once for g in needing)
+            once = _converses(asked, groups) and all(g.needs_prompt_once for g in needing)
             uses.reads.append(RowsRead(CONVERSATION if once else "when", _PROMPT))
         spec = RequestSpec(
             request_id=request_id,
@@ -496,7 +499,6 @@ class Client:
             streamed=streamed,
             stops=stops,
             aborts=aborts,
-            conversation=conversation,
             media=media,
         )
         prepared = Prepared(
@@ -766,6 +768,11 @@ def _check_conversation(asked: Asked, params: Any, *, streamed: bool) -> None:
         raise ValueError(
             "conversation was given for a prompt that is streamed; give the whole prompt at once"
         )
+
+
+def _converses(asked: Asked, groups: Sequence[SteeringGroup]) -> bool:
+    """Whether a request takes part in a conversation."""
+    return asked.conversation is not None and any(group.is_kept for group in groups)
 
 
 def _check_memory(groups: Sequence[SteeringGroup], *, streamed: bool, generated: int) -> None:
