@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from tllm.runtime.batch import StepBatch
+from tllm.runtime.columns import DECODE, Column
+from tllm.runtime.drafted_latches import DraftedLatches
 from tllm.runtime.kernels import drafted
 from tllm.runtime.kernels.backend import HAS_TRITON
 from tllm.runtime.latches import BEFORE, NEVER, Latches
+from tllm.runtime.slots import Slots
 from tllm.spec.conditions import MAX_GATES, Gate
 from tllm.spec.memory import SCOPES
 
@@ -85,6 +89,30 @@ def test_tokens_after_the_first_row_that_changes_a_latch_are_not_kept(
     assert (cells[0], cells[31]) == (BEFORE, min(own, default=NEVER))
     if scope == NEXT:
         assert bits_of(latches, latch, 31) == own
+
+
+def test_the_latches_of_the_first_rank_count_for_all():
+    """Which tokens are kept must be the same, though the other one saw a row on the other side of
+    an edge."""
+    slots, told, found = Slots(2), [], []
+    for fired, agree in (
+        ((61,), lambda table: told.append(table.clone())),
+        ((63,), lambda table: table.copy_(told.pop(0))),
+    ):
+        latches, latch = made([gate(0, REST), gate(31, NEXT)])
+        for position in fired:
+            remember(latches, latch, 31, position)
+        slots.values[Column.GATE, DECODE, 1] = latch.row
+        drafted_latches = DraftedLatches(slots, latches, DEVICE, agree)
+        drafted_latches.begin(StepBatch(*np.array([[1], [60], [4], [0], [3]], np.int32)))
+        drawn = torch.tensor([4], dtype=torch.int32, device=DEVICE)
+        drafted_latches.settle(drawn)
+        found.append((int(drawn), bits_of(latches, latch, 31), latches.tables[0].cpu()))
+    (first, *_), (other, *_) = found
+    assert first == other == 2
+    assert found[0][1] == found[1][1] == [61]
+    assert torch.equal(found[0][2], found[1][2])
+    assert not told
 
 
 @pytest.mark.kernels

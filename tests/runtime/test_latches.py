@@ -21,7 +21,7 @@ V, P, Q = np.random.default_rng(0).standard_normal((3, HIDDEN), dtype=np.float32
 class Worker:
     """One sequence at two taps; its probe is at the first of them."""
 
-    def __init__(self, when, place=2, phase="vectors", prompt_len=5):
+    def __init__(self, when, place=2, phase="vectors", prompt_len=5, agree=None):
         self.taps = Taps(
             dict.fromkeys([EARLY, LATE]),
             second={},
@@ -32,7 +32,9 @@ class Worker:
             max_programs=4,
             add_rows=4,
         )
-        self.steering = Steering(self.taps, lambda hook, layer: (HookPoint(hook), layer), 4, 8, 70)
+        self.steering = Steering(
+            self.taps, lambda hook, layer: (HookPoint(hook), layer), 4, 8, 70, agree
+        )
         entry = {"vector": V, "when": when}
         self.groups = compose([Tiers.parse(**{phase: {"post_block": {place: entry}}})])
         for group in self.groups:
@@ -114,6 +116,26 @@ def test_the_mean_of_a_prompt_is_judged_once_whatever_its_chunks(score, holds, b
     again = rows_of(3, 9)
     assert torch.equal(worker.step(again, 5), again + torch.from_numpy(V) * holds)
     worker.steering.forget(0, worker.latch)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_ranks_that_add_the_rows_of_a_prompt_in_another_order_decide_alike(holds):
+    """As float32, 1e8 + 1 is 1e8."""
+    orders = [(1e8, -1e8, 1.0), (1e8, 1.0, -1e8)]
+    told = []
+    when = probe(np.ones(HIDDEN, np.float32), above=1.0, over="prompt_mean")
+    ranks = [
+        Worker(when, 1, prompt_len=3, agree=lambda judged: told.append(judged.clone())),
+        Worker(when, 1, prompt_len=3, agree=lambda judged: judged.copy_(told[0])),
+    ]
+    row = rows_of(1, 7)
+    for rank, order in zip(ranks, orders if holds else reversed(orders), strict=True):
+        for position, value in enumerate(order):
+            rank.step(torch.full((1, HIDDEN), value), position)
+        found = rank.steering.gates.state[0, :, 0].tolist()
+        assert found == pytest.approx([float(holds), HIDDEN * holds / 3])
+        assert torch.equal(rank.step(row, 3), row + torch.from_numpy(V) * holds)
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -63,13 +63,19 @@ uses(
 uses(
     "vllm.distributed.parallel_state",
     "get_tp_group",
-    "what controllers decide on the first rank is told to all",
+    "what is decided on the first rank is told to all",
 )
 uses(
     "vllm.distributed.parallel_state.GroupCoordinator",
     "broadcast_object",
     "what controllers decide on the first rank is told to all",
     takes="obj",
+)
+uses(
+    "vllm.distributed.parallel_state.GroupCoordinator",
+    "broadcast",
+    "what conditions on the first rank made of a prompt, and of drafts, counts for all",
+    takes="input_",
 )
 
 _Begun: TypeAlias = "tuple[NewRequestData, RequestSpec]"
@@ -150,6 +156,7 @@ class InterventionWorker(_Base):
     def _session(self, model: torch.nn.Module, taps: Taps) -> Session:
         config, sites, options = self.vllm_config, self._sites, self._options
         row_bytes = sites.hidden_size * config.model_config.dtype.itemsize
+        ranks = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
         head = model_view.lm_head(config, model, sites, self.device)
         return Session(
             taps,
@@ -168,9 +175,8 @@ class InterventionWorker(_Base):
             ring_rows=max(64, options.capture_mib * 2**20 // row_bytes),
             max_ring_rows=options.max_capture_mib * 2**20 // row_bytes,
             overflow=options.overflow,
-            share=get_tp_group().broadcast_object
-            if config.parallel_config.tensor_parallel_size > 1
-            else None,
+            share=ranks and ranks.broadcast_object,
+            agree=ranks and ranks.broadcast,
         )
 
     def _norms(self, installed: Mapping[TapKey, Site]) -> dict[TapKey, AddedNorm]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -22,15 +24,28 @@ class DraftedLatches:
     is the last one that counts: those after it were computed without knowing. And what rows of
     rejected drafts changed is taken back. Both where the tokens are compared, on the device.
 
+    How many tokens a sequence has must be the same on all tensor-parallel ranks, whatever their
+    roundings are: they would never come together again. So the first one's latches count for all.
+
+    Args:
+        agree: see `Session`.
+
     Attributes:
         words: of the step that runs, as its kernel takes them; None where no sequence with a latch
             has drafts.
     """
 
-    def __init__(self, slots: Slots, latches: Latches, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        latches: Latches,
+        device: torch.device,
+        agree: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
         self._slots = slots
         self._latches = latches
         self._device = device
+        self._agree = agree
         self._run = drafted.launch if uses_triton(device) else drafted.reference
         self.words: torch.Tensor | None = None
 
@@ -63,4 +78,8 @@ class DraftedLatches:
         words, self.words = self.words, None
         if words is not None:
             cells, held, _ = self._latches.tables
+            if self._agree is not None:
+                for table in (cells, held):
+                    if len(table):
+                        self._agree(table)
             self._run(words, drawn, cells, held)

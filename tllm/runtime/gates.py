@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,18 +46,26 @@ class Gates:
 
     Args:
         max_positions: the most tokens of a sequence.
+        agree: see `Session`.
 
     Attributes:
         latches: what sequences remember of their conditions.
         means: judges the means of prompts.
     """
 
-    def __init__(self, taps: Taps, max_positions: int) -> None:
+    def __init__(
+        self,
+        taps: Taps,
+        max_positions: int,
+        agree: Callable[[torch.Tensor], object] | None = None,
+    ) -> None:
         self._taps = taps
         self.latches = Latches(taps.hidden_size, max_positions, taps.device)
         self._vectors: dict[str, torch.Tensor] = {}
         self._mlps: dict[str, npt.NDArray[np.float32]] = {}  # what is packed, for their biases
-        self.means = PromptMeans(self.latches, self._vectors, lambda: self._state, taps.device)
+        self.means = PromptMeans(
+            self.latches, self._vectors, lambda: self._state, taps.device, agree
+        )
         self._records_placed = ConsecutivePlaces()
         self._points: Counter[int] = Counter()  # configurations in use that judge there
         device = taps.device

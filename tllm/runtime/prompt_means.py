@@ -41,8 +41,12 @@ class PromptMeans:
 
     Taps add rows up (`Latches`). A sequence that is preempted within its prompt begins anew.
 
+    The order in which rows are added is not fixed, so that tensor-parallel ranks, which have the
+    same rows, may have sums that differ by a rounding: what the first one finds counts for all.
+
     Args:
         state: see `Gates.state`.
+        agree: see `Session`.
 
     Attributes:
         waiting: whether there is any prompt to judge, now or later.
@@ -54,11 +58,13 @@ class PromptMeans:
         vectors: Mapping[str, torch.Tensor],
         state: Callable[[], torch.Tensor | None],
         device: torch.device,
+        agree: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self._latches = latches
         self._vectors = vectors
         self._state = state
         self._device = device
+        self._agree = agree
         self._prompts: dict[int, _Prompt] = {}
         self._ended: list[_Ended] = []
         self.waiting = False
@@ -108,8 +114,8 @@ class PromptMeans:
         state = self._state()
         if state is None:
             return
-        scores = torch.full((len(ended), MAX_GATES), torch.nan, device=self._device)
-        strengths = scores.clone()
+        judged = torch.full((2, len(ended), MAX_GATES), torch.nan, device=self._device)
+        scores, strengths = judged
         self._judge_probes(ended, scores, strengths)
         for i, (prompt, row) in enumerate(ended):
             here = {gate.number for gate in prompt.gates}
@@ -123,6 +129,8 @@ class PromptMeans:
                     )
                     strengths[i, gate.number] = terms.amin() if gate.every else terms.amax()
                     scores[i, gate.number] = strengths[i, gate.number]
+        if self._agree is not None:
+            self._agree(judged)
         self._note(ended, scores, strengths, state)
 
     def _judge_probes(

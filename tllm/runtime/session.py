@@ -53,6 +53,8 @@ class Session:
             elsewhere, on the device and on the host.
         ring_rows, max_ring_rows, overflow: see `Ring`.
         share: see `Controllers`.
+        agree: puts the first tensor-parallel rank's values into every rank's tensor, on the
+            current stream; to be called by all of them. None where there is only one.
 
     Attributes:
         consumers, sequences: what is there.
@@ -83,6 +85,7 @@ class Session:
         max_ring_rows: int,
         overflow: Overflow,
         share: Callable[[Any], Any] | None = None,
+        agree: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self._taps = taps
         self._model = model
@@ -92,7 +95,7 @@ class Session:
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
         self.steering = steering = Steering(
-            taps, resolve, steering_rows, steering_vectors, max_positions
+            taps, resolve, steering_rows, steering_vectors, max_positions, agree
         )
         self.patching = patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         additions = Additions(taps, slots)
@@ -168,7 +171,7 @@ class Session:
             self._guidance,
             verdicts,
             steering.gates.means,
-            DraftedLatches(slots, steering.gates.latches, model.device),
+            DraftedLatches(slots, steering.gates.latches, model.device, agree),
             relay,
             controllers,
         )

@@ -193,6 +193,7 @@ class Steering:
         rows: rows to begin with; tables grow.
         max_vectors: vectors to allocate room for ahead of need.
         max_positions: the most tokens of a sequence.
+        agree: see `Session`.
 
     Attributes:
         choices: rows that depend on the token.
@@ -207,11 +208,12 @@ class Steering:
         rows: int,
         max_vectors: int,
         max_positions: int,
+        agree: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self._taps = taps
         self._resolve = resolve
         self.choices = TokenChoices(taps.device)
-        self.gates = Gates(taps, max_positions)
+        self.gates = Gates(taps, max_positions, agree)
         self._groups: dict[str, _HeldGroup] = {}
         self._vectors: dict[str, int] = {}
         self._vector_users: Counter[str] = Counter()  # configurations
