@@ -137,6 +137,7 @@ class TokenChoices:
         self._free: list[int] = []
         self._runs = ConsecutivePlaces()
         self._starts: dict[int, int] = {}
+        self._new: dict[int, Choice] = {}
         self._heads = StagedTable((0, 3), 1, torch.int32, device)
         self._entries = StagedTable((0, 2), 1, torch.int32, device)
 
@@ -146,11 +147,8 @@ class TokenChoices:
         if number is None:
             number = self._free.pop() if self._free else len(self._numbers)
             self._numbers[choice] = number
-            by_token, others = choice
-            start = self._starts[number] = self._runs.acquire(len(by_token))
-            self._heads.stage(number, np.array([start, len(by_token), others], np.int32))
-            for i, entry in enumerate(by_token):
-                self._entries.stage(start + i, np.array(entry, np.int32))
+            self._starts[number] = self._runs.acquire(len(choice[0]))
+            self._new[number] = choice
         self._users[number] += 1
         return -2 - number
 
@@ -161,7 +159,13 @@ class TokenChoices:
         if not self._users[number]:
             del self._numbers[choice], self._users[number]
             self._runs.release(self._starts.pop(number), len(choice[0]))
+            self._new.pop(number, None)
             self._free.append(number)
+
+    @property
+    def waiting(self) -> int:
+        """Choices that no token has come to, and that are not on the device therefore."""
+        return len(self._new)
 
     def apply(self, steer: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Choose by token. On the compute stream, before a forward pass.
@@ -170,13 +174,22 @@ class TokenChoices:
             steer: int32 `[tokens]`, the plan's steering rows.
             token_ids: `[tokens]`, of the batch.
         """
-        if self._heads:
-            self._heads.grow((room(len(self._numbers) + len(self._free), 16), 3))
-            self._entries.grow((room(self._runs.end, 64), 2))
-            self._heads.commit()
-            self._entries.commit()
+        if self._new:
+            self._commit()
         run = token_choice.launch if self._use_kernel else token_choice.reference
         run(steer, token_ids, self._heads.tensor, self._entries.tensor)
+
+    def _commit(self) -> None:
+        for number, (by_token, others) in self._new.items():
+            start = self._starts[number]
+            self._heads.stage(number, np.array([start, len(by_token), others], np.int32))
+            for i, entry in enumerate(by_token):
+                self._entries.stage(start + i, np.array(entry, np.int32))
+        self._new.clear()
+        self._heads.grow((room(len(self._numbers) + len(self._free), 16), 3))
+        self._entries.grow((room(self._runs.end, 64), 2))
+        self._heads.commit()
+        self._entries.commit()
 
 
 class Steering:
