@@ -26,6 +26,10 @@ GPU_MODEL = "Qwen/Qwen2.5-7B-Instruct"
 DEMO_PROMPT = "Tell me a happy story about Mia."
 GPU_PROMPT = "Surprise me with an unexpected story about three evil sorcerers and a brave hero."
 
+#: How long the processes of an engine may take to end. vLLM kills them after five seconds, which a
+#: busy machine needs, and warns of it.
+PATIENCE_S = 60
+
 #: The hook point that a module of a block stands for: a branch for what it returns, a norm for
 #: the residual stream that it reads.
 _SITE_OF_MODULE = {
@@ -203,6 +207,7 @@ def start(arguments: argparse.Namespace) -> tuple[LLM, ESampConsumer]:
     esamp = ESampConsumer(esamp_config(arguments))
     clear_consumers()
     register_consumer(esamp)
+    os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(PATIENCE_S))
     utilization = arguments.gpu_memory_utilization
     if utilization is None:
         utilization = 0.8
@@ -218,6 +223,11 @@ def start(arguments: argparse.Namespace) -> tuple[LLM, ESampConsumer]:
         enforce_eager=current_platform.is_cpu(),
         capture_mib=_capture_mib(arguments),
     ), esamp
+
+
+def end(llm: LLM) -> None:
+    """Wait for the processes of an engine to end."""
+    llm.llm_engine.engine_core.shutdown(timeout=PATIENCE_S)
 
 
 def _capture_mib(arguments: argparse.Namespace) -> int | None:
@@ -289,7 +299,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     arguments = parse_arguments(argv)
     llm, esamp = start(arguments)
-    return run(llm, esamp, arguments)
+    try:
+        return run(llm, esamp, arguments)
+    finally:
+        end(llm)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from itertools import zip_longest
 from random import Random
 
@@ -17,6 +18,7 @@ from demo.diversity import Arm, Setting, chosen, paired_bootstrap, sample
 from demo.moods import ToldStory, Way, measure, mood_module, mood_probe, tell
 from demo.text import mood_pair
 from tllm import LLM
+from tllm.consumers.esamp import ESampConsumer
 
 BETAS = (0.1, 0.2, 0.4, 0.8)
 SWEEP_PUZZLES = 20
@@ -34,6 +36,16 @@ def main() -> int:
         ["--model-name", str(starter.DEMO_MODEL), "--dtype", "float32", "--max-new-tokens", "48"]
     )
     llm, esamp = starter.start(arguments)
+    try:
+        if status := _show(llm, esamp, arguments):
+            return status
+    finally:
+        starter.end(llm)
+    print(f"\n{time.monotonic() - began:.0f} s in all, start-up of the engine included.")
+    return 0
+
+
+def _show(llm: LLM, esamp: ESampConsumer, arguments: Namespace) -> int:
     if status := starter.run(llm, esamp, arguments):
         return status
     compare(llm, Setting())
@@ -43,7 +55,6 @@ def main() -> int:
     llm.clear_consumers()
     steer(llm)
     colour(llm)
-    print(f"\n{time.monotonic() - began:.0f} s in all, start-up of the engine included.")
     return 0
 
 
