@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import particle_options as given
 from benchmarks.logprobs_process import arguments
 
 
@@ -67,14 +68,12 @@ def measured(lanes: Any, names: list[str], vocab: int, steps: int, seed: int) ->
 
 
 def main(
-    shape: Annotated[
-        str, typer.Option(help="demo, or one of benchmarks.workload.SHAPES.")
-    ] = "demo",
+    shape: given.Shape = "demo",
     particles: Annotated[str, typer.Option(help="Numbers of lanes.")] = "1,64",
-    steps: Annotated[int, typer.Option(help="Steps of a round.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds of each way, in turn.")] = 3,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
-    options: Annotated[str, typer.Option(help="Engine arguments, as JSON.")] = "{}",
+    steps: given.Steps = 32,
+    rounds: given.Rounds = 3,
+    prompt_tokens: given.PromptTokens = 64,
+    options: given.EngineArguments = "{}",
 ) -> None:
     """Print a table, and the same as JSON."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

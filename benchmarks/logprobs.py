@@ -23,6 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import particle_options as given
 from benchmarks.__main__ import RESULTS, environment
 
 WAYS = {
@@ -109,19 +110,17 @@ class Progress:
 
 
 def main(
-    shape: Annotated[
-        str, typer.Option(help="demo, or one of benchmarks.workload.SHAPES.")
-    ] = "demo",
+    shape: given.Shape = "demo",
     particles: Annotated[str, typer.Option(help="Numbers of particles.")] = "1,8,64,256",
-    steps: Annotated[int, typer.Option(help="Steps of a round.")] = 32,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Rounds of each way, in turn.")] = 3,
+    steps: given.Steps = 32,
+    prompt_tokens: given.PromptTokens = 64,
+    rounds: given.Rounds = 3,
     budget: Annotated[
         float, typer.Option(help="Seconds since the start after which no second round begins.")
     ] = math.inf,
     ways: Annotated[str, typer.Option(help="Ways of stepping.")] = ",".join(WAYS),
     transport: Annotated[str, typer.Option(help="shared or rpc.")] = "shared",
-    options: Annotated[str, typer.Option(help="Engine arguments, as JSON.")] = "{}",
+    options: given.EngineArguments = "{}",
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure, write `logprobs-SHAPE.json` after every round, and print a table."""
