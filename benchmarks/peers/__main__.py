@@ -51,7 +51,9 @@ class PeerProcess:
             text=True,
             env={
                 **os.environ,
-                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+                ),
                 "OMP_NUM_THREADS": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
