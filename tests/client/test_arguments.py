@@ -54,6 +54,16 @@ def test_arguments_are_split_by_whom_they_are_for():
     assert split({"hook_points": "all"})[1] == {"hook_points": "all"}
 
 
+def test_the_capture_ring_may_take_a_share_of_the_device_unless_told():
+    gib = 2**30
+    assert EngineOptions().most_capture_bytes(0) == 2 * gib
+    assert EngineOptions().most_capture_bytes(24 * gib) == 2 * gib
+    assert EngineOptions().most_capture_bytes(140 * gib) == 7 * gib
+    assert EngineOptions(max_capture_mib=64).most_capture_bytes(140 * gib) == 64 * 2**20
+    with pytest.raises(ValueError, match="max_capture_mib=0"):
+        EngineOptions(max_capture_mib=0)
+
+
 def test_an_argument_that_nobody_knows_is_refused():
     with pytest.raises(TypeError, match="capture_mb"):
         LLM("nowhere", capture_mb=8)

@@ -26,6 +26,9 @@ EAGER_POINTS = tuple(point.value for point in HookPoint if point not in _NAMED_O
 """The points that have taps by default where nothing is compiled."""
 
 
+_RING_BYTES, _RING_SHARE = 2**31, 20
+"""The capture ring's limit where none is given, and of a device's memory one part in so many."""
+
 uses("vllm.config.ParallelConfig", "worker_cls", "the worker is ours")
 uses("vllm.config.SchedulerConfig", "scheduler_cls", "the scheduler is ours")
 
@@ -41,7 +44,9 @@ class EngineOptions:
             model is compiled for a GPU `CHEAP_POINTS`, so that what is not used costs nothing
             there.
         capture_mib: memory the capture ring begins with, in MiB.
-        max_capture_mib: the most it grows to.
+        max_capture_mib: the most it grows to. None: 2048, or a twentieth of the device's memory
+            where that is more. A step's rows are brought to the host while the next ones come, if
+            there is room for both.
         overflow: what happens when consumers are slower than the model and the ring is full:
             `block` waits for them, `drop` gives up rows and counts them.
         max_steering_configs: how many distinct ways of steering run at once; requests that would
@@ -58,7 +63,7 @@ class EngineOptions:
 
     hook_points: tuple[str, ...] | str | None = None
     capture_mib: int = 64
-    max_capture_mib: int = 2048
+    max_capture_mib: int | None = None
     overflow: Overflow = "block"
     max_steering_configs: int = 512
     max_steering_mib: int = 1024
@@ -82,7 +87,7 @@ class EngineOptions:
             raise ValueError(f"fuse_norms={self.fuse_norms!r} must be True or False")
         sizes = "capture_mib", "max_capture_mib", "max_steering_mib"
         for name in (*sizes, "max_patch_mib", "max_patch_host_mib"):
-            if getattr(self, name) < 1:
+            if (given := getattr(self, name)) is not None and given < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
         for name, what in (("max_steering_configs", "steering"), ("max_conversations", "memory")):
             if getattr(self, name) < 0:
@@ -101,6 +106,12 @@ class EngineOptions:
             return self
         compiled = not eager and not current_platform.is_cpu()
         return replace(self, hook_points=CHEAP_POINTS if compiled else EAGER_POINTS)
+
+    def most_capture_bytes(self, device_bytes: int) -> int:
+        """The most the capture ring grows to, on a device of so many bytes."""
+        if self.max_capture_mib is not None:
+            return self.max_capture_mib * 2**20
+        return max(_RING_BYTES, device_bytes // _RING_SHARE)
 
     def to_config(self) -> dict[str, Any]:
         """As plain data, for `additional_config`."""

@@ -173,7 +173,7 @@ class InterventionWorker(_Base):
             max_patch_bytes=options.max_patch_mib * 2**20,
             max_patch_host_bytes=options.max_patch_host_mib * 2**20,
             ring_rows=max(64, options.capture_mib * 2**20 // row_bytes),
-            max_ring_rows=options.max_capture_mib * 2**20 // row_bytes,
+            max_ring_rows=options.most_capture_bytes(_memory_of(self.device)) // row_bytes,
             overflow=options.overflow,
             share=ranks and ranks.broadcast_object,
             agree=ranks and ranks.broadcast,
@@ -356,3 +356,10 @@ def _prompt_len(new: NewRequestData) -> int:
         return len(new.prompt_token_ids)
     assert new.prompt_embeds is not None
     return int(new.prompt_embeds.shape[0])
+
+
+def _memory_of(device: torch.device) -> int:
+    """Bytes of a GPU's memory; 0 of a CPU, which has its host's."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).total_memory)
