@@ -360,8 +360,8 @@ on a GPU in bfloat16. Numbers of layers are those of the tiny model.
 
 *given NAME*: `transformers` has no class of it. Its tiny model is one of NAME, which computes the
 same in this configuration, and vLLM serves it with the class of the architecture that is named.
-An empty cell was not run. *not run* on V2: the harness interprets Triton on a CPU, and vLLM compiles a
-part of these models with it (or, of Qwen 2 MoE and Qwen 3.5, its process ends).
+An empty cell was not run. *not run* on V2: the harness interprets Triton on a CPU, and vLLM
+compiles a part of these models with it (or, of Qwen 2 MoE and Qwen 3.5, its process ends).
 
 Quantized: a Qwen 2 in five formats, W8A8, W4A16 and FP8 of `compressed-tensors`, GPTQ and AWQ, was
 served on a CPU on the V1 runner. Its tokens, and the rows that leave every block, are those of the
