@@ -149,9 +149,9 @@ def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monk
     find = landing.Landing.parts
 
     def noted(self, kind, meta, rows):
-        for part in find(self, kind, meta, rows):
-            landed.append((part.into is not None) * (part.stop - part.first))
-            yield part
+        parts = find(self, kind, meta, rows)
+        landed.extend(part.stop - part.first for part in parts if part.into is not None)
+        return parts
 
     monkeypatch.setattr(landing.Landing, "parts", noted)
     specs = [

@@ -210,11 +210,11 @@ class Capturing(Consumer):
         self._captured_rows += len(meta)
         self._captured_bytes += rows.numel() * rows.element_size()
         kind = bundle.label, places
-        if self._landing is None:
-            ctx.export("rows", {"rows": rows}, meta, attach=(kind, None))
-            return
-        for part in self._landing.parts(kind, meta, rows):
+        parts = () if self._landing is None else self._landing.parts(kind, meta, rows)
+        for part in parts:
             self._export(kind, meta, rows, part, ctx)
+        if not parts:
+            ctx.export("rows", {"rows": rows}, meta, attach=(kind, None))
 
     @staticmethod
     def _export(

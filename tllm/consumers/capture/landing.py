@@ -101,8 +101,8 @@ class Landing:
         self._device = device
         self._batches: dict[Hashable, _Batch] = {}
 
-    def parts(self, kind: Hashable, meta: RowMeta, rows: torch.Tensor) -> Iterator[LandingPart]:
-        """Where the rows of a step go, in their order.
+    def parts(self, kind: Hashable, meta: RowMeta, rows: torch.Tensor) -> Sequence[LandingPart]:
+        """Where the rows of a step go, in their order; nothing where there is no memory for any.
 
         Args:
             kind: of hook points and dtype; the rows of a kind are alike.
@@ -110,11 +110,11 @@ class Landing:
             rows: `[rows, places, hidden]`.
         """
         if len(rows) == len(meta.requests):
-            yield self._step(kind, meta.requests, rows)
-        elif len(rows) > 4 * len(meta.requests) and is_grouped(meta.request_index):
-            yield from self._prompts(rows)
-        else:
-            yield LandingPart(0, len(rows))
+            return self._step(kind, meta.requests, rows)
+        if len(rows) > 4 * len(meta.requests) and is_grouped(meta.request_index):
+            parts = list(self._prompts(rows))
+            return () if parts[0].into is None else parts
+        return ()
 
     def forget(self) -> None:
         """The batch is another one: what is left of its memory goes back with its results."""
@@ -122,7 +122,7 @@ class Landing:
 
     def _step(
         self, kind: Hashable, requests: Sequence[RequestInfo], rows: torch.Tensor
-    ) -> LandingPart:
+    ) -> Sequence[LandingPart]:
         batch = self._batches.get(kind)
         if batch is None or batch.requests is not requests:
             batch = self._batches[kind] = _Batch(requests)
@@ -132,12 +132,12 @@ class Landing:
         batch.lasted += 1
         slab = batch.slab
         if slab is None:
-            return LandingPart(0, len(rows))
+            return ()
         step = slab.steps
         slab.steps += 1
         if slab.is_full:
             batch.slab, batch.ask_at = None, 0
-        return LandingPart(0, len(rows), slab.rows[:, step], Landed(slab, step))
+        return (LandingPart(0, len(rows), slab.rows[:, step], Landed(slab, step)),)
 
     def _slab(self, rows: torch.Tensor, lasted: int) -> Slab | None:
         """Memory for as many steps again as there were, more or less."""
