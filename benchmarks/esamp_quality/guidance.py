@@ -20,6 +20,32 @@ from tllm.ports import (
 )
 
 
+class _Deltas(Candidates):
+    """Candidates that are told what a contrast would add to them, and stay as they are.
+
+    Attributes:
+        delta: `[rows, width]`, None if nothing was asked.
+    """
+
+    def __init__(self, candidates: Candidates) -> None:
+        self.meta, self.token_ids = candidates.meta, candidates.token_ids
+        self.logits, self.counts = candidates.logits, candidates.counts
+        self.temperature = candidates.temperature
+        self.delta: Tensor | None = None
+        self._candidates = candidates
+
+    def project(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        return self._candidates.project(hidden, rows)
+
+    def contrast(
+        self, hidden: Tensor, strength: Tensor, tally: Tensor, rows: Tensor | None = None
+    ) -> None:
+        delta = strength[:, None] * (self.logits - self.project(hidden, rows))
+        self.delta = torch.where(delta.isfinite(), delta, 0)
+        tally[0] += torch.where(strength != 0, self.counts, 0).sum()
+        tally[1] += (self.delta != 0).sum()
+
+
 class MatchedESamp(ESampConsumer):
     """ESamp without what only changes the temperature.
 
@@ -31,8 +57,12 @@ class MatchedESamp(ESampConsumer):
     consumer_id = "esamp"
 
     @torch.inference_mode()
-    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> Tensor | None:
-        delta = super().guide(candidates, ctx)
+    def guide(  # type: ignore[override]  # it returns what ESamp adds itself
+        self, candidates: Candidates, ctx: ConsumerContext
+    ) -> Tensor | None:
+        told = _Deltas(candidates)
+        super().guide(told, ctx)
+        delta = told.delta
         if delta is None:
             return None
         logits = candidates.logits

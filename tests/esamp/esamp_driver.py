@@ -48,7 +48,10 @@ class DriverContext(ConsumerContext):
 
 
 class DriverCandidates(Candidates):
-    """Top-`width` candidates of random logits, projected by a plain matrix."""
+    """Top-`width` candidates of random logits, projected by a plain matrix; `delta` is what a
+    contrast adds to them."""
+
+    delta: Tensor | None = None
 
     def __init__(self, meta: RowMeta, states: Tensor, head: Tensor, counts: Tensor) -> None:
         width = int(counts.max())
@@ -73,6 +76,10 @@ class DriverCandidates(Candidates):
 
     def contrast(self, hidden, strength, tally, rows=None) -> None:
         """No row here has more candidates than the width."""
+        delta = strength.unsqueeze(-1) * (self.logits - self.project(hidden, rows))
+        self.delta = torch.where(delta.isfinite(), delta, 0)
+        tally[0] += torch.where(strength != 0, self.counts, 0).sum()
+        tally[1] += (self.delta != 0).sum()
 
 
 def make_model(**changes) -> ModelView:
@@ -162,9 +169,10 @@ class Driver:
         counts = torch.randint(0, 9, (len(sampled_meta),), generator=self.generator)
         counts[0] = 8
         candidates = DriverCandidates(sampled_meta, self.rows(len(counts)), self.head, counts)
-        delta = self.consumer.guide(candidates, self.ctx) if self.consumer.config.guide else None
+        if self.consumer.config.guide:
+            assert self.consumer.guide(candidates, self.ctx) is None
         for number, flow in enumerate(self.flows):
             if flow.window == "out_of_band":
                 bundle = PortBundle({"source": source, "target": target}, meta, {}, number)
                 self.consumer.consume_bundle(bundle, self.ctx)
-        return StepResult(source, target, candidates, delta)
+        return StepResult(source, target, candidates, candidates.delta)

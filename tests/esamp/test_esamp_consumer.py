@@ -162,7 +162,9 @@ def test_predictions_of_an_earlier_step_guide_nothing():
     running = samples("a")
     candidates = driver.step(running).candidates
     driver.ctx.step += 1
-    assert driver.consumer.guide(candidates, driver.ctx) is None
+    candidates.delta = None
+    driver.consumer.guide(candidates, driver.ctx)
+    assert candidates.delta is None
 
 
 def test_a_request_may_be_guided_without_teaching():

@@ -154,21 +154,3 @@ def test_update(seed, shadow_dtype):
         torch.testing.assert_close(shadow.float(), weights, rtol=2**-7, atol=0)
         results.append(state)
     case.same(*zip(results[1], results[0], strict=True))
-
-
-def test_guidance(seed):
-    case = Case(seed, torch.float32)
-    rows, width = 4, [1, 7, 64, 100, 1500, 3000][seed]
-    counts = case.integers(0, width + 1, rows)
-    beta = torch.tensor([0.5, 0.0, -1.0, 2.0], device=DEVICE)
-    empty = torch.arange(width, device=DEVICE) >= counts.unsqueeze(-1)
-    logits = case.tensor(rows, width).masked_fill(empty, -torch.inf)
-    predicted = case.tensor(rows, width).masked_fill(empty, -torch.inf)
-    results = []
-    for ops in (reference, kernels):
-        tally = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-        delta = ops.guidance(logits, predicted, beta, counts, tally)
-        assert torch.isfinite(delta).all()
-        assert not delta[empty].any()
-        results.append((delta, tally))
-    case.same(*zip(results[1], results[0], strict=True))

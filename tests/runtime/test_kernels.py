@@ -623,8 +623,9 @@ def test_collect(logits, monkeypatch):
         overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         rows = torch.tensor([4, 0, 2], dtype=torch.int32, device=DEVICE)
         found = candidates.collect(logits, rows, WIDTH, overflow)
+        compact = sorted_by_token(found)
         assert int(overflow) == 1
-        return sorted_by_token(found)
+        return compact
 
     both(monkeypatch, work)
 
@@ -634,16 +635,19 @@ def test_collect(logits, monkeypatch):
 def test_filter_and_collect(seed, dtype, monkeypatch):
     generator = torch.Generator().manual_seed(seed)
     raw = (4 * torch.randn(4, 300, generator=generator)).to(DEVICE, dtype)
-    temperature = torch.tensor([0.0, 0.7, 1.0, 2.0], device=DEVICE)
-    min_p = torch.tensor([0.1, 0.05, 0.0, 0.3], device=DEVICE)
+    index = torch.tensor([3, 0, 4, 1], dtype=torch.int32, device=DEVICE)
+    temperature = torch.tensor([0.7, 2.0, -1.0, 0.0, 1.0], device=DEVICE)
+    min_p = torch.tensor([0.05, 0.3, -1.0, 0.1, 0.0], device=DEVICE)
 
     def work():
         overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
         rows = torch.arange(4, dtype=torch.int32, device=DEVICE)
-        asked = temperature, min_p, 64
-        processed, found = candidates.filter_and_collect(raw, rows, *asked, overflow)
+        asked = index, temperature, min_p, 64
+        processed, own, found = candidates.filter_and_collect(raw, rows, *asked, overflow)
+        assert int(overflow) == 0  # nobody has looked at a compact row
+        compact = sorted_by_token(found)
         assert int(overflow) == 1  # the row that nothing filters
-        return processed, *sorted_by_token(found)
+        return processed, own, found.found, *compact
 
     both(monkeypatch, work)
 
@@ -684,12 +688,12 @@ def test_contrast(seed, logits, has_bias, soft_cap, monkeypatch):
     which = torch.tensor([0, 2, 1, -1], dtype=torch.int32, device=DEVICE)
     strength = torch.tensor([1.0, 0.7, -0.5, 1.0], device=DEVICE)
     temperature = torch.tensor([1.0, 0.5, 2.0, 1.0], device=DEVICE)
-    monkeypatch.setattr(candidates, "uses_triton", lambda device: False)
     overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    found = candidates.collect(logits, rows, WIDTH, overflow)
     answers = []
     for use in (True, False):
-        monkeypatch.setattr(contrast, "uses_triton", lambda device, use=use: use)
+        for module in (candidates, contrast):
+            monkeypatch.setattr(module, "uses_triton", lambda device, use=use: use)
+        found = candidates.collect(logits, rows, WIDTH, overflow)
         edited, tally = logits.clone(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
         contrast.contrast(
             edited, found, states, which, strength, weight, bias, 0.9, soft_cap, temperature, tally
@@ -697,13 +701,37 @@ def test_contrast(seed, logits, has_bias, soft_cap, monkeypatch):
         answers.append((edited, tally))
     torch.testing.assert_close(*(edited for edited, _ in answers), rtol=1e-4, atol=1e-4)
     assert answers[0][1].tolist() == answers[1][1].tolist()
-    for row, state, factor in ((0, 2, 0.7), (2, 1, -0.5)):
+    for row, state, factor, cold in ((4, 0, 1.0, 1.0), (0, 2, 0.7, 0.5), (2, 1, -0.5, 2.0)):
         dots = weight[:300] @ states[state] + (bias[:300] if has_bias else 0)
         capped = dots if soft_cap is None else soft_cap * (dots / soft_cap).tanh()
-        predicted = capped * 0.9 / (0.5 if row == 0 else 2.0)
-        expected = logits[row] + factor * (logits[row] - predicted)
+        expected = logits[row] + factor * (logits[row] - capped * 0.9 / cold)
         expected = expected.where(logits[row].isfinite(), logits[row])
         torch.testing.assert_close(answers[1][0][row], expected, rtol=1e-4, atol=1e-4)
-    for row in (1, 3, 4):  # not asked, or few enough for a compact row
+    for row in (1, 3):  # not asked
         assert torch.equal(answers[0][0][row], logits[row])
-    assert answers[0][1].tolist() == [300 + int(found.found[2]), 300 + int(found.found[2])]
+    seen = 300 + int(found.found[0]) + int(found.found[2])
+    assert answers[0][1].tolist() == [seen, seen]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_contrast_of_logits_that_were_predicted_elsewhere(seed, logits, monkeypatch):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.tensor([4, 2, 0, 1], dtype=torch.int32, device=DEVICE)
+    strength = torch.tensor([0.5, 1.0, 0.0, -2.0], device=DEVICE)  # the second row is wide
+    predicted = torch.randn(4, WIDTH, generator=generator).to(DEVICE)
+    predicted[0, 0], predicted[3, 1] = torch.inf, torch.nan
+    monkeypatch.setattr(candidates, "uses_triton", lambda device: False)
+    overflow = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    answers = []
+    for use in (True, False):
+        monkeypatch.setattr(contrast, "uses_triton", lambda device, use=use: use)
+        found = candidates.collect(logits, rows, WIDTH, overflow)
+        edited, tally = logits.clone(), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        contrast.contrast_narrow(edited, found, predicted, strength, tally)
+        answers.append((edited, tally))
+    for ours, expected in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, expected)
+    for row in (0, 2, 3):
+        assert torch.equal(answers[0][0][row], logits[row])
+    seen = int(found.found[0]) + int(found.found[3])
+    assert answers[0][1].tolist() == [seen, seen - 2]

@@ -225,7 +225,8 @@ def _agrees(
     ids = torch.linspace(0, vocab - 1, 8).to(device, torch.int32).expand(2, 8).contiguous()
     rows = torch.arange(2, dtype=torch.int32, device=device)
     counts = torch.full((2,), 8, dtype=torch.int32, device=device)
-    found = CandidateRows(rows, ids, torch.zeros(2, 8, device=device), counts, counts)
+    nothing = torch.zeros(2, 8, device=device)
+    found = CandidateRows(rows, ids, nothing, counts, torch.zeros_like(counts))
     ours = head.raw_logits(hidden, rows, found)
     if logits is None:  # this rank does not gather logits
         return True

@@ -250,12 +250,8 @@ class V2Attachment(RunnerAttachment):
                 logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
             )
         states = sampler.sampling_states
-        self._temperature = states.temperature.gpu[expanded_idx_mapping]
-        processed, self._collected = self.session.steps.filter(
-            logits,
-            self._temperature,
-            states.min_p.gpu[expanded_idx_mapping],
-            width,
+        processed, self._temperature, self._collected = self.session.steps.filter(
+            logits, expanded_idx_mapping, states.temperature.gpu, states.min_p.gpu, width
         )
         return processed
 

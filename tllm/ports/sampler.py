@@ -19,8 +19,8 @@ class Candidates(ABC):
             consumer enabled and are in the declared phase are here.
         token_ids: `[rows, width]` int32; meaningless from `counts` on.
         logits: `[rows, width]` float32, after penalties and temperature; `-inf` from `counts` on.
-        counts: `[rows]` int32, on the device. 0 for a row that has more than `width`
-            candidates, which is counted: only `contrast` guides it.
+        counts: `[rows]` int32, on the device. 0 for a row that has more than `width` candidates:
+            only `contrast` guides it. Such rows are counted when this, or `logits`, is looked at.
         temperature: `[rows]` float32, on the device.
     """
 
@@ -53,20 +53,20 @@ class Candidates(ABC):
         tally: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Guide the rows that have more than `width` candidates, away from another final state.
+        """Guide away from another final state: `l' = l + strength (l - d)` for every candidate.
 
-        In those rows, `l' = l + strength (l - d)` for every token that may be drawn, where d is
-        the logit that `hidden` gives it, after the same penalties and temperature. It is exact,
-        takes effect at once, and reads the whole LM head if there is such a row. A delta that is
-        not finite counts as 0. Under tensor parallelism, and in steps in which the engine applies
-        penalties or biases, rows that top-k, top-p or min-p filter stay unguided when they have
-        more than `width` candidates.
+        d is the logit that `hidden` gives it, after the same penalties and temperature. It takes
+        effect at once, needs no compact rows of deltas, and is exact also in rows that have more
+        than `width` candidates, for which it reads the whole LM head. A delta that is not finite
+        counts as 0. Under tensor parallelism, and in steps in which the engine applies penalties
+        or biases, rows that top-k, top-p or min-p filter stay unguided when they have more than
+        `width` candidates.
 
         Args:
             hidden: `[n, hidden]`, in place of what the LM head reads.
             strength: `[rows]` float32 on the device; 0 leaves a row alone.
-            tally: `[2]` int64 on the device: the candidates of the rows that are guided here, and
-                how many of them change, are added.
+            tally: `[2]` int64 on the device: the candidates of the rows that are guided, and how
+                many of them change, are added.
             rows: as in `project`.
         """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +116,7 @@ class StepCandidates(Candidates):
         indices: npt.NDArray[np.int64],
     ) -> None:
         self.meta = meta
-        self.token_ids, self.logits, self.counts = found.ids, found.logits, found.counts
+        self.token_ids = found.ids
         every_row = len(found.rows) == len(step.temperature)
         self.temperature = step.temperature if every_row else step.temperature[found.rows.long()]
         self._step = step
@@ -123,6 +124,14 @@ class StepCandidates(Candidates):
         self._found = found
         self._own_rows = own_rows
         self._indices = indices
+
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        return self._found.logits
+
+    @cached_property
+    def counts(self) -> torch.Tensor:
+        return self._found.counts
 
     def project(self, hidden: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         rows = self._own_rows if rows is None else rows
@@ -168,14 +177,17 @@ class StepCandidates(Candidates):
                 self.temperature,
                 tally,
             )
-        elif step.unfiltered[self._indices].any():
+            return
+        strength = torch.where(rows >= 0, strength, 0.0)
+        dense.contrast_narrow(step.logits, found, self.project(hidden, rows), strength, tally)
+        if step.unfiltered[self._indices].any():
             self._contrast_unfiltered(hidden, rows, strength, tally)
 
     def _contrast_unfiltered(
         self, hidden: torch.Tensor, rows: torch.Tensor, strength: torch.Tensor, tally: torch.Tensor
     ) -> None:
-        """`contrast` where other ranks hold parts of the vocabulary, or the engine penalizes: both
-        work on whole rows, so only rows that are wide for certain are worth it."""
+        """`contrast` of wide rows where other ranks hold parts of the vocabulary, or the engine
+        penalizes: both work on whole rows, so only those that are wide for certain are worth it."""
         step, found = self._step, self._found
         wide = np.flatnonzero(step.unfiltered[self._indices])
         chosen = upload(wide.astype(np.int64), hidden.device)
@@ -187,7 +199,7 @@ class StepCandidates(Candidates):
             full = torch.zeros_like(step.logits)
             full[batch_rows.long()] = raw
             raw = step.penalize(full)[batch_rows.long()]
-        guided = dense.is_wide(found)[chosen] & (rows[chosen] >= 0)
+        guided = dense.is_wide(found)[chosen]
         dense.add_contrast(
             step.logits,
             batch_rows,
@@ -302,8 +314,13 @@ class Guidance:
         return self._asked[1]
 
     def filter(
-        self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, CandidateRows]:
+        self,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        temperature: torch.Tensor,
+        min_p: torch.Tensor,
+        width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, CandidateRows]:
         """The engine's temperature and min-p, gathering the candidates in the same pass.
 
         See `kernels.candidates.filter_and_collect`.
@@ -311,7 +328,9 @@ class Guidance:
         if len(self._numbers) < len(logits):
             self._numbers = torch.arange(2 * len(logits), dtype=torch.int32, device=logits.device)
         rows = self._numbers[: len(logits)]
-        return kernels.filter_and_collect(logits, rows, temperature, min_p, width, self.overflow)
+        return kernels.filter_and_collect(
+            logits, rows, index, temperature, min_p, width, self.overflow
+        )
 
     def run(self, step: SamplerStep, frame: Frame, greedy: BoolArray) -> None:
         """Let consumers edit the candidates of this step, one after the other.
@@ -340,7 +359,7 @@ class Guidance:
         batch, owner = frame.batch, guide.flow.owner
         rows, own_rows = guide.on_device(indices, self._model.device)
         width = min(guide.width, self._model.vocab_size)
-        if collected is None or collected.ids.shape[1] != width:
+        if collected is None or collected.width != width:
             found = kernels.collect(step.logits, rows, width, self.overflow)
         elif len(indices) == len(batch.slots):
             found = collected

@@ -261,10 +261,18 @@ class Steps:
         return self.guidance.width(self._frame)
 
     def filter(
-        self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, CandidateRows]:
-        """The engine's temperature and min-p, gathering the candidates in the same pass."""
-        return self.guidance.filter(logits, temperature, min_p, width)
+        self,
+        logits: torch.Tensor,
+        index: torch.Tensor,
+        temperature: torch.Tensor,
+        min_p: torch.Tensor,
+        width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, CandidateRows]:
+        """The engine's temperature and min-p, gathering the candidates in the same pass.
+
+        Arguments and results as of `kernels.candidates.filter_and_collect`.
+        """
+        return self.guidance.filter(logits, index, temperature, min_p, width)
 
     def guide(self, step: SamplerStep, greedy: np.ndarray) -> None:
         """Let consumers edit the candidates of this step.

@@ -111,9 +111,10 @@ class ESampConsumer(Consumer):
             self._worker.predict(bundle, ctx)
 
     @torch.inference_mode()
-    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None:
-        """`beta * (l - d)`, d being the logits of the predictions made in this step."""
-        return self._worker.guide(candidates, ctx) if self._worker is not None else None
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> None:
+        """Adds `beta * (l - d)`, d being the logits of the predictions made in this step."""
+        if self._worker is not None:
+            self._worker.guide(candidates, ctx)
 
     def on_request_finished(
         self, request: RequestInfo, ctx: ConsumerContext

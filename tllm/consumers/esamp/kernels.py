@@ -6,7 +6,6 @@ Norms are `RmsNorm` or `Identity`; accumulation is in float32.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,6 @@ from tllm.kernel_launch import RepeatedLaunch
 _UPDATE_BLOCK = 2048
 _GATE_TILE = 16
 _LOSS_TILE = 64
-_GUIDE_BLOCK = 1024
 
 
 def _norm_arguments(norm: Norm, placeholder: Tensor) -> tuple[Tensor, float, bool]:
@@ -399,55 +397,3 @@ def update(
         BLOCK=_UPDATE_BLOCK,
         num_warps=8,
     )
-
-
-@RepeatedLaunch
-@triton.jit
-def _guidance(
-    logits,
-    logits_stride,
-    predicted,
-    predicted_stride,
-    beta,
-    counts,
-    tally,
-    out,
-    width,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    strength = tl.load(beta + row)
-    changed = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, width, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < width
-        real = tl.load(logits + row * logits_stride + column, mask=inside, other=0.0)
-        other = tl.load(predicted + row * predicted_stride + column, mask=inside, other=0.0)
-        delta = strength * (real - other)
-        delta = tl.where(tl.abs(delta) < float("inf"), delta, 0.0)
-        tl.store(out + row * width + column, delta, mask=inside)
-        changed += (delta != 0.0).to(tl.int32)
-    if strength != 0.0:
-        tl.atomic_add(tally, tl.load(counts + row).to(tl.int64))
-        tl.atomic_add(tally + 1, tl.sum(changed, axis=0).to(tl.int64))
-
-
-def guidance(
-    logits: Tensor, predicted: Tensor, beta: Tensor, counts: Tensor, tally: Tensor
-) -> Tensor:
-    """See `reference.guidance`. `tally` is int64."""
-    rows, width = logits.shape
-    delta = torch.empty(rows, width, dtype=torch.float32, device=logits.device)
-    _guidance[(rows,)](
-        logits,
-        logits.stride(0),
-        predicted,
-        predicted.stride(0),
-        beta,
-        counts,
-        tally,
-        delta,
-        width,
-        BLOCK=min(_GUIDE_BLOCK, triton.next_power_of_2(width)),
-    )
-    return delta

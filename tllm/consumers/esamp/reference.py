@@ -119,18 +119,3 @@ def update(
     for slot in active.nonzero().flatten().tolist():
         adamw.update(weights[slot], _wide(grads[slot]), mean[slot], square[slot], corrections[slot])
         shadow[slot] = weights[slot].to(shadow.dtype)
-
-
-def guidance(
-    logits: Tensor, predicted: Tensor, beta: Tensor, counts: Tensor, tally: Tensor
-) -> Tensor:
-    """`beta * (l - d)`: `[rows, width]`, finite everywhere, zero where there is no candidate.
-
-    `beta` `[rows]` is zero for rows without a prediction; the others' candidates, and how many
-    of them change, are added to `tally` `[2]`.
-    """
-    delta = beta.unsqueeze(-1) * (logits - predicted)
-    delta = torch.where(torch.isfinite(delta), delta, 0)
-    tally[0] += torch.where(beta != 0, counts, 0).sum()
-    tally[1] += (delta != 0).sum()
-    return delta

@@ -151,26 +151,16 @@ class ESampWorker:
         self._predicted_step = ctx.step
         self._stats.predictions += plan.rows
 
-    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> Tensor | None:
-        """`beta * (l - d)` for the candidates of rows predicted in this step."""
+    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> None:
+        """Add `beta * (l - d)` to the candidates of rows predicted in this step."""
         predicted = self._predict_plan
         if predicted is None or self._predicted_step != ctx.step:
-            return None
+            return
         plan = self._guide_plan
         if plan is None or not plan.fits(candidates.meta, predicted):
             plan = self._guide_plan = self._plan_guidance(candidates.meta, predicted)
-        if plan.beta is None:
-            return None
-        hidden = self._predictions[: len(predicted.distillers)]
-        candidates.contrast(hidden, plan.beta, self._stats.candidates, plan.rows)
-        delta: Tensor = self._ops.guidance(
-            candidates.logits,
-            candidates.project(hidden, plan.rows),
-            plan.beta,
-            candidates.counts,
-            self._stats.candidates,
-        )
-        return delta
+        if plan.beta is not None:
+            candidates.contrast(self._predictions, plan.beta, self._stats.candidates, plan.rows)
 
     def train(self, bundle: PortBundle) -> None:
         """One optimiser step of every distiller that has rows in the bundle."""
@@ -262,11 +252,6 @@ class ESampWorker:
         block = upload(nobody, self._device)
         if self._config.guide:
             self._bank.predict(rows, [block], torch.empty_like(rows))
-            logits = torch.zeros(1, self._config.width, device=self._device)
-            nothing = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._ops.guidance(
-                logits, logits, logits[:, 0].clone(), nothing, self._stats.candidates
-            )
         torch.cuda.synchronize(self._device)
         if self._config.train:
             with torch.cuda.stream(ctx.side_stream()):

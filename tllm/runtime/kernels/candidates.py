@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,10 +16,26 @@ if HAS_TRITON:
 
     @RepeatedLaunch
     @triton.jit
-    def _row_max_kernel(
-        logits_ptr, logits_stride, max_ptr, vocab, SPAN: tl.constexpr, BLOCK: tl.constexpr
+    def _open_filter_kernel(
+        logits_ptr,
+        logits_stride,
+        index_ptr,
+        temperature_ptr,
+        min_p_ptr,
+        asked_ptr,
+        found_ptr,
+        max_ptr,
+        vocab,
+        SPAN: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
+        if tl.program_id(1) == 0:
+            # Once for each row: the engine's tables may lie in the host's memory.
+            entry = tl.load(index_ptr + row)
+            tl.store(asked_ptr + row, tl.load(temperature_ptr + entry))
+            tl.store(asked_ptr + tl.num_programs(0) + row, tl.load(min_p_ptr + entry))
+            tl.store(found_ptr + row, 0)
         first = tl.program_id(1) * SPAN
         best = tl.full((BLOCK,), float("-inf"), tl.float32)
         for start in range(first, min(first + SPAN, vocab), BLOCK):
@@ -37,8 +54,7 @@ if HAS_TRITON:
         out_ptr,
         out_stride,
         max_ptr,
-        temperature_ptr,
-        min_p_ptr,
+        asked_ptr,
         ids_ptr,
         values_ptr,
         found_ptr,
@@ -49,9 +65,9 @@ if HAS_TRITON:
         MAX_BLOCK: tl.constexpr,
     ):
         row = tl.program_id(0).to(tl.int64)
-        temperature = tl.load(temperature_ptr + row)
+        temperature = tl.load(asked_ptr + row)
         temperature = tl.where(temperature == 0.0, 1.0, temperature)
-        min_p = tl.load(min_p_ptr + row)
+        min_p = tl.load(asked_ptr + tl.num_programs(0) + row)
         splits = tl.num_programs(1)
         m = tl.arange(0, MAX_BLOCK)
         maxima = tl.load(max_ptr + row * splits + m, mask=m < splits, other=float("-inf"))
@@ -212,28 +228,60 @@ if HAS_TRITON:
             tl.store(at, tl.load(at, mask=mask) + delta, mask=mask)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class CandidateRows:
     """The finite entries of some rows of logits, in no particular order.
 
     Attributes:
         rows: int32 `[rows]`, the row of the logits that each row here is.
         ids: int32 `[rows, width]`, token ids; meaningless from `counts` on.
-        logits: float32 `[rows, width]`, `-inf` from `counts` on.
-        counts: int32 `[rows]`; 0 for a row that has more than `width`.
+        values: float32 `[rows, width]`, as `logits`, but undefined from `counts` on.
         found: int32 `[rows]`, how many finite entries each row has.
+        overflow: int32 `[1]`: rows that have more than `width` are counted here, when somebody
+            asks for `counts` or `logits`.
     """
 
     rows: torch.Tensor
     ids: torch.Tensor
-    logits: torch.Tensor
-    counts: torch.Tensor
+    values: torch.Tensor
     found: torch.Tensor
+    overflow: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """The most candidates that a row may have."""
+        return self.ids.shape[1]
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 `[rows]`; 0 for a row that has more than `width`."""
+        return self._limited[0]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """float32 `[rows, width]`, `-inf` from `counts` on."""
+        return self._limited[1]
+
+    @cached_property
+    def _limited(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows with too many are given up, and what lies beyond the count is blanked."""
+        width = self.width
+        if not uses_triton(self.ids.device):
+            wide = self.found > width
+            self.overflow.add_(wide.sum())
+            counts = self.found.masked_fill(wide, 0)
+            valid = torch.arange(width, device=counts.device) < counts[:, None]
+            return counts, self.values.masked_fill(~valid, float("-inf"))
+        counts = torch.empty_like(self.found)
+        _limit_kernel[(len(counts), triton.cdiv(width, 1024))](
+            self.found, counts, self.overflow, self.values, width, BLOCK=1024, num_warps=4
+        )
+        return counts, self.values
 
     def select(self, rows: torch.Tensor) -> CandidateRows:
         """Some of the rows (int32 indices into these)."""
         at = rows.long()
-        return CandidateRows(rows, self.ids[at], self.logits[at], self.counts[at], self.found[at])
+        return CandidateRows(rows, self.ids[at], self.values[at], self.found[at], self.overflow)
 
 
 def collect(
@@ -250,6 +298,7 @@ def collect(
     if not uses_triton(logits.device):
         return _collect_reference(logits, rows, width, overflow)
     ids, values, found = _buffers(len(rows), width, logits.device)
+    found.zero_()
     block, splits = _blocks(logits.shape[1])
     _collect_kernel[(len(rows), splits)](
         logits,
@@ -264,17 +313,18 @@ def collect(
         BLOCK=block,
         num_warps=8,
     )
-    return _limited(rows, ids, values, found, overflow)
+    return CandidateRows(rows, ids, values, found, overflow)
 
 
 def filter_and_collect(
     logits: torch.Tensor,
     rows: torch.Tensor,
+    index: torch.Tensor,
     temperature: torch.Tensor,
     min_p: torch.Tensor,
     width: int,
     overflow: torch.Tensor,
-) -> tuple[torch.Tensor, CandidateRows]:
+) -> tuple[torch.Tensor, torch.Tensor, CandidateRows]:
     """Temperature and min-p as vLLM applies them, gathering what is left in the same pass.
 
     `l' = l / T`, then `-inf` where `l' < max(l') + log(min_p)`.
@@ -282,27 +332,42 @@ def filter_and_collect(
     Args:
         logits: `[n, vocab]`, any float dtype; not changed.
         rows: int32 `[n]`, 0 to n - 1.
-        temperature: float32 `[n]`; 0 (greedy) divides by nothing.
-        min_p: float32 `[n]`; 0 filters nothing.
+        index: int32 `[n]`, the entry of the following two that is each row's.
+        temperature: float32; 0 (greedy) divides by nothing.
+        min_p: float32; 0 filters nothing.
         width, overflow: as in `collect`.
 
     Returns:
-        The processed logits, float32 `[n, vocab]`, and their candidates, all rows.
+        The processed logits, float32 `[n, vocab]`, the temperature of each row, and the
+        candidates of all of them.
     """
     count, vocab = logits.shape
     if not uses_triton(logits.device):
+        temperature, min_p = temperature[index], min_p[index]
         divisor = torch.where(temperature == 0.0, 1.0, temperature)
         processed = logits.float() / divisor[:, None]
         threshold = processed.max(dim=1).values + min_p.log()
         processed.masked_fill_(processed < threshold[:, None], float("-inf"))
-        return processed, _collect_reference(processed, rows, width, overflow)
+        return processed, temperature, _collect_reference(processed, rows, width, overflow)
     processed = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
     ids, values, found = _buffers(count, width, logits.device)
     block, splits = _blocks(vocab)
     span = _BLOCKS_PER_PROGRAM * block
     maxima = torch.empty((count, splits), dtype=torch.float32, device=logits.device)
-    _row_max_kernel[(count, splits)](
-        logits, logits.stride(0), maxima, vocab, SPAN=span, BLOCK=block, num_warps=8
+    asked = torch.empty((2, count), dtype=torch.float32, device=logits.device)
+    _open_filter_kernel[(count, splits)](
+        logits,
+        logits.stride(0),
+        index,
+        temperature,
+        min_p,
+        asked,
+        found,
+        maxima,
+        vocab,
+        SPAN=span,
+        BLOCK=block,
+        num_warps=8,
     )
     _filter_kernel[(count, splits)](
         logits,
@@ -310,8 +375,7 @@ def filter_and_collect(
         processed,
         processed.stride(0),
         maxima,
-        temperature,
-        min_p,
+        asked,
         ids,
         values,
         found,
@@ -322,7 +386,7 @@ def filter_and_collect(
         MAX_BLOCK=triton.next_power_of_2(splits),
         num_warps=8,
     )
-    return processed, _limited(rows, ids, values, found, overflow)
+    return processed, asked[0], CandidateRows(rows, ids, values, found, overflow)
 
 
 _BLOCKS_PER_PROGRAM = 4
@@ -341,24 +405,8 @@ def _buffers(
     return (
         torch.empty((count, width), dtype=torch.int32, device=device),
         torch.empty((count, width), dtype=torch.float32, device=device),
-        torch.zeros(count, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.int32, device=device),
     )
-
-
-def _limited(
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    values: torch.Tensor,
-    found: torch.Tensor,
-    overflow: torch.Tensor,
-) -> CandidateRows:
-    """Give up rows with too many, and blank what lies beyond the count."""
-    count, width = ids.shape
-    counts = torch.empty_like(found)
-    _limit_kernel[(count, triton.cdiv(width, 1024))](
-        found, counts, overflow, values, width, BLOCK=1024, num_warps=4
-    )
-    return CandidateRows(rows, ids, values, counts, found)
 
 
 def _collect_reference(
@@ -366,16 +414,14 @@ def _collect_reference(
 ) -> CandidateRows:
     chosen = logits[rows.long()]
     keep = torch.isfinite(chosen)
-    found = keep.sum(1)
-    overflow += (found > width).sum()
-    keep &= (found <= width)[:, None]
     row, token = keep.nonzero(as_tuple=True)
     place = keep.long().cumsum(1)[row, token] - 1
+    row, token, place = (each[place < width] for each in (row, token, place))
     ids = torch.zeros((len(rows), width), dtype=torch.int32, device=logits.device)
-    values = torch.full((len(rows), width), float("-inf"), device=logits.device)
+    values = torch.zeros((len(rows), width), device=logits.device)
     ids[row, place] = token.int()
     values[row, place] = chosen[row, token]
-    return CandidateRows(rows, ids, values, keep.sum(1).int(), found.int())
+    return CandidateRows(rows, ids, values, keep.sum(1).int(), overflow)
 
 
 def project(

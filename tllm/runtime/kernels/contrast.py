@@ -1,4 +1,5 @@
-"""Guidance over the whole vocabulary, for rows with more candidates than a compact row holds."""
+"""Guidance away from other final states: in compact rows, and over the whole vocabulary in rows
+with more candidates than a compact row holds."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import torch
 
 from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.kernels.backend import HAS_TRITON, uses_triton
-from tllm.runtime.kernels.candidates import CandidateRows
+from tllm.runtime.kernels.candidates import CandidateRows, edit, finish, project
 
 # Fixed, whatever the batch: another size would be compiled in mid-generation.
 _BLOCK_ROWS = 64
 _BLOCK_TOKENS = 128
 _BLOCK_HIDDEN = 64
+_SPLITS = 16
+"""Programs that share the candidates of a compact row."""
 
 if HAS_TRITON:
     import triton
@@ -27,6 +30,107 @@ if HAS_TRITON:
         state = tl.load(states_ptr + m, mask=inside, other=-1)
         strength = tl.load(strength_ptr + m, mask=inside, other=0.0)
         return (found > width) & (state >= 0) & (strength != 0.0)
+
+    @triton.jit
+    def _capped(logits, soft_cap):
+        """tanh, in a form that does not overflow."""
+        e = tl.exp(-2.0 * tl.abs(logits / soft_cap))
+        bounded = soft_cap * (1.0 - e) / (1.0 + e)
+        return tl.where(logits < 0, -bounded, bounded)
+
+    @RepeatedLaunch
+    @triton.jit
+    def _narrow_kernel(
+        hidden_ptr,
+        hidden_stride,
+        states_ptr,
+        strength_ptr,
+        weight_ptr,
+        weight_stride,
+        bias_ptr,
+        logits_ptr,
+        logits_stride,
+        rows_ptr,
+        ids_ptr,
+        values_ptr,
+        found_ptr,
+        temperature_ptr,
+        tally_ptr,
+        width,
+        scale,
+        soft_cap,
+        HIDDEN: tl.constexpr,
+        HAS_BIAS: tl.constexpr,
+        HAS_CAP: tl.constexpr,
+        BLOCK_H: tl.constexpr,
+    ):
+        of = tl.program_id(0)
+        found = tl.load(found_ptr + of)
+        state = tl.load(states_ptr + of).to(tl.int64)
+        strength = tl.load(strength_ptr + of)
+        any_here = (found <= width) & (tl.program_id(1) < found)
+        if any_here & (state >= 0) & (strength != 0.0):
+            # One candidate at a time, its whole row in flight at once: this is all latency.
+            h = tl.arange(0, BLOCK_H)
+            inside = h < HIDDEN
+            own = tl.load(hidden_ptr + state * hidden_stride + h, mask=inside, other=0.0)
+            temperature = tl.load(temperature_ptr + of)
+            row = tl.load(rows_ptr + of).to(tl.int64)
+            changed = tl.full([], 0, tl.int32)
+            for c in range(tl.program_id(1), found, tl.num_programs(1)):
+                token = tl.load(ids_ptr + of * width + c).to(tl.int64)
+                # As collected: the logits themselves change here.
+                value = tl.load(values_ptr + of * width + c)
+                weight = tl.load(weight_ptr + token * weight_stride + h, mask=inside, other=0.0)
+                total = tl.sum(weight.to(tl.float32) * own.to(tl.float32), axis=0)
+                if HAS_BIAS:
+                    total += tl.load(bias_ptr + token)
+                if HAS_CAP:
+                    total = _capped(total, soft_cap)
+                delta = strength * (value - total * scale / temperature)
+                # Neither infinite nor NaN, which compares as false.
+                counts = (tl.abs(delta) < float("inf")) & (delta != 0.0)
+                at = logits_ptr + row * logits_stride + token
+                tl.store(at, tl.load(at) + delta, mask=counts)
+                changed += counts.to(tl.int32)
+            if tl.program_id(1) == 0:
+                tl.atomic_add(tally_ptr, found.to(tl.int64))
+            tl.atomic_add(tally_ptr + 1, changed.to(tl.int64))
+
+    @RepeatedLaunch
+    @triton.jit
+    def _edit_narrow_kernel(
+        logits_ptr,
+        logits_stride,
+        predicted_ptr,
+        rows_ptr,
+        ids_ptr,
+        values_ptr,
+        found_ptr,
+        strength_ptr,
+        tally_ptr,
+        width,
+        BLOCK: tl.constexpr,
+    ):
+        of = tl.program_id(0)
+        found = tl.load(found_ptr + of)
+        strength = tl.load(strength_ptr + of)
+        if (found <= width) & (strength != 0.0):
+            row = tl.load(rows_ptr + of).to(tl.int64)
+            changed = tl.zeros((BLOCK,), tl.int32)
+            for first in range(0, found, BLOCK):
+                c = first + tl.arange(0, BLOCK)
+                inside = c < found
+                value = tl.load(values_ptr + of * width + c, mask=inside, other=0.0)
+                other = tl.load(predicted_ptr + of * width + c, mask=inside, other=0.0)
+                delta = strength * (value - other)
+                counts = inside & (tl.abs(delta) < float("inf")) & (delta != 0.0)
+                token = tl.load(ids_ptr + of * width + c, mask=inside, other=0)
+                at = logits_ptr + row * logits_stride + token
+                tl.store(at, tl.load(at, mask=counts) + delta, mask=counts)
+                changed += counts.to(tl.int32)
+            tl.atomic_add(tally_ptr, found.to(tl.int64))
+            tl.atomic_add(tally_ptr + 1, tl.sum(changed, axis=0).to(tl.int64))
 
     @RepeatedLaunch
     @triton.jit(do_not_specialize=["num_rows"])
@@ -88,10 +192,7 @@ if HAS_TRITON:
             if HAS_BIAS:
                 total += tl.load(bias_ptr + safe)[None, :]
             if HAS_CAP:
-                # tanh, in a form that does not overflow
-                e = tl.exp(-2.0 * tl.abs(total / soft_cap))
-                bounded = soft_cap * (1.0 - e) / (1.0 + e)
-                total = tl.where(total < 0, -bounded, bounded)
+                total = _capped(total, soft_cap)
             strength = tl.load(strength_ptr + m, mask=wide, other=0.0)
             temperature = tl.load(temperature_ptr + m, mask=wide, other=1.0)
             row = tl.load(rows_ptr + m, mask=wide, other=0).to(tl.int64)
@@ -121,10 +222,11 @@ def contrast(
     temperature: torch.Tensor,
     tally: torch.Tensor,
 ) -> None:
-    """`l' = l + strength (l - d)` in place, in rows that have more candidates than `width`.
+    """`l' = l + strength (l - d)` in place, for every candidate.
 
-    `d = cap(hidden . weight + bias) scale / temperature`. Where no row has that many, the kernel
-    reads nothing but their number. A delta that is not finite counts as 0.
+    `d = cap(hidden . weight + bias) scale / temperature`. Rows that have more candidates than
+    `width` are worked on whole; where there are none, that kernel reads nothing but their number.
+    A delta that is not finite counts as 0.
 
     Args:
         logits: float32 `[n, vocab]`.
@@ -136,17 +238,56 @@ def contrast(
         bias: float32 `[vocab]` or None.
         soft_cap: `c` of `c tanh(d / c)`, or None.
         temperature: float32 `[rows]`.
-        tally: int64 `[2]`: the candidates of these rows, and how many were changed, are added.
+        tally: int64 `[2]`: the candidates of the guided rows, and how many were changed, are added.
     """
+    head = weight, bias, scale, soft_cap, temperature
     if not uses_triton(logits.device):
-        wide = is_wide(found) & (states >= 0) & (strength != 0)
-        if not wide.any():
-            return
-        dots = dense_dots(hidden[states[wide].long()], weight, bias)[:, : logits.shape[1]]
-        raw = dots if soft_cap is None else soft_cap * torch.tanh(dots / soft_cap)
-        predicted = raw * scale / temperature[wide, None]
-        add_contrast(logits, found.rows[wide], predicted, strength[wide], tally)
+        _contrast_reference(logits, found, hidden, states, strength, *head, tally)
         return
+    size, width = weight.shape[1], found.width
+    _narrow_kernel[(len(found.rows), _SPLITS)](
+        hidden,
+        hidden.stride(0),
+        states,
+        strength,
+        weight,
+        weight.stride(0),
+        bias if bias is not None else weight,
+        logits,
+        logits.stride(0),
+        found.rows,
+        found.ids,
+        found.values,
+        found.found,
+        temperature,
+        tally,
+        width,
+        scale,
+        soft_cap if soft_cap is not None else 1.0,
+        HIDDEN=size,
+        HAS_BIAS=bias is not None,
+        HAS_CAP=soft_cap is not None,
+        BLOCK_H=triton.next_power_of_2(size),
+        num_warps=4,
+    )
+    if width < logits.shape[1]:
+        _contrast_wide(logits, found, hidden, states, strength, *head, tally)
+
+
+def _contrast_wide(
+    logits: torch.Tensor,
+    found: CandidateRows,
+    hidden: torch.Tensor,
+    states: torch.Tensor,
+    strength: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    temperature: torch.Tensor,
+    tally: torch.Tensor,
+) -> None:
+    """`contrast` in the rows that have more candidates than `width`."""
     # The head may be padded beyond the vocabulary.
     vocab, size = min(weight.shape[0], logits.shape[1]), weight.shape[1]
     _contrast_kernel[(_programs(logits.device),)](
@@ -165,7 +306,7 @@ def contrast(
         tally,
         len(found.rows),
         vocab,
-        found.ids.shape[1],
+        found.width,
         scale,
         soft_cap if soft_cap is not None else 1.0,
         HIDDEN=size,
@@ -179,6 +320,67 @@ def contrast(
     )
 
 
+def _contrast_reference(
+    logits: torch.Tensor,
+    found: CandidateRows,
+    hidden: torch.Tensor,
+    states: torch.Tensor,
+    strength: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    temperature: torch.Tensor,
+    tally: torch.Tensor,
+) -> None:
+    strength = torch.where(states >= 0, strength, 0.0)
+    dots = project(hidden, states, weight, bias, 0, found)
+    predicted = finish(dots, states, found, temperature, scale, soft_cap)
+    contrast_narrow(logits, found, predicted, strength, tally)
+    wide = is_wide(found) & (strength != 0)
+    if wide.any():
+        dots = dense_dots(hidden[states[wide].long()], weight, bias)[:, : logits.shape[1]]
+        raw = dots if soft_cap is None else soft_cap * torch.tanh(dots / soft_cap)
+        predicted = raw * scale / temperature[wide, None]
+        add_contrast(logits, found.rows[wide], predicted, strength[wide], tally)
+
+
+def contrast_narrow(
+    logits: torch.Tensor,
+    found: CandidateRows,
+    predicted: torch.Tensor,
+    strength: torch.Tensor,
+    tally: torch.Tensor,
+) -> None:
+    """`l' = l + strength (l - d)` in place, in the rows whose candidates fit `width`.
+
+    Args:
+        predicted: float32 `[rows, width]`, d; undefined beyond the count.
+        logits, found, strength, tally: as in `contrast`.
+    """
+    if not uses_triton(logits.device):
+        delta = strength[:, None] * (found.logits - predicted)
+        delta = torch.where(torch.isfinite(delta), delta, 0.0)
+        edit(logits, found, delta)
+        tally[0] += torch.where(strength != 0, found.counts, 0).sum()
+        tally[1] += (delta != 0).sum()
+        return
+    _edit_narrow_kernel[(len(found.rows),)](
+        logits,
+        logits.stride(0),
+        predicted,
+        found.rows,
+        found.ids,
+        found.values,
+        found.found,
+        strength,
+        tally,
+        found.width,
+        BLOCK=1024,
+        num_warps=4,
+    )
+
+
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
     """Two programs for each multiprocessor."""
@@ -189,7 +391,7 @@ def _programs(device: torch.device) -> int:
 
 def is_wide(found: CandidateRows) -> torch.Tensor:
     """`[rows]` bool, whether a row has more candidates than a compact row holds."""
-    return found.found > found.ids.shape[1]
+    return found.found > found.width
 
 
 def dense_dots(
