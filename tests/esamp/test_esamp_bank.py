@@ -1,15 +1,18 @@
 """A bank of distillers against one ordinary PyTorch module and optimiser for each prompt."""
 
 import random
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 
 from tllm.consumers.esamp import distiller, kernels, reference
-from tllm.consumers.esamp.bank import DistillerBank, upload
+from tllm.consumers.esamp.bank import DistillerBank
 from tllm.consumers.esamp.distiller import AdamW, Layout, Parameters
+from tllm.consumers.esamp.graphs import CudaGraphs, Replays
 from tllm.consumers.esamp.norm import CallableNorm, Identity, RmsNorm
+from tllm.consumers.esamp.passes import upload
 from tllm.consumers.esamp.plan import plan_blocks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,7 +60,7 @@ def make_bank(slots=4, norm=None, ops=reference, **options):
 
 
 def device_blocks(bank, slots):
-    return [upload(block, bank.device) for block in plan_blocks(np.array(slots), bank.slots)]
+    return upload(plan_blocks(np.array(slots), bank.slots), bank.device)
 
 
 def predict(bank, rows, slots):
@@ -103,7 +106,9 @@ def test_the_bank_equals_independent_distillers_while_prompts_come_and_go(ops, n
             )
             alone.train(source[own], target[own])
     for slot, alone in running.items():
-        for ours, theirs in zip(LAYOUT.views(bank.master[slot]), alone.weights, strict=True):
+        for ours, theirs in zip(
+            LAYOUT.views(bank.weights.master[slot]), alone.weights, strict=True
+        ):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-3, atol=1e-4)
         book = bank.ledger[slot].tolist()
         assert book[reference.STEPS] == len(alone.losses)
@@ -117,21 +122,23 @@ def test_padding_has_no_effect():
     train(alone, source, target, [1, 1, 1])
     more_source, more_target = torch.cat((source, rows_of(5))), torch.cat((target, rows_of(5)))
     train(beside, more_source, more_target, [1, 1, 1, 0, 0, 0, 0, 0])
-    torch.testing.assert_close(alone.master[1], beside.master[1], rtol=1e-5, atol=1e-7)
-    assert torch.equal(beside.master[2], LAYOUT.initial(SEED).to(DEVICE))
+    torch.testing.assert_close(
+        alone.weights.master[1], beside.weights.master[1], rtol=1e-5, atol=1e-7
+    )
+    assert torch.equal(beside.weights.master[2], LAYOUT.initial(SEED).to(DEVICE))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("ops", BOTH)
 def test_a_row_that_is_not_finite_costs_its_own_distiller_one_step_and_no_other(ops, bad):
     bank = make_bank(ops=ops)
-    before = bank.master.clone()
+    before = bank.weights.master.clone()
     source, target = rows_of(4), rows_of(4)
     source[0, 0] = bad
     train(bank, source, target, [0, 0, 1, -1])
-    assert torch.equal(bank.master[0], before[0])
-    assert not torch.equal(bank.master[1], before[1])
-    assert torch.isfinite(bank.master).all()
+    assert torch.equal(bank.weights.master[0], before[0])
+    assert not torch.equal(bank.weights.master[1], before[1])
+    assert torch.isfinite(bank.weights.master).all()
     assert bank.ledger[:, reference.NON_FINITE].tolist() == [1, 0, 0, 0]
     train(bank, rows_of(2), rows_of(2), [0, 0])
     assert bank.ledger[0, reference.STEPS] == 1
@@ -146,7 +153,8 @@ def test_a_reset_distiller_remembers_nothing():
     for each in (bank, new):
         train(each, source, target, [0, 1, 2, 2])
     for name in ("master", "mean", "square", "shadow", "corrections", "ledger"):
-        assert torch.equal(getattr(bank, name)[:3], getattr(new, name)[:3]), name
+        ours, theirs = (getattr(each.weights, name)[:3] for each in (bank, new))
+        assert torch.equal(ours, theirs), name
 
 
 def test_low_precision_rows_learn_from_float32_master_weights():
@@ -158,10 +166,10 @@ def test_low_precision_rows_learn_from_float32_master_weights():
         source, target = rows_of(6), rows_of(6)
         for each in (bank, exact):
             train(each, source.bfloat16(), target.bfloat16(), [0] * 6)
-    assert bank.master.dtype == torch.float32
-    assert torch.equal(bank.shadow, bank.master.bfloat16())
-    moved = exact.master[0] - LAYOUT.initial(SEED).to(DEVICE)
-    error = (bank.master[0] - exact.master[0]).norm() / moved.norm()
+    assert bank.weights.master.dtype == torch.float32
+    assert torch.equal(bank.weights.shadow, bank.weights.master.bfloat16())
+    moved = exact.weights.master[0] - LAYOUT.initial(SEED).to(DEVICE)
+    error = (bank.weights.master[0] - exact.weights.master[0]).norm() / moved.norm()
     assert error < 0.25
 
 
@@ -176,7 +184,7 @@ def test_a_norm_without_a_kernel_trains_like_any_other():
         with torch.inference_mode():
             train(bank, source, target, [1] * 3)
         alone.train(source, target)
-    for ours, theirs in zip(LAYOUT.views(bank.master[1]), alone.weights, strict=True):
+    for ours, theirs in zip(LAYOUT.views(bank.weights.master[1]), alone.weights, strict=True):
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-3, atol=1e-5)
 
 
@@ -192,14 +200,101 @@ def test_distillers_learn():
     assert losses[-1] < 0.5 * losses[0]
 
 
+class Again:
+    """Records work on a CPU as a CUDA graph does: it is done again with the same memory."""
+
+    def __init__(self):
+        self.replayed = 0
+
+    def record(self, work):
+        def replay():
+            self.replayed += 1
+            work()
+
+        return replay
+
+    def wait(self):
+        pass
+
+
+def same_with_recordings(recorder, ops, steps, stream=nullcontext):
+    """Two banks, of which one replays, through batches that last some steps and then change."""
+    torch.manual_seed(0)
+    pick = random.Random(0)
+    banks = make_bank(slots=2, ops=ops), make_bank(slots=2, ops=ops, recorder=recorder)
+    ring = torch.zeros(64, 2, LAYOUT.hidden, device=DEVICE)  # as the rows of two taps lie in it
+    outs = [torch.zeros(33, LAYOUT.hidden, device=DEVICE) for _ in banks]
+    slots = blocks = None
+    for step in range(steps):
+        if step % 12 == 0:
+            if step == steps // 2:
+                for bank in banks:
+                    bank.grow(4)
+            fresh = [slot for slot in range(banks[0].slots) if pick.random() < 0.3]
+            for bank in banks:
+                bank.reset(fresh)
+            slots = [pick.randrange(-1, banks[0].slots) for _ in range(pick.randint(1, 24))]
+            blocks = device_blocks(banks[0], slots)
+        ring.normal_()
+        at = pick.choice([0, 40])
+        # A graph knows where rows begin, and not how many there are.
+        source, target = ring[at : at + 24].unbind(1)
+        guided = torch.tensor(slots, device=DEVICE) >= 0
+        for bank, out in zip(banks, outs, strict=True):
+            bank.predict(source, blocks, out)
+        torch.testing.assert_close(*(out[: len(slots)][guided] for out in outs))
+        with stream():
+            for bank in banks:
+                bank.train(source, target, blocks)
+    for name in ("master", "mean", "square", "ledger"):
+        torch.testing.assert_close(*(getattr(bank.weights, name) for bank in banks))
+    return banks[1]
+
+
+def test_recordings_compute_what_launches_do():
+    recorder = Again()
+    bank = same_with_recordings(recorder, reference, 120)
+    assert recorder.replayed > 100
+    assert all(count > 2 for count in bank.recorded)
+
+
+def test_what_comes_seldom_is_not_recorded_and_recordings_are_bounded():
+    recorder, done = Again(), []
+    replays = Replays(recorder)
+    for key in range(500):
+        replays.run(key, lambda key=key: done.append(key))
+    assert not len(replays)
+    for key in range(500):
+        for _ in range(3):
+            replays.run(key, lambda key=key: done.append(key))
+        assert len(replays) <= 64
+    assert recorder.replayed > 400
+    assert sorted(done) == sorted(4 * list(range(500)))
+
+
+def test_a_recording_that_fails_costs_nothing_but_the_recordings(caplog):
+    class Failing(Again):
+        def record(self, work):
+            raise RuntimeError("no graphs here")
+
+    done = []
+    replays = Replays(Failing())
+    for _ in range(5):
+        replays.run(0, lambda: done.append(0))
+    assert len(done) == 5
+    assert [record.message for record in caplog.records if "graph" in record.message]
+
+
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
-def test_a_replayed_graph_trains_as_single_launches_do():
-    plain, replayed = make_bank(ops=kernels), make_bank(ops=kernels, cuda_graph=True)
+def test_replayed_graphs_compute_what_launches_do():
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(6):
-            source, target = rows_of(8), rows_of(8)
-            for bank in (plain, replayed):
-                train(bank, source, target, [0, 0, 1, 1, 2, 2, 3, 3])
-    side.synchronize()
-    torch.testing.assert_close(replayed.master, plain.master)
+
+    @contextmanager
+    def behind():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            yield
+        torch.cuda.current_stream().wait_stream(side)
+
+    bank = same_with_recordings(CudaGraphs(side), kernels, 120, behind)
+    assert all(count > 2 for count in bank.recorded)

@@ -67,9 +67,10 @@ class ConsumerFlow:
             before this step's tokens are sampled (after sampling, when the flow reads
             `TokenTarget`). `next_step`: on the engine's thread and compute stream, just before
             the next forward pass; residual writes made here reach that pass. `out_of_band`:
-            on the engine's thread at the end of the step, on a side stream, so device work
-            overlaps the next forward pass. `background`: on a delivery thread and a side
-            stream, in step order; nothing waits for it.
+            on the engine's thread at the end of the step, on a side stream that is behind the
+            compute stream's work so far, so device work overlaps the next forward pass.
+            `background`: on a delivery thread and a side stream, in step order; nothing waits
+            for it.
         bundle_key: what the rows of one bundle have in common.
         dispatch_every_n_steps: call once every n engine steps, with the rows of all of them.
         max_bundle_rows: split larger bundles; 0 is no limit.

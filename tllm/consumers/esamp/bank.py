@@ -2,131 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Generic, TypeVar
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tllm.consumers.esamp import reference
-from tllm.consumers.esamp.distiller import AdamW, Layout, Parameters
+from tllm.consumers.esamp.distiller import AdamW, Layout
+from tllm.consumers.esamp.graphs import Recorder, Replays
 from tllm.consumers.esamp.norm import CallableNorm, Norm
-from tllm.consumers.esamp.plan import Block, BlockShape
+from tllm.consumers.esamp.passes import (
+    DeviceBlocks,
+    ForwardPass,
+    TrainPass,
+    Weights,
+    Workspace,
+)
+from tllm.consumers.esamp.plan import BlockShape
 
-#: Shapes beyond this many run as single launches: a graph holds memory for ever.
-_MAX_GRAPHS = 64
+#: Shapes of batches whose passes are kept.
+_MAX_SHAPES = 256
 
-
-@dataclass(frozen=True, eq=False)
-class DeviceBlock:
-    """A `Block` whose index and counts are on the bank's device."""
-
-    shape: BlockShape
-    index: Tensor
-    counts: Tensor
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """A host array on the device, without waiting for it."""
-    host = torch.from_numpy(array)
-    if device.type != "cuda":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)
+Pass = TypeVar("Pass", bound=ForwardPass)
 
 
-def upload(block: Block, device: torch.device) -> DeviceBlock:
-    """A block with its index and counts on the device."""
-    return DeviceBlock(block.shape, to_device(block.index, device), to_device(block.counts, device))
+class BlockPasses(Generic[Pass]):
+    """The passes of the batches of one stream, by the shapes of their blocks.
 
-
-class Workspace:
-    """Scratch for the blocks of one stream, which use it one after the other."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
-        self._layout = layout
-        self._dtype = dtype
-        self._device = device
-        self.rows = 0
-        self.slots = 0
-        self.counted: DeviceBlock | None = None  # whose counts are in `counts`
-
-    def reserve(self, shape: BlockShape, training: bool) -> bool:
-        """Make room for a block; True when buffers moved."""
-        if shape.rows <= self.rows and shape.slots <= self.slots:
-            return False
-        self.counted = None
-        self.rows = max(shape.rows, self.rows)
-        self.slots = max(shape.slots, self.slots)
-        hidden, rank = self._layout.hidden, self._layout.rank
-        self.x = self._empty(self.rows, hidden)
-        self.projected = self._empty(self.rows, 2 * rank)
-        self.gated = self._empty(self.rows, rank)
-        self.branch = self._empty(self.rows, hidden)
-        if training:
-            self.target = self._empty(self.rows, hidden)
-            self.grad_projected = self._empty(self.rows, 2 * rank)
-            self.grad_gated = self._empty(self.rows, rank)
-            self.grads = self._empty(self.slots, self._layout.size).zero_()
-            self.row_loss = torch.empty(self.rows, dtype=torch.float32, device=self._device)
-            self.counts = torch.empty(self.slots, dtype=torch.int32, device=self._device)
-            self.active = torch.empty(self.slots, dtype=torch.int32, device=self._device)
-        return True
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
-
-
-class _Pass:
-    """The tensors of one block: the weights of its distillers and its share of the scratch."""
-
-    def __init__(self, bank: DistillerBank, scratch: Workspace, shape: BlockShape) -> None:
-        def rows_of(buffer: Tensor) -> Tensor:
-            return buffer[: shape.rows].view(shape.slots, shape.width, *buffer.shape[1:])
-
-        chosen = slice(shape.first, shape.stop)
-        self.weights: Parameters = bank.layout.views(bank.shadow[chosen])
-        self.x = rows_of(scratch.x)
-        self.projected = rows_of(scratch.projected)
-        self.gated = rows_of(scratch.gated)
-        self.branch = rows_of(scratch.branch)
-
-
-class _TrainPass(_Pass):
-    """A block that is trained on.
-
-    Attributes:
-        warm: its kernels have run, so that a graph can be recorded.
-        graph: replays it, once recorded.
+    Args:
+        kind: of the passes.
+        memory: that they use.
+        recorder: records them; None for launch by launch.
     """
 
-    def __init__(self, bank: DistillerBank, scratch: Workspace, shape: BlockShape) -> None:
-        super().__init__(bank, scratch, shape)
-        chosen = slice(shape.first, shape.stop)
-        self.target = scratch.target[: shape.rows].view_as(self.x)
-        self.grad_projected = scratch.grad_projected[: shape.rows].view_as(self.projected)
-        self.grad_gated = scratch.grad_gated[: shape.rows].view_as(self.gated)
-        self.row_loss = scratch.row_loss[: shape.rows].view(shape.slots, shape.width)
-        self.counts = scratch.counts[: shape.slots]
-        self.active = scratch.active[: shape.slots]
-        self.flat_grads = scratch.grads[: shape.slots]
-        self.grads: Parameters = bank.layout.views(self.flat_grads)
-        self.flat_shadow = bank.shadow[chosen]
-        self.master = bank.master[chosen]
-        self.mean = bank.mean[chosen]
-        self.square = bank.square[chosen]
-        self.corrections = bank.corrections[chosen]
-        self.ledger = bank.ledger[chosen]
-        self.warm = False
-        self.graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, kind: type[Pass], memory: Workspace, recorder: Recorder | None) -> None:
+        self._kind = kind
+        self._memory = memory
+        self._passes: dict[tuple[BlockShape, ...], tuple[Pass, ...]] = {}
+        self._loaded: DeviceBlocks | None = None
+        self._current: tuple[Pass, ...] = ()
+        self.replays = Replays(recorder)
+
+    def of(self, blocks: DeviceBlocks, weights: Weights) -> tuple[Pass, ...]:
+        """The passes of a batch's blocks, which see its index and its counts from now on. Of the
+        same batch they are the same."""
+        if blocks is self._loaded:
+            return self._current
+        if self._memory.reserve(blocks.shapes) or len(self._passes) >= _MAX_SHAPES:
+            self.forget()
+        passes = self._passes.get(blocks.shapes)
+        if passes is None:
+            passes = self._passes[blocks.shapes] = self._make(blocks.shapes, weights)
+        self._memory.index[: len(blocks.index)].copy_(blocks.index)
+        self._memory.counts[: len(blocks.counts)].copy_(blocks.counts)
+        self._loaded, self._current = blocks, passes
+        return passes
+
+    def forget(self) -> None:
+        """Memory that passes use is about to be freed, or has moved."""
+        self.replays.forget()
+        self._passes.clear()
+        self._loaded = None
+
+    def _make(self, shapes: Sequence[BlockShape], weights: Weights) -> tuple[Pass, ...]:
+        found, place, distiller = [], 0, 0
+        for shape in shapes:
+            found.append(self._kind(weights, self._memory, shape, place, distiller))
+            place += shape.rows
+            distiller += shape.slots
+        return tuple(found)
 
 
 class DistillerBank:
     """`slots` distillers: float32 master weights and moments, and a shadow to compute with.
 
     The caller orders calls that touch the same slots: nothing here waits for another stream.
+    Predictions, and training, are each enqueued on one stream at a time.
 
     Args:
         layout: sizes of one distiller.
@@ -138,7 +91,8 @@ class DistillerBank:
         dtype: of the shadow weights and of the rows inside (float32 or bfloat16).
         device: where everything lives.
         ops: `reference`, or `kernels` on CUDA.
-        cuda_graph: replay training as CUDA graphs; needs CUDA and norms with kernels.
+        recorder: replays predictions and training where their norms have kernels; predictions and
+            training must not run at the same time then. None for launch by launch.
 
     Attributes:
         ledger: `[slots, 5]` float32: sum of losses, last loss, steps, steps skipped because the
@@ -156,7 +110,7 @@ class DistillerBank:
         dtype: torch.dtype,
         device: torch.device,
         ops: ModuleType = reference,
-        cuda_graph: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.layout = layout
         self.device = device
@@ -164,30 +118,53 @@ class DistillerBank:
         self.predicted_norm = predicted_norm
         self.trained_norm = trained_norm
         self._ops = ops
-        self._cuda_graph = cuda_graph and not isinstance(trained_norm, CallableNorm)
         self._initial = layout.initial(seed).to(device)
-        self.master = self._initial.repeat(slots, 1)
-        self.mean = torch.zeros_like(self.master)
-        self.square = torch.zeros_like(self.master)
-        self.shadow = self.master if dtype == torch.float32 else self.master.to(dtype)
-        self.corrections = torch.zeros(slots, 2, device=device)
-        self.ledger = torch.zeros(slots, 5, device=device)
-        self._predict_scratch = Workspace(layout, dtype, device)
-        self._train_scratch = Workspace(layout, dtype, device)
-        self._predict_passes: dict[BlockShape, _Pass] = {}
-        self._train_passes: dict[BlockShape, _TrainPass] = {}
+        master = self._initial.repeat(slots, 1)
+        self._weights = Weights(
+            master,
+            mean=torch.zeros_like(master),
+            square=torch.zeros_like(master),
+            shadow=master if dtype == torch.float32 else master.to(dtype),
+            corrections=torch.zeros(slots, 2, device=device),
+            ledger=torch.zeros(slots, 5, device=device),
+        )
+
+        def memory(training: bool) -> Workspace:
+            return Workspace(layout, dtype, device, training)
+
+        def recorded(norm: Norm) -> Recorder | None:
+            return None if isinstance(norm, CallableNorm) else recorder
+
+        self._predicting = BlockPasses(ForwardPass, memory(False), recorded(predicted_norm))
+        self._training = BlockPasses(TrainPass, memory(True), recorded(trained_norm))
 
     @property
     def slots(self) -> int:
         """Number of distillers."""
-        return len(self.master)
+        return len(self._weights.master)
+
+    @property
+    def weights(self) -> Weights:
+        """What the distillers are."""
+        return self._weights
+
+    @property
+    def ledger(self) -> Tensor:
+        """See above."""
+        return self._weights.ledger
+
+    @property
+    def recorded(self) -> tuple[int, int]:
+        """How many recordings of predictions and of training there are."""
+        return len(self._predicting.replays), len(self._training.replays)
 
     def reset(self, slots: Sequence[int]) -> None:
         """Make distillers new: weights, moments, steps and ledger."""
+        own = self._weights
         for first, stop in _runs(slots):
-            self.master[first:stop] = self._initial
-            self.shadow[first:stop] = self._initial.to(self.shadow.dtype)
-            for tensor in (self.mean, self.square, self.corrections, self.ledger):
+            own.master[first:stop] = self._initial
+            own.shadow[first:stop] = self._initial.to(own.shadow.dtype)
+            for tensor in (own.mean, own.square, own.corrections, own.ledger):
                 tensor[first:stop].zero_()
 
     def grow(self, slots: int) -> None:
@@ -195,40 +172,35 @@ class DistillerBank:
 
         `torch.OutOfMemoryError` leaves the bank as it was. No work on the bank may be under way.
         """
-        added = slots - self.slots
-        master = torch.cat((self.master, self._initial.expand(added, -1)))
+        own, added = self._weights, slots - self.slots
+        master = torch.cat((own.master, self._initial.expand(added, -1)))
         mean, square, corrections, ledger = (
             torch.cat((tensor, tensor.new_zeros(added, tensor.shape[1])))
-            for tensor in (self.mean, self.square, self.corrections, self.ledger)
+            for tensor in (own.mean, own.square, own.corrections, own.ledger)
         )
-        shadow = master if self.shadow is self.master else master.to(self.shadow.dtype)
-        self.master, self.mean, self.square, self.shadow = master, mean, square, shadow
-        self.corrections, self.ledger = corrections, ledger
-        self._predict_passes.clear()
-        self._forget_train_passes()
+        shadow = master if own.shadow is own.master else master.to(own.shadow.dtype)
+        # Recordings go before what they point to.
+        self._predicting.forget()
+        self._training.forget()
+        self._weights = Weights(master, mean, square, shadow, corrections, ledger)
 
-    def predict(self, rows: Tensor, blocks: Sequence[DeviceBlock], out: Tensor) -> None:
+    def predict(self, rows: Tensor, blocks: DeviceBlocks, out: Tensor) -> None:
         """Write a prediction for every row that has a distiller; the others are left alone.
 
         Args:
             rows: `[rows, hidden]`, shallow rows.
             blocks: which distiller each belongs to.
-            out: `[rows + 1, hidden]`; the last row's content is undefined.
+            out: `[rows + 1 or more, hidden]`; the last row's content is undefined.
         """
-        for block in blocks:
-            if self._predict_scratch.reserve(block.shape, training=False):
-                self._predict_passes.clear()
-            step = self._predict_passes.get(block.shape)
-            if step is None:
-                step = _Pass(self, self._predict_scratch, block.shape)
-                self._predict_passes[block.shape] = step
-            self._ops.gather_rows(rows, block.index, step.x)
-            self._forward(step)
-            self._ops_for(self.predicted_norm).scatter_predictions(
-                step.x, step.branch, self.predicted_norm, block.index, out
-            )
+        if not blocks.shapes:
+            return
+        passes = self._predicting.of(blocks, self._weights)
+        self._predicting.replays.run(
+            (passes, rows.data_ptr(), rows.stride(0), rows.dtype, out.data_ptr()),
+            lambda: self._predict(rows, passes, out),
+        )
 
-    def train(self, source: Tensor, target: Tensor, blocks: Sequence[DeviceBlock]) -> None:
+    def train(self, source: Tensor, target: Tensor, blocks: DeviceBlocks) -> None:
         """One AdamW step of every distiller that has rows, on the mean over its rows.
 
         A distiller whose loss is not finite is left alone, and that is counted.
@@ -237,46 +209,31 @@ class DistillerBank:
             source, target: `[rows, hidden]`, shallow and deep rows.
             blocks: which distiller each belongs to.
         """
-        for block in blocks:
-            if self._train_scratch.reserve(block.shape, training=True):
-                self._forget_train_passes()
-            step = self._train_passes.get(block.shape)
-            if step is None:
-                step = _TrainPass(self, self._train_scratch, block.shape)
-                self._train_passes[block.shape] = step
-            self._ops.gather_rows(source, block.index, step.x)
-            self._ops.gather_rows(target, block.index, step.target)
-            if self._train_scratch.counted is not block:  # of a steady batch it is the same one
-                self._train_scratch.counted = block
-                step.counts.copy_(block.counts)
-            self._run(step)
+        if not blocks.shapes:
+            return
+        passes = self._training.of(blocks, self._weights)
+        at = source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0), source.dtype
+        self._training.replays.run((passes, *at), lambda: self._train(source, target, passes))
 
-    def _forget_train_passes(self) -> None:
-        if any(step.graph is not None for step in self._train_passes.values()):
-            # A graph must not be destroyed while it runs. Buffers move rarely.
-            torch.cuda.current_stream().synchronize()
-        self._train_passes.clear()
+    def _predict(self, rows: Tensor, passes: Sequence[ForwardPass], out: Tensor) -> None:
+        norm = self.predicted_norm
+        for step in passes:
+            self._ops.gather_rows(rows, step.index, step.x)
+            self._forward(step)
+            self._ops_for(norm).scatter_predictions(step.x, step.branch, norm, step.index, out)
 
-    def _run(self, step: _TrainPass) -> None:
-        """Run a training pass: launch by launch the first time, then as a graph."""
-        if step.graph is None and step.warm and self._may_capture():
-            step.graph = _capture(lambda: self._train_pass(step))
-        if step.graph is None:
-            self._train_pass(step)
-            step.warm = True
-        else:
-            step.graph.replay()
-
-    def _may_capture(self) -> bool:
-        graphs = sum(step.graph is not None for step in self._train_passes.values())
-        return self._cuda_graph and graphs < _MAX_GRAPHS
-
-    def _forward(self, step: _Pass) -> None:
+    def _forward(self, step: ForwardPass) -> None:
         torch.bmm(step.x, step.weights.project_in, out=step.projected)
         self._ops.gate(step.projected, step.weights.gate_bias, step.gated)
         torch.bmm(step.gated, step.weights.project_out, out=step.branch)
 
-    def _train_pass(self, step: _TrainPass) -> None:
+    def _train(self, source: Tensor, target: Tensor, passes: Sequence[TrainPass]) -> None:
+        for step in passes:
+            self._ops.gather_rows(source, step.index, step.x)
+            self._ops.gather_rows(target, step.index, step.target)
+            self._train_pass(step)
+
+    def _train_pass(self, step: TrainPass) -> None:
         ops = self._ops
         self._forward(step)
         # The branch is not needed after its gradient: one buffer holds both.
@@ -321,19 +278,3 @@ def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((slot, slot + 1))
     return runs
-
-
-def _capture(work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """Record work on the current stream, which must not be the default one.
-
-    `torch.cuda.graph` would wait for the whole device first; the work allocates nothing and its
-    kernels have run before, so recording it needs no such pause. Other threads may go on using
-    CUDA meanwhile.
-    """
-    graph = torch.cuda.CUDAGraph()
-    graph.capture_begin(capture_error_mode="thread_local")
-    try:
-        work()
-    finally:
-        graph.capture_end()
-    return graph

@@ -62,7 +62,7 @@ class ESampConsumerConfig:
             vocabularies are, costs a product with the LM head.
         guide: predict and guide. False only trains.
         train: learn. False leaves every distiller at its initial weights.
-        cuda_graph: replay the training step as a CUDA graph.
+        cuda_graph: replay predictions and training steps as CUDA graphs.
     """
 
     source_layer: int = 0

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from tllm.consumers.esamp import reference
-from tllm.consumers.esamp.bank import DeviceBlock, DistillerBank, to_device, upload
+from tllm.consumers.esamp.bank import DistillerBank
 from tllm.consumers.esamp.config import ESampConsumerConfig, RequestOptions
 from tllm.consumers.esamp.distiller import AdamW, Layout
 from tllm.consumers.esamp.fence import Fence
+from tllm.consumers.esamp.graphs import CudaGraphs
 from tllm.consumers.esamp.norm import CallableNorm, Identity, Norm, RmsNorm
+from tllm.consumers.esamp.passes import DeviceBlocks, to_device, upload
 from tllm.consumers.esamp.plan import Block, BlockShape, IntArray, plan_blocks
 from tllm.consumers.esamp.slots import UNGUIDED, Lease, SlotTable
 from tllm.consumers.esamp.stats import Statistics
@@ -37,7 +39,7 @@ class RowPlan:
     requests: tuple[RequestInfo, ...]
     request_index: IntArray
     version: int
-    blocks: Sequence[DeviceBlock]
+    blocks: DeviceBlocks
     rows: int
     distillers: IntArray
     skipped: dict[str, int]
@@ -84,6 +86,7 @@ class ESampWorker:
         self._config = config
         self._device = model.device
         self._dtype = model.dtype
+        side = ctx.side_stream()
         on_cuda = model.device.type == "cuda"
         if on_cuda:
             # Triton needs a GPU driver, or its interpreter, from its import on.
@@ -107,12 +110,13 @@ class ESampWorker:
             dtype=torch.float32 if model.dtype == torch.float32 else torch.bfloat16,
             device=model.device,
             ops=self._ops,
-            cuda_graph=config.cuda_graph and on_cuda,
+            recorder=CudaGraphs(side) if config.cuda_graph and side is not None else None,
         )
         self._fence = Fence(model.device)
         self._stats = Statistics(model.device)
+        # For a row of each sequence, so that it seldom moves, and one for padding.
         self._predictions = torch.empty(
-            0, model.hidden_size, dtype=model.dtype, device=self._device
+            model.max_requests + 1, model.hidden_size, dtype=model.dtype, device=self._device
         )
         self._predicted_step: int | None = None
         self._predict_plan: RowPlan | None = None
@@ -144,10 +148,9 @@ class ESampWorker:
         source = bundle.entries["source"]
         if len(source) >= len(self._predictions):
             self._predictions = source.new_empty(
-                len(source) + 1, source.shape[1], dtype=self._dtype
+                2 * len(source), source.shape[1], dtype=self._dtype
             )
         self._bank.predict(source, plan.blocks, self._predictions)
-        self._fence.predicted()
         self._predicted_step = ctx.step
         self._stats.predictions += plan.rows
 
@@ -164,7 +167,6 @@ class ESampWorker:
 
     def train(self, bundle: PortBundle) -> None:
         """One optimiser step of every distiller that has rows in the bundle."""
-        self._fence.wait_for_prediction()
         plan = self._train_plan = self._plan(self._train_plan, bundle.meta, training=True)
         self._bank.train(bundle.entries["source"], bundle.entries["target"], plan.blocks)
         self._fence.trained()
@@ -201,7 +203,7 @@ class ESampWorker:
             meta.requests,
             meta.request_index.copy(),
             self._table.version,
-            [upload(block, self._device) for block in blocks],
+            upload(blocks, self._device),
             int(np.count_nonzero(distillers != UNGUIDED)),
             distillers,
             _skipped(leases, allowed),
@@ -249,13 +251,13 @@ class ESampWorker:
             np.zeros(shape.slots, np.int32),
         )
         rows = torch.zeros(17, self._predictions.shape[1], dtype=self._dtype, device=self._device)
-        block = upload(nobody, self._device)
+        blocks = upload([nobody], self._device)
         if self._config.guide:
-            self._bank.predict(rows, [block], torch.empty_like(rows))
+            self._bank.predict(rows, blocks, torch.empty_like(rows))
         torch.cuda.synchronize(self._device)
         if self._config.train:
             with torch.cuda.stream(ctx.side_stream()):
-                self._bank.train(rows, rows, [block])
+                self._bank.train(rows, rows, blocks)
         torch.cuda.synchronize(self._device)
 
 
