@@ -266,7 +266,7 @@ def plays(values, timelines, lengths, steps):
             found[group.program.number] = list(
                 zip(
                     group.slots[which],
-                    group.by_row(rows.positions),
+                    group.by_row(group.positions(frame.batch)),
                     group.by_row(group.batch_rows),
                     strict=True,
                 )

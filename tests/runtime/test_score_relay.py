@@ -71,7 +71,7 @@ class Stage:
             plan[Column.POSITION.plan_row, :count] = positions.int()
         means = self.steering.gates.means
         means.begin(*(np.array([each], np.int32) for each in (5, start, count)))
-        self.relay.begin(np.array([5], np.int32), count, arrived)
+        self.relay.begin(*(np.array([each], np.int32) for each in (5, count)), arrived)
         self.taps.commit()
         for i in range(len(self.taps.sites)):
             rows = rows.clone()

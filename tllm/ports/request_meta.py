@@ -56,7 +56,8 @@ class RequestInfo:
 class RowMeta:
     """Row i of every tensor of a bundle is described by element i here. Host arrays.
 
-    In a bundle, the rows of each sequence ascend by position.
+    In a bundle, the rows of each sequence ascend by position. While a batch goes on, `requests` and
+    `request_index` are the same objects in each step, and cannot be written to.
 
     Attributes:
         requests: the distinct sequences, in the order of their first row.
@@ -69,6 +70,42 @@ class RowMeta:
     request_index: IntArray
     positions: IntArray
     steps: StepArray
+
+    @classmethod
+    def of_tokens(
+        cls,
+        requests: tuple[RequestInfo, ...],
+        request_index: IntArray,
+        starts: IntArray,
+        sequences: npt.NDArray[Any],
+        step: int,
+        before: int = 0,
+    ) -> RowMeta:
+        """One token of each sequence, in a step; arrays that nobody looks at are not made.
+
+        Args:
+            starts: position of each token, by sequence of the batch; not to be changed.
+            sequences: `[rows]`, index into `starts`.
+            before: how many positions before those the tokens are.
+        """
+        meta = cls.__new__(cls)
+        own = vars(meta)
+        own["requests"], own["request_index"] = requests, request_index
+        own["_token_of"] = starts, sequences, step, before
+        return meta
+
+    def __getattr__(self, name: str) -> Any:
+        # Only where an attribute is not there yet.
+        found: npt.NDArray[Any]
+        if name not in ("positions", "steps") or "_token_of" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        starts, sequences, step, before = vars(self)["_token_of"]
+        if name == "positions":
+            found = (starts[sequences] - before).astype(np.int32, copy=False)
+        else:
+            found = np.full(len(sequences), step, np.int64)
+        vars(self)[name] = found
+        return found
 
     def __len__(self) -> int:
         return len(self.request_index)

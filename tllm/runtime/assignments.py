@@ -265,6 +265,7 @@ class Assignments:
         sequence.laid_out = None
         self._programs.assign(slot, ())
         self._slots.stop_capturing(slot)
+        self._slots.invalidate()  # those that guide it have it no more
         self.served.remove(slot)
         for name in self._consumers:
             self._slots.users(name)[slot] = False

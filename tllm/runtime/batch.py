@@ -94,18 +94,23 @@ class ProgramSegments:
         program: the program.
         segments: which of the batch's.
         destination: of the first, relative to the step's first ring row.
+        sequences: `[segments]`, which of the batch each is of.
         slots, counts: `[segments]`: sequence, and number of rows, which is never 0.
         batch_rows: `[segments]`: row of the batch of each segment's first row.
         total: number of rows.
+        firsts: `[segments]`, position of each segment's first row; None where that is the first
+            that the step computes of its sequence.
     """
 
     program: Program
     segments: slice
     destination: int
+    sequences: IntArray
     slots: IntArray
     counts: IntArray
     batch_rows: IntArray
     total: int
+    firsts: IntArray | None
     _owners: dict[BoundConsumer, tuple[tuple[RequestInfo, ...], IntArray]] = field(
         default_factory=dict, init=False
     )
@@ -117,6 +122,10 @@ class ProgramSegments:
         first = np.cumsum(self.counts) - self.counts
         offsets = np.arange(self.total, dtype=np.int32) - first.repeat(self.counts)
         return (firsts.repeat(self.counts) + offsets).astype(np.int32)
+
+    def positions(self, batch: StepBatch) -> IntArray:
+        """`[segments]`, position of each segment's first row in a step."""
+        return batch.starts[self.sequences] if self.firsts is None else self.firsts
 
     @cached_property
     def place(self) -> slice | IntArray:
@@ -130,23 +139,24 @@ class ProgramSegments:
         found = self._owners.get(consumer)
         if found is None:
             requests, index = consumer.requests(self.slots, slots)
-            found = self._owners[consumer] = requests, index.repeat(self.counts)
+            index = index.repeat(self.counts)
+            index.setflags(write=False)  # consumers keep it, and steps share it
+            found = self._owners[consumer] = requests, index
         return found
 
 
 @dataclass(eq=False)
 class ProgramRows:
-    """The rows that one capture program has in this step: consecutive in the ring.
+    """The rows that one capture program has in a step: consecutive in the ring. The same object in
+    each step of a batch that only goes on, where they lie in the same place.
 
     Attributes:
         group: what stays the same while the batch does.
         tensor: `[rows, taps, hidden]` view of the ring, None for a program without taps.
-        positions: `[segments]`: position of each segment's first row.
     """
 
     group: ProgramSegments
     tensor: torch.Tensor | None
-    positions: IntArray
 
 
 @dataclass(eq=False)
@@ -155,7 +165,7 @@ class Frame:
 
     step: int
     batch: StepBatch
-    rows: Sequence[ProgramRows] = ()
+    rows: tuple[ProgramRows, ...] = ()
     span: Span | None = None
     lost: Sequence[ProgramRows] = ()
     """Rows given up because the ring was full; they have no tensor."""
@@ -165,6 +175,8 @@ class Frame:
     """Of `rows`; the same object in each step of a batch that only goes on."""
     goes_on: bool = False
     """Whether it is the next step of the same decoding sequences, with the plan of the last."""
+    layout: object = None
+    """The same object in each step of a batch that only goes on."""
     logits: torch.Tensor | None = field(default=None, init=False)
     sampled: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)

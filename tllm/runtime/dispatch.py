@@ -6,11 +6,11 @@ import logging
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from tllm.runtime.batch import Frame, ProgramRows, together
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.flows import BoundConsumer, BoundFlow, Context, Roles
+from tllm.runtime.handover import Handover
 from tllm.runtime.lent_rows import apart
 from tllm.runtime.ring import Span
 from tllm.runtime.slots import Slots
@@ -70,12 +71,18 @@ class FlowRows:
         return FlowRows(self.rows, self.meta.select(kept), selection)
 
 
+_Rows: TypeAlias = Handover | list[FlowRows]
+
+
 class Dispatcher:
     """Calls consumers with the rows of each step, and keeps their mistakes to themselves.
 
     Args:
         on_failure: told when a consumer raised, after it was marked dead.
         controllers: given what consumers decide.
+
+    Attributes:
+        waiting: for the next step.
     """
 
     def __init__(
@@ -89,7 +96,7 @@ class Dispatcher:
         self._device = device
         self._on_failure = on_failure
         self._controllers = controllers
-        self._waiting_for_next_step: list[tuple[BoundFlow, Frame, list[FlowRows]]] = []
+        self.waiting: list[tuple[BoundFlow, Frame, _Rows]] = []
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -137,37 +144,51 @@ class Dispatcher:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def before_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
-        """Windows that see the forward pass before its tokens are drawn."""
-        for flow in flows:
-            self._deliver(flow, frame, self._pieces(flow, frame))
+    def before_sampling(
+        self, flows: Sequence[BoundFlow], frame: Frame, handovers: Mapping[BoundFlow, Handover]
+    ) -> None:
+        """Windows that see the forward pass before its tokens are drawn.
 
-    def after_sampling(self, flows: Sequence[BoundFlow], frame: Frame) -> None:
-        """Everything else, now that the step is complete."""
+        Args:
+            handovers: what some of the flows are handed, where that is known already.
+        """
+        for flow in flows:
+            handover = handovers.get(flow)
+            if handover is None:
+                self._deliver(flow, frame, self._pieces(flow, frame))
+            else:
+                self._hand_over(handover, frame)
+
+    def after_sampling(
+        self, flows: Sequence[BoundFlow], frame: Frame, handovers: Mapping[BoundFlow, Handover]
+    ) -> None:
+        """Everything else, now that the step is complete. Arguments as above."""
         for flow in flows:
             if flow.owner.error is not None:
                 continue
             # Now: the slots may have new owners by the time the window opens.
-            pieces = self._pieces(flow, frame)
-            if not pieces and flow.flow.dispatch_every_n_steps == 1:
-                continue
+            rows: _Rows | None = handovers.get(flow)
+            if rows is None:
+                rows = self._pieces(flow, frame)
+                if not rows and flow.flow.dispatch_every_n_steps == 1:
+                    continue
             if flow.flow.window == "same_step":
-                self._deliver(flow, frame, pieces)
+                self._deliver(flow, frame, rows)
             elif flow.flow.window == "next_step":
                 self._hold(frame)
-                self._waiting_for_next_step.append((flow, frame, pieces))
+                self.waiting.append((flow, frame, rows))
             elif flow.flow.window == "out_of_band":
-                self._deliver_on_side_stream(flow, frame, pieces)
+                self._deliver_on_side_stream(flow, frame, rows)
             else:
-                self._deliver_in_background(flow, frame, pieces)
+                self._deliver_in_background(flow, frame, rows)
 
     def before_forward(self) -> None:
         """Deliver what waited for the next step."""
-        if not self._waiting_for_next_step:
+        if not self.waiting:
             return
-        waiting, self._waiting_for_next_step = self._waiting_for_next_step, []
-        for flow, frame, pieces in waiting:
-            self._deliver(flow, frame, pieces)
+        waiting, self.waiting = self.waiting, []
+        for flow, frame, rows in waiting:
+            self._deliver(flow, frame, rows)
             self._release(frame)
 
     def flush(self, owner: BoundConsumer) -> None:
@@ -190,23 +211,25 @@ class Dispatcher:
             work()
 
     def _on_side_stream(self, owner: BoundConsumer) -> AbstractContextManager[Any]:
-        side = owner.context.side_stream()
-        if side is None:
+        side, ready = owner.side, owner.side_follows
+        if side is None or ready is None:
             return nullcontext()
-        side.wait_stream(torch.cuda.current_stream(self._device))
+        ready.record(torch.cuda.current_stream(self._device))
+        side.wait_event(ready)
         return torch.cuda.stream(side)
 
-    def _deliver_on_side_stream(
-        self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]
-    ) -> None:
+    def _deliver_on_side_stream(self, flow: BoundFlow, frame: Frame, rows: _Rows) -> None:
+        if flow.owner.side is None:
+            self._deliver(flow, frame, rows)
+            return
         with self._on_side_stream(flow.owner):
-            self._deliver(flow, frame, pieces)
+            self._deliver(flow, frame, rows)
             self._fence(frame.span)
 
-    def _deliver_in_background(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
+    def _deliver_in_background(self, flow: BoundFlow, frame: Frame, rows: _Rows) -> None:
         owner = flow.owner
         self._hold(frame)
-        side = owner.context.side_stream()
+        side = owner.side
         if side is not None:
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(self._device))
@@ -214,11 +237,11 @@ class Dispatcher:
         def job() -> None:
             try:
                 if side is None:
-                    self._deliver(flow, frame, pieces)
+                    self._deliver(flow, frame, rows)
                 else:
                     with torch.cuda.stream(side):
                         side.wait_event(ready)
-                        self._deliver(flow, frame, pieces)
+                        self._deliver(flow, frame, rows)
                         self._fence(frame.span)
             finally:
                 self._release(frame)
@@ -243,8 +266,26 @@ class Dispatcher:
 
     # -- rows ----------------------------------------------------------------------------------
 
-    def _deliver(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
-        self.call(flow.owner, self._hand_out, flow, frame, pieces)
+    def _deliver(self, flow: BoundFlow, frame: Frame, rows: _Rows) -> None:
+        if isinstance(rows, Handover):
+            self._hand_over(rows, frame)
+        else:
+            self.call(flow.owner, self._hand_out, flow, frame, rows)
+
+    def _hand_over(self, handover: Handover, frame: Frame) -> None:
+        """Call a consumer with what it is handed in each step, as `call` calls."""
+        owner = handover.owner
+        if owner.error is not None:
+            return
+        try:
+            bundle = handover.bundle(frame)
+            owner.calls += 1
+            owner.rows += handover.rows
+            owner.consumer.consume_bundle(bundle, owner.context.at(frame.step))
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            self.fail(owner, error)
 
     def _pieces(self, flow: BoundFlow, frame: Frame) -> list[FlowRows]:
         """The rows of this step that the flow reads, those of a program together."""
@@ -253,7 +294,7 @@ class Dispatcher:
         pieces = []
         for rows in frame.rows:
             if flow in rows.group.program.flows:
-                piece = FlowRows(rows, self._meta(flow.owner, rows, frame.step), None)
+                piece = FlowRows(rows, self._meta(flow.owner, rows, frame), None)
                 if frame.rejected is None:
                     pieces.append(piece)
                 elif own := piece.chosen(~frame.rejected):
@@ -262,13 +303,12 @@ class Dispatcher:
             pieces = [sampled for piece in pieces if (sampled := piece.sampled(frame))]
         return pieces
 
-    def _meta(self, owner: BoundConsumer, rows: ProgramRows, step: int) -> RowMeta:
+    def _meta(self, owner: BoundConsumer, rows: ProgramRows, frame: Frame) -> RowMeta:
         """Who the rows of a program belong to."""
         group = rows.group
         requests, index = group.owners(owner, self._slots)
-        steps = np.empty(group.total, np.int64)
-        steps.fill(step)
-        return RowMeta(requests, index.copy(), group.by_row(rows.positions), steps)
+        steps = np.full(group.total, frame.step, np.int64)
+        return RowMeta(requests, index, group.by_row(group.positions(frame.batch)), steps)
 
     def _hand_out(self, flow: BoundFlow, frame: Frame, pieces: list[FlowRows]) -> None:
         """Make the step's bundles and call the consumer with them."""

@@ -181,6 +181,9 @@ class BoundConsumer:
         self.id = consumer.consumer_id
         self.hears_step_end = consumer.hears_step_end
         self.context = Context(self, model, writers, result_memory)
+        self.side = self.context.side_stream()
+        #: Recorded where the side stream goes on.
+        self.side_follows = None if self.side is None else torch.cuda.Event()
         self.flows: list[BoundFlow] = []
         self.channels = {
             write.options["channel"]
@@ -342,17 +345,24 @@ class Context(ConsumerContext):
         self.model = model
         self.result_memory = result_memory
         self.device = model.device
-        self.stream: torch.cuda.Stream | None = None
         self._owner = owner
         self._writers = writers
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._latest: Context | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:  # type: ignore[override]
+        """Found out when it is asked for: that costs as much as a launch."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def at(self, step: int) -> Context:
-        """The context of one call, on the current stream: threads do not share one."""
+        """The context of the calls of a step. Nothing changes in it any more."""
+        latest = self._latest
+        if latest is not None and latest.step == step and latest.model is self.model:
+            return latest
         own = Context.__new__(Context)
-        vars(own).update(vars(self), step=step)
-        if self.device.type == "cuda":
-            own.stream = torch.cuda.current_stream(self.device)
+        vars(own).update(vars(self), step=step, _latest=None)
+        self._latest = own
         return own
 
     def writer(self, role: str) -> ResidualWriter:

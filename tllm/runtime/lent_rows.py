@@ -18,18 +18,30 @@ class LentRows(Mapping[str, Any]):
         rows: `[rows, roles, hidden]`.
         columns: which of the roles each is.
         others: by role.
+        views: those that were asked for before, of the same rows.
     """
 
     def __init__(
-        self, rows: torch.Tensor, columns: Mapping[str, int], others: Mapping[str, Any]
+        self,
+        rows: torch.Tensor,
+        columns: Mapping[str, int],
+        others: Mapping[str, Any],
+        views: dict[str, torch.Tensor],
     ) -> None:
         self._rows = rows
         self._columns = columns
         self._others = others
+        self._views = views
 
     def __getitem__(self, role: str) -> Any:
+        view = self._views.get(role)
+        if view is not None:
+            return view
         column = self._columns.get(role)
-        return self._others[role] if column is None else self._rows[:, column]
+        if column is None:
+            return self._others[role]
+        view = self._views[role] = self._rows[:, column]
+        return view
 
     def __contains__(self, role: object) -> bool:
         return role in self._columns or role in self._others
@@ -57,4 +69,4 @@ def apart(entries: Mapping[Roles, Any], flow: BoundFlow) -> Mapping[str, Any]:
             # it would not let a consumer change in place.
             each = torch.unsafe_chunk(own.flatten(0, 1), len(roles))
             found.update(zip(roles, each, strict=True))
-    return found if lent is None else LentRows(lent, flow.columns, found)
+    return found if lent is None else LentRows(lent, flow.columns, found, {})

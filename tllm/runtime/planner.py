@@ -55,6 +55,7 @@ class BatchLayout:
         tokens: tokens of the batch.
         steps_left: for how many more decode steps the segments say the same.
         on_device: the segments with absolute destinations, by first ring row.
+        placed: the rows of each capture program, by first ring row.
     """
 
     batch: StepBatch
@@ -67,6 +68,7 @@ class BatchLayout:
     tokens: int
     steps_left: int
     on_device: dict[int, torch.Tensor] = field(default_factory=dict)
+    placed: dict[int, tuple[ProgramRows, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
@@ -131,7 +133,9 @@ class BatchLayout:
         segments = self.segments.copy()
         segments[:, [SegmentWord.WIDTH, SegmentWord.DESTINATION]] = 0
         segments[:, Column.PROGRAM.word] = Column.PROGRAM.neutral
-        return replace(self, version=-1, segments=segments, groups=(), rows=0, on_device={})
+        return replace(
+            self, version=-1, segments=segments, groups=(), rows=0, on_device={}, placed={}
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +170,9 @@ class RowPlanner:
     The host knows every position before the forward pass, so a step costs at most one small
     upload and one kernel; work here is per sequence, never per token. With nothing to do it
     costs nothing.
+
+    Attributes:
+        layout: of the step planned last.
     """
 
     def __init__(self, slots: Slots, taps: Taps, programs: Programs, ring: Ring) -> None:
@@ -176,13 +183,14 @@ class RowPlanner:
         self._run = row_plan.launch if uses_triton(taps.device) else row_plan.reference
         self._dirty = 0  # tokens of the plan that may say something else than "nothing"
         self._dirty_columns = 0  # the columns that say it
-        self._layout: BatchLayout | None = None
+        self.layout: BatchLayout | None = None
+        self._arena = ring.arena  # in which the layout's rows were placed
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
         self._counts_up: torch.Tensor | None = None  # 1 where a row of that plan has a position
 
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
-        layout = self._layout
+        layout = self.layout
         goes_on = layout is not None and layout.continues(
             batch.slots, batch.starts, batch.counts, self._slots.version
         )
@@ -190,16 +198,19 @@ class RowPlanner:
             layout.batch = batch
             layout.advance(batch.ends)
         else:
-            layout = self._layout = self._lay_out(batch)
-        frame = Frame(step, batch, chooses=layout.chooses, goes_on=goes_on)
+            layout = self.layout = self._lay_out(batch)
+        frame = Frame(step, batch, (), None, (), layout.chooses, layout.groups, goes_on, layout)
+        start = 0
         if layout.rows:
             frame.span = self._ring.reserve(layout.rows)
             if frame.span is None:
                 frame.lost = self._rows(layout, None)
-                layout = self._layout = layout.without_capture()
-        start = frame.span.start if frame.span else 0
+                layout = self.layout = frame.layout = layout.without_capture()
+                frame.groups = ()
+            else:
+                start = frame.span.start
         if layout.groups:
-            frame.rows, frame.groups = self._rows(layout, start), layout.groups
+            frame.rows = self._placed(layout, start)
         if self._held != (layout, start):
             self._write(layout, start)
         elif layout.has_positions:
@@ -225,7 +236,7 @@ class RowPlanner:
 
         Arrays as in `StepBatch`.
         """
-        layout = self._layout
+        layout = self.layout
         if layout is None or self._held is None or layout.groups:
             return False
         if not layout.continues(slots, starts, counts, self._slots.version):
@@ -237,20 +248,10 @@ class RowPlanner:
         self._slots.deliver(slots, ends)
         return True
 
-    @property
-    def steered(self) -> int:
-        """Rows of the step planned last that have a steering row, or a choice of one."""
-        return self._layout.steered if self._layout else 0
-
-    @property
-    def patched(self) -> int:
-        """Rows of the step planned last that have a patch row."""
-        return self._layout.patched if self._layout else 0
-
     def own(self, column: Column, frame: Frame) -> int:
         """Rows of the step planned last of which a column says anything, and which are their
         sequences' own."""
-        return self._layout.own(column, frame) if self._layout else 0
+        return self.layout.own(column, frame) if self.layout else 0
 
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""
@@ -284,8 +285,8 @@ class RowPlanner:
         segments[:, SegmentWord.COUNT] = high - low
         segments[:, _COLUMN_WORDS] = values.T
         groups: tuple[ProgramSegments, ...] = ()
-        rows, skips = 0, False
-        if values[Column.PROGRAM].any():
+        rows, skips, captures = 0, False, bool(values[Column.PROGRAM].any())
+        if captures:
             segments[:, SegmentWord.SKIP] = np.maximum(delivered[owners] - low, 0)
             skips = bool(segments[:, SegmentWord.SKIP].any())
             gone = segments[:, SegmentWord.SKIP] >= segments[:, SegmentWord.COUNT]
@@ -293,13 +294,15 @@ class RowPlanner:
             order = np.argsort(segments[:, Column.PROGRAM.word], kind="stable")
             segments, owners, low = segments[order], owners[order], low[order]
             rows = self._place(segments)
-            groups = self._groups(batch, segments, owners)
+        first = None if decoding and not skips else low + segments[:, SegmentWord.SKIP]
+        if captures:
+            groups = self._groups(batch, segments, owners.astype(np.int32), first)
         return BatchLayout(
             batch=batch,
             version=table.version,
             segments=segments,
             owners=owners.astype(np.int32),
-            positions=None if decoding and not skips else low + segments[:, SegmentWord.SKIP],
+            positions=first,
             groups=groups,
             rows=rows,
             tokens=int(batch.counts.sum()),
@@ -362,7 +365,7 @@ class RowPlanner:
         return int(taken.sum())
 
     def _groups(
-        self, batch: StepBatch, segments: IntArray, owners: npt.NDArray[np.int64]
+        self, batch: StepBatch, segments: IntArray, owners: IntArray, first: IntArray | None
     ) -> tuple[ProgramSegments, ...]:
         """The segments of each capture program; those of one lie together."""
         program = segments[:, Column.PROGRAM.word]
@@ -377,29 +380,39 @@ class RowPlanner:
                         self._programs[number],
                         slice(low, high),
                         int(own[0, SegmentWord.DESTINATION]),
+                        owners[low:high],
                         batch.slots[owners[low:high]],
                         counts,
                         own[:, SegmentWord.ROW] + skip,
                         int(counts.sum()),
+                        None if first is None else first[low:high],
                     )
                 )
         return tuple(groups)
 
     # -- rows --------------------------------------------------------------------------------------
 
-    def _rows(self, layout: BatchLayout, start: int | None) -> list[ProgramRows]:
-        """Which rows of the ring, from `start` on, are whose; None: they have no place in it."""
-        positions = layout.positions
-        if positions is None:
-            positions = layout.batch.starts[layout.owners]
-        return [
-            ProgramRows(
-                group,
-                None if start is None else self._captured(group, start),
-                positions[group.segments],
-            )
-            for group in layout.groups
-        ]
+    def _placed(self, layout: BatchLayout, start: int) -> tuple[ProgramRows, ...]:
+        """Which rows of the ring, from `start` on, are whose. Those of a batch that goes on lie in
+        a few places, so that nothing is found out twice."""
+        if self._arena is not self._ring.arena:
+            self._arena = self._ring.arena
+            layout.placed.clear()
+        rows = layout.placed.get(start)
+        if rows is None:
+            rows = self._rows(layout, start)
+            if len(layout.placed) < 16:
+                layout.placed[start] = rows
+        return rows
+
+    def _rows(self, layout: BatchLayout, start: int | None) -> tuple[ProgramRows, ...]:
+        """The rows of each capture program; without `start` they have no place in the ring."""
+        return tuple(
+            [
+                ProgramRows(group, None if start is None else self._captured(group, start))
+                for group in layout.groups
+            ]
+        )
 
     def _captured(self, group: ProgramSegments, start: int) -> torch.Tensor | None:
         """`[rows, taps, hidden]`, where the rows of a group will lie in the ring."""

@@ -51,6 +51,11 @@ class Program:
         """Which of a token's ring rows holds each tap."""
         return {tap: offset for offset, tap in enumerate(self.taps)}
 
+    def has_together(self, taps: tuple[TapKey, ...]) -> bool:
+        """Whether the rows of some taps lie side by side, in that order."""
+        offsets = [self.ring_offsets[tap] for tap in taps]
+        return not offsets or offsets == list(range(offsets[0], offsets[0] + len(offsets)))
+
     def block(self, rows: torch.Tensor, taps: tuple[TapKey, ...]) -> torch.Tensor:
         """Rows `[rows, len(taps), hidden]` of some taps: a view where they lie side by side."""
         if taps == self.taps:

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.ports import ModelView, PortWrite
+from tllm.ports import ModelView, PortWrite, RequestInfo
 from tllm.ports.request_meta import RowMeta
 from tllm.ports.sampler import Candidates
 from tllm.runtime.batch import Frame
 from tllm.runtime.columns import DECODE
-from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import PHASES, BoundFlow
 from tllm.runtime.kernels import candidates as kernels
 from tllm.runtime.kernels import contrast as dense
@@ -25,6 +25,8 @@ from tllm.runtime.slots import Slots
 from tllm.runtime.transfer import upload
 
 BoolArray = npt.NDArray[np.bool_]
+
+_NEVER = -1, None, 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +105,27 @@ class SamplerStep(ABC):
         applied to its own; `full` may be changed."""
 
 
+@dataclass(frozen=True, eq=False)
+class GuidedRows:
+    """The rows of a batch that a guide applies to. The same in each step of one that goes on, so
+    of what consumers are given nothing can be written to.
+
+    Attributes:
+        indices: which sequences of the batch.
+        rows: the same, int32 on the device.
+        own_rows: their own numbers, int32 on the device.
+        every: whether they are all.
+        requests, request_index: whose they are, as in a `RowMeta`.
+    """
+
+    indices: npt.NDArray[np.int64]
+    rows: torch.Tensor
+    own_rows: torch.Tensor
+    every: bool
+    requests: tuple[RequestInfo, ...]
+    request_index: npt.NDArray[np.int32]
+
+
 class StepCandidates(Candidates):
     """The candidates of the rows that one consumer guides."""
 
@@ -112,18 +135,17 @@ class StepCandidates(Candidates):
         head: LmHead,
         found: CandidateRows,
         meta: RowMeta,
-        own_rows: torch.Tensor,
-        indices: npt.NDArray[np.int64],
+        guided: GuidedRows,
     ) -> None:
         self.meta = meta
         self.token_ids = found.ids
-        every_row = len(found.rows) == len(step.temperature)
-        self.temperature = step.temperature if every_row else step.temperature[found.rows.long()]
+        warm = step.temperature
+        self.temperature = warm if guided.every else warm[guided.rows.long()]
         self._step = step
         self._head = head
         self._found = found
-        self._own_rows = own_rows
-        self._indices = indices
+        self._own_rows = guided.own_rows
+        self._indices = guided.indices
 
     @cached_property
     def logits(self) -> torch.Tensor:
@@ -220,29 +242,22 @@ class StepCandidates(Candidates):
 
 @dataclass(eq=False)
 class Guide:
-    """One `Sampler.write` of a consumer, and the batch it last applied to."""
+    """One `Sampler.write` of a consumer, and the batch it last applied to.
+
+    Attributes:
+        layout: of that batch, None for one that is not kept.
+        guided: its rows, None where the guide applies to none.
+    """
 
     flow: BoundFlow
     write: PortWrite
-    indices: npt.NDArray[np.int64] | None = None
-    rows: torch.Tensor | None = None
-    own_rows: torch.Tensor | None = None
+    layout: object = None
+    guided: GuidedRows | None = None
 
-    @property
+    @cached_property
     def width(self) -> int:
         """The most candidates a row may have and still be guided."""
         return int(str(self.write.options["width"]))
-
-    def on_device(
-        self, indices: npt.NDArray[np.int64], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The guided batch rows, and their own numbering; uploaded when they change."""
-        same = self.indices is not None and np.array_equal(indices, self.indices)
-        if self.rows is None or self.own_rows is None or not same:
-            self.indices = indices
-            self.rows = upload(indices.astype(np.int32), device)
-            self.own_rows = torch.arange(len(indices), dtype=torch.int32, device=device)
-        return self.rows, self.own_rows
 
 
 class Guidance:
@@ -263,7 +278,7 @@ class Guidance:
         self._slots = slots
         self._dispatcher = dispatcher
         self._guides: list[Guide] = []
-        self._asked = -1, 0  # a step, and how wide its guides ask
+        self._asked: tuple[int, object, int] = _NEVER  # a step, its layout, how wide guides ask
         self._numbers = torch.zeros(0, dtype=torch.int32, device=model.device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=model.device)
 
@@ -278,7 +293,7 @@ class Guidance:
 
     def set_flows(self, flows: Sequence[BoundFlow]) -> None:
         """The flows of the consumers that are registered now."""
-        self._asked = -1, 0
+        self._asked = _NEVER
         self._guides = [
             Guide(flow, write)
             for flow in flows
@@ -302,16 +317,25 @@ class Guidance:
 
     def width(self, frame: Frame | None) -> int:
         """The widest candidate rows that any guide asks of this step; 0 when none applies."""
-        if not self._guides or frame is None or not isinstance(self._head, LmHead):
+        if frame is None or not self._guides:
             return 0
-        if self._asked[0] != frame.step:  # the engine asks several times in a step
-            widths = [
-                guide.width
-                for guide in self._guides
-                if guide.flow.owner.alive and len(self._indices(guide, frame))
-            ]
-            self._asked = frame.step, min(max(widths, default=0), self._model.vocab_size)
-        return self._asked[1]
+        step, layout, width = self._asked
+        # The engine asks several times in a step.
+        if step != frame.step:
+            if not (frame.goes_on and layout is frame.layout):
+                width = self._widest(frame)
+            self._asked = frame.step, frame.layout, width
+        return width
+
+    def _widest(self, frame: Frame) -> int:
+        if not isinstance(self._head, LmHead):
+            return 0
+        widths = [
+            guide.width
+            for guide in self._guides
+            if guide.flow.owner.alive and len(self._indices(guide, frame))
+        ]
+        return min(max(widths, default=0), self._model.vocab_size)
 
     def filter(
         self,
@@ -340,38 +364,61 @@ class Guidance:
         """
         collected = step.collected
         for guide in self._guides:
-            indices = self._indices(guide, frame, greedy)
-            if len(indices) and guide.flow.owner.alive:
-                self._dispatcher.call(
-                    guide.flow.owner, self._run_one, guide, step, frame, indices, collected
-                )
+            if guide.layout is None or guide.layout is not frame.layout:
+                guide.guided = self._guided(guide, frame, greedy)
+                # A sequence whose tokens are sampled goes on like that; greedy it is for ever.
+                lasts = guide.guided is not None and bool(frame.batch.samples.all())
+                guide.layout = frame.layout if lasts else None
+            if guide.guided is not None and guide.flow.owner.error is None:
+                self._run_one(guide, guide.guided, step, frame, collected)
                 collected = None  # the logits have changed
+
+    def _guided(self, guide: Guide, frame: Frame, greedy: BoolArray) -> GuidedRows | None:
+        indices = self._indices(guide, frame, greedy)
+        if not len(indices):
+            return None
+        count, slots = len(indices), frame.batch.slots
+        requests, _ = guide.flow.owner.requests(slots[indices], self._slots)
+        request_index = np.arange(count, dtype=np.int32)
+        indices.setflags(write=False)
+        request_index.setflags(write=False)
+        device = self._model.device
+        rows = upload(indices.astype(np.int32), device)
+        own_rows = torch.arange(count, dtype=torch.int32, device=device)
+        every = count == len(slots)
+        return GuidedRows(indices, rows, own_rows, every, requests, request_index)
 
     def _run_one(
         self,
         guide: Guide,
+        guided: GuidedRows,
         step: SamplerStep,
         frame: Frame,
-        indices: npt.NDArray[np.int64],
         collected: CandidateRows | None,
     ) -> None:
+        """Let a consumer guide. What it raises is a matter of the dispatcher."""
         assert isinstance(self._head, LmHead)
-        batch, owner = frame.batch, guide.flow.owner
-        rows, own_rows = guide.on_device(indices, self._model.device)
+        owner = guide.flow.owner
         width = min(guide.width, self._model.vocab_size)
-        if collected is None or collected.width != width:
-            found = kernels.collect(step.logits, rows, width, self.overflow)
-        elif len(indices) == len(batch.slots):
-            found = collected
-        else:
-            found = collected.select(rows)
-        meta = RowMeta(
-            owner.requests(batch.slots[indices], self._slots)[0],
-            np.arange(len(indices), dtype=np.int32),
-            batch.ends[indices] - 1,
-            np.full(len(indices), frame.step, np.int64),
-        )
-        candidates = StepCandidates(step, self._head, found, meta, own_rows, indices)
-        delta = owner.consumer.guide(candidates, owner.context.at(frame.step))
-        if delta is not None:
-            candidates.apply(delta)
+        try:
+            if collected is None or collected.width != width:
+                found = kernels.collect(step.logits, guided.rows, width, self.overflow)
+            else:
+                found = collected if guided.every else collected.select(guided.rows)
+            # The token after each sequence's last row is drawn.
+            meta = RowMeta.of_tokens(
+                guided.requests,
+                guided.request_index,
+                frame.batch.ends,
+                guided.indices,
+                frame.step,
+                before=1,
+            )
+            candidates = StepCandidates(step, self._head, found, meta, guided)
+            delta = owner.consumer.guide(candidates, owner.context.at(frame.step))
+            if delta is not None:
+                candidates.apply(delta)
+        except BaseException as error:
+            if ends_process(error):
+                raise
+            self._dispatcher.fail(owner, error)

@@ -68,17 +68,18 @@ class ScoreRelay:
         """Nothing travels with the next forward pass."""
         self._leaving = None
 
-    def begin(self, slots: IntArray, tokens: int, arrived: torch.Tensor | None) -> None:
+    def begin(self, slots: IntArray, counts: IntArray, arrived: torch.Tensor | None) -> None:
         """Before a forward pass, behind its row plan.
 
         Args:
             slots: of the sequences of the step.
-            tokens: how many it has.
+            counts: how many tokens of each.
             arrived: float32 `[tokens, 2, MAX_GATES]` of the stage before; None for nothing.
         """
         self._leaving = None
         if not self._users and arrived is None:
             return
+        tokens = int(counts.sum())
         self._make_room(int(slots.max(initial=0)))
         gates = self._steering.gates
         if arrived is not None:

@@ -1,32 +1,39 @@
-"""The flows that a step has rows for, and what they want of it."""
+"""The flows that a step has rows for, what they want of it, and what they are handed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tllm.runtime.batch import Frame, ProgramSegments
+from tllm.runtime.batch import Frame, ProgramRows
 from tllm.runtime.flows import BoundFlow
+from tllm.runtime.handover import Handover
+from tllm.runtime.slots import Slots
+
+NO_HANDOVERS: Mapping[BoundFlow, Handover] = {}
 
 
 class StepFlows:
     """Found out once for all steps of a batch that only goes on.
 
     Args:
-        groups: the captured segments of the step.
+        frame: the first of them; None for a step without any.
         registered: the flows that every sequence has.
 
     Attributes:
         before: those that are called before the step's tokens are sampled.
         after: those that are called afterwards.
+        layout, registered: what must be the same of a later step, as in its frame.
         keep_logits: whether logits are read after the sampler has worked on them in place.
         read_logits, read_signals: whether logits are, or what conditions give.
         want_targets: whether the token after each row is.
     """
 
-    def __init__(
-        self, groups: tuple[ProgramSegments, ...] = (), registered: Sequence[BoundFlow] = ()
-    ) -> None:
-        self._groups, self._registered = groups, registered
+    def __init__(self, frame: Frame | None = None, registered: Sequence[BoundFlow] = ()) -> None:
+        groups = () if frame is None else frame.groups
+        self.layout = None if frame is None else frame.layout
+        self.registered = registered
+        self._handovers: dict[tuple[ProgramRows, ...], Mapping[BoundFlow, Handover]] = {}
+        self._ring: int | None = None
         captured = dict.fromkeys(flow for group in groups for flow in group.program.flows)
         # One that waits for an n-th step counts the others, too.
         found = [
@@ -41,12 +48,30 @@ class StepFlows:
         self.read_signals = any(flow.flow.reads_port("signals") for flow in found)
         self.want_targets = any(flow.after_sampling for flow in found)
 
-    def are_of(self, frame: Frame, registered: Sequence[BoundFlow]) -> bool:
-        """Whether a step has the same."""
-        return frame.groups is self._groups and registered is self._registered
+    def handovers(self, frame: Frame, slots: Slots) -> Mapping[BoundFlow, Handover]:
+        """Of a step that goes on: what is handed to those flows that have the same in each."""
+        found = self._handovers.get(frame.rows)
+        if found is None:
+            if (ring := _memory(frame.rows)) != self._ring:
+                self._ring = ring
+                self._handovers.clear()  # they would hold the ring that it outgrew
+            each = [(flow, Handover.of(flow, frame.rows, slots)) for flow in self.before]
+            each += [(flow, Handover.of(flow, frame.rows, slots)) for flow in self.after]
+            found = {flow: handover for flow, handover in each if handover is not None}
+            if len(self._handovers) < 16:
+                self._handovers[frame.rows] = found
+        return found
 
     def ready(self, frame: Frame) -> Sequence[BoundFlow]:
         """Those of `after` that have all that they read, in a step that is over."""
         if not self.want_targets or frame.targets is not None:
             return self.after
         return [flow for flow in self.after if not flow.after_sampling]
+
+
+def _memory(rows: Sequence[ProgramRows]) -> int | None:
+    """Where the tensor begins that rows are views of."""
+    for each in rows:
+        if each.tensor is not None:
+            return each.tensor.untyped_storage().data_ptr()
+    return None

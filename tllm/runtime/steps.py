@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ from tllm.runtime.columns import Column
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.drafted_latches import DraftedLatches
+from tllm.runtime.flows import BoundFlow
+from tllm.runtime.handover import Handover
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
@@ -24,7 +26,7 @@ from tllm.runtime.sampling import Guidance, SamplerStep
 from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
-from tllm.runtime.step_flows import StepFlows
+from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.runtime.verdicts import StepVerdicts, StoppedSequences, Verdicts
@@ -72,6 +74,7 @@ class Steps:
     _frame: Frame | None = None
     _drafting: Frame | None = None
     _flows: StepFlows = field(default_factory=StepFlows)
+    _handovers: Mapping[BoundFlow, Handover] = field(default_factory=dict)
     _bundled: bool = False
 
     @property
@@ -129,8 +132,9 @@ class Steps:
         self.consumers.step += 1
         observed = self.consumers.observe
         if observed:
-            self.dispatcher.before_forward()
-            self.consumers.detach_failed()
+            if self.dispatcher.waiting:
+                self.dispatcher.before_forward()
+                self.consumers.detach_failed()
             self.additions.commit()
         if self.controllers.acting:
             self.consumers.let_act(engine_ids, starts)
@@ -153,22 +157,32 @@ class Steps:
             self.controllers.begin(engine_ids, starts + counts, self.consumers.step)
         self.taps.commit()
         if frame is not None and observed:
-            self._frame = frame
-            self._bundled = False
-            same = frame.goes_on and self._flows.are_of(frame, self.assignments.flows)
-            if not same:
-                self._flows = StepFlows(frame.groups, self.assignments.flows)
-            # Steps before, whose signals nobody reads, leave their scores where they are. Of a
-            # batch that goes on the same is judged as in its last step, unless tokens decide.
-            if self._flows.read_signals and (frame.chooses or not same):
-                self.steering.gates.forget_scores(int(counts.sum()))
-        self.relay.begin(slots, int(counts.sum()), arrived)
+            self._observe(frame)
+        self.relay.begin(slots, counts, arrived)
         self.taps.separate()
         self._drafting = frame if drafts is not None else None
         if self._drafting is None:
-            self.rows_steered += self.planner.steered
-            self.rows_patched += self.planner.patched
+            layout = self.planner.layout
+            if layout is not None:
+                self.rows_steered += layout.steered
+                self.rows_patched += layout.patched
             self._count(self._frame)
+
+    def _observe(self, frame: Frame) -> None:
+        """Consumers take part in the step."""
+        self._frame = frame
+        self._bundled = False
+        flows, registered = self._flows, self.assignments.flows
+        same = frame.goes_on and frame.layout is flows.layout and registered is flows.registered
+        if same:
+            self._handovers = flows.handovers(frame, self.slots)
+        else:
+            flows = self._flows = StepFlows(frame, registered)
+            self._handovers = NO_HANDOVERS
+        # Steps before, whose signals nobody reads, leave their scores where they are. Of a batch
+        # that goes on the same is judged as in its last step, unless tokens decide.
+        if flows.read_signals and (frame.chooses or not same):
+            self.steering.gates.forget_scores(int(frame.batch.counts.sum()))
 
     def _count(self, frame: Frame | None) -> None:
         """Count the rows of a step that is observed, of which it is known whose they are."""
@@ -250,8 +264,10 @@ class Steps:
         if frame.undecided:  # handed out in `end`
             return
         self._bundled = True
-        frame.signals = self.steering.gates.state
-        self.dispatcher.before_sampling(flows.before, frame)
+        if flows.read_signals:
+            frame.signals = self.steering.gates.state
+        if flows.before:
+            self.dispatcher.before_sampling(flows.before, frame, self._handovers)
         if flows.read_signals:
             self.verdicts.copy()
 
@@ -359,8 +375,11 @@ class Steps:
         if not self._bundled:
             self.before_sampling(None)
         self._frame = None
-        self.dispatcher.after_sampling(self._flows.ready(frame), frame)
-        for owner in self.consumers:
+        flows = self._flows
+        ready = flows.ready(frame) if flows.want_targets else flows.after
+        if ready:
+            self.dispatcher.after_sampling(ready, frame, self._handovers)
+        for owner in self.consumers.by_id.values():
             if owner.hears_step_end:
                 context = owner.context.at(frame.step)
                 self.dispatcher.call(owner, owner.consumer.on_step_end, context)

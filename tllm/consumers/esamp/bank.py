@@ -12,6 +12,7 @@ from torch import Tensor
 from tllm.consumers.esamp import reference
 from tllm.consumers.esamp.distiller import AdamW, Layout
 from tllm.consumers.esamp.graphs import Recorder, Replays
+from tllm.consumers.esamp.launches import Launches
 from tllm.consumers.esamp.norm import CallableNorm, Norm
 from tllm.consumers.esamp.passes import (
     DeviceBlocks,
@@ -114,10 +115,7 @@ class DistillerBank:
     ) -> None:
         self.layout = layout
         self.device = device
-        self.adamw = adamw
-        self.predicted_norm = predicted_norm
-        self.trained_norm = trained_norm
-        self._ops = ops
+        self._launches = Launches(ops, adamw, predicted_norm, trained_norm)
         self._initial = layout.initial(seed).to(device)
         master = self._initial.repeat(slots, 1)
         self._weights = Weights(
@@ -197,7 +195,7 @@ class DistillerBank:
         passes = self._predicting.of(blocks, self._weights)
         self._predicting.replays.run(
             (passes, rows.data_ptr(), rows.stride(0), rows.dtype, out.data_ptr()),
-            lambda: self._predict(rows, passes, out),
+            lambda: self._launches.predict(rows, passes, out),
         )
 
     def train(self, source: Tensor, target: Tensor, blocks: DeviceBlocks) -> None:
@@ -212,61 +210,10 @@ class DistillerBank:
         if not blocks.shapes:
             return
         passes = self._training.of(blocks, self._weights)
-        at = source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0), source.dtype
-        self._training.replays.run((passes, *at), lambda: self._train(source, target, passes))
-
-    def _predict(self, rows: Tensor, passes: Sequence[ForwardPass], out: Tensor) -> None:
-        norm = self.predicted_norm
-        for step in passes:
-            self._ops.gather_rows(rows, step.index, step.x)
-            self._forward(step)
-            self._ops_for(norm).scatter_predictions(step.x, step.branch, norm, step.index, out)
-
-    def _forward(self, step: ForwardPass) -> None:
-        torch.bmm(step.x, step.weights.project_in, out=step.projected)
-        self._ops.gate(step.projected, step.weights.gate_bias, step.gated)
-        torch.bmm(step.gated, step.weights.project_out, out=step.branch)
-
-    def _train(self, source: Tensor, target: Tensor, passes: Sequence[TrainPass]) -> None:
-        for step in passes:
-            self._ops.gather_rows(source, step.index, step.x)
-            self._ops.gather_rows(target, step.index, step.target)
-            self._train_pass(step)
-
-    def _train_pass(self, step: TrainPass) -> None:
-        ops = self._ops
-        self._forward(step)
-        # The branch is not needed after its gradient: one buffer holds both.
-        grad = step.branch
-        self._ops_for(self.trained_norm).loss_backward(
-            step.x, step.branch, step.target, step.counts, self.trained_norm, step.row_loss, grad
+        at = source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0)
+        self._training.replays.run(
+            (passes, *at, source.dtype), lambda: self._launches.train(source, target, passes)
         )
-        torch.bmm(grad, step.weights.project_out.mT, out=step.grad_gated)
-        ops.gate_backward(
-            step.grad_gated,
-            step.projected,
-            step.weights.gate_bias,
-            step.grad_projected,
-            step.grads.gate_bias,
-        )
-        torch.bmm(step.x.mT, step.grad_projected, out=step.grads.project_in)
-        torch.bmm(step.gated.mT, grad, out=step.grads.project_out)
-        ops.open_update(
-            step.row_loss, step.counts, self.adamw, step.corrections, step.ledger, step.active
-        )
-        ops.update(
-            step.master,
-            step.flat_grads,
-            step.mean,
-            step.square,
-            step.flat_shadow,
-            step.active,
-            step.corrections,
-            self.adamw,
-        )
-
-    def _ops_for(self, norm: Norm) -> ModuleType:
-        return reference if isinstance(norm, CallableNorm) else self._ops
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -25,57 +25,58 @@ from tllm.consumers.esamp.stats import Statistics
 from tllm.ports import Candidates, ConsumerContext, ModelView, PortBundle, RequestInfo, RowMeta
 
 
-@dataclass(frozen=True, eq=False)
-class RowPlan:
+@dataclass(eq=False)
+class _Planned:
+    """What was planned for rows of certain sequences."""
+
+    requests: tuple[RequestInfo, ...]
+    request_index: IntArray
+
+    def is_of(self, meta: RowMeta) -> bool:
+        """Whether rows belong to the same sequences; those of a batch that goes on have the same
+        objects in each step."""
+        requests, index = meta.requests, meta.request_index
+        if requests is self.requests and index is self.request_index:
+            return True
+        if requests != self.requests or not np.array_equal(index, self.request_index):
+            return False
+        self.requests, self.request_index = requests, index
+        return True
+
+
+@dataclass(eq=False)
+class RowPlan(_Planned):
     """Where the rows of a bundle go. Decoding steps are alike, so it serves many of them.
 
     Attributes:
+        version: of the distillers.
         blocks: the rows grouped by distiller.
         rows: rows with a distiller.
         distillers: `[bundle rows]`, the distiller of each, -1 for none.
         skipped: distillers whose rows do not train, by reason.
     """
 
-    requests: tuple[RequestInfo, ...]
-    request_index: IntArray
     version: int
     blocks: DeviceBlocks
     rows: int
     distillers: IntArray
     skipped: dict[str, int]
 
-    def fits(self, meta: RowMeta, version: int) -> bool:
-        """Whether these rows belong to the same sequences, with the same distillers."""
-        return (
-            version == self.version
-            and meta.requests == self.requests
-            and meta.request_index.tobytes() == self.request_index.tobytes()
-        )
 
-
-@dataclass(frozen=True, eq=False)
-class GuidePlan:
+@dataclass(eq=False)
+class GuidePlan(_Planned):
     """Which prediction belongs to each candidate row, and how much it counts.
 
     Attributes:
+        predicted: the plan of the predictions.
         rows: `[candidate rows]` int32 on the device, or None when row i belongs to row i.
         beta: `[candidate rows]` float32 on the device, 0 where there is no prediction; None
             when no row is guided.
     """
 
-    requests: tuple[RequestInfo, ...]
-    request_index: IntArray
     predicted: RowPlan
     rows: Tensor | None
     beta: Tensor | None
-
-    def fits(self, meta: RowMeta, predicted: RowPlan) -> bool:
-        """Whether the candidates belong to the same sequences."""
-        return (
-            predicted is self.predicted
-            and meta.requests == self.requests
-            and meta.request_index.tobytes() == self.request_index.tobytes()
-        )
 
 
 class ESampWorker:
@@ -144,9 +145,11 @@ class ESampWorker:
     def predict(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Predict the deep row of every row of the bundle."""
         self._fence.wait_for_training()
-        plan = self._predict_plan = self._plan(self._predict_plan, bundle.meta, training=False)
+        plan, meta = self._predict_plan, bundle.meta
+        if plan is None or plan.version != self._table.version or not plan.is_of(meta):
+            plan = self._predict_plan = self._plan(meta, training=False)
         source = bundle.entries["source"]
-        if len(source) >= len(self._predictions):
+        if len(meta) >= len(self._predictions):
             self._predictions = source.new_empty(
                 2 * len(source), source.shape[1], dtype=self._dtype
             )
@@ -160,18 +163,21 @@ class ESampWorker:
         if predicted is None or self._predicted_step != ctx.step:
             return
         plan = self._guide_plan
-        if plan is None or not plan.fits(candidates.meta, predicted):
+        if plan is None or plan.predicted is not predicted or not plan.is_of(candidates.meta):
             plan = self._guide_plan = self._plan_guidance(candidates.meta, predicted)
         if plan.beta is not None:
             candidates.contrast(self._predictions, plan.beta, self._stats.candidates, plan.rows)
 
     def train(self, bundle: PortBundle) -> None:
         """One optimiser step of every distiller that has rows in the bundle."""
-        plan = self._train_plan = self._plan(self._train_plan, bundle.meta, training=True)
+        plan, meta = self._train_plan, bundle.meta
+        if plan is None or plan.version != self._table.version or not plan.is_of(meta):
+            plan = self._train_plan = self._plan(meta, training=True)
         self._bank.train(bundle.entries["source"], bundle.entries["target"], plan.blocks)
         self._fence.trained()
-        for reason, steps in plan.skipped.items():
-            self._stats.steps_skipped[reason] += steps
+        if plan.skipped:
+            for reason, steps in plan.skipped.items():
+                self._stats.steps_skipped[reason] += steps
 
     def synchronize(self) -> None:
         """Wait for everything enqueued so far."""
@@ -186,9 +192,7 @@ class ESampWorker:
             "distillers_refused": self._table.refused,
         }
 
-    def _plan(self, plan: RowPlan | None, meta: RowMeta, training: bool) -> RowPlan:
-        if plan is not None and plan.fits(meta, self._table.version):
-            return plan
+    def _plan(self, meta: RowMeta, training: bool) -> RowPlan:
         leases = [self._table.join(request) for request in meta.requests]
         self._settle()
         allowed = [
@@ -201,7 +205,7 @@ class ESampWorker:
         blocks = plan_blocks(distillers, self._bank.slots)
         return RowPlan(
             meta.requests,
-            meta.request_index.copy(),
+            meta.request_index,
             self._table.version,
             upload(blocks, self._device),
             int(np.count_nonzero(distillers != UNGUIDED)),
@@ -222,7 +226,7 @@ class ESampWorker:
         aligned = np.array_equal(rows, np.arange(len(predicted.distillers)))
         return GuidePlan(
             meta.requests,
-            meta.request_index.copy(),
+            meta.request_index,
             predicted,
             None if aligned else to_device(rows, self._device),
             to_device(beta.astype(np.float32), self._device) if beta.any() else None,

@@ -1,0 +1,102 @@
+"""What a flow is handed in each step of a batch that only goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from tllm.ports import PortBundle, RowMeta
+from tllm.runtime.batch import Frame, ProgramRows
+from tllm.runtime.columns import DECODE
+from tllm.runtime.flows import BoundFlow, Roles
+from tllm.runtime.lent_rows import LentRows, apart
+from tllm.runtime.slots import Slots
+
+_PLAIN_PORTS = {"residual_stream", "request_meta"}
+
+
+class Handover:
+    """The bundles of one flow whose rows are one decode token of each sequence, and lie in the same
+    place of the ring. Which sequences and which tensors they are is found out once.
+
+    Bundles share what does not change, and of that nothing can be changed by whom they are given
+    to, but the rows that are lent.
+
+    Attributes:
+        owner: the flow's.
+        rows: how many there are.
+    """
+
+    def __init__(self, flow: BoundFlow, own: ProgramRows, slots: Slots) -> None:
+        spec, group = flow.flow, own.group
+        self.owner = flow.owner
+        self.rows = group.total
+        self._flow = flow
+        self._sequences = group.sequences
+        self._requests, self._index = group.owners(flow.owner, slots)
+        self._parts: dict[Roles, torch.Tensor] = {}
+        self._described = [r for r, (port, _) in flow.gathered.items() if port == "request_meta"]
+        for roles, (port, taps) in flow.gathered.items():
+            if port == "residual_stream":
+                assert own.tensor is not None
+                part = group.program.block(own.tensor, taps)
+                self._parts[roles] = part[:, 0] if roles == flow.single else part
+        self._lends = spec.delivery == "device_lease"
+        self._views: dict[str, torch.Tensor] = {}
+        self._entries: Mapping[str, Any] | None = None
+        if self._lends and not self._described:
+            self._entries = self._lent({})
+        self._key: Mapping[str, Any] = MappingProxyType(
+            {"phase": "decode"} if "phase" in spec.bundle_key else {}
+        )
+        self._numbered = "engine_step_id" in spec.bundle_key
+
+    @staticmethod
+    def of(flow: BoundFlow, rows: Sequence[ProgramRows], slots: Slots) -> Handover | None:
+        """None for a flow whose bundles have to be made anew in each step."""
+        spec = flow.flow
+        own = [each for each in rows if flow in each.group.program.flows]
+        if len(own) != 1 or own[0].group.program.phase != DECODE:
+            return None
+        if spec.dispatch_every_n_steps > 1 or flow.divides or spec.actions:
+            return None
+        program = own[0].group.program
+        for port, taps in flow.gathered.values():
+            if port not in _PLAIN_PORTS or not program.has_together(taps):
+                return None
+        return Handover(flow, own[0], slots)
+
+    def bundle(self, frame: Frame) -> PortBundle:
+        """The bundle of a step."""
+        meta = RowMeta.of_tokens(
+            self._requests, self._index, frame.batch.starts, self._sequences, frame.step
+        )
+        entries, key, flow = self._entries, self._key, self._flow
+        if entries is None:
+            said = dict.fromkeys(self._described, meta)
+            entries = self._lent(said) if self._lends else self._own(said)
+        if self._numbered:
+            values = {"engine_step_id": frame.step, "phase": "decode"}
+            key = {name: values[name] for name in flow.flow.bundle_key}
+        return PortBundle(entries, meta, key, flow.number, flow.flow.label, flow.reads)
+
+    def _lent(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
+        """Entries that are rows of the ring; each is made a view once."""
+        others = {str(roles): part for roles, part in (*self._parts.items(), *said.items())}
+        for roles, part in self._parts.items():
+            if isinstance(roles, tuple):
+                del others[str(roles)]
+                return LentRows(part, self._flow.columns, others, self._views)
+        return MappingProxyType(others)
+
+    def _own(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
+        """Entries that the consumer may keep."""
+        copies: dict[Roles, Any] = {
+            # Those of several roles are copied when they are taken apart.
+            roles: part if isinstance(roles, tuple) else part.clone()
+            for roles, part in self._parts.items()
+        }
+        return apart({**copies, **said}, self._flow)
