@@ -34,8 +34,6 @@ WAYS = {
     "lane": "tllm",
     "lane-top20": "tllm",
 }
-WARM_UP = 4
-"""Steps of each way before the first round."""
 
 
 class Engine:
@@ -158,9 +156,7 @@ def main(
                     return
                 for way, found in one_round(engines, chosen, count, steps, number):
                     taken.setdefault((count, way), []).append(found)
-                    progress(
-                        f"{count} particles, round {number + 1}, {way}: {found['seconds']:.3f} s"
-                    )
+                    progress(f"{count} particles, round {number + 1}, {way}: {told(found, steps)}")
                 figures = [
                     figure(taken, count, way, steps)
                     for count in counts
@@ -180,10 +176,11 @@ def main(
 def one_round(
     engines: dict[str, Engine], ways: list[str], count: int, steps: int, number: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each way once; before the first round, a few steps to warm up."""
+    """Each way once; before the first round, a whole one to warm up, so that memory is as it is in
+    use."""
     if number == 0:
-        for way in ways:
-            engines[WAYS[way]].round(way, count, 10_000 * count, min(steps, WARM_UP))
+        for place, way in enumerate(ways):
+            engines[WAYS[way]].round(way, count, 10_000 * count + place, steps)
     for way in ways if number % 2 else ways[::-1]:
         # No tokens are fed twice, so no way profits from another's prefix cache.
         serial = 10_000 * count + 100 * (number + 1) + ways.index(way)
@@ -192,12 +189,21 @@ def one_round(
         yield way, found
 
 
+def told(found: dict[str, Any], steps: int) -> str:
+    """One round, to be read."""
+    wall, cpu = 1e3 * found["seconds"] / steps, 1e3 * found["cpu_seconds"] / steps
+    line = f"{wall:.2f} ms a step, {cpu:.2f} ms of them the client's CPU"
+    sent = found["counters"].get("bytes_out")
+    return line if sent is None else f"{line}, {sent / steps / 2**20:.1f} MiB a step"
+
+
 def figure(
     taken: dict[tuple[int, str], list[dict[str, Any]]], count: int, way: str, steps: int
 ) -> dict[str, Any]:
     """Medians over the rounds so far; ratios are within a round."""
     seconds = [found["seconds"] for found in taken[count, way]]
     base = [found["seconds"] for found in taken[count, "resubmit"]]
+    cpu = [found["cpu_seconds"] for found in taken[count, way]]
     ratios = [b / s for b, s in zip(base, seconds, strict=True)]
     middle = statistics.median(seconds)
     return {
@@ -205,6 +211,9 @@ def figure(
         "way": way,
         "rounds": len(seconds),
         "ms_per_step": round(1e3 * middle / steps, 3),
+        "ms_per_step_of_rounds": [round(1e3 * each / steps, 3) for each in seconds],
+        "client_cpu_ms_per_step": round(1e3 * statistics.median(cpu) / steps, 3),
+        "bytes_of_rounds": [found["counters"].get("bytes_out") for found in taken[count, way]],
         "answers_per_second": round(count * steps / middle, 1),
         "ratio": round(statistics.median(ratios), 4),
         "ratios": [round(ratio, 4) for ratio in ratios],
@@ -215,7 +224,14 @@ def figure(
 def table(figures: list[dict[str, Any]]) -> Table:
     """To be read."""
     rows = Table(
-        "particles", "way", "rounds", "ms a step", "answers/s", "resubmission / this", "range"
+        "particles",
+        "way",
+        "rounds",
+        "ms a step",
+        "client's CPU",
+        "answers/s",
+        "resubmission / this",
+        "range",
     )
     for each in figures:
         rows.add_row(
@@ -223,6 +239,7 @@ def table(figures: list[dict[str, Any]]) -> Table:
             each["way"],
             str(each["rounds"]),
             f"{each['ms_per_step']:.2f}",
+            f"{each['client_cpu_ms_per_step']:.2f}",
             f"{each['answers_per_second']:,.0f}",
             f"{each['ratio']:.3f}",
             f"{min(each['ratios']):.3f} to {max(each['ratios']):.3f}",

@@ -6,6 +6,7 @@ python -m benchmarks.logprobs_process {"engine": "vllm" | "tllm", "shape": ..., 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -75,6 +76,27 @@ def arguments(command: dict[str, Any], folder: str) -> tuple[str, dict[str, Any]
     return folder, own | shared, shape.vocab
 
 
+class Clock:
+    """What is timed of a round: all that is asked, without looking at answers.
+
+    Attributes:
+        seconds: of wall time.
+        cpu: seconds of this process on all threads, which is the client's half: the engine has a
+            process of its own.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = self.cpu = 0.0
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *raised: object) -> None:
+        wall, cpu = self._began
+        self.seconds += time.perf_counter() - wall
+        self.cpu += time.process_time() - cpu
+
+
 class Vllm:
     """Untouched vLLM: every step resubmits every particle's tokens, with max_tokens=1."""
 
@@ -87,7 +109,7 @@ class Vllm:
         """End the engine's process."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def step(self, work: Round, way: str) -> dict[str, Any]:
+    def step(self, work: Round, way: str, clock: Clock) -> dict[str, Any]:
         """All steps of a round."""
         from vllm import SamplingParams
 
@@ -100,7 +122,8 @@ class Vllm:
         answers = 0
         for step in range(work.steps):
             prompts = [{"prompt_token_ids": tokens} for tokens in work.prompts(step + 1)]
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            with clock:
+                outputs = self._llm.generate(prompts, params, use_tqdm=False)
             answers += sum(len(output.outputs[0].token_ids) for output in outputs)
         return {"answers": answers}
 
@@ -117,14 +140,14 @@ class Tllm:
         """End the engine's process."""
         self._lm.cleanup()
 
-    def step(self, work: Round, way: str) -> dict[str, Any]:
-        """All steps of a round, and what shows that they were computed."""
+    def step(self, work: Round, way: str, clock: Clock) -> dict[str, Any]:
+        """All steps of a round, and what shows that they were computed; that is not timed."""
         before = self._counters()
         kind, _, top = way.partition("-")
         form: dict[str, Any] = {"top_k": TOP} if top else {}
-        walk: Callable[[Round, dict[str, Any]], Awaitable[dict[str, Any]]]
+        walk: Callable[[Round, dict[str, Any], Clock], Awaitable[dict[str, Any]]]
         walk = self._lanes if kind == "lane" else self._queries
-        found = asyncio.run(walk(work, form))  # type: ignore[arg-type]
+        found = asyncio.run(walk(work, form, clock))  # type: ignore[arg-type]
         after = self._counters()
         return {**found, **{name: after[name] - before[name] for name in after}}
 
@@ -134,26 +157,31 @@ class Tllm:
         names = ("rows", "bundles", "bytes_out")
         return {"parked": lm.stats()["parked"], **{name: consumer[name] for name in names}}
 
-    async def _lanes(self, work: Round, form: dict[str, Any]) -> dict[str, Any]:
-        root = self._lm.open(work.prompt)
-        await root.next(**form)  # type: ignore[arg-type]
-        lanes = [root.fork() for _ in work.fed]
-        await root.close()
+    async def _lanes(self, work: Round, form: dict[str, Any], clock: Clock) -> dict[str, Any]:
+        with clock:
+            root = self._lm.open(work.prompt)
+            await root.next(**form)  # type: ignore[arg-type]
+            lanes = [root.fork() for _ in work.fed]
+            await root.close()
         answers, total = 0, 0.0
         for step in range(work.steps):
-            for lane, fed in zip(lanes, work.fed, strict=True):
-                lane.feed(fed[step])
-            rows = await asyncio.gather(*(lane.next(**form) for lane in lanes))  # type: ignore
+            with clock:
+                for lane, fed in zip(lanes, work.fed, strict=True):
+                    lane.feed(fed[step])
+                rows = await asyncio.gather(*(lane.next(**form) for lane in lanes))  # type: ignore
             answers += len(rows)
             total += _mass(rows[-1])
-        await asyncio.gather(*(lane.close() for lane in lanes))
+        with clock:
+            await asyncio.gather(*(lane.close() for lane in lanes))
         return {"answers": answers, "mean_probability_mass": total / work.steps}
 
-    async def _queries(self, work: Round, form: dict[str, Any]) -> dict[str, Any]:
+    async def _queries(self, work: Round, form: dict[str, Any], clock: Clock) -> dict[str, Any]:
         answers, total = 0, 0.0
         for step in range(work.steps):
-            waiting = (self._lm.next_token_logprobs(p, **form) for p in work.prompts(step + 1))
-            rows = await asyncio.gather(*waiting)
+            prompts = work.prompts(step + 1)
+            with clock:
+                waiting = (self._lm.next_token_logprobs(p, **form) for p in prompts)
+                rows = await asyncio.gather(*waiting)
             answers += len(rows)
             total += _mass(rows[-1])
         return {"answers": answers, "mean_probability_mass": total / work.steps}
@@ -182,14 +210,13 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         work = Round(asked["round"], command, asked["particles"], asked["steps"], vocab)
-        begin = time.perf_counter()
-        counters = engine.step(work, asked["way"])
-        seconds = time.perf_counter() - begin
-        print(
-            json.dumps({"seconds": seconds, "counters": counters}),
-            file=answers,
-            flush=True,
-        )
+        # With all that vLLM imports, a full collection takes as long as many steps, and comes when
+        # it comes: each round begins after one.
+        gc.collect()
+        clock = Clock()
+        counters = engine.step(work, asked["way"], clock)
+        found = {"seconds": clock.seconds, "cpu_seconds": clock.cpu, "counters": counters}
+        print(json.dumps(found), file=answers, flush=True)
     engine.close()
 
 
