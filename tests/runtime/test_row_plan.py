@@ -168,6 +168,39 @@ def test_positions_of_a_batch_that_goes_on_count_up_where_they_are(monkeypatch, 
     assert len(sent) == 2
 
 
+def test_lanes_keep_their_plan_as_long_as_their_tokens_are_the_prompts(monkeypatch):
+    """A turn's token is the last of a prompt that has grown; one that is drawn after it is not."""
+    sent, upload = [], planner_module.upload
+    monkeypatch.setattr(
+        planner_module, "upload", lambda *given: (sent.append(1), upload(*given))[1]
+    )
+    table = Slots(3)
+    table.prompt_len[:] = 8
+    table.values[Column.PROGRAM, 0], table.values[Column.PROGRAM, 1] = 3, 2
+    table.values[Column.STEER, 0], table.values[Column.STEER, 1] = 4, 5
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, note_write=lambda: None)
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing())
+    slots, ones = np.array([2, 0, 1], np.int32), np.ones(3, np.int32)
+    starts, frames = np.full(3, 7, np.int32), []
+    for number in range(4):
+        if number:
+            table.grow([2, 0, 1], [8 + number] * 3, [7 + number] * 3)
+        begin = starts + number
+        frames.append(planner.plan(number, StepBatch(slots, begin, ones, 0 * ones)))
+        assert plan[Column.STEER.plan_row, :3].tolist() == [4, 4, 4]
+        (rows,) = frames[-1].rows
+        assert (rows.group.program.number, rows.positions.tolist()) == (3, begin.tolist())
+    assert [frame.goes_on for frame in frames] == [False, True, True, True]
+    assert len(sent) == 1
+    planner.plan(4, StepBatch(slots, starts + 4, ones, 0 * ones))
+    assert plan[Column.STEER.plan_row, :3].tolist() == [5, 5, 5]
+    table.grow([1], [13], [12])
+    planner.plan(5, StepBatch(slots, starts + 5, ones, 0 * ones))
+    assert plan[Column.STEER.plan_row, :3].tolist() == [5, 5, 4]
+    assert len(sent) == 3
+
+
 def test_the_next_sequence_in_a_slot_has_nothing_delivered():
     table = Slots(2)
     table.deliver(np.array([0, 1]), np.array([9, 7]))

@@ -111,7 +111,7 @@ class ProgramSegments:
     batch_rows: IntArray
     total: int
     firsts: IntArray | None
-    _owners: dict[BoundConsumer, tuple[tuple[RequestInfo, ...], IntArray]] = field(
+    _owners: dict[BoundConsumer, tuple[int, tuple[RequestInfo, ...], IntArray]] = field(
         default_factory=dict, init=False
     )
 
@@ -137,12 +137,15 @@ class ProgramSegments:
     ) -> tuple[tuple[RequestInfo, ...], IntArray]:
         """The distinct sequences as a consumer sees them, and which of them each row is of."""
         found = self._owners.get(consumer)
-        if found is None:
+        if found is None or found[0] != consumer.forgotten:
             requests, index = consumer.requests(self.slots, slots)
-            index = index.repeat(self.counts)
-            index.setflags(write=False)  # consumers keep it, and steps share it
-            found = self._owners[consumer] = requests, index
-        return found
+            if found is None:
+                index = index.repeat(self.counts)
+                index.setflags(write=False)  # consumers keep it, and steps share it
+            else:  # sequences may have grown; which of them each row is of stays
+                index = found[2]
+            found = self._owners[consumer] = consumer.forgotten, requests, index
+        return found[1:]
 
 
 @dataclass(eq=False)

@@ -40,6 +40,8 @@ PHASES: Mapping[str, tuple[int, ...]] = {
 }
 #: Flows of requests that are remembered, to be shared by later ones that ask the same.
 _MAX_REQUEST_FLOWS = 4096
+#: Batches whose sequences are remembered.
+_MAX_BATCHES = 64
 
 
 class ConsumerProtocol(Protocol):
@@ -167,6 +169,9 @@ class BoundConsumer:
     Args:
         writers: by role.
         call: calls into a consumer, and keeps what it raises to it.
+
+    Attributes:
+        forgotten: how often sequences have changed, so that what was said of them is asked anew.
     """
 
     def __init__(
@@ -203,6 +208,8 @@ class BoundConsumer:
         self._request_flows: OrderedDict[ConsumerFlow, BoundFlow | None] = OrderedDict()
         self._infos: dict[int, RequestInfo] = {}
         self._requests: dict[bytes, tuple[tuple[RequestInfo, ...], np.ndarray]] = {}
+        self._places: dict[bytes, tuple[list[int], np.ndarray]] = {}
+        self.forgotten = 0
 
     @property
     def alive(self) -> bool:
@@ -256,27 +263,34 @@ class BoundConsumer:
         key = at.tobytes()
         found = self._requests.get(key)
         if found is None:
-            if len(self._requests) >= 64:
-                self._requests.clear()
-            distinct = dict.fromkeys(at.tolist())
+            distinct, index = self._distinct(key, at)
             owners = (slots.by_slot[slot] for slot in distinct)
-            requests = tuple(self.info(owner) for owner in owners if owner is not None)
-            for number, slot in enumerate(distinct):
-                distinct[slot] = number
-            index = np.fromiter((distinct[slot] for slot in at.tolist()), np.int32, len(at))
+            requests = tuple([self.info(owner) for owner in owners if owner is not None])
             found = self._requests[key] = requests, index
+        return found
+
+    def _distinct(self, key: bytes, at: np.ndarray) -> tuple[list[int], np.ndarray]:
+        """The distinct slots, and which of them each is: the same, whoever has them."""
+        found = self._places.get(key)
+        if found is None:
+            if len(self._places) >= _MAX_BATCHES:
+                self._places.clear()
+                self._requests.clear()
+            numbers = {slot: number for number, slot in enumerate(dict.fromkeys(at.tolist()))}
+            index = np.fromiter((numbers[slot] for slot in at.tolist()), np.int32, len(at))
+            found = self._places[key] = list(numbers), index
         return found
 
     def forget(self, slot: int) -> None:
         """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
-        self._infos.pop(slot, None)
-        self._requests.clear()
+        self.forget_all((slot,))
 
     def forget_all(self, slots: Iterable[int]) -> None:
         """The same of several slots."""
         for slot in slots:
             self._infos.pop(slot, None)
         self._requests.clear()
+        self.forgotten += 1
 
     @cached_property
     def takes_attached(self) -> bool:

@@ -41,11 +41,14 @@ class BatchLayout:
     """What the segments of a batch are, apart from where in the ring their rows go.
 
     A decode batch keeps its layout from step to step while nothing about its sequences changes,
-    so it is made, and brought to the device, once.
+    so it is made, and brought to the device, once. So does one of lanes, whose prompts grow by the
+    token that is computed.
 
     Attributes:
         batch: the batch it was made for, or planned for last.
         version: of the slots, when it was made.
+        growth: of the slots, when it was looked at last which rows are the prompts'.
+        of_prompts: `[sequences]`, whether the first token is the prompt's.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
         owners: `[segments]`, which sequence of the batch.
@@ -60,6 +63,8 @@ class BatchLayout:
 
     batch: StepBatch
     version: int
+    growth: int
+    of_prompts: npt.NDArray[np.bool_]
     segments: IntArray
     owners: IntArray
     positions: IntArray | None
@@ -74,6 +79,7 @@ class BatchLayout:
         # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
         self._counts = self.batch.counts.tobytes()
         self._next_starts = self.batch.ends.tobytes()
+        self._decodes = not self.of_prompts.any()
 
     @cached_property
     def used(self) -> int:
@@ -107,17 +113,23 @@ class BatchLayout:
         """Whether the plan says of any row which token it is: another one in each step."""
         return bool(self.used & Column.POSITION.flag)
 
-    def continues(self, slots: IntArray, starts: IntArray, counts: IntArray, version: int) -> bool:
-        """Whether a batch is the next step of the same decoding sequences."""
+    def continues(self, slots: IntArray, starts: IntArray, counts: IntArray, table: Slots) -> bool:
+        """Whether a batch is the next step of the same sequences, a token of each, in the same
+        phase."""
         before = self.batch.slots
-        return (
+        if not (
             self.positions is None
-            and version == self.version
+            and table.version == self.version
             and self.steps_left > 0
             and starts.tobytes() == self._next_starts
             and counts.tobytes() == self._counts
             and (slots is before or np.array_equal(slots, before))
-        )
+        ):
+            return False
+        if self._decodes and table.growth == self.growth:
+            return True
+        self.growth = table.growth
+        return np.array_equal(starts < table.prompt_len[slots], self.of_prompts)
 
     def advance(self, ends: IntArray) -> None:
         """The next step is computed, up to these positions."""
@@ -192,7 +204,7 @@ class RowPlanner:
         """Write the row plan for a batch."""
         layout = self.layout
         goes_on = layout is not None and layout.continues(
-            batch.slots, batch.starts, batch.counts, self._slots.version
+            batch.slots, batch.starts, batch.counts, self._slots
         )
         if layout is not None and goes_on:
             layout.batch = batch
@@ -239,7 +251,7 @@ class RowPlanner:
         layout = self.layout
         if layout is None or self._held is None or layout.groups:
             return False
-        if not layout.continues(slots, starts, counts, self._slots.version):
+        if not layout.continues(slots, starts, counts, self._slots):
             return False
         ends = starts + counts
         layout.advance(ends)
@@ -269,8 +281,8 @@ class RowPlanner:
         table, at = self._slots, batch.slots
         # `delivered` is read in every case: that enters what earlier steps have delivered.
         prompt_len, delivered = table.prompt_len[at], table.delivered[at]
-        decoding = bool((batch.counts == 1).all() and (batch.starts >= prompt_len).all())
         parts = self._stretches(batch, prompt_len)
+        of_one = bool((batch.counts == 1).all())
         owners, low, high = (
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("owners", "low", "high")
@@ -294,12 +306,14 @@ class RowPlanner:
             order = np.argsort(segments[:, Column.PROGRAM.word], kind="stable")
             segments, owners, low = segments[order], owners[order], low[order]
             rows = self._place(segments)
-        first = None if decoding and not skips else low + segments[:, SegmentWord.SKIP]
+        first = None if of_one and not skips else low + segments[:, SegmentWord.SKIP]
         if captures:
             groups = self._groups(batch, segments, owners.astype(np.int32), first)
         return BatchLayout(
             batch=batch,
             version=table.version,
+            growth=table.growth,
+            of_prompts=batch.starts < prompt_len,
             segments=segments,
             owners=owners.astype(np.int32),
             positions=first,
@@ -320,7 +334,8 @@ class RowPlanner:
                 start, end = int(batch.starts[i]), int(batch.ends[i])
                 outside[i] = not table.move_window(int(at[i]), start, end)
             lasting = (table.windows[1, at] - batch.ends)[~outside]
-            steps_left = int(lasting.min(initial=END))
+            # What is looked up by position may be another at the next one.
+            steps_left = 0 if outside.any() else int(lasting.min(initial=END))
         values = table.values[:, :, at]
         everyone = np.arange(len(at))
         if not outside.any() and (values[:, PREFILL] == values[:, DECODE]).all():

@@ -132,7 +132,8 @@ class Slots:
         timelines: by slot, for sequences whose rows are not all treated alike within a phase.
         windows: `[2, slots]`, the positions from which on, and before which, `values` says all:
             every one without a timeline, else those of one stretch.
-        version: changes whenever any of these does.
+        version: changes whenever any of these does, but for prompts that have grown.
+        growth: changes whenever prompts have grown.
     """
 
     def __init__(self, max_sequences: int) -> None:
@@ -145,7 +146,7 @@ class Slots:
         self.windows = np.tile(_EVERYWHERE[:, None], max_sequences)
         self.values = _neutral(max_sequences)
         self.timelines: dict[int, Timeline] = {}
-        self.version = 0
+        self.version = self.growth = 0
         self._asked = _NOBODY
         self._users: dict[str, np.ndarray] = {}
 
@@ -222,7 +223,9 @@ class Slots:
         self.timelines.pop(slot, None)
         self.version += 1
 
-    def grow(self, slots: list[int], lengths: list[int], positions: list[int]) -> None:
+    def grow(
+        self, slots: Sequence[int], lengths: Sequence[int], positions: Sequence[int] | np.ndarray
+    ) -> None:
         """The prompts of sequences have grown (streaming input).
 
         Args:
@@ -231,7 +234,7 @@ class Slots:
         """
         self.prompt_len[slots] = lengths
         self.delivered[slots] = np.minimum(self.delivered[slots], positions)
-        self.version += 1
+        self.growth += 1
 
     def assign(self, slot: int, phase: int, column: Column, value: int) -> None:
         """What a column says of the rows of a phase."""
