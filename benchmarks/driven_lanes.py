@@ -12,7 +12,8 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tllm import LLM, SamplingParams
 from tllm.engine.bulk import Bulk, BulkItem
-from tllm.logprobs.transport import CONSUMER, Arena, ArenaRow
+from tllm.logprobs.query import WHOLE
+from tllm.logprobs.transport import CONSUMER, Address, Arena
 
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 
@@ -33,7 +34,8 @@ class DrivenLanes:
         self.core: Any = llm.llm_engine.engine_core.engine_core
         self._arena = Arena(llm.llm_engine.model_config.get_vocab_size(), 2**28)
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[str, ArenaRow]] = {}
+        self._waiting: dict[int, tuple[str, int]] = {}
+        self._addresses: dict[str, Address] = {}
         self.new = self.cached = 0
         self._schedule = self.core.scheduler.schedule
         self.core.scheduler.schedule = self._counted
@@ -51,8 +53,9 @@ class DrivenLanes:
 
     def open(self, name: str, prompt: Sequence[int], **extra: Any) -> None:
         """A lane, whose first input is a request of vLLM's own; `extra` is of its spec."""
-        ticket, options = self._ticket(name)
-        spec = {"request_id": name, "consumers": {CONSUMER: {"ticket": ticket, **options}}, **extra}
+        ticket, place = self._ticket(name)
+        options = {"ticket": ticket, "place": self._arena.option(place)}
+        spec = {"request_id": name, "consumers": {CONSUMER: options}, **extra}
         params = SamplingParams(**_ONE_TOKEN, extra_args={"tllm": spec})
         self.add(self.request(name, prompt, params, resumable=True))
 
@@ -62,19 +65,25 @@ class DrivenLanes:
 
     def message(self, tokens: Mapping[str, Sequence[int]]) -> EngineCoreRequest:
         """The next tokens of lanes."""
+        self._arena.expect(len(tokens))
         items = []
         for name, appended in tokens.items():
-            ticket, options = self._ticket(name)
-            item = BulkItem(ticket, name, appended, {CONSUMER: {"ticket": ticket, **options}})
-            items.append(item)
+            ticket, place = self._ticket(name)
+            address = self._addresses.get(name)
+            if address is None:
+                address = self._addresses[name] = self._arena.addresses.take(self._arena)
+            address.say(ticket, place)
+            options = address.options(WHOLE)
+            consumers = None if options is None else {CONSUMER: options}
+            items.append(BulkItem(ticket, name, appended, consumers))
         return Bulk.message(SamplingParams(**_ONE_TOKEN), "message", (), items)
 
-    def _ticket(self, name: str) -> tuple[int, dict[str, Any]]:
+    def _ticket(self, name: str) -> tuple[int, int]:
         place = self._arena.lease_now()
         assert place is not None
         ticket = next(self._numbers)
         self._waiting[ticket] = name, place
-        return ticket, {"place": self._arena.option(place)}
+        return ticket, place
 
     @staticmethod
     def request(
@@ -123,6 +132,9 @@ class DrivenLanes:
     def abort(self, *names: str) -> None:
         """Give lanes up."""
         self.core.abort_requests(list(names))
+        for name in names:
+            if (address := self._addresses.pop(name, None)) is not None:
+                address.give_back()
 
     def drop(self, name: str) -> None:
         """Nobody will read what a lane was asked last."""

@@ -81,15 +81,15 @@ def written(arena, place, ticket, values, ids=()):
 def test_large_results_are_views_whose_rows_come_back_when_they_are_dropped():
     async def run():
         numbers = 2**15
-        arena = Arena(numbers, 4 * (numbers + HEADER) * 32)
+        arena = Arena(numbers, 4 * (numbers + 16) * 32)
         results = []
         for ticket in range(2**40, 2**40 + 30):
             place = await arena.lease()
             written(arena, place, ticket, np.full(numbers, ticket % 97, np.float32))
             results.append((ticket, arena.read(place, ticket).values))
         assert len(arena) == 32
-        # The later ones are copies: half of the rows stay for what is on its way.
-        assert arena.free == 32 - 16
+        # The later ones are copies: some rows stay for what is on its way.
+        assert arena.free == 32 // 8
         for ticket, values in results:
             assert torch.equal(values, torch.full((numbers,), ticket % 97.0))
         part = results[0][1][5:7]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ from tllm.shared_memory import SharedRows
 HEADER = 4
 """Numbers before a row's values: the ticket (two halves), the number of values, and of ids."""
 
-_FLOWS = (ConsumerFlow(reads=[Logits.read()], bundle_key=("engine_step_id",)),)
+ADDRESS_WIDTH = 8
+"""Numbers of a table of addresses: its `SharedRows` are read as int64 `[entries, 4]`."""
+
+FILE_BITS = 32
+"""Bits of an address that tell the row of a file; those above them tell which file."""
+
+_FLOWS = (
+    ConsumerFlow(reads=[Logits.read()], bundle_key=("engine_step_id",), delivery="device_lease"),
+)
 """Made once: flows are asked for with every request."""
 
 _CHUNK_BYTES = 64 * 2**20
@@ -59,6 +67,11 @@ class NextTokenConsumer(Consumer):
 
     - `place`: `[path, width, row]` of a `SharedRows` file. The row is written:
       `[HEADER + values]`, or `[HEADER + values + ids]` for `top_k`.
+    - `address`, instead of ticket and place: `[path, entry, serial, width, paths]`. For a request
+      that is asked again and again, so that its options stay as they are. The ticket and the place
+      of a token's result are looked up, when it is computed, in an entry of a table, `SharedRows`
+      of `ADDRESS_WIDTH`: int64 ticket, place (the file's number among `paths`, and `FILE_BITS`
+      bits of its row) and serial. Whoever writes there another serial gets nothing for this one.
     - Without a place it stays in the worker, until `call_consumer("next_token", "pop", [tickets])`
       gives `{ticket: NextToken}`.
 
@@ -76,7 +89,7 @@ class NextTokenConsumer(Consumer):
 
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Options as above; `ValueError` names the one that is wrong."""
-        known = ("enabled", "top_k", "token_ids", "ticket", "place")
+        known = ("enabled", "top_k", "token_ids", "ticket", "place", "address")
         if unknown := sorted(set(options) - set(known)):
             raise ValueError(
                 f"consumers['next_token'] has unknown options {unknown}; it takes "
@@ -90,6 +103,11 @@ class NextTokenConsumer(Consumer):
             )
         if "place" in options and "ticket" not in options:
             raise ValueError("consumers['next_token'] has 'place' without a 'ticket'; give both")
+        if "address" in options and "ticket" in options:
+            raise ValueError(
+                "consumers['next_token'] has 'address' and 'ticket'; give one of them, since the "
+                "address tells the ticket"
+            )
         top_k = options.get("top_k")
         if top_k is not None and (
             isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1
@@ -108,6 +126,8 @@ class NextTokenConsumer(Consumer):
     def start(self, ctx: ConsumerContext) -> None:
         """Nothing is known yet of where results go."""
         self._files: dict[str, tuple[SharedRows, torch.Tensor, bool]] = {}
+        self._tables: dict[str, npt.NDArray[np.int64]] = {}
+        self._asks: dict[int, _Ask] = {}
         self._by_ticket: dict[int, tuple[_HostRows, int]] = {}
         self._by_slot: dict[int, _SequenceRows] = {}
         self._device = ctx.device
@@ -121,86 +141,109 @@ class NextTokenConsumer(Consumer):
         """Normalise the rows that are asked for, and send them off."""
         if not self._answers:
             return
-        groups: dict[_RowForm, list[_AskedRow]] = {}
-        for row, index in enumerate(bundle.meta.request_index):
-            ask = _AskedRow(row, bundle.meta.requests[index], int(bundle.meta.positions[row]))
-            groups.setdefault(ask.form, []).append(ask)
+        requests, positions = bundle.meta.requests, bundle.meta.positions
+        groups: dict[_RowForm, tuple[list[int], list[_Ask]]] = {}
+        for row, index in enumerate(bundle.meta.request_index.tolist()):
+            ask = self._ask(requests[index])
+            rows, asks = groups.setdefault(ask.form, ([], []))
+            rows.append(row)
+            asks.append(ask)
         logits = bundle.entries["logits"]
         self.bundles += bool(groups)
-        for form, asks in groups.items():
-            asks.sort(key=lambda ask: ask.shared_row)
-            size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
-            for begin in range(0, len(asks), size):
-                self._answer(logits, form, asks[begin : begin + size], ctx)
+        size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+        for form, (rows, asks) in groups.items():
+            asked = _AskedRows(np.array(rows), asks, positions[rows])
+            if form.paths or form.table:
+                asked = asked.sent(self._table(form.table))
+            for begin in range(0, len(asked), size):
+                self._answer(logits, form, asked.part(slice(begin, begin + size)), ctx)
+
+    def _ask(self, request: RequestInfo) -> _Ask:
+        """What a request asks; read from its options once."""
+        known = self._asks.get(request.slot)
+        if known is None or known.options is not request.options:
+            known = self._asks[request.slot] = _Ask(request)
+        return known
+
+    def _table(self, path: str | None) -> npt.NDArray[np.int64] | None:
+        """A table of addresses."""
+        if path is not None and path not in self._tables:
+            entries = SharedRows(Path(path), ADDRESS_WIDTH).values
+            self._tables[path] = entries.view(np.int64)
+        return None if path is None else self._tables[path]
 
     def _answer(
-        self,
-        logits: torch.Tensor,
-        form: _RowForm,
-        asks: list[_AskedRow],
-        ctx: ConsumerContext,
+        self, logits: torch.Tensor, form: _RowForm, asked: _AskedRows, ctx: ConsumerContext
     ) -> None:
-        rows = ctx.upload(np.array([ask.row for ask in asks]))
-        found = torch.log_softmax(logits[rows], -1, dtype=torch.float32)
+        rows = asked.rows
+        first, end = int(rows[0]), int(rows[0]) + len(rows)
+        # Rows that follow each other need nothing on the device to be found.
+        together = np.array_equal(rows, np.arange(first, end))
+        part = logits[first:end] if together else logits[ctx.upload(rows)]
+        found = torch.log_softmax(part, -1, dtype=torch.float32)
         ids: torch.Tensor | None = None
         if form.top_k:
             found, chosen = found.topk(min(form.top_k, found.shape[1]))
             ids = chosen.to(torch.int32)
         elif form.num_ids:
-            wanted = np.array([ask.request.options["token_ids"] for ask in asks])
+            wanted = np.array([ask.options["token_ids"] for ask in asked.asks])
             if wanted.max() >= found.shape[1]:  # on a GPU this would end the process
                 raise ValueError(
                     f"token_ids has {wanted.max()}; the vocabulary has {found.shape[1]} tokens"
                 )
             found = found.gather(1, ctx.upload(wanted))
-        self.rows += len(asks)
-        if form.path is None:
-            self._keep(asks, _HostRows(found, ids, ctx))
+        self.rows += len(rows)
+        if asked.tickets is None or asked.places is None:
+            self._keep(asked, _HostRows(found, ids, ctx))
             return
         numbers = found.shape[1]
-        packed = torch.empty((len(asks), form.width), dtype=torch.float32, device=self._device)
+        packed = torch.empty((len(rows), form.width), dtype=torch.float32, device=self._device)
         packed[:, HEADER : HEADER + numbers] = found
         bits = packed.view(torch.int32)
         if ids is not None:
             bits[:, HEADER + numbers : HEADER + 2 * numbers] = ids
-        tickets = np.array([ask.ticket for ask in asks], np.int64)
-        header = np.empty((len(asks), HEADER), np.int32)
-        header[:, :2] = tickets.view(np.int32).reshape(-1, 2)
+        header = np.empty((len(rows), HEADER), np.int32)
+        header[:, :2] = np.ascontiguousarray(asked.tickets).view(np.int32).reshape(-1, 2)
         header[:, 2:] = numbers, 0 if ids is None else numbers
         bits[:, :HEADER] = ctx.upload(header)
-        self._send(form, packed, np.array([ask.shared_row for ask in asks]))
+        self._send(form, packed, asked.places, asked.paths)
 
-    def _send(self, form: _RowForm, packed: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
+    def _send(
+        self,
+        form: _RowForm,
+        packed: torch.Tensor,
+        places: npt.NDArray[np.int64],
+        paths: Sequence[str],
+    ) -> None:
         """Copy to the shared rows; neighbours in one go. The engine's output of this step is
         copied later on the same stream, so whoever has that has this."""
-        target, pinned = self._file(form)
-        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        breaks = np.flatnonzero(np.diff(places) != 1) + 1
         begin = 0
-        for end in [*breaks.tolist(), len(rows)]:
-            first = int(rows[begin])
+        for end in [*breaks.tolist(), len(places)]:
+            number, first = divmod(int(places[begin]), 1 << FILE_BITS)
+            target, pinned = self._file(paths[number], form.width)
             target[first : first + end - begin].copy_(packed[begin:end], non_blocking=pinned)
             begin = end
         self.bytes_out += packed.nbytes
 
-    def _file(self, form: _RowForm) -> tuple[torch.Tensor, bool]:
-        assert form.path is not None
-        known = self._files.get(form.path)
+    def _file(self, path: str, width: int) -> tuple[torch.Tensor, bool]:
+        known = self._files.get(path)
         if known is None:
-            file = SharedRows(Path(form.path), form.width)
+            file = SharedRows(Path(path), width)
             pinned = self._device.type == "cuda" and file.pin()
-            known = self._files[form.path] = file, torch.from_numpy(file.values), pinned
+            known = self._files[path] = file, torch.from_numpy(file.values), pinned
         return known[1:]
 
     # -- results that stay in the worker --------------------------------------------------------
 
-    def _keep(self, asks: list[_AskedRow], arriving: _HostRows) -> None:
+    def _keep(self, asked: _AskedRows, arriving: _HostRows) -> None:
         """On the host: nobody knows how long they stay."""
-        for i, ask in enumerate(asks):
+        for i, (ask, position) in enumerate(zip(asked.asks, asked.positions, strict=True)):
             if ask.ticket >= 0:
                 self._by_ticket[ask.ticket] = arriving, i
             else:
-                kept = self._by_slot.setdefault(ask.request.slot, _SequenceRows())
-                kept.add(ask.position, arriving, i)
+                kept = self._by_slot.setdefault(ask.slot, _SequenceRows())
+                kept.add(int(position), arriving, i)
 
     def pop(self, tickets: Sequence[int]) -> dict[int, NextToken]:
         """The last result of each ticket that this worker has; it is given once."""
@@ -221,6 +264,7 @@ class NextTokenConsumer(Consumer):
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """The sequence's results, if they are not sent in another way."""
+        self._asks.pop(request.slot, None)
         kept = self._by_slot.pop(request.slot, None)
         return None if kept is None else kept.all()
 
@@ -231,6 +275,7 @@ class NextTokenConsumer(Consumer):
             if pinned:
                 file.unpin()
         self._files.clear()
+        self._tables.clear()
 
     def read_stats(self) -> Mapping[str, Any]:
         """Rows answered, bundles that had any, and bytes that were written to shared rows."""
@@ -248,27 +293,97 @@ class NextTokenConsumer(Consumer):
 
 @dataclass(frozen=True)
 class _RowForm:
-    """What rows that are answered together have in common."""
+    """What rows that are answered together have in common.
 
-    path: str | None
+    Attributes:
+        paths: of the one file that they go to, if the request names it.
+        table: path of the table that has their addresses, if there is one.
+        width: of the files.
+    """
+
+    paths: tuple[str, ...]
+    table: str | None
     width: int
     top_k: int
     num_ids: int
 
 
-class _AskedRow:
-    """One row that somebody asked for."""
+class _Ask:
+    """What a request asks for its next token.
 
-    def __init__(self, row: int, request: RequestInfo, position: int) -> None:
-        options = request.options
-        self.row = row
-        self.request = request
-        self.position = position
+    Attributes:
+        ticket: -1 where it is told by an address, or where there is none.
+        place: row of the file, or entry of the table.
+        serial: of the entry.
+        paths: of the files.
+    """
+
+    def __init__(self, request: RequestInfo) -> None:
+        options = self.options = request.options
+        self.slot = request.slot
         self.ticket = int(options.get("ticket", -1))
-        path, width, shared_row = options.get("place") or (None, 0, -1)
-        self.shared_row = int(shared_row)
+        self.serial, table, width, self.place = 0, None, 0, -1
+        self.paths: Sequence[str] = ()
+        if (address := options.get("address")) is not None:
+            table, self.place, self.serial, width, self.paths = address
+        elif (place := options.get("place")) is not None:
+            path, width, self.place = place
+            self.paths = (path,)
         ids = options.get("token_ids")
-        self.form = _RowForm(path, int(width), options.get("top_k") or 0, len(ids) if ids else 0)
+        own = () if table is not None else tuple(self.paths)
+        num_ids = len(ids) if ids else 0
+        self.form = _RowForm(own, table, int(width), options.get("top_k") or 0, num_ids)
+
+
+@dataclass(frozen=True)
+class _AskedRows:
+    """Rows of one form.
+
+    Attributes:
+        rows: `[rows]`, of the logits.
+        asks: whose each is.
+        positions: `[rows]`, of their tokens.
+        tickets, places: `[rows]` int64, for rows that are sent: addresses as in a table.
+        paths: of the files that they go to.
+    """
+
+    rows: npt.NDArray[np.int64]
+    asks: Sequence[_Ask]
+    positions: npt.NDArray[np.int32]
+    tickets: npt.NDArray[np.int64] | None = None
+    places: npt.NDArray[np.int64] | None = None
+    paths: Sequence[str] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sent(self, table: npt.NDArray[np.int64] | None) -> _AskedRows:
+        """The same with their addresses, in the order of these: neighbours are copied in one go.
+        Without those that nobody waits for any more."""
+        asks = self.asks
+        at = np.array([ask.place for ask in asks])
+        if table is None:
+            found = replace(self, tickets=np.array([ask.ticket for ask in asks]), places=at)
+            found = replace(found, paths=asks[0].paths)
+        else:
+            entries, serials = table[at], np.array([ask.serial for ask in asks])
+            paths = max((ask.paths for ask in asks), key=len)  # the others were told of fewer
+            found = replace(self, tickets=entries[:, 0], places=entries[:, 1], paths=paths)
+            at, waits = entries[:, 1], entries[:, 2] == serials
+            if not waits.all():
+                found, at = found.part(np.flatnonzero(waits)), at[waits]
+        return found if (np.diff(at) > 0).all() else found.part(np.argsort(at, kind="stable"))
+
+    def part(self, which: slice | npt.NDArray[np.int64]) -> _AskedRows:
+        """Some of the rows."""
+        return _AskedRows(
+            self.rows[which],
+            self.asks[which] if isinstance(which, slice) else [self.asks[i] for i in which],
+            self.positions[which],
+            None if self.tickets is None else self.tickets[which],
+            None if self.places is None else self.places[which],
+            self.paths,
+        )
 
 
 class _HostRows:

@@ -72,28 +72,34 @@ class BulkItem(NamedTuple):
         ticket: of the sender, who is told when the token was computed.
         request_id: a new one, or the engine's own of a streamed request that waits for input.
         tokens: the prompt, or what is appended to it.
-        consumers: options by consumer id, instead of those that the request has.
+        consumers: options by consumer id, instead of those that the request has. None: what it was
+            told last still holds.
     """
 
     ticket: int
     request_id: str
     tokens: Sequence[int]
-    consumers: Mapping[str, Any]
+    consumers: Mapping[str, Any] | None
 
 
-Ended = Callable[[Exception | None], None]
-"""Called once: with None when the token was computed, or with what went wrong."""
+Ended = Callable[[Sequence[int], Exception | None], None]
+"""Called with tickets, once for each: with None when the tokens were computed, or with what went
+wrong."""
 
 
 class Bulk:
     """The client's half, one for an engine. All methods are called on the engine's event loop.
 
     Not for data-parallel replicas: vLLM's client chooses one for each message.
+
+    Args:
+        ended: told of the tickets that are expected.
     """
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, ended: Ended) -> None:
         self._engine = engine
-        self._sent: dict[int, tuple[str, Ended]] = {}
+        self._ended = ended
+        self._sent: dict[int, str] = {}
         self._begun: dict[str, int] = {}
         self._messages: dict[str, list[int]] = {}
         self._numbers = itertools.count(1)
@@ -114,9 +120,9 @@ class Bulk:
         found = known.get(request_id)
         return found[0] if found else None
 
-    def expect(self, item: BulkItem, ended: Ended) -> None:
-        """Somebody wants to hear of an item that will be sent."""
-        self._sent[item.ticket] = item.request_id, ended
+    def expect(self, item: BulkItem) -> None:
+        """An item will be sent; of its ticket somebody wants to hear."""
+        self._sent[item.ticket] = item.request_id
 
     def send(
         self,
@@ -148,7 +154,7 @@ class Bulk:
     ) -> EngineCoreRequest:
         """A message with that id; the rest as for `send`."""
         message = copy(params)
-        wire = {"begun": list(map(list, begun)), "continued": list(map(list, continued))}
+        wire = {"begun": list(map(list, begun)), "continued": _columns(continued)}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
         return EngineCoreRequest(
             request_id=name,
@@ -173,16 +179,15 @@ class Bulk:
 
     def abort(self, ticket: int) -> Coroutine[Any, Any, None]:
         """Give up a request that was begun. To be run like what `send` returns."""
-        request_id, _ = self._sent[ticket]
-        return self._engine.engine_core.abort_requests_async([request_id])
+        return self._engine.engine_core.abort_requests_async([self._sent[ticket]])
 
     def end(self, tickets: Iterable[int], error: Exception | None) -> None:
         """Tell the senders of some tickets, as far as they were not told yet."""
-        for ticket in list(tickets):
-            if ticket in self._sent:
-                request_id, ended = self._sent.pop(ticket)
-                self._begun.pop(request_id, None)
-                ended(error)
+        known = [ticket for ticket in tickets if ticket in self._sent]
+        for ticket in known:
+            self._begun.pop(self._sent.pop(ticket), None)
+        if known:
+            self._ended(known, error)
         open_ones = self._sent.keys()
         for name, of in list(self._messages.items()):
             if open_ones.isdisjoint(of):
@@ -226,6 +231,16 @@ class Bulk:
         self._propagate_error(e)
 
 
+def _columns(items: Sequence[BulkItem]) -> list[list[Any]]:
+    """Items as columns: where many say the same, a message holds it once, and little is made of it
+    when it is read."""
+    if not items:
+        return []
+    tickets, request_ids, tokens, consumers = map(list, zip(*items, strict=True))
+    told = [[place, each] for place, each in enumerate(consumers) if each is not None]
+    return [tickets, request_ids, tokens, told]
+
+
 def loop_of(engine: AsyncLLM) -> asyncio.AbstractEventLoop | None:
     """The event loop that an engine takes its outputs on; None before it has one."""
     handler = engine.output_handler
@@ -260,6 +275,16 @@ class NextInput:
         return "steering" in (self.sampling_params.extra_args or {}).get(EXTRA_ARG, {})
 
 
+def _asking(params: vllm.SamplingParams, consumers: Mapping[str, Any] | None, **more: Any) -> Any:
+    """Parameters like others, with options of their own; `more` is of their spec."""
+    extra = params.extra_args or {}
+    spec = {**extra.get(EXTRA_ARG, {}), **more}
+    spec["consumers"] = {**spec.get("consumers", {}), **(consumers or {})}
+    own = copy(params)
+    own.extra_args = {**extra, EXTRA_ARG: spec}
+    return own
+
+
 class BulkRequests:
     """The scheduler's half: takes messages apart, and keeps the outputs of what was in them."""
 
@@ -279,7 +304,8 @@ class BulkRequests:
         """The requests that begin with a message."""
         assert message.sampling_params is not None and message.sampling_params.extra_args
         for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["begun"]):
-            params = self._params(item, message.sampling_params, request_id=item.request_id)
+            self._tickets[item.request_id] = item.ticket
+            params = _asking(message.sampling_params, item.consumers, request_id=item.request_id)
             del params.extra_args[_EXTRA]
             yield Request(
                 request_id=item.request_id,
@@ -291,29 +317,30 @@ class BulkRequests:
                 block_hasher=message._block_hasher,
             )
 
-    def continued(self, message: Request, running: Mapping[str, Request]) -> Iterator[NextInput]:
-        """The inputs of streamed requests that a message holds.
+    def continued(
+        self, message: Request, running: Mapping[str, Request]
+    ) -> Iterator[tuple[Request, NextInput]]:
+        """The streamed requests that a message continues, and with what.
 
         Args:
             running: by id. A request that has ended is not continued: the client is told of its
                 end by its own last output.
         """
         assert message.sampling_params is not None and message.sampling_params.extra_args
-        for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["continued"]):
-            known = running.get(item.request_id)
-            if known is not None and known.sampling_params is not None:
-                params = self._params(item, known.sampling_params)
-                yield NextInput(item.request_id, item.tokens, params, message.arrival_time)
-
-    def _params(self, item: BulkItem, params: vllm.SamplingParams, **more: Any) -> Any:
-        """Parameters of one item: those of others, with what is its own."""
-        self._tickets[item.request_id] = item.ticket
-        extra = params.extra_args or {}
-        spec = {**extra.get(EXTRA_ARG, {}), **more}
-        spec["consumers"] = {**spec.get("consumers", {}), **item.consumers}
-        own = copy(params)
-        own.extra_args = {**extra, EXTRA_ARG: spec}
-        return own
+        columns = message.sampling_params.extra_args[_EXTRA]["continued"]
+        if not columns:
+            return
+        tickets, request_ids, tokens, told = columns
+        asked, arrived = dict(told), message.arrival_time
+        for place, request_id in enumerate(request_ids):
+            known = running.get(request_id)
+            if known is None or known.sampling_params is None:
+                continue
+            params = known.sampling_params
+            if place in asked:
+                params = _asking(params, asked[place])
+            self._tickets[request_id] = tickets[place]
+            yield known, NextInput(request_id, tokens[place], params, arrived)
 
     def take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Put the tickets in the place of the outputs that they stand for."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tllm.engine.relayed_tensors import RelayedTensors, with_scores
 from tllm.engine.seams import overrides
 from tllm.runtime.session import Session
-from tllm.spec.turns import Turn
+from tllm.spec.turns import StepTurns
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ class RunnerAttachment(ABC):
         """A step is scheduled, maybe without tokens."""
 
     @abstractmethod
-    def feed(self, turns: Sequence[Turn]) -> None:
+    def feed(self, turns: StepTurns) -> None:
         """Tokens that the user chose, in the place of those that were drawn last, for the step that
         is about to run."""
 

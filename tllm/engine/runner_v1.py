@@ -16,7 +16,7 @@ from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.sampling import SamplerStep
 from tllm.spec.selection import END
-from tllm.spec.turns import Turn
+from tllm.spec.turns import StepTurns
 
 _GREEDY = 1e-5
 
@@ -98,19 +98,22 @@ class V1Attachment(RunnerAttachment):
                 runner.sampler.topk_topp_sampler, "forward", self._on_filter_and_draw
             )
 
-    def feed(self, turns: Sequence[Turn]) -> None:
-        runner, batch = self.runner, self.runner.input_batch
-        for turn in turns:
-            state, length = runner.requests[turn.engine_id], turn.prompt_len
+    def feed(self, turns: StepTurns) -> None:
+        batch, requests = self.runner.input_batch, self.runner.requests
+        lengths = turns.prompt_lens
+        for engine_id, token, length in zip(turns.engine_ids, turns.tokens, lengths, strict=True):
+            state = requests[engine_id]
             # In one process the scheduler's list may be this one.
             if len(state.prompt_token_ids) < length:
-                state.prompt_token_ids.append(turn.token)
+                state.prompt_token_ids.append(token)
             state.output_token_ids.clear()
             state.num_prompt_tokens = length
-            row = batch.req_id_to_index.get(turn.engine_id)
-            if row is not None:
-                batch.token_ids_cpu[row, length - 1] = turn.token
-                batch.num_prompt_tokens[row] = batch.num_tokens_no_spec[row] = length
+        found = [batch.req_id_to_index.get(engine_id) for engine_id in turns.engine_ids]
+        kept = [place for place, row in enumerate(found) if row is not None]
+        rows = [row for row in found if row is not None]
+        length_of = np.array(lengths)[kept]
+        batch.token_ids_cpu[rows, length_of - 1] = np.array(turns.tokens)[kept]
+        batch.num_prompt_tokens[rows] = batch.num_tokens_no_spec[rows] = length_of
 
     @overrides(
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner._model_forward",

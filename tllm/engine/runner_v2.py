@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from tllm.engine.seams import overrides, uses
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.sampling import SamplerStep
 from tllm.runtime.transfer import upload
-from tllm.spec.turns import Turn
+from tllm.spec.turns import StepTurns
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -141,13 +140,13 @@ class V2Attachment(RunnerAttachment):
         if self._drafts is not None:
             self._drafts.track(scheduler_output)
 
-    def feed(self, turns: Sequence[Turn]) -> None:
+    def feed(self, turns: StepTurns) -> None:
         # vLLM takes a decoded token from here, on the device; all other tokens were computed.
-        states, device = self.runner.req_states, self.runner.device
-        rows, count = states.req_id_to_index, len(turns)
-        at = np.fromiter((rows[turn.engine_id] for turn in turns), np.int64, count)
-        tokens = np.fromiter((turn.token for turn in turns), np.int64, count)
-        states.last_sampled_tokens[upload(at, device), 0] = upload(tokens, device)
+        states = self.runner.req_states
+        rows = map(states.req_id_to_index.__getitem__, turns.engine_ids)
+        places = np.fromiter(rows, np.int64, len(turns.engine_ids))
+        at, tokens = upload(np.stack((places, np.array(turns.tokens))), self.runner.device)
+        states.last_sampled_tokens[at, 0] = tokens
 
     def end_step(self, output: Any) -> None:
         if self._drafts is not None and (kept := self._drafts.end(output)) is not None:

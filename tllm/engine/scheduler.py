@@ -134,16 +134,23 @@ class _Rules(_Base):
 
     def _tllm_continue(self, message: Request) -> None:
         """The inputs of streamed requests that a message holds."""
-        staying = []
-        for more in self._tllm_bulk.continued(message, self.requests):
-            request = self.requests[more.request_id]
-            if self._tllm_turns is not None and Turns.fits(self, request, more):
+        turns, staying, asking = self._tllm_turns, [], []
+        for request, more in self._tllm_bulk.continued(message, self.requests):
+            params = more.sampling_params
+            asks_otherwise = params is not request.sampling_params
+            if turns is not None and turns.fits(self, request, more):
                 staying.append(request)
-            # vLLM's add_request looks at nothing that it lacks.
-            add = self.add_request if more.is_steered else super().add_request
-            add(cast("Request", more))
-        if staying and self._tllm_turns is not None:
-            self._tllm_turns.begin(self, staying)
+                if asks_otherwise:
+                    asking.append(request.request_id)
+            if more.is_steered:
+                self.add_request(cast("Request", more))
+            elif turns is not None and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                # As vLLM's add_request continues it, which looks at nothing that `more` lacks.
+                self._update_request_as_session(request, more)
+            else:
+                super().add_request(cast("Request", more))
+        if staying and turns is not None:
+            turns.begin(self, staying, asking)
 
     @overrides(
         "vllm.v1.core.sched.scheduler.Scheduler._update_request_as_session",
@@ -180,8 +187,8 @@ class _Rules(_Base):
         if self._tllm_turns is not None and self._tllm_turns.tokens:
             output.tllm_turns = turns = self._tllm_turns.scheduled(output, self.requests)
             if self._tllm_configurations:
-                taken = {turn.engine_id for turn in turns}
-                self._tllm_admitted |= taken & self._tllm_configurations.keys()
+                taken = self._tllm_configurations.keys() & turns.engine_ids
+                self._tllm_admitted |= taken
         if output.scheduled_new_reqs and self._tllm_configurations:
             new = {each.req_id for each in output.scheduled_new_reqs}
             self._tllm_admitted |= new & self._tllm_configurations.keys()
@@ -280,6 +287,8 @@ class _Rules(_Base):
         self._tllm_admitted &= self._tllm_configurations.keys()
         if self._tllm_bulk:
             self._tllm_bulk.forget(self.requests)
+        if self._tllm_turns is not None:
+            self._tllm_turns.forget(self.requests)
 
     def _tllm_hold_back(self) -> list[Request]:
         """Take requests out of the queue for which the workers' steering tables have no room.

@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from tllm.engine.seams import uses
 from tllm.spec.request import wire_of
-from tllm.spec.turns import Turn
+from tllm.spec.turns import StepTurns
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -63,6 +63,8 @@ class Turns:
 
     def __init__(self) -> None:
         self.tokens: dict[str, int] = {}
+        self._asking: set[str] = set()  # otherwise than before
+        self._drawing: dict[str, SamplingParams] = {}  # which are known to draw by logits alone
 
     @staticmethod
     def offered(scheduler: Scheduler) -> bool:
@@ -89,8 +91,7 @@ class Turns:
             or scheduler.ec_connector is not None
         )
 
-    @staticmethod
-    def fits(scheduler: Scheduler, request: Request, more: NextInput) -> bool:
+    def fits(self, scheduler: Scheduler, request: Request, more: NextInput) -> bool:
         """Whether a request that waits for an input can go on with this one as a running request.
 
         One token, in the place of the only one that was drawn since the last input. Nothing that
@@ -107,11 +108,32 @@ class Turns:
             and not request.mm_features
             and request.prompt_embeds is None
             and not request.use_structured_output
-            and _draws_by_logits_alone(more.sampling_params)
+            and self._is_drawn_alone(more)
         )
 
-    def begin(self, scheduler: Scheduler, requests: Iterable[Request]) -> None:
-        """These, which vLLM has continued and would schedule as new ones, are running ones."""
+    def _is_drawn_alone(self, more: NextInput) -> bool:
+        """Whether `_draws_by_logits_alone`; of the same parameters that is asked once."""
+        if self._drawing.get(more.request_id) is more.sampling_params:
+            return True
+        if not _draws_by_logits_alone(more.sampling_params):
+            return False
+        self._drawing[more.request_id] = more.sampling_params
+        return True
+
+    def forget(self, running: Mapping[str, Request]) -> None:
+        """Other requests have ended than those that run."""
+        for request_id in [each for each in self._drawing if each not in running]:
+            del self._drawing[request_id]
+        self._asking.intersection_update(running)
+
+    def begin(
+        self, scheduler: Scheduler, requests: Iterable[Request], asking: Iterable[str]
+    ) -> None:
+        """These, which vLLM has continued and would schedule as new ones, are running ones.
+
+        Args:
+            asking: ids of those that ask otherwise than before.
+        """
         room = scheduler.max_num_running_reqs - len(scheduler.running)
         staying = [each for each in requests if each.status == RequestStatus.WAITING][:room]
         if not staying:
@@ -122,25 +144,34 @@ class Turns:
             request.status = RequestStatus.RUNNING
             self.tokens[request.request_id] = request.all_token_ids[-1]
         scheduler.running.extend(staying)
+        self._asking.update(asking)
 
-    def scheduled(self, output: Any, requests: Mapping[str, Request]) -> list[Turn]:
+    def scheduled(self, output: Any, requests: Mapping[str, Request]) -> StepTurns:
         """Those of which the workers must hear with this step."""
         # A preempted one may come back as a new request, and brings all that it has.
         begun = {new.req_id for new in output.scheduled_new_reqs}
-        turns, waiting = [], {}
+        ids: list[str] = []
+        tokens, lengths, computed = [], [], []
+        waiting, counts = {}, output.num_scheduled_tokens
         for request_id, token in self.tokens.items():
             request = requests.get(request_id)
-            count = output.num_scheduled_tokens.get(request_id)
+            count = counts.get(request_id)
             if request is None or request_id in begun:
                 continue
             if count is None:
                 waiting[request_id] = token
                 continue
-            consumers = wire_of(request.sampling_params).get("consumers", {})
-            computed = request.num_computed_tokens - count  # the step is counted already
-            turns.append(Turn(request_id, token, request.num_prompt_tokens, computed, consumers))
+            ids.append(request_id)
+            tokens.append(token)
+            lengths.append(request.num_prompt_tokens)
+            computed.append(request.num_computed_tokens - count)  # the step is counted already
+        consumers = {
+            request_id: wire_of(requests[request_id].sampling_params).get("consumers", {})
+            for request_id in self._asking.intersection(ids)
+        }
+        self._asking.intersection_update(waiting)
         self.tokens = waiting
-        return turns
+        return StepTurns(ids, tokens, lengths, computed, consumers)
 
 
 def _draws_by_logits_alone(params: SamplingParams) -> bool:

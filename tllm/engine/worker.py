@@ -29,7 +29,7 @@ from tllm.runtime.session import Session
 from tllm.runtime.taps import AddedNorm, TapKey, Taps, compile_digest
 from tllm.spec.hooks import HookPoint
 from tllm.spec.request import RequestSpec
-from tllm.spec.turns import Turn
+from tllm.spec.turns import StepTurns
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -234,7 +234,8 @@ class InterventionWorker(_Base):
             self.session.requests_held_back = held_back
         if scheduler_output.finished_req_ids:
             self._finish_sequences(scheduler_output)
-        if turns := vars(scheduler_output).get("tllm_turns"):
+        turns = vars(scheduler_output).get("tllm_turns")
+        if turns is not None and turns.engine_ids:
             self._take_turns(turns)
         if not scheduler_output.scheduled_new_reqs:
             return ()
@@ -251,7 +252,7 @@ class InterventionWorker(_Base):
             self.session.sequences.finish(request_id, tokens.get(request_id))
 
     @torch.inference_mode()
-    def _take_turns(self, turns: Sequence[Turn]) -> None:
+    def _take_turns(self, turns: StepTurns) -> None:
         self._attachment.feed(turns)
         self.session.sequences.take_turns(turns)
 

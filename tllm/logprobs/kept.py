@@ -13,6 +13,7 @@ from vllm.inputs import tokens_input
 
 from tllm.client.llm import AsyncLLM
 from tllm.engine.capacity import BlockLedger, Capacity, HeldBlocks
+from tllm.logprobs.transport import Address
 
 
 class LaneClosedError(RuntimeError):
@@ -36,6 +37,8 @@ class KeptRequest:
         last_used: the loop's time of its last turn's end.
         turns: how many were asked for and have not ended.
         request_id: as `AsyncLLM.generate` was given it; empty before the first turn.
+        engine_id: the engine's own; None while it is not known.
+        address: where it is told of its results' places, once it was asked in bulk.
     """
 
     def __init__(self, engine: AsyncLLM, held: HeldBlocks) -> None:
@@ -49,6 +52,8 @@ class KeptRequest:
         self.last_used = 0.0
         self.turns = 0
         self.request_id = ""
+        self.engine_id: str | None = None
+        self.address: Address | None = None
         self._engine = engine
         self._inputs: asyncio.Queue[StreamingInput | None] = asyncio.Queue()
         self._turn: asyncio.Future[None] | None = None
@@ -67,6 +72,8 @@ class KeptRequest:
             request_id, options: of `AsyncLLM.generate`; those of the first turn are used.
         """
         self.tokens += len(tokens)
+        if self.address is not None:
+            self.address.told = None  # these have options of their own
         async with self._lock:
             if not self.open:
                 raise LaneClosedError
@@ -114,6 +121,8 @@ class KeptRequest:
         finally:
             self.open = False
             self.ended.set()
+            if self.address is not None:
+                self.address.give_back()
 
     def _fail(self, error: Exception) -> None:
         self.open = False

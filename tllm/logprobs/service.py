@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +21,7 @@ from tllm.engine.processes import gone, processes_of
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import EngineLoop, Waiter
 from tllm.logprobs.query import Answer, Form, Interventions, Query
-from tllm.logprobs.transport import CONSUMER, Kind, Reply, Transport
+from tllm.logprobs.transport import CONSUMER, Address, Arena, Kind, Transport
 from tllm.params import SamplingParams
 
 
@@ -35,21 +36,29 @@ _QUERY = _params(RequestOutputKind.FINAL_ONLY, **_ONE_TOKEN)
 _TURN = _params(RequestOutputKind.DELTA, **_ONE_TOKEN)
 _PLAIN = Interventions()
 
-Done = Callable[[Answer | Exception], None]
-
 
 class _Flight:
     """A query that is being answered, and who waits for it.
 
     Attributes:
+        key: equal for queries that have the same answer.
         task: what answers it, unless it went in bulk.
         ticket: under which it went in bulk, if it did.
+        leased: where the answer of one in bulk arrives.
+        request: the lane's whose turn it is, if it is one's.
+        blocks: what a query's request holds, if it is no lane's.
     """
 
-    def __init__(self) -> None:
+    __slots__ = ("blocks", "key", "leased", "of_lane", "request", "task", "ticket", "waiters")
+
+    def __init__(self, key: tuple[Any, ...]) -> None:
+        self.key = key
         self.waiters: list[Waiter] = []
         self.task: asyncio.Task[Answer] | None = None
         self.ticket: int | None = None
+        self.leased: tuple[Arena, int] | None = None
+        self.request: KeptRequest | None = None
+        self.blocks = 0
         self.of_lane = False
 
 
@@ -83,7 +92,8 @@ class Service:
         self._spawn = loop.spawn
         self._transport = Transport(engine, transport, shared_bytes, loop.spawn)
         self._admission = Admission(engine, idle_seconds)
-        self._bulk = Bulk(engine)
+        self._bulk = Bulk(engine, self._on_ended)
+        self._sent: dict[int, _Flight] = {}
         self._begun: dict[Form, list[BulkItem]] = {}
         self._continued: list[BulkItem] = []
         self._computed = 0
@@ -105,37 +115,41 @@ class Service:
 
     def serve(self, waiters: Iterable[Waiter]) -> None:
         """Begin to answer; what is being answered already is not computed again."""
+        flights, version = self._flights, self.engine.steering.version
+        begin: list[tuple[_Flight, Waiter]] = []
         for waiter in waiters:
             query = waiter.query
-            key = (self.engine.steering.version, *query.key)
+            key = (version, *query.key)
             if query.interventions.results:  # rows are somebody's own
                 key = (*key, object())
-            flight = self._flights.get(key)
-            known = flight is not None
+            flight = flights.get(key)
             if flight is None:
-                flight = self._flights[key] = _Flight()
-            flight.of_lane = flight.of_lane or waiter.holder is not None
-            flight.waiters.append(waiter)
-            if known:
+                flight = flights[key] = _Flight(key)
+                begin.append((flight, waiter))
+            else:
                 self._shared += 1
-                continue
-            done = partial(self._conclude, key, flight)
+            if waiter.holder is not None:
+                flight.of_lane = True
+            flight.waiters.append(waiter)
+        for form, results in Counter(waiter.query.form for _, waiter in begin).items():
+            self._transport.expect(form, results)
+        for flight, waiter in begin:
             try:
-                self._begin(flight, query, waiter.holder, done)
+                self._begin(flight, waiter.query, waiter.holder)
             except Exception as error:  # one query's, and not of those that came with it
-                done(error)
+                self._conclude(flight, error)
         self._send()
 
-    def _begin(self, flight: _Flight, query: Query, holder: Holder | None, done: Done) -> None:
+    def _begin(self, flight: _Flight, query: Query, holder: Holder | None) -> None:
         if holder is None:
-            flight.ticket = self._add_query(query, done)
+            self._add_query(flight, query)
         elif not holder.closed and holder.request is not None:
-            flight.ticket = self._add_turn(query, holder, holder.request, done)
+            self._add_turn(flight, query, holder, holder.request)
         if flight.ticket is None:
             work = self._query(query) if holder is None else self._step(query, holder)
             flight.task = asyncio.get_running_loop().create_task(work)
             # A callback, since a task that is cancelled before it begins runs nothing at all.
-            flight.task.add_done_callback(lambda task: done(_outcome(task)))
+            flight.task.add_done_callback(lambda task: self._conclude(flight, _outcome(task)))
 
     def cancel(self, waiters: Iterable[Waiter]) -> None:
         """These do not wait any more. What nobody waits for is aborted, except a lane's turn."""
@@ -151,9 +165,9 @@ class Service:
                 self._spawn(self._bulk.abort(flight.ticket))
                 self._bulk.end([flight.ticket], _cancelled())
 
-    def _conclude(self, key: tuple[Any, ...], flight: _Flight, outcome: Answer | Exception) -> None:
-        if self._flights.get(key) is flight:
-            del self._flights[key]
+    def _conclude(self, flight: _Flight, outcome: Answer | Exception) -> None:
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
         waiting = flight.waiters
         if isinstance(outcome, LaneClosedError):  # that concerns nobody who asked beside the lane
             closed = [each for each in waiting if each.holder is not None and each.holder.closed]
@@ -176,75 +190,92 @@ class Service:
 
     # -- in bulk -------------------------------------------------------------------------------
 
-    def _add_query(self, query: Query, done: Done) -> int | None:
-        """A ticket, if nothing has to be done for the query before it is sent."""
+    def _add_query(self, flight: _Flight, query: Query) -> None:
+        """Send a query in bulk, if nothing has to be done for it before."""
         if query.lora is not None or query.interventions.asked or not self.engine.takes_plain():
-            return None
+            return
         reply = self._transport.reply_now(query.form)
         if reply is None:
-            return None
-        blocks = self._admission.enter(len(query.tokens) + 1)
-
-        def left() -> None:
-            self._admission.leave(blocks)
-
-        item = self._item(reply, self._request_id(), query.tokens, left, done)
+            return
+        flight.leased, flight.ticket = reply.leased, reply.ticket
+        flight.blocks = self._admission.enter(len(query.tokens) + 1)
+        options = {CONSUMER: reply.options}
+        item = BulkItem(reply.ticket, self._request_id(), query.tokens, options)
+        self._expect(flight, item)
         self._begun.setdefault(query.form, []).append(item)
-        return item.ticket
 
     def _add_turn(
-        self, query: Query, holder: Holder, request: KeptRequest, done: Done
-    ) -> int | None:
-        """A ticket, if the request waits for what the query has more than it."""
+        self, flight: _Flight, query: Query, holder: Holder, request: KeptRequest
+    ) -> None:
+        """Send a lane's turn in bulk, if the request waits for what the query has more than it."""
+        tokens, known = query.tokens, request.tokens
         if (
             request.turns
             or not request.open
             or request.steering != self.engine.steering.version
-            or request.tokens >= len(query.tokens)
+            or known >= len(tokens)
             or query.interventions.results
         ):
-            return None
-        engine_id = self._bulk.engine_id(request.request_id)
-        reply = None if engine_id is None else self._transport.reply_now(query.form)
-        if engine_id is None or reply is None:
-            return None
+            return
+        if request.engine_id is None:
+            request.engine_id = self._bulk.engine_id(request.request_id)
+        engine_id = request.engine_id
+        leased = None if engine_id is None else self._transport.lease_now(query.form)
+        if engine_id is None or leased is None:
+            return
+        arena, place = flight.leased = leased
+        ticket = flight.ticket = self._transport.ticket()
+        flight.request = request
         self._take_over(request, holder)
-        self._admission.begin_turn(request, len(query.tokens))
-
-        def left() -> None:
-            request.end_turn()
-            self._admission.end_turn(request)
-
-        new = query.tokens[request.tokens :]
-        item = self._item(reply, engine_id, new, left, done)
-        request.begin_turn(len(new), lambda error: self._bulk.end([item.ticket], error))
+        self._admission.begin_turn(request, len(tokens))
+        address = self._address(request, arena)
+        address.say(ticket, place)
+        options = address.options(query.form)
+        consumers = None if options is None else {CONSUMER: options}
+        item = BulkItem(ticket, engine_id, tokens[known:], consumers)
+        self._expect(flight, item)
+        request.begin_turn(len(tokens) - known, partial(self._bulk.end, (ticket,)))
         self._continued.append(item)
-        return item.ticket
 
-    def _item(
-        self,
-        reply: Reply,
-        request_id: str,
-        tokens: Sequence[int],
-        left: Callable[[], None],
-        done: Done,
-    ) -> BulkItem:
-        """One token of one request, whose `left` and `done` are called when it was computed."""
+    @staticmethod
+    def _address(request: KeptRequest, arena: Arena) -> Address:
+        """Where a worker looks up the places of a request's results."""
+        address = request.address
+        if address is None or address.arena is not arena:
+            if address is not None:
+                address.give_back()
+            address = request.address = arena.addresses.take(arena)
+        return address
+
+    def _expect(self, flight: _Flight, item: BulkItem) -> None:
         self._computed += 1
+        self._sent[item.ticket] = flight
+        self._bulk.expect(item)
 
-        def ended(error: Exception | None) -> None:
+    def _on_ended(self, tickets: Sequence[int], error: Exception | None) -> None:
+        """Tokens in bulk were computed, or were not."""
+        for ticket in tickets:
+            flight = self._sent.pop(ticket)
+            assert flight.leased is not None
+            arena, place = flight.leased
+            request = flight.request
             outcome: Answer | Exception
-            try:
-                outcome = error or reply.read_now()
-            except RuntimeError as unwritten:
-                outcome = unwritten
-            reply.close()
-            left()
-            done(outcome)
-
-        item = BulkItem(reply.ticket, request_id, tokens, {CONSUMER: reply.options})
-        self._bulk.expect(item, ended)
-        return item
+            if error is None:
+                try:
+                    outcome = arena.read(place, ticket)
+                except RuntimeError as unwritten:
+                    outcome = unwritten
+            else:
+                outcome = error
+                self._transport.give_up(ticket, flight.leased)
+            if request is None:
+                self._admission.leave(flight.blocks)
+            else:
+                if request.address is not None:
+                    request.address.heard()
+                request.end_turn()
+                self._admission.end_turn(request)
+            self._conclude(flight, outcome)
 
     def _send(self) -> None:
         """Send what there is: turns in one message, the queries of each form in another."""
@@ -254,7 +285,7 @@ class Service:
             self._spawn(self._bulk.send(_QUERY, (), continued))
         for items in begun.values():
             # The form alone is of use: each item brings its own row.
-            asked = _PLAIN.applied_to(_QUERY, items[0].consumers[CONSUMER])
+            asked = _PLAIN.applied_to(_QUERY, (items[0].consumers or {})[CONSUMER])
             try:
                 params = self.engine.prepared_plain(asked)
             except Exception as error:

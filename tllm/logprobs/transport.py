@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tllm.client.llm import AsyncLLM
-from tllm.consumers.next_token import HEADER, NextToken, NextTokenConsumer
+from tllm.consumers.next_token import (
+    ADDRESS_WIDTH,
+    FILE_BITS,
+    HEADER,
+    NextToken,
+    NextTokenConsumer,
+)
 from tllm.logprobs.query import WHOLE, Answer, Form
-from tllm.shared_memory import FOLDER, SharedRows
+from tllm.shared_memory import FOLDER, IN_MEMORY, SharedRows
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +35,10 @@ CONSUMER = NextTokenConsumer.consumer_id
 Kind = Literal["shared", "rpc"]
 
 _FIRST_ROWS = 16
+_ALIGNED = 16
+"""Rows begin at a multiple of so many numbers, a line of a cache."""
+_ENTRIES = 512
+"""Addresses of a table."""
 _LEND_BYTES = 2**16
 """Results smaller than this are copied: that costs less than to know who refers to them."""
 
@@ -35,17 +48,13 @@ _NOTHING_SENT = (
 )
 
 
-class ArenaRow(NamedTuple):
-    """A row that is reserved for one result: the index of its file, and its index there."""
-
-    file: int
-    row: int
-
-
 class Arena:
     """Shared rows of one width. A large result is a view of its row, which is free again when
-    nobody refers to the result any more. When half of the rows are held so, further results are
-    copies.
+    nobody refers to the result any more. When so many rows are held so that what is on its way
+    might want for some, further results are copies.
+
+    Memory grows in few, large files: each costs new pages, and the time of the step that needs it.
+    A place is the number of a file and of a row there, as `NextTokenConsumer` takes an address.
 
     All methods are called on the engine's loop.
 
@@ -55,15 +64,19 @@ class Arena:
     """
 
     def __init__(self, numbers: int, max_bytes: int) -> None:
-        self.width = HEADER + numbers
+        self.width = -(-(HEADER + numbers) // _ALIGNED) * _ALIGNED
+        self.addresses = Addresses()
         self._max_rows = max(2, max_bytes // (4 * self.width))
         self._files: list[SharedRows] = []
-        self._free: list[ArenaRow] = []  # a heap: neighbours are copied in one go
-        # Filled by finalizers, which may run at any point of any thread: no lock, no counter.
-        self._returned: deque[ArenaRow] = deque()
+        self._heads: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = []
+        self.paths: tuple[str, ...] = ()
+        self._free: list[int] = []  # a heap: neighbours are copied in one go
+        self._lent: dict[int, _LentRow] = {}
+        # Filled when results are dropped, at any point of any thread: no lock, no counter.
+        self._returned: deque[int] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._rows = 0
-        self._lent = 0
+        self._most_on_the_way = 0
 
     def __len__(self) -> int:
         return self._rows
@@ -74,29 +87,46 @@ class Arena:
         self._collect()
         return len(self._free)
 
-    def lease_now(self) -> ArenaRow | None:
+    def expect(self, rows: int) -> None:
+        """So many results will be asked for now: have rows for them, if there is memory, and for
+        as many again, since those before are often held until the next are there."""
+        missing = rows - self.free
+        if missing > 0 and self._rows < self._max_rows:
+            with contextlib.suppress(RuntimeError):  # told to whoever asks for a row
+                self._grow(max(missing, 2 * (self._rows + missing) - self._rows))
+
+    def lease_now(self) -> int | None:
         """A free row, if there is one that nobody waits for. Raises `RuntimeError` when there is
         no memory for any row."""
-        waited_for = any(not waiter.done() for waiter in self._waiting)
-        return None if waited_for or not self._has_free() else heapq.heappop(self._free)
+        if self._waiting and any(not waiter.done() for waiter in self._waiting):
+            return None
+        return self._take() if self._has_free() else None
+
+    def _take(self) -> int:
+        place = heapq.heappop(self._free)
+        on_the_way = self._rows - len(self._free) - len(self._lent)
+        if on_the_way > self._most_on_the_way:
+            self._most_on_the_way = on_the_way
+        return place
 
     def _has_free(self) -> bool:
         self._collect()
-        return bool(self._free) or (self._rows < self._max_rows and self._grow())
+        return bool(self._free) or (self._rows < self._max_rows and self._grow(self._rows))
 
-    async def lease(self) -> ArenaRow:
+    async def lease(self) -> int:
         """A free row; waits for one when there is no more memory."""
         while not self._has_free():
             waiter = asyncio.get_running_loop().create_future()
             self._waiting.append(waiter)
             await waiter
-        return heapq.heappop(self._free)
+        return self._take()
 
-    def option(self, place: ArenaRow) -> list[object]:
+    def option(self, place: int) -> list[object]:
         """A row as `NextTokenConsumer` takes it."""
-        return [str(self._files[place.file].path), self.width, place.row]
+        number, row = divmod(place, 1 << FILE_BITS)
+        return [self.paths[number], self.width, row]
 
-    def release(self, place: ArenaRow) -> None:
+    def release(self, place: int) -> None:
         """A row is free again."""
         heapq.heappush(self._free, place)
         while self._waiting:
@@ -105,33 +135,45 @@ class Arena:
                 waiter.set_result(None)
                 return
 
-    def read(self, place: ArenaRow, ticket: int) -> Answer:
+    def read(self, place: int, ticket: int) -> Answer:
         """What was written to a row; the row is given back in time.
 
         Raises `RuntimeError` when it was not written for this ticket.
         """
-        file = self._files[place.file]
-        row = file.values[place.row]
-        header = row[:HEADER].copy().view(np.int32)
-        if int(header[:2].view(np.int64)[0]) != ticket:
+        number, row = divmod(place, 1 << FILE_BITS)
+        tickets, counts = self._heads[number]
+        if tickets[row] != ticket:
             self.release(place)
             raise RuntimeError(_NOTHING_SENT)
+        file = self._files[number]
         file.unlink()  # the worker has it: nothing is left behind, however this process ends
-        count, num_ids = int(header[2]), int(header[3])
-        values = row[HEADER : HEADER + count]
-        ids = row[HEADER + count : HEADER + count + num_ids].view(np.int32)
-        if values.nbytes >= _LEND_BYTES and not num_ids and 2 * self._lent < self._max_rows - 1:
-            self._lent += 1
-            weakref.finalize(values, self._returned.append, place).atexit = False
+        count, num_ids = counts[row].tolist()
+        written = file.values[row]
+        values = written[HEADER : HEADER + count]
+        if not num_ids and values.nbytes >= _LEND_BYTES and self._may_lend():
+            lent = self._lent[place] = _LentRow(values, self._came_back)
+            lent.place = place
             return Answer(torch.from_numpy(values))
+        ids = written[HEADER + count : HEADER + count + num_ids].view(np.int32)
         answer = Answer(
             torch.from_numpy(values.copy()), torch.from_numpy(ids.copy()) if num_ids else None
         )
         self.release(place)
         return answer
 
+    def _may_lend(self) -> bool:
+        """Whether enough rows are left for what is on its way at a time: an eighth at least, half
+        of them at most."""
+        most = self._max_rows
+        left = min(max(most // 8, self._most_on_the_way, 1), most - most // 2)
+        return len(self._lent) < most - left
+
+    def _came_back(self, lent: _LentRow) -> None:
+        self._returned.append(lent.place)
+
     def close(self) -> None:
         """Remove the files; results keep what they refer to."""
+        self.addresses.close()
         for file in self._files:
             file.unlink()
         for waiter in self._waiting:
@@ -140,33 +182,134 @@ class Arena:
     def _collect(self) -> None:
         """Take back the rows of results that nobody refers to any more."""
         while self._returned:
-            self._lent -= 1
-            heapq.heappush(self._free, self._returned.popleft())
+            place = self._returned.popleft()
+            del self._lent[place]
+            heapq.heappush(self._free, place)
 
-    def _grow(self) -> bool:
-        rows = min(max(_FIRST_ROWS, self._rows), self._max_rows - self._rows)
+    def _grow(self, wanted: int) -> bool:
+        rows = min(max(_FIRST_ROWS, wanted), self._max_rows - self._rows)
+        fitting = min(rows, _room() // (4 * self.width)) if IN_MEMORY else rows
+        if not fitting and not self._rows:  # the first ones may take what is left to others
+            fitting = min(rows, _FIRST_ROWS)
         try:
-            file = SharedRows.create(rows, self.width)
+            file = SharedRows.create(fitting, self.width) if fitting else None
         except OSError as error:
             if not self._rows:
                 raise RuntimeError(
-                    f"no room for {rows * self.width * 4 / 2**20:.0f} MiB of shared rows in "
+                    f"no room for {fitting * self.width * 4 / 2**20:.0f} MiB of shared rows in "
                     f"{FOLDER}: {error}. Enlarge it (docker run --shm-size=...), or pass "
                     "transport='rpc'"
                 ) from error
+            file = None
+        if file is None or len(file) < rows:
+            self._max_rows = self._rows + (0 if file is None else len(file))
             logger.warning(
-                "%s has no room for more than %d shared rows: results may wait for one",
+                "%s has no room for more than %d shared rows: results may wait for one, or are "
+                "copied. Enlarge it (docker run --shm-size=...)",
                 FOLDER,
-                self._rows,
+                self._max_rows,
             )
-            self._max_rows = self._rows
-            return False
+        if file is not None:
+            self._add(file)
+        return file is not None
+
+    def _add(self, file: SharedRows) -> None:
         number = len(self._files)
         self._files.append(file)
-        self._rows += rows
-        for row in range(rows):
-            heapq.heappush(self._free, ArenaRow(number, row))
-        return True
+        self.paths = (*self.paths, str(file.path))
+        bits = file.values.view(np.int32)
+        self._heads.append((_tickets(file), bits[:, 2:HEADER]))
+        self._rows += len(file)
+        for row in range(len(file)):
+            heapq.heappush(self._free, number << FILE_BITS | row)
+
+
+class _LentRow(weakref.ref[Any]):
+    """A row that a result is a view of; knows when nobody refers to the result any more."""
+
+    __slots__ = ("place",)
+    place: int
+
+
+def _tickets(file: SharedRows) -> npt.NDArray[np.int64]:
+    """`[rows]`, the ticket in the header of each."""
+    return file.values[:, :2].view(np.int64)[:, 0]
+
+
+def _room() -> int:
+    """Bytes of shared memory that may be taken: a quarter of all is left to others."""
+    room = os.statvfs(FOLDER)
+    return max(0, (room.f_bavail - room.f_blocks // 4) * room.f_frsize)
+
+
+class Address:
+    """An entry of a table, where a worker finds the ticket and the place of the next result of one
+    request.
+
+    Attributes:
+        arena: that the places are of.
+        told: what the engine was told of it: the form of the results and the number of files; None
+            for nothing.
+    """
+
+    __slots__ = ("_entries", "_entry", "_serial", "_table", "arena", "told")
+
+    def __init__(self, arena: Arena, table: SharedRows, entry: int, serial: int) -> None:
+        self.arena = arena
+        self.told: tuple[Form, int] | None = None
+        self._table, self._entry, self._serial = table, entry, serial
+        self._entries = table.values.view(np.int64)
+        self._entries[entry] = 0, 0, serial, 0
+
+    def say(self, ticket: int, place: int) -> None:
+        """Where the next result goes."""
+        entry = self._entries[self._entry]
+        entry[0], entry[1] = ticket, place
+
+    def options(self, form: Form) -> dict[str, Any] | None:
+        """As `NextTokenConsumer` takes them; None when the engine has them."""
+        arena = self.arena
+        if self.told == (form, len(arena.paths)):
+            return None
+        self.told = form, len(arena.paths)
+        table = str(self._table.path)
+        address = [table, self._entry, self._serial, arena.width, list(arena.paths)]
+        return {"address": address, **form.options()}
+
+    def heard(self) -> None:
+        """The worker has the table: nothing is left behind, however this process ends."""
+        self._table.unlink()
+
+    def give_back(self) -> None:
+        """Nothing more is said here. A worker that is late finds another serial."""
+        self._entries[self._entry, 2] = 0
+        self.arena.addresses.free.append((self._table, self._entry))
+
+
+class Addresses:
+    """Tables of the addresses of some requests.
+
+    Attributes:
+        free: tables and entries that nobody uses.
+    """
+
+    def __init__(self) -> None:
+        self.free: list[tuple[SharedRows, int]] = []
+        self._serials = itertools.count(1)
+        self._tables: list[SharedRows] = []
+
+    def take(self, arena: Arena) -> Address:
+        """A new one. Raises `OSError` when there is no room for a table."""
+        if not self.free:
+            table = SharedRows.create(_ENTRIES, ADDRESS_WIDTH)
+            self._tables.append(table)
+            self.free = [(table, entry) for entry in reversed(range(_ENTRIES))]
+        return Address(arena, *self.free.pop(), next(self._serials))
+
+    def close(self) -> None:
+        """Remove the tables."""
+        for table in self._tables:
+            table.unlink()
 
 
 class Reply:
@@ -175,15 +318,16 @@ class Reply:
     Attributes:
         ticket: of the result.
         options: as `NextTokenConsumer` takes them.
+        leased: the row of shared memory where it arrives, if it does.
     """
 
     def __init__(
-        self, transport: Transport, form: Form, ticket: int, leased: tuple[Arena, ArenaRow] | None
+        self, transport: Transport, form: Form, ticket: int, leased: tuple[Arena, int] | None
     ) -> None:
         self.ticket = ticket
         self.options: dict[str, Any] = {"ticket": ticket, **form.options()}
         self._transport = transport
-        self._leased = leased
+        self.leased = leased
         self._open = True
         if leased is not None:
             arena, place = leased
@@ -191,14 +335,14 @@ class Reply:
 
     def read_now(self) -> Answer:
         """The result, which is in shared memory once the engine's output of the step is there."""
-        assert self._leased is not None
+        assert self.leased is not None
         self._open = False
-        arena, place = self._leased
+        arena, place = self.leased
         return arena.read(place, self.ticket)
 
     async def read(self) -> Answer:
         """The result, once the engine's output of the step is there."""
-        if self._leased is not None:
+        if self.leased is not None:
             return self.read_now()
         found = await self._transport.fetch(self.ticket)
         self._open = False
@@ -209,7 +353,7 @@ class Reply:
         """Give up a result that was not read."""
         if self._open:
             self._open = False
-            self._transport.give_up(self.ticket, self._leased)
+            self._transport.give_up(self.ticket, self.leased)
 
 
 class Transport:
@@ -241,26 +385,40 @@ class Transport:
         self._arenas: dict[int, Arena] = {}
         self._to_fetch: dict[int, asyncio.Future[NextToken]] = {}
 
+    def expect(self, form: Form, results: int) -> None:
+        """So many results of a form will be asked for now."""
+        if self._shared:
+            self.arena(form).expect(results)
+
     def reply_now(self, form: Form) -> Reply | None:
-        """Where a result will arrive in shared memory, if there is room at once. Where there is no
-        memory at all, whoever calls `reply` is told."""
+        """Where a result will arrive in shared memory, if there is room at once."""
+        leased = self.lease_now(form)
+        return None if leased is None else Reply(self, form, self.ticket(), leased)
+
+    def lease_now(self, form: Form) -> tuple[Arena, int] | None:
+        """A row for a result, if there is one at once. Where there is no memory at all, whoever
+        calls `reply` is told."""
         if not self._shared:
             return None
-        arena = self._arena(form)
+        arena = self.arena(form)
         try:
             place = arena.lease_now()
         except RuntimeError:
             return None
-        return None if place is None else Reply(self, form, next(self._tickets), (arena, place))
+        return None if place is None else (arena, place)
+
+    def ticket(self) -> int:
+        """A new one."""
+        return next(self._tickets)
 
     async def reply(self, form: Form) -> Reply:
         """Where a result will arrive; waits for a free row."""
         if not self._shared:
-            return Reply(self, form, next(self._tickets), None)
-        arena = self._arena(form)
-        return Reply(self, form, next(self._tickets), (arena, await arena.lease()))
+            return Reply(self, form, self.ticket(), None)
+        arena = self.arena(form)
+        return Reply(self, form, self.ticket(), (arena, await arena.lease()))
 
-    def _arena(self, form: Form) -> Arena:
+    def arena(self, form: Form) -> Arena:
         """Shared rows that are wide enough for a result."""
         numbers = self._vocab_size
         if form is not WHOLE:  # few widths: powers of two
@@ -269,11 +427,11 @@ class Transport:
             self._arenas[numbers] = Arena(numbers, self._shared_bytes)
         return self._arenas[numbers]
 
-    def give_up(self, ticket: int, leased: tuple[Arena, ArenaRow] | None) -> None:
+    def give_up(self, ticket: int, leased: tuple[Arena, int] | None) -> None:
         """Forget a result; its row is used again once no worker can write to it any more."""
         self._spawn(self._given_up(ticket, leased))
 
-    async def _given_up(self, ticket: int, leased: tuple[Arena, ArenaRow] | None) -> None:
+    async def _given_up(self, ticket: int, leased: tuple[Arena, int] | None) -> None:
         try:
             await self._engine.call_consumer(CONSUMER, "forget", [] if leased else [ticket])
         except Exception as error:  # a dead engine writes nothing, nor does a detached consumer

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from tllm.ports import RequestInfo
 from tllm.runtime.assignments import Assignments
@@ -17,7 +19,7 @@ from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
 from tllm.spec.request import RequestSpec
-from tllm.spec.turns import Turn
+from tllm.spec.turns import StepTurns
 
 
 @dataclass(eq=False)
@@ -107,27 +109,32 @@ class RunningSequences:
         sequence.prompt_token_ids = prompt_token_ids
         self._ask_anew(sequence, spec.consumers)
 
-    def take_turns(self, turns: Sequence[Turn]) -> None:
-        """Prompts have grown by a token each, and bring options of their own."""
+    def take_turns(self, turns: StepTurns) -> None:
+        """Prompts have grown by a token each; some bring options of their own."""
         self.dispatcher.before_forward()
-        ids, tokens, lengths, computed, _ = zip(*turns, strict=True)
-        sequences = [sequence for each in ids if (sequence := self.slots.get(each)) is not None]
-        assert len(sequences) == len(turns), "a turn of a sequence that did not begin"
+        lengths = turns.prompt_lens
+        known = [self.slots.get(each) for each in turns.engine_ids]
+        sequences = [sequence for sequence in known if sequence is not None]
+        assert len(sequences) == len(known), "a turn of a sequence that did not begin"
         slots = [sequence.info.slot for sequence in sequences]
-        own = [max(at, each.info.prompt_len) for at, each in zip(computed, sequences, strict=True)]
-        self.slots.grow(slots, lengths, own)
+        before = [sequence.info.prompt_len for sequence in sequences]
+        self.slots.grow(slots, lengths, np.maximum(turns.num_computed, before))
         for owner in self.consumers:
             owner.forget_all(slots)
-        for sequence, token, length, turn in zip(sequences, tokens, lengths, turns, strict=True):
+        for sequence, token, length in zip(sequences, turns.tokens, lengths, strict=True):
             sequence.info = sequence.info.having(prompt_len=length)
-            known = sequence.prompt_token_ids
+            tokens = sequence.prompt_token_ids
             # Whoever else has this list may have appended to it.
-            if known is not None and len(known) < length:
-                known.append(token)
-            if self._asks_as_before(sequence, turn.consumers):
-                sequence.consumers = turn.consumers
-            else:
-                self._ask_anew(sequence, turn.consumers)
+            if tokens is not None and len(tokens) < length:
+                tokens.append(token)
+        consumers = turns.consumers
+        for sequence in sequences:
+            if sequence.laid_out is None or sequence.engine_id in consumers:
+                asked = consumers.get(sequence.engine_id, sequence.consumers)
+                if self._asks_as_before(sequence, asked):
+                    sequence.consumers = asked
+                else:
+                    self._ask_anew(sequence, asked)
 
     def _asks_as_before(
         self, sequence: RunningSequence, consumers: Mapping[str, Mapping[str, Any]]

@@ -1,24 +1,26 @@
-"""Turns: how a sequence whose tokens the user chooses goes on, as the workers hear of it."""
+"""Turns: how sequences whose tokens the user chooses go on, as the workers hear of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Turn(NamedTuple):
-    """One more token of a prompt that arrives in parts, of a sequence that the workers still have.
+class StepTurns(NamedTuple):
+    """One more token of each of some prompts that arrive in parts, of sequences that the workers
+    still have. What is of one sequence stands at one place of each list.
 
     Attributes:
-        engine_id: the sequence's.
-        token: stands where the last drawn one did, which is dropped.
-        prompt_len: with it.
+        engine_ids: the sequences'.
+        tokens: stand where the last drawn ones did, which are dropped.
+        prompt_lens: with them.
         num_computed: tokens that the step does not compute.
-        consumers: options by consumer id, in the place of those before.
+        consumers: of those that ask otherwise than before, by engine id: options by consumer id, in
+            the place of those before.
     """
 
-    engine_id: str
-    token: int
-    prompt_len: int
-    num_computed: int
-    consumers: Mapping[str, Mapping[str, Any]]
+    engine_ids: Sequence[str]
+    tokens: Sequence[int]
+    prompt_lens: Sequence[int]
+    num_computed: Sequence[int]
+    consumers: Mapping[str, Mapping[str, Mapping[str, Any]]]
