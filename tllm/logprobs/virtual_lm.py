@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -136,8 +137,13 @@ class AsyncVirtualLM(AsyncLM):
         arguments["consumers"] = [*arguments.get("consumers", ()), NextTokenConsumer()]
         loop = EngineLoop()
         try:
+            engine = loop.run(AsyncLLM.create(model_name, **arguments))
+            # All that was imported and made is here to stay. The garbage collector looks through
+            # it soon, for as long as fifty steps of lanes take; rather now than in one of them.
+            if gc.isenabled():
+                gc.collect()
             return cls(
-                loop.run(AsyncLLM.create(model_name, **arguments)),
+                engine,
                 loop,
                 cache_size=cache_size,
                 cache_opts=cache_opts,
