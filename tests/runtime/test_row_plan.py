@@ -190,7 +190,8 @@ def test_lanes_keep_their_plan_as_long_as_their_tokens_are_the_prompts(monkeypat
         frames.append(planner.plan(number, StepBatch(slots, begin, ones, 0 * ones)))
         assert plan[Column.STEER.plan_row, :3].tolist() == [4, 4, 4]
         (rows,) = frames[-1].rows
-        assert (rows.group.program.number, rows.positions.tolist()) == (3, begin.tolist())
+        positions = rows.group.positions(frames[-1].batch)
+        assert (rows.group.program.number, positions.tolist()) == (3, begin.tolist())
     assert [frame.goes_on for frame in frames] == [False, True, True, True]
     assert len(sent) == 1
     planner.plan(4, StepBatch(slots, starts + 4, ones, 0 * ones))

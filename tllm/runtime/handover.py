@@ -35,7 +35,8 @@ class Handover:
         self.owner = flow.owner
         self.rows = group.total
         self._flow = flow
-        self._sequences = group.sequences
+        self._group, self._slots = group, slots
+        self._known = flow.owner.forgotten
         self._requests, self._index = group.owners(flow.owner, slots)
         self._parts: dict[Roles, torch.Tensor] = {}
         self._described = [r for r, (port, _) in flow.gathered.items() if port == "request_meta"]
@@ -71,8 +72,11 @@ class Handover:
 
     def bundle(self, frame: Frame) -> PortBundle:
         """The bundle of a step."""
+        if self._known != self.owner.forgotten:  # sequences beside these may have grown
+            self._known = self.owner.forgotten
+            self._requests, self._index = self._group.owners(self.owner, self._slots)
         meta = RowMeta.of_tokens(
-            self._requests, self._index, frame.batch.starts, self._sequences, frame.step
+            self._requests, self._index, frame.batch.starts, self._group.sequences, frame.step
         )
         entries, key, flow = self._entries, self._key, self._flow
         if entries is None:
