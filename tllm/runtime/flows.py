@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any, Protocol, TypeAlias
 
@@ -335,14 +335,14 @@ class BoundConsumer:
             arrived = {name: copy.wait() for name, copy in copies.items()}
             self.consumer.on_export(channel, arrived, meta, *rest)
 
-        def job() -> None:
+        def deliver_into() -> None:
             self._call(self, deliver)
-            if given and self.error is not None:  # the memory must not be used again before
+            if self.error is not None:  # the memory must not be used again before
                 with suppress(RuntimeError):
                     for name in given:
                         copies[name].wait()
 
-        self.export_thread.submit(job)
+        self.export_thread.submit(deliver_into if given else partial(self._call, self, deliver))
 
 
 class Context(ConsumerContext):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -43,16 +44,6 @@ class Chunk:
     positions: IntArray
     rows: torch.Tensor
     landed: Landed | None = None
-
-    @property
-    def slab(self) -> Slab | None:
-        """What the rows are a step of."""
-        return None if self.landed is None else self.landed.slab
-
-    @property
-    def lies_by_sequence(self) -> bool:
-        """Whether there are many rows of few sequences, each one's together."""
-        return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
 
 
 @dataclass(eq=False)
@@ -135,22 +126,25 @@ class HostRows:
         unsorted = self._unsorted.pop(kind, None)
         if unsorted is None:
             return
+        # What brings rows to their sequences: they lie in a slab; they are cut, for many rows of
+        # few sequences lie together already; or they are sorted, with others.
+        ways: list[Slab | bool] = [
+            (chunk.landed.slab or True)
+            if chunk.landed is not None
+            else len(chunk.positions) > 4 * len(chunk.sequences) and is_grouped(chunk.index)
+            for chunk in unsorted.chunks
+        ]
         copies: list[RowCopy] = []
-        for way, chunks in groupby(unsorted.chunks, self._way):
+        for way, pairs in groupby(zip(ways, unsorted.chunks, strict=True), itemgetter(0)):
+            chunks = [chunk for _, chunk in pairs]
             if isinstance(way, Slab):
-                self._give_slab(way, list(chunks))
+                self._give_slab(way, chunks)
             elif way:
                 for chunk in chunks:
                     copies += self._cut(chunk)
             else:
-                copies += self._sort_small(list(chunks))
+                copies += self._sort_small(chunks)
         self._copier.run(copies)
-
-    @staticmethod
-    def _way(chunk: Chunk) -> Slab | bool:
-        """What brings a chunk's rows to their sequences: they lie in a slab; they are cut, for many
-        rows of few sequences lie together already; or they are sorted, with others."""
-        return chunk.slab or chunk.landed is not None or chunk.lies_by_sequence
 
     def take(self, kind: Hashable, sequence: Hashable) -> tuple[CapturedRows | None, str]:
         """All rows of a sequence, by position (None when there are none), and what is missing."""
