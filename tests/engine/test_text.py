@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from tiny_engines import SHARE
 
+import tllm.stores
 from engine.modes import Reader
 from tllm import LLM, SamplingParams
+from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.ports import ResidualStream
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -65,6 +67,37 @@ def test_a_stop_string_cuts_the_rows_with_the_output(llm):
     assert stopped.outputs[0].finish_reason == "stop"
     assert len(stopped.outputs[0].token_ids) < len(free.outputs[0].token_ids)
     assert rows(stopped) == passed(stopped)
+
+
+def test_a_stop_string_that_is_found_late_cuts_the_record_on_disk(llm, monkeypatch, tmp_path):
+    """The request has ended in the engine by then, as in one of another process, and its workers
+    have heard of that with a step of another request."""
+    core = llm.llm_engine.engine_core
+    step = core.get_output
+
+    def steps():
+        outputs = step()
+        for _ in range(15):
+            outputs.outputs += step().outputs
+        return outputs
+
+    llm.register_consumer(FilesystemConsumer(tmp_path))
+    capture = {"filesystem": {"hooks": {"post_block": [2]}}}
+    whole = SamplingParams(temperature=0, max_tokens=12, capture=capture)
+    (free,) = llm.generate("Leo walked to the garden.", whole, use_tqdm=False)
+    word = free.outputs[0].text.split()[3]
+    monkeypatch.setattr(core, "get_output", steps)
+    params = SamplingParams(temperature=0, max_tokens=12, capture=capture, stop=[word])
+    longer = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = ["Leo walked to the garden.", "Mia"]
+    stopped, _ = llm.generate(prompts, [params, longer], use_tqdm=False)
+    assert stopped.outputs[0].finish_reason == "stop"
+    for output in (free, stopped):
+        (sample,) = output.outputs
+        payload = sample.capture_results["filesystem"].payload
+        record = tllm.stores.open(tmp_path).record(payload.request_id, tag=payload.tag)
+        assert list(record.token_ids) == [*output.prompt_token_ids, *sample.token_ids]
+        assert record.positions("post_block", 2).tolist() == passed(output) == rows(output)
 
 
 def test_samples_that_end_by_themselves_have_their_own_rows(llm):

@@ -248,9 +248,12 @@ class _Rules(_Base):
         self._tllm_wanted.discard(request.request_id)
         self._tllm_endings.forget(request.request_id)
         self._tllm_conversations.forget(request.request_id)
-        # Whoever aborts, or finds a stop string, knows better which tokens belong to the output.
+        # Whoever aborts, or finds a stop string, knows better which tokens belong to the output;
+        # the string may be among tokens that came long before the end, and be found only now.
         # Of a streamed prompt nobody does, and when its inputs end vLLM aborts it.
         known = request.status != RequestStatus.FINISHED_ABORTED or request.stop_reason is not None
+        params = request.sampling_params
+        known = known and not (params is not None and params.stop)
         if wanted and (known or request.streaming_queue is not None):
             self._tllm_ended[request.request_id] = tuple(request.all_token_ids)
         return super()._free_request(request, *args, **kwargs)
