@@ -404,6 +404,20 @@ def test_a_request_that_is_refused_begins_no_conversation(llm, name, more, sente
     generate(llm, prompts_of([4]), greedy(1, **of(ENTRY, conversation=named(name, "x" * 16))))
 
 
+def test_a_request_that_vllm_refuses_begins_no_conversation(llm, name):
+    longest = llm.llm_engine.model_config.max_model_len
+    for length, more in ((longest + 1, {}), (4, {"allowed_token_ids": [10**6]})):
+        [prompt] = prompts_of([length])
+        asked = greedy(1, **of(ENTRY, conversation=named(name)), **more)
+        with pytest.raises(VLLMClientError):
+            llm.llm_engine.add_request("wrong", {"prompt_token_ids": prompt}, asked)
+        assert name not in llm.steering.conversations()
+    generate(llm, prompts_of([4]), greedy(1, **of(ENTRY, conversation=named(name))))
+    with pytest.raises(VLLMClientError):
+        llm.llm_engine.add_request("wrong", {"prompt_token_ids": prompt}, asked)
+    assert llm.steering.conversations()[name]["requests"] == 1, "it goes on without the refused one"
+
+
 def test_conversations_are_limited_and_room_is_made_by_those_that_expired():
     there = Conversations(2)
     keys = b"a" * 32, b"b" * 32
@@ -418,6 +432,8 @@ def test_conversations_are_limited_and_room_is_made_by_those_that_expired():
     third = there.enter("three", keys[0], 10, now=13)
     assert third.place == first.place and third.serial > second.serial
     assert set(there.described(13)) == {"two", "three"} and not there.forget("one", 13)
+    there.leave(first)  # of a conversation whose place is another's by now
+    assert set(there.described(13)) == {"two", "three"}
     again = there.enter("two", keys[0], 10, now=110)  # expired: whoever comes first has the name
     assert again.serial > third.serial
     assert there.forget("two", 111) and not there.described(130)

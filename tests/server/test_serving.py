@@ -664,10 +664,15 @@ def test_an_api_key_has_so_many_conversations(server, model):
     entry = {"vector": [1.0] * 128, "when": {**when, "scope": "conversation"}}
     body = WORDS | {"max_tokens": 1, "decode_steering_vectors": {"post_block": {"3": entry}}}
 
-    def ask(name, key, **more):
+    def ask(name, key, also=(), **more):
         named = {"id": name, "key": "secret of a chat", "expires_s": 60, **more}
-        return server.post("/v1/completions", {**body, "conversation": named}, key=key)
+        return server.post(
+            "/v1/completions", {**body, **dict(also), "conversation": named}, key=key
+        )
 
+    # vLLM refuses it after the workers were asked, and it begins none.
+    refused = ask("little 0", "little", {"allowed_token_ids": [10**6]})
+    assert refused.status_code == 400 and "out-of-vocab" in refused.text
     for _ in range(2):
         assert ask("little 1", "little").is_success
     refused = ask("little 2", "little")

@@ -135,6 +135,12 @@ class SyncClient:
             self._client.release(output.tllm_request)
         self.calls.run(self._client.gather(outputs, self.result_timeout_s, alone=True))
 
+    def refuse(self, request: Prepared) -> None:
+        """A request did not begin."""
+        self.drop([request])
+        if (leave := self._client.leave(request)) is not None:
+            self.calls.ask(leave)
+
     def drop(self, requests: list[Prepared]) -> None:
         """Requests did not begin, or were aborted."""
         for request in requests:
@@ -164,7 +170,7 @@ class AsyncClient:
         self.unwanted: set[str] = set()
         self._client = client
         self._finished: set[str] = set()
-        self._discarding: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
         self.front = AsyncLLMFront(engine, self, client.check_prompt)
 
     async def admit(
@@ -230,21 +236,31 @@ class AsyncClient:
             await self.calls.run(self._client.gather([output], self.result_timeout_s, alone=False))
         self._finished.add(request.prompt_id)
 
+    def refuse(self, request: Prepared) -> None:
+        """A request did not begin."""
+        self.drop(request)
+        if (leave := self._client.leave(request)) is not None:
+            self._tell(leave)
+
     def drop(self, request: Prepared) -> None:
         """A request has ended, or did not begin, or the caller gave it up."""
         self._client.release(request)
         if request.prompt_id in self._finished:
             self._finished.remove(request.prompt_id)
         elif self._client.has_results(request):  # nobody will come for the results
-            task = asyncio.ensure_future(self._discard(request.prompt_id))
-            self._discarding.add(task)
-            task.add_done_callback(self._discarding.discard)
+            self._tell(WorkerCall("discard_results", ([request.prompt_id],)))
 
-    async def _discard(self, prompt_id: str) -> None:
+    def _tell(self, call: WorkerCall) -> None:
+        """Call the workers, without waiting for them."""
+        task = asyncio.ensure_future(self._told(call))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _told(self, call: WorkerCall) -> None:
         try:
-            await self.calls.ask(WorkerCall("discard_results", ([prompt_id],)))
+            await self.calls.ask(call)
         except Exception as error:  # the engine is going down
-            logger.debug("results of an aborted request were not discarded: %s", error)
+            logger.debug("the workers did not hear of %s: %s", call.method, error)
 
 
 def made(consumer: Consumer | str) -> Consumer:

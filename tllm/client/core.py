@@ -452,6 +452,12 @@ class Client:
         """A request has ended, or did not begin."""
         self.held.release(prepared.prompt_id)
 
+    def leave(self, prepared: Prepared) -> WorkerCall | None:
+        """What the workers have to hear of a request that did not begin, beside that it is over."""
+        if prepared.conversation is None:
+            return None
+        return WorkerCall("leave_conversation", prepared.conversation)
+
     def _prepare(
         self,
         params: Any,

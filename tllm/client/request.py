@@ -10,10 +10,11 @@ from vllm.outputs import PoolingRequestOutput, RequestOutput
 
 from tllm.client.results import Collected, Samples
 from tllm.ports import ConsumerFlow
+from tllm.spec.conversations import ConversationUse
 from tllm.spec.groups import SteeringGroup
 from tllm.spec.media import MediaItem
 from tllm.spec.patching import RequestPatch
-from tllm.spec.request import RowsRead
+from tllm.spec.request import RowsRead, wire_of
 from tllm.spec.selection import Selection
 
 
@@ -94,6 +95,12 @@ class Prepared:
     def captures(self) -> tuple[str, ...]:
         """The consumers whose results are capture results."""
         return tuple(self.capture_options)
+
+    @property
+    def conversation(self) -> tuple[int, int] | None:
+        """Place and serial of the conversation that it takes part in; None for none."""
+        given = wire_of(self.params).get("conversation")
+        return None if given is None else ConversationUse.from_wire(given)[:2]
 
     def tokens(self, output: RequestOutput | PoolingRequestOutput) -> dict[int, list[int]] | None:
         """All tokens of each sample, if a consumer waits for them; None: the engine will say."""

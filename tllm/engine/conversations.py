@@ -128,6 +128,16 @@ class Conversations:
     def _remove(self, name: str) -> None:
         self._free.append(self._by_id.pop(name).where.place)
 
+    def leave(self, where: ConversationPlace) -> None:
+        """A request that named a conversation did not begin; if no other has named it, it did not
+        begin either."""
+        for name, known in self._by_id.items():
+            if known.where == where:
+                known.requests -= 1
+                if not known.requests:
+                    self._remove(name)
+                return
+
     def forget(self, name: str, now: float) -> bool:
         """Forget a conversation; whether it was there."""
         known = self._by_id.get(name)

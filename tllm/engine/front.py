@@ -89,7 +89,11 @@ class SyncRequests(Protocol):
         ...
 
     def drop(self, requests: list[Any]) -> None:
-        """Requests did not begin, or were aborted: nobody will come for their results."""
+        """Requests were aborted: nobody will come for their results."""
+        ...
+
+    def refuse(self, request: Any) -> None:
+        """A request did not begin."""
         ...
 
     def step(self) -> None:
@@ -119,7 +123,11 @@ class AsyncRequests(Protocol):
         ...
 
     def drop(self, request: Any) -> None:
-        """A request has ended, or did not begin, or the caller gave it up. May come twice."""
+        """A request has ended, or the caller gave it up. May come twice."""
+        ...
+
+    def refuse(self, request: Any) -> None:
+        """A request did not begin."""
         ...
 
 
@@ -170,7 +178,7 @@ class LLMEngineFront:
             params = _put_into(prompt, request.params, self._check)
             engine_id = self._add_request(request_id, prompt, params, *args, **kwargs)
         except BaseException:
-            self._requests.drop([request])
+            self._requests.refuse(request)
             raise
         self._running[request_id] = _Running(engine_id, request)
         return engine_id
@@ -362,7 +370,7 @@ class AsyncLLMFront:
             ready = _put_into(prompt, request.params, self._check)
             queue = await self._add_request(request_id, prompt, ready, *args, **kwargs)
         except BaseException:
-            self._requests.drop(request)
+            self._requests.refuse(request)
             raise
         return ResultQueue(queue, self._requests, request)
 

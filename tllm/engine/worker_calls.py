@@ -177,6 +177,10 @@ class WorkerCalls:
         given = now, owner, most, conditions
         return self._conversations.enter(name, key_digest, expires_s, *given)
 
+    def leave_conversation(self, place: int, serial: int) -> None:
+        """See `Conversations.leave`."""
+        self._conversations.leave(ConversationPlace(place, serial))
+
     def forget_conversation(self, name: str, now: float) -> bool:
         """See `Conversations.forget`."""
         return self._conversations.forget(name, now)
