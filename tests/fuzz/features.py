@@ -13,6 +13,7 @@ from engine.reference import HIDDEN, LAYERS, VOCAB
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
+from fuzz.controllers import controlled, controllers
 from fuzz.gates import gate_all, remembers
 from fuzz.patches import patch
 
@@ -296,6 +297,7 @@ def _streamed(pick: Random, ask: Ask) -> None:
     phases = any(name.startswith(("prefill", "decode")) for name in ask.options)
     if (
         remembers(ask.options)
+        or controlled(ask)
         or ask.options.keys() & impossible
         or ask.options.get("n", 1) > 1
         or ask.selections
@@ -377,6 +379,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("where", 0.2, _where),
     Feature("patches", 0.25, patch),
     Feature("esamp", 0.2, _esamp),
+    Feature("controllers", 0.25, controllers),
     Feature("probe", 0.3, _probe),
     Feature("unlogged", 0.3, _unlogged),
     Feature("abort", 0.08, _abort, needs="abort"),

@@ -193,7 +193,7 @@ def conditions_in(given: Any) -> Iterator[Any]:
     """All conditions of entries, anywhere in what a request, or the engine, is given."""
     if isinstance(given, Mapping):
         for key, value in given.items():
-            if key == "when":
+            if key in ("when", "stop_when"):
                 yield value
             else:
                 yield from conditions_in(value)

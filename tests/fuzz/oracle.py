@@ -13,6 +13,7 @@ from engine.reference import LAYERS
 
 import tllm.stores
 from fuzz.asks import Ask
+from fuzz.controllers import CONTROLLERS, controlled, declared, wrong_about
 from fuzz.features import MODULES
 from fuzz.gates import conditions_in, edges_of, is_near
 
@@ -35,11 +36,13 @@ class Alone:
         tokens: all of its tokens, the prompt's first.
         rows: by hook point and layer, `[tokens - 1, hidden]`.
         signals: what conditions of steering made of its tokens, by name.
+        ended: why.
     """
 
     tokens: list[int]
     rows: Mapping[tuple[str, int | None], torch.Tensor]
     signals: Mapping[str, Any]
+    ended: tuple[Any, Any] = None, None
 
 
 class Oracle:
@@ -48,6 +51,7 @@ class Oracle:
     Args:
         probe: `(weight [hidden], bias)` of the engine's probe.
         root: of the engine's store.
+        apart: whether the engine is another process, and computes ahead of what this one has seen.
 
     Attributes:
         looked: outputs that `check` was given.
@@ -55,9 +59,10 @@ class Oracle:
             condition.
     """
 
-    def __init__(self, probe: tuple[torch.Tensor, float], root: Any) -> None:
+    def __init__(self, probe: tuple[torch.Tensor, float], root: Any, *, apart: bool) -> None:
         self._probe = probe
         self._root = root
+        self._apart = apart
         self.looked = 0
         self.near = 0
 
@@ -65,10 +70,11 @@ class Oracle:
         """What to run, one after the other, to know what an output should be.
 
         Returns:
-            Prompts and their parameters: the request itself, all of whose rows are kept; or, where
-            nobody else can tell the tokens, those of each sample as a prompt of their own.
+            Prompts and their parameters: the request itself, all of whose rows are kept, with
+            conditions in the place of controllers; or, where nobody else can tell the tokens, those
+            of each sample as a prompt of their own.
         """
-        asked: dict[str, Any] = {"capture": _everything(ask), "consumers": OFF}
+        asked: dict[str, Any] = {"capture": _everything(ask), "consumers": OFF, **declared(ask)}
         if not ask.guided:
             return [ask.prompt], ask.params(**asked)
         asked |= {"n": None, "max_tokens": 1, "temperature": 0.0, "min_tokens": None, "seed": None}
@@ -87,7 +93,15 @@ class Oracle:
                 for sample, each in zip(output.outputs, outputs, strict=True)
             ]
         [each] = outputs
-        return [Alone([*ask.prompt, *s.token_ids], _states(s), s.signals) for s in each.outputs]
+        return [
+            Alone(
+                [*ask.prompt, *sample.token_ids],
+                _states(sample),
+                sample.signals,
+                (sample.finish_reason, sample.stop_reason),
+            )
+            for sample in each.outputs
+        ]
 
     def check(self, ask: Ask, output: Any, truth: Sequence[Alone], everywhere: Any = None) -> None:
         """Raises `WrongError` unless an output is what its request gives alone.
@@ -96,7 +110,12 @@ class Oracle:
             everywhere: global steering.
         """
         self.looked += 1
-        given = [everywhere, ask.options, *(MODULES.values() if "module" in ask.drawn else ())]
+        given = [
+            everywhere,
+            ask.options,
+            declared(ask),
+            *(MODULES.values() if "module" in ask.drawn else ()),
+        ]
         edges = edges_of(conditions_in(given))
         if any(is_near(alone.signals, edges) for alone in truth):
             self.near += 1
@@ -110,8 +129,16 @@ class Oracle:
                     f"sample {completion.index} has the tokens {tokens[len(ask.prompt) :]}, and "
                     f"alone {alone.tokens[len(ask.prompt) :]}"
                 )
+            ended = completion.finish_reason, completion.stop_reason
+            if not ask.guided and ended != alone.ended:
+                raise WrongError(f"it ended with {ended}, and alone with {alone.ended}")
+            for name in controlled(ask):
+                if wrong := wrong_about(name, ask, completion, alone):
+                    raise WrongError(wrong)
             for name in ask.captures:
                 result = completion.capture_results[name]
+                if self._apart and _is_too_far_ahead(ask, name, result):
+                    continue
                 if (result.status, result.error) != ("ok", None):
                     raise WrongError(f"capture {name!r} is {result.status}: {result.error}")
                 self._check_capture(ask, name, completion, alone)
@@ -180,8 +207,9 @@ def _check_signals(ask: Ask, output: Any, truth: Sequence[Alone]) -> None:
     several = len(truth) > 1 or ask.parts
     cached = first if several else min(first, output.num_cached_tokens or 0)
     for completion, alone in zip(output.outputs, truth, strict=True):
-        if set(completion.signals) != (set() if off else set(alone.signals)):
-            raise WrongError(f"signals {set(completion.signals)}, and alone {set(alone.signals)}")
+        names = set() if off else alone.signals.keys() - CONTROLLERS.keys()
+        if set(completion.signals) != names:
+            raise WrongError(f"signals {set(completion.signals)}, and alone {names}")
         for name, signal in completion.signals.items():
             told = f"signal {name!r} of sample {completion.index}"
             expected = {}
@@ -203,6 +231,13 @@ def _check_signals(ask: Ask, output: Any, truth: Sequence[Alone]) -> None:
             fired = np.isin(signal.positions, signal.fired)
             if (fired != (strengths > 0.5))[sure].any():
                 raise WrongError(f"{told} fired at {signal.fired}, its strengths are {strengths}")
+
+
+def _is_too_far_ahead(ask: Ask, name: str, result: Any) -> bool:
+    """Whether a capture says that it was reduced over tokens beyond a stop string, which this
+    process was slow to find."""
+    reduced_text = "stop" in ask.options and ask.captures[name].get("reduction", "none") != "none"
+    return reduced_text and "that were computed ahead of the sequence's end" in (result.error or "")
 
 
 def at_these_positions(

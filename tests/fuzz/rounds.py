@@ -18,6 +18,7 @@ from engine.asking import generate
 from engine.reference import HIDDEN
 
 from fuzz.asks import Ask
+from fuzz.controllers import controlled, made
 from fuzz.features import MODULES, VECTORS, draw_together, tier
 from fuzz.gates import MONITORS, gate, names_of
 from fuzz.leaks import Footprint, footprint, grown
@@ -45,6 +46,7 @@ def consumers(root: Path) -> list[Consumer]:
         ProbeConsumer(PROBE[0], PROBE[1]),
         LoggingConsumer(layers="0-3"),
         ESampConsumer(ESampConsumerConfig(rank=4, slots=2)),
+        *made(),
     ]
 
 
@@ -137,7 +139,7 @@ class Attack:
         self._llm = llm
         self._plain = plain
         self._allows = allows | {"abort"}
-        self._oracle = Oracle(PROBE, root)
+        self._oracle = Oracle(PROBE, root, apart=False)
         self._truth: dict[int, list[Alone]] = {}
         for consumer in consumers(root):
             llm.register_consumer(consumer)
@@ -217,7 +219,8 @@ class Attack:
             if ask.guided:
                 self._steer(everywhere)
             self._truth[number] = self._oracle.truth(ask, output, found)
-            if everywhere is None and not (ask.steered or ask.patched or ask.guided):
+            acted = ask.steered or ask.patched or ask.guided or controlled(ask)
+            if everywhere is None and not acted:
                 self._compare_with_vllm(ask, output)
         self._oracle.check(ask, output, self._truth[number], everywhere)
 

@@ -41,7 +41,7 @@ class Served:
     def __init__(self, engine: AsyncLLM, root: Path, points: Sequence[str]) -> None:
         self._engine = engine
         self._points = points
-        self._oracle = Oracle(PROBE, root)
+        self._oracle = Oracle(PROBE, root, apart=True)
         self._number = 0
 
     async def run(self, seed: int, requests: int) -> int:
