@@ -213,10 +213,9 @@ class V1Attachment(RunnerAttachment):
             logits = apply_top_k_top_p(logits, k, p)
             k = p = None
             batch = self.runner.input_batch
-            greedy = batch.temperature_cpu[: batch.num_reqs] < _GREEDY
             if self._asked.metadata is not batch.sampling_metadata:
                 self._asked = _AskedOfSampler(self.runner, batch.sampling_metadata)
-            self.session.steps.guide(_V1Step(self._asked, logits, greedy), greedy)
+            self.session.steps.guide(_V1Step(self._asked, logits), self._asked.greedy)
         return self._filter_and_draw(logits, generators, k, p, *args, **kwargs)
 
 
@@ -227,6 +226,20 @@ class _AskedOfSampler:
     def __init__(self, runner: Any, metadata: Any) -> None:
         self.runner = runner
         self.metadata = metadata
+
+    @cached_property
+    def greedy(self) -> np.ndarray:
+        """`[sequences]`, whether the likeliest token is drawn."""
+        batch = self.runner.input_batch
+        return np.asarray(batch.temperature_cpu[: batch.num_reqs] < _GREEDY)
+
+    @cached_property
+    def temperature(self) -> torch.Tensor:
+        """`[sequences]` on the device, as `SamplerStep.temperature`."""
+        temperature: torch.Tensor = self.metadata.temperature
+        if self.greedy.any():
+            return torch.where(temperature < _GREEDY, 1.0, temperature)
+        return temperature
 
     @cached_property
     def penalizes(self) -> bool:
@@ -247,21 +260,12 @@ class _AskedOfSampler:
 
 
 class _V1Step(SamplerStep):
-    def __init__(self, asked: _AskedOfSampler, logits: torch.Tensor, greedy: np.ndarray) -> None:
+    def __init__(self, asked: _AskedOfSampler, logits: torch.Tensor) -> None:
         self.logits = logits
         self._asked = asked
-        temperature = asked.metadata.temperature
-        if greedy.any():
-            temperature = torch.where(temperature < _GREEDY, 1.0, temperature)
-        self.temperature = temperature
-
-    @property
-    def penalizes(self) -> bool:
-        return self._asked.penalizes
-
-    @property
-    def unfiltered(self) -> np.ndarray:
-        return self._asked.unfiltered
+        self.temperature = asked.temperature
+        self.penalizes = asked.penalizes
+        self.unfiltered = asked.unfiltered
 
     def penalize(self, full: torch.Tensor) -> torch.Tensor:
         asked = self._asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +100,7 @@ class V2Attachment(RunnerAttachment):
 
     _collected: CandidateRows | None = None
     _temperature: torch.Tensor | None = None  # of each row, where the filter has gathered them
+    _asks: _AsksOfSampler | None = None
 
     @staticmethod
     def guidance_refusal(runner: Any) -> str | None:
@@ -187,6 +189,14 @@ class V2Attachment(RunnerAttachment):
             drafts,
             arrived=self.arrived,
         )
+        if not self.session.steps.goes_on:
+            self._asks = None
+
+    def _asked(self, logits: torch.Tensor, idx_mapping_np: np.ndarray) -> _AsksOfSampler:
+        """What the step's requests ask of the sampler."""
+        if self._asks is None:
+            self._asks = _AsksOfSampler(self.runner.sampler, idx_mapping_np, logits.shape[1])
+        return self._asks
 
     @overrides(
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample",
@@ -244,7 +254,7 @@ class V2Attachment(RunnerAttachment):
         """With nothing but temperature and min-p to apply, do it together with the collection of
         candidates: two passes over the logits instead of six."""
         sampler, width = self.runner.sampler, self.session.steps.guidance_width
-        if not width or not _only_temperature_and_min_p(sampler, idx_mapping_np):
+        if not width or not self._asked(logits, idx_mapping_np).only_temperature_and_min_p:
             return self._apply_sampling_params(
                 logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
             )
@@ -277,15 +287,11 @@ class V2Attachment(RunnerAttachment):
             top_k = top_p = None
             # The last argument chooses the fused sampler, which would filter again.
             rest = (*rest[:-1], False)
+            asks = self._asked(processed_logits, idx_mapping_np)
             step = _V2Step(
-                self.runner.sampler,
-                processed_logits,
-                self._sample_args,
-                self._collected,
-                self._temperature,
+                asks, processed_logits, self._sample_args, self._collected, self._temperature
             )
-            greedy = self.runner.sampler.sampling_states.temperature.np[idx_mapping_np] == 0.0
-            self.session.steps.guide(step, greedy)
+            self.session.steps.guide(step, asks.greedy)
         return self._sample_random(
             processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, *rest
         )
@@ -296,26 +302,60 @@ def _logit_bias_state(sampler: Any) -> Any:
     return sampler.logit_bias_state if LogitsContext is None else sampler.logits_processors[0]
 
 
-def _only_temperature_and_min_p(sampler: Any, idx_mapping_np: np.ndarray) -> bool:
-    """Whether the sampler has nothing else to apply to these requests before top-k and top-p.
+class _AsksOfSampler:
+    """What the requests of a batch ask of the sampler: the same while the batch goes on, since a
+    request keeps its parameters and its row of the sampler's tables.
 
-    Never said of a sampler whose stages are not the known ones.
+    Args:
+        rows: of the tables, `[sequences]`.
     """
-    if LogitsContext is None or len(sampler.logits_processors) != 3:
-        return False
-    bias, penalties, bad_words = sampler.logits_processors
-    return not (
-        sampler.thinking_budget_state.enabled
-        or bias.use_logit_bias[idx_mapping_np].any()
-        or penalties.use_penalty[idx_mapping_np].any()
-        or bad_words.num_bad_words.np[idx_mapping_np].any()
-    )
+
+    def __init__(self, sampler: Any, rows: np.ndarray, vocab: int) -> None:
+        self.sampler = sampler
+        self._vocab = vocab
+        self._rows = rows.copy()
+
+    @cached_property
+    def only_temperature_and_min_p(self) -> bool:
+        """Whether the sampler has nothing else to apply before top-k and top-p.
+
+        Never said of a sampler whose stages are not the known ones.
+        """
+        sampler, at = self.sampler, self._rows
+        if LogitsContext is None or len(sampler.logits_processors) != 3:
+            return False
+        bias, penalties, bad_words = sampler.logits_processors
+        return not (
+            sampler.thinking_budget_state.enabled
+            or bias.use_logit_bias[at].any()
+            or penalties.use_penalty[at].any()
+            or bad_words.num_bad_words.np[at].any()
+        )
+
+    @cached_property
+    def greedy(self) -> np.ndarray:
+        """`[sequences]`, whether the likeliest token is drawn."""
+        return np.asarray(self.sampler.sampling_states.temperature.np[self._rows] == 0.0)
+
+    @cached_property
+    def penalizes(self) -> bool:
+        """Whether penalties or biases are applied to any row."""
+        bias = _logit_bias_state(self.sampler)
+        active = self.sampler.penalties_state.use_penalty | bias.use_logit_bias
+        return bool(active[self._rows].any())
+
+    @cached_property
+    def unfiltered(self) -> np.ndarray:
+        """`[sequences]`, as `SamplerStep.unfiltered`."""
+        states, at = self.sampler.sampling_states, self._rows
+        off = (states.top_k.np[at] >= self._vocab) & (states.top_p.np[at] == 1.0)
+        return np.asarray(off & (states.min_p.np[at] == 0.0))
 
 
 class _V2Step(SamplerStep):
     def __init__(
         self,
-        sampler: Any,
+        asks: _AsksOfSampler,
         logits: torch.Tensor,
         args: tuple[Any, ...],
         collected: CandidateRows | None,
@@ -323,7 +363,9 @@ class _V2Step(SamplerStep):
     ) -> None:
         self.logits = logits
         self.collected = collected
-        self._sampler = sampler
+        self.penalizes = asks.penalizes
+        self.unfiltered = asks.unfiltered
+        self._sampler = sampler = asks.sampler
         # The order of `Sampler.sample`'s arguments after the logits.
         self._expanded_idx_mapping, self._idx_mapping, self._idx_mapping_np = args[:3]
         self._pos, self._input_ids, self._local_pos = args[3:6]
@@ -331,19 +373,6 @@ class _V2Step(SamplerStep):
         if temperature is None:
             temperature = sampler.sampling_states.temperature.gpu[self._expanded_idx_mapping]
         self.temperature = temperature
-
-    @property
-    def penalizes(self) -> bool:
-        penalties = self._sampler.penalties_state
-        bias = _logit_bias_state(self._sampler)
-        active = penalties.use_penalty | bias.use_logit_bias
-        return bool(active[self._idx_mapping_np].any())
-
-    @property
-    def unfiltered(self) -> np.ndarray:
-        states, at = self._sampler.sampling_states, self._idx_mapping_np
-        off = (states.top_k.np[at] >= self.logits.shape[1]) & (states.top_p.np[at] == 1.0)
-        return off & (states.min_p.np[at] == 0.0)
 
     def penalize(self, full: torch.Tensor) -> torch.Tensor:
         """Bias, then penalties, as the sampler applies them."""

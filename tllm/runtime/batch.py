@@ -180,6 +180,8 @@ class Frame:
     """Whether it is the next step of the same decoding sequences, with the plan of the last."""
     layout: object = None
     """The same object in each step of a batch that only goes on."""
+    undecided: bool = False
+    """Whether it is not known yet which drafts are their sequence's."""
     logits: torch.Tensor | None = field(default=None, init=False)
     sampled: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
@@ -189,11 +191,6 @@ class Frame:
     ever judged."""
     rejected: npt.NDArray[np.bool_] | None = field(default=None, init=False)
     """`[tokens]`, the drafts that turned out not to be their sequence's; None: there are none."""
-    undecided: bool = field(default=False, init=False)
-    """Whether it is not known yet which drafts are their sequence's."""
-
-    def __post_init__(self) -> None:
-        self.undecided = self.batch.drafts is not None
 
     def decide(self, kept: IntArray) -> None:
         """Of each sequence, its first `kept` tokens are its own, and the others never were."""
@@ -215,9 +212,7 @@ class Frame:
     @property
     def captured(self) -> int:
         """How many rows were captured that are not rejected."""
-        if self.rejected is None:
-            return sum([group.total for group in self.groups])
-        return sum(int(self.own(each.batch_rows, each.counts).sum()) for each in self.groups)
+        return sum([int(self.own(each.batch_rows, each.counts).sum()) for each in self.groups])
 
 
 def together(index: IntArray) -> slice | IntArray:

@@ -172,12 +172,13 @@ class Dispatcher:
                 rows = self._pieces(flow, frame)
                 if not rows and flow.flow.dispatch_every_n_steps == 1:
                     continue
-            if flow.flow.window == "same_step":
+            window = flow.flow.window
+            if window == "same_step":
                 self._deliver(flow, frame, rows)
-            elif flow.flow.window == "next_step":
+            elif window == "next_step":
                 self._hold(frame)
                 self.waiting.append((flow, frame, rows))
-            elif flow.flow.window == "out_of_band":
+            elif window == "out_of_band":
                 self._deliver_on_side_stream(flow, frame, rows)
             else:
                 self._deliver_in_background(flow, frame, rows)
@@ -281,7 +282,10 @@ class Dispatcher:
             bundle = handover.bundle(frame)
             owner.calls += 1
             owner.rows += handover.rows
-            owner.consumer.consume_bundle(bundle, owner.context.at(frame.step))
+            context = owner.context.latest
+            if context.step != frame.step:
+                context = owner.context.at(frame.step)
+            owner.consumer.consume_bundle(bundle, context)
         except BaseException as error:
             if ends_process(error):
                 raise

@@ -346,7 +346,11 @@ class BoundConsumer:
 
 
 class Context(ConsumerContext):
-    """The context of one consumer; `at` gives the one of a call."""
+    """The context of one consumer; `at` gives the one of a call.
+
+    Attributes:
+        latest: the one that `at` gave last.
+    """
 
     def __init__(
         self,
@@ -362,7 +366,7 @@ class Context(ConsumerContext):
         self._owner = owner
         self._writers = writers
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._latest: Context | None = None
+        self.latest: Context = self
 
     @property
     def stream(self) -> torch.cuda.Stream | None:  # type: ignore[override]
@@ -371,12 +375,13 @@ class Context(ConsumerContext):
 
     def at(self, step: int) -> Context:
         """The context of the calls of a step. Nothing changes in it any more."""
-        latest = self._latest
-        if latest is not None and latest.step == step and latest.model is self.model:
+        latest = self.latest
+        if latest.step == step and latest.model is self.model and latest is not self:
             return latest
         own = Context.__new__(Context)
-        vars(own).update(vars(self), step=step, _latest=None)
-        self._latest = own
+        vars(own).update(vars(self), step=step)
+        del own.latest  # else each would hold all before it
+        self.latest = own
         return own
 
     def writer(self, role: str) -> ResidualWriter:

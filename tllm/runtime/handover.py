@@ -83,24 +83,32 @@ class Handover:
             said = dict.fromkeys(self._described, meta)
             entries = self._lent(said) if self._lends else self._own(said)
         if self._numbered:
-            values = {"engine_step_id": frame.step, "phase": "decode"}
-            key = {name: values[name] for name in flow.flow.bundle_key}
+            key = {"engine_step_id": frame.step, **key}
         return PortBundle(entries, meta, key, flow.number, flow.flow.label, flow.reads)
 
     def _lent(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
         """Entries that are rows of the ring; each is made a view once."""
-        others = {str(roles): part for roles, part in (*self._parts.items(), *said.items())}
-        for roles, part in self._parts.items():
-            if isinstance(roles, tuple):
-                del others[str(roles)]
-                return LentRows(part, self._flow.columns, others, self._views)
-        return MappingProxyType(others)
+        entries: dict[str, Any] = {}
+        several: torch.Tensor | None = None
+        for roles in self._flow.gathered:
+            if isinstance(roles, str):
+                entries[roles] = said[roles] if roles in said else self._parts[roles]
+            elif said:  # entries are made in each step: not all of the views are
+                several = self._parts[roles]
+            else:
+                entries.update(zip(roles, self._parts[roles].unbind(1), strict=True))
+        if several is None:
+            return MappingProxyType(entries)
+        return LentRows(several, self._flow.columns, entries, self._views)
 
     def _own(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
         """Entries that the consumer may keep."""
-        copies: dict[Roles, Any] = {
-            # Those of several roles are copied when they are taken apart.
-            roles: part if isinstance(roles, tuple) else part.clone()
-            for roles, part in self._parts.items()
-        }
-        return apart({**copies, **said}, self._flow)
+        entries: dict[Roles, Any] = {}
+        for roles in self._flow.gathered:
+            if roles in said:
+                entries[roles] = said[roles]
+            else:
+                part = self._parts[roles]
+                # Those of several roles are copied when they are taken apart.
+                entries[roles] = part if isinstance(roles, tuple) else part.clone()
+        return apart(entries, self._flow)

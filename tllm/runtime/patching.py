@@ -67,6 +67,7 @@ class Patching:
 
     Attributes:
         users: sequences that are patched.
+        stale: whether `commit` has anything to do.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Patching:
         device = taps.device
         self._patches = StagedTable((taps.num_points, 0), 2, torch.int32, device, fill=-1)
         self._replacements = StagedTable((0, _WORDS), 1, torch.int32, device)
-        self._stale = False
+        self.stale = False
         self.users = 0
 
     # -- rows that are kept ------------------------------------------------------------------------
@@ -178,7 +179,7 @@ class Patching:
         for start, length in patched.chains:
             self._chains.release(start, length)
         self._rows.release(patched.first, patched.length)
-        self._stale = True
+        self.stale = True
 
     def _place(
         self, key: tuple[int, tuple[str, ...]], uses: Sequence[PatchUse], prompt_len: int
@@ -207,7 +208,7 @@ class Patching:
             patched.entries.append(place)
             self._patches.stage(place, np.array(start, np.int32))
         self._points.update(point for point, _ in patched.entries)
-        self._stale = True
+        self.stale = True
         return patched
 
     def _words(
@@ -262,7 +263,7 @@ class Patching:
 
     def commit(self) -> None:
         """Bring what changed to the device. On the compute stream, before a forward pass."""
-        if not self._stale:
+        if not self.stale:
             return
         moved = [
             self._patches.grow((self._taps.num_points, room(self._rows.end, 64))),
@@ -275,7 +276,7 @@ class Patching:
         used = np.array([point for point, users in self._points.items() if users], np.int64)
         self._taps.set_patching(used)
         self._taps.note_write()
-        self._stale = False
+        self.stale = False
 
 
 def _stretches(row_of: dict[int, int]) -> list[tuple[int, int]]:

@@ -104,6 +104,11 @@ class BatchLayout:
         return int(frame.own(of[:, SegmentWord.ROW], of[:, SegmentWord.COUNT]).sum())
 
     @cached_property
+    def captured(self) -> int:
+        """Rows that are captured."""
+        return sum(group.total for group in self.groups)
+
+    @cached_property
     def chooses(self) -> bool:
         """Whether the steering of any row depends on its token."""
         return bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
@@ -113,9 +118,11 @@ class BatchLayout:
         """Whether the plan says of any row which token it is: another one in each step."""
         return bool(self.used & Column.POSITION.flag)
 
-    def continues(self, slots: IntArray, starts: IntArray, counts: IntArray, table: Slots) -> bool:
+    def goes_on(
+        self, slots: IntArray, starts: IntArray, counts: IntArray, ends: IntArray, table: Slots
+    ) -> bool:
         """Whether a batch is the next step of the same sequences, a token of each, in the same
-        phase."""
+        phase; it is the last one then."""
         before = self.batch.slots
         if not (
             self.positions is None
@@ -126,19 +133,17 @@ class BatchLayout:
             and (slots is before or np.array_equal(slots, before))
         ):
             return False
-        if self._decodes and table.growth == self.growth:
-            return True
-        self.growth = table.growth
-        return np.array_equal(starts < table.prompt_len[slots], self.of_prompts)
-
-    def advance(self, ends: IntArray) -> None:
-        """The next step is computed, up to these positions."""
+        if not (self._decodes and table.growth == self.growth):
+            self.growth = table.growth
+            if not np.array_equal(starts < table.prompt_len[slots], self.of_prompts):
+                return False
         self._next_starts = ends.tobytes()
         self.steps_left -= 1
         if self.has_positions:
             positions = self.segments[:, Column.POSITION.word]
             positions += positions >= 0
             self.on_device.clear()
+        return True
 
     def without_capture(self) -> BatchLayout:
         """The same batch when its rows found no place in the ring: all else is done to them."""
@@ -203,15 +208,15 @@ class RowPlanner:
     def plan(self, step: int, batch: StepBatch) -> Frame:
         """Write the row plan for a batch."""
         layout = self.layout
-        goes_on = layout is not None and layout.continues(
-            batch.slots, batch.starts, batch.counts, self._slots
+        goes_on = layout is not None and layout.goes_on(
+            batch.slots, batch.starts, batch.counts, batch.ends, self._slots
         )
         if layout is not None and goes_on:
             layout.batch = batch
-            layout.advance(batch.ends)
         else:
             layout = self.layout = self._lay_out(batch)
         frame = Frame(step, batch, (), None, (), layout.chooses, layout.groups, goes_on, layout)
+        frame.undecided = batch.drafts is not None
         start = 0
         if layout.rows:
             frame.span = self._ring.reserve(layout.rows)
@@ -222,7 +227,10 @@ class RowPlanner:
             else:
                 start = frame.span.start
         if layout.groups:
-            frame.rows = self._placed(layout, start)
+            rows = layout.placed.get(start)
+            if rows is None or self._arena is not self._ring.arena:
+                rows = self._place_rows(layout, start)
+            frame.rows = rows
         if self._held != (layout, start):
             self._write(layout, start)
         elif layout.has_positions:
@@ -251,10 +259,9 @@ class RowPlanner:
         layout = self.layout
         if layout is None or self._held is None or layout.groups:
             return False
-        if not layout.continues(slots, starts, counts, self._slots):
-            return False
         ends = starts + counts
-        layout.advance(ends)
+        if not layout.goes_on(slots, starts, counts, ends, self._slots):
+            return False
         if layout.has_positions:
             self._count_up(layout)
         self._slots.deliver(slots, ends)
@@ -407,17 +414,15 @@ class RowPlanner:
 
     # -- rows --------------------------------------------------------------------------------------
 
-    def _placed(self, layout: BatchLayout, start: int) -> tuple[ProgramRows, ...]:
+    def _place_rows(self, layout: BatchLayout, start: int) -> tuple[ProgramRows, ...]:
         """Which rows of the ring, from `start` on, are whose. Those of a batch that goes on lie in
         a few places, so that nothing is found out twice."""
         if self._arena is not self._ring.arena:
             self._arena = self._ring.arena
             layout.placed.clear()
-        rows = layout.placed.get(start)
-        if rows is None:
-            rows = self._rows(layout, start)
-            if len(layout.placed) < 16:
-                layout.placed[start] = rows
+        rows = self._rows(layout, start)
+        if len(layout.placed) < 16:
+            layout.placed[start] = rows
         return rows
 
     def _rows(self, layout: BatchLayout, start: int | None) -> tuple[ProgramRows, ...]:

@@ -29,6 +29,7 @@ class RegisteredConsumers:
 
     Attributes:
         step: number of the step that runs.
+        failed: those that raised and are not detached yet.
     """
 
     by_id: dict[str, BoundConsumer]
@@ -44,7 +45,7 @@ class RegisteredConsumers:
     controllers: Controllers
     step: int = 0
     _writers: dict[str, list[TapWriter]] = field(default_factory=dict)
-    _failed: list[BoundConsumer] = field(default_factory=list)
+    failed: list[BoundConsumer] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[BoundConsumer]:
         return iter(self.by_id.values())
@@ -153,14 +154,14 @@ class RegisteredConsumers:
         for sequence in self.slots.snapshot():
             if owner.serves(sequence):
                 sequence.errors[owner.id] = owner.error or ""
-        self._failed.append(owner)
+        self.failed.append(owner)
 
     def detach_failed(self) -> None:
         """Stop capturing and adding for consumers that raised."""
-        if not self._failed:
+        if not self.failed:
             return
         self.dispatcher.before_forward()
-        failed, self._failed = self._failed, []
+        failed, self.failed = self.failed, []
         for owner in failed:
             self._remove_writers(owner)
         self.reassign()

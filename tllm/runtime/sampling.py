@@ -82,22 +82,16 @@ class SamplerStep(ABC):
         logits: float32 `[sequences, vocab]`, after penalties, temperature and filters; ours to
             change.
         temperature: float32 `[sequences]`, on the device.
+        penalizes: whether the engine applied penalties or biases to any row.
+        unfiltered: `[sequences]`, whether neither top-k, top-p nor min-p is applied to each.
         collected: the candidates of all sequences, when the filter gathered them on its way.
     """
 
     logits: torch.Tensor
     temperature: torch.Tensor
+    penalizes: bool
+    unfiltered: BoolArray
     collected: CandidateRows | None = None
-
-    @property
-    @abstractmethod
-    def penalizes(self) -> bool:
-        """Whether the engine applied penalties or biases to any row."""
-
-    @property
-    @abstractmethod
-    def unfiltered(self) -> BoolArray:
-        """`[sequences]`, whether neither top-k, top-p nor min-p is applied to a sequence."""
 
     @abstractmethod
     def penalize(self, full: torch.Tensor) -> torch.Tensor:
@@ -415,7 +409,10 @@ class Guidance:
                 before=1,
             )
             candidates = StepCandidates(step, self._head, found, meta, guided)
-            delta = owner.consumer.guide(candidates, owner.context.at(frame.step))
+            context = owner.context.latest
+            if context.step != frame.step:
+                context = owner.context.at(frame.step)
+            delta = owner.consumer.guide(candidates, context)
             if delta is not None:
                 candidates.apply(delta)
         except BaseException as error:

@@ -32,7 +32,7 @@ class ScoreRelay:
         self, steering: Steering, num_stages: int, *, is_last: bool, max_sequences: int
     ) -> None:
         self._steering = steering
-        self._alone = num_stages == 1
+        self.alone = num_stages == 1
         self.is_last = is_last
         #: Of each slot: whether a later stage needs what is judged here, and this one what is
         #: judged on an earlier one.
@@ -43,7 +43,7 @@ class ScoreRelay:
 
     def ask(self, slot: int, groups: Iterable[str]) -> None:
         """A sequence begins that has these groups; to be followed by `forget`."""
-        if self._alone:
+        if self.alone:
             return
         tells, hears = self._steering.crossings(groups)
         if tells or hears:

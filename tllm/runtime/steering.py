@@ -212,6 +212,7 @@ class Steering:
         choices: rows that depend on the token.
         gates: what is judged for rows.
         users: rows that sequences have, each counted as often as it is had.
+        stale: whether `commit` has anything to do.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class Steering:
         self._operations = StagedTable((0, _WORDS), 1, torch.int32, device)
         self._bank = StagedTable((0, hidden), 1, dtype, device)
         self._sums = StagedTable((0, 0, hidden), 2, dtype, device)  # written by kernels only
-        self._stale = False  # something is staged, or points that steer have come or gone
+        self.stale = False  # something is staged, or points that steer have come or gone
         self.users = 0
 
     # -- what the user's process keeps here -------------------------------------------------------
@@ -285,7 +286,7 @@ class Steering:
                 self._rows_of_vectors[digest] = len(rows)
                 places.append(np.arange(first, first + len(rows)))
             self._bank.stage_all(np.concatenate(places), held)
-            self._stale = True
+            self.stale = True
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
@@ -440,7 +441,7 @@ class Steering:
         self._unused.pop(groups, None)
         if configuration.users == 0:
             configuration.places.users += 1
-            self._stale = self._stale or configuration.places.users == 1
+            self.stale = self.stale or configuration.places.users == 1
             self._use_gates(configuration, 1)
         configuration.users += 1
         return configuration.row
@@ -459,7 +460,7 @@ class Steering:
         told = {gate.number: gate for group in held for gate in group.told}
         if not gates and not told:
             return None
-        self._stale = True
+        self.stale = True
         latch = self.gates.latches.acquire([*gates.values(), *told.values()], held_before)
         if of_mean := [gates[number] for number in sorted(gates) if gates[number].of_mean]:
             self.gates.means.ask(slot, latch, of_mean, prompt_len)
@@ -479,7 +480,7 @@ class Steering:
         configuration.users -= 1
         if configuration.users == 0:
             configuration.places.users -= 1
-            self._stale = self._stale or configuration.places.users == 0
+            self.stale = self.stale or configuration.places.users == 0
             self._use_gates(configuration, -1)
             self._unused[groups] = None
             if any(digest not in self._groups for digest in groups):
@@ -488,7 +489,7 @@ class Steering:
     def _use_gates(self, configuration: _Configuration, more: int) -> None:
         if configuration.gates is not None:
             self.gates.use(configuration.gates, more)
-            self._stale = True
+            self.stale = True
 
     def _configure(self, groups: tuple[str, ...]) -> _Configuration:
         if unknown := [digest for digest in groups if digest not in self._groups]:
@@ -551,7 +552,7 @@ class Steering:
         return self._configured(_Configuration(row, places, [], vectors))
 
     def _configured(self, configuration: _Configuration) -> _Configuration:
-        self._stale = True
+        self.stale = True
         self._vector_users.update(configuration.vectors)
         return configuration
 
@@ -615,7 +616,7 @@ class Steering:
 
     def _remove(self, groups: tuple[str, ...]) -> None:
         """Free the row of a combination that nobody uses."""
-        self._stale = True
+        self.stale = True
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
         self._stage_entries(configuration.places, configuration.row, np.zeros(_WORDS, np.int32))
@@ -635,7 +636,7 @@ class Steering:
 
     def commit(self) -> None:
         """Bring what changed to the device. On the compute stream, before a forward pass."""
-        if not self._stale:
+        if not self.stale:
             return
         self._grow()
         self._bank.commit()
@@ -645,7 +646,7 @@ class Steering:
         self.gates.commit(self._first_rows)
         self._taps.set_steering(self._points_in_use())
         self._taps.note_write()
-        self._stale = False
+        self.stale = False
 
     def _points_in_use(self) -> npt.NDArray[np.int64]:
         """Points at which the rows of running sequences have operations."""

@@ -71,6 +71,7 @@ class Steps:
     tokens_accepted: int = 0
     count_all_drafts: Callable[[], None] = lambda: None
     _was_idle: bool = False
+    _observing: bool = False
     _frame: Frame | None = None
     _drafting: Frame | None = None
     _flows: StepFlows = field(default_factory=StepFlows)
@@ -84,6 +85,12 @@ class Steps:
         return not (changed or self.consumers.observe)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the step that runs is observed, and the next one of the same decoding sequences
+        as the step before."""
+        return self._frame is not None and self._frame.goes_on
+
+    @property
     def observed(self) -> bool:
         """Whether the step that runs must be told of its logits and tokens."""
         return self._frame is not None or self.drafted.words is not None
@@ -94,8 +101,12 @@ class Steps:
         """Begin a step, if nothing is done to any row of it; else nothing is begun."""
         if self._frame is not None or self.means.waiting:
             self.end()
-        self.consumers.detach_failed()
-        if not self.idle:
+        consumers = self.consumers
+        if consumers.failed:
+            consumers.detach_failed()
+        self._observing = bool(consumers.by_id) and consumers.observe
+        changed = self.steering.users or self.patching.users or self.controllers.acting
+        if changed or self._observing:
             return False
         self.verdicts.skip()
         self.relay.skip()
@@ -130,16 +141,19 @@ class Steps:
         self._was_idle = False
         self.drafted.words = None
         self.consumers.step += 1
-        observed = self.consumers.observe
+        observed = self._observing
         if observed:
             if self.dispatcher.waiting:
                 self.dispatcher.before_forward()
                 self.consumers.detach_failed()
-            self.additions.commit()
+            if self.additions.writers:
+                self.additions.commit()
         if self.controllers.acting:
             self.consumers.let_act(engine_ids, starts)
-        self.steering.commit()
-        self.patching.commit()
+        if self.steering.stale:
+            self.steering.commit()
+        if self.patching.stale:
+            self.patching.commit()
         slots, frame = self.slots.of(engine_ids), None
         if observed or drafts is not None or not self.planner.keep(slots, starts, counts):
             batch = StepBatch(slots, starts, counts, sampled_from, drafts)
@@ -158,7 +172,8 @@ class Steps:
         self.taps.commit()
         if frame is not None and observed:
             self._observe(frame)
-        self.relay.begin(slots, counts, arrived)
+        if not self.relay.alone:
+            self.relay.begin(slots, counts, arrived)
         self.taps.separate()
         self._drafting = frame if drafts is not None else None
         if self._drafting is None:
@@ -166,7 +181,8 @@ class Steps:
             if layout is not None:
                 self.rows_steered += layout.steered
                 self.rows_patched += layout.patched
-            self._count(self._frame)
+            if frame is self._frame and frame is not None:
+                self._count(frame)
 
     def _observe(self, frame: Frame) -> None:
         """Consumers take part in the step."""
@@ -184,13 +200,15 @@ class Steps:
         if flows.read_signals and (frame.chooses or not same):
             self.steering.gates.forget_scores(int(frame.batch.counts.sum()))
 
-    def _count(self, frame: Frame | None) -> None:
+    def _count(self, frame: Frame) -> None:
         """Count the rows of a step that is observed, of which it is known whose they are."""
-        if frame is not None:
-            self.rows_captured += frame.captured
-            self.ring_rows_taken += 0 if frame.span is None else frame.span.rows
-            if frame.lost:
-                self._note_dropped(frame)
+        layout = self.planner.layout
+        certain = frame.rejected is None and layout is not None
+        self.rows_captured += layout.captured if certain and layout else frame.captured
+        if frame.span is not None:
+            self.ring_rows_taken += frame.span.rows
+        if frame.lost:
+            self._note_dropped(frame)
 
     def accept(self, kept: np.ndarray) -> None:
         """It is known which drafted tokens of the step are accepted.
@@ -205,7 +223,8 @@ class Steps:
             self.planner.decide(frame, kept)
             self.rows_steered += self.planner.own(Column.STEER, frame)
             self.rows_patched += self.planner.own(Column.PATCH, frame)
-            self._count(self._frame)
+            if self._frame is not None:
+                self._count(self._frame)
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """How many tokens the step drafted, and how many of them were accepted."""

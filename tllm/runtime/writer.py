@@ -61,7 +61,7 @@ class Additions:
     def __init__(self, taps: Taps, slots: Slots) -> None:
         self._taps = taps
         self._slots = slots
-        self._writers: dict[TapKey, list[TapWriter]] = {}
+        self.writers: dict[TapKey, list[TapWriter]] = {}
         #: By tap: changes whenever the rows that something is added to may be others.
         self._versions: Counter[TapKey] = Counter()
         self._staged: list[
@@ -79,12 +79,12 @@ class Additions:
     def add_writer(self, tap: TapKey, phases: tuple[int, ...]) -> TapWriter:
         """A writer for one declared `ResidualStream.write`."""
         writer = TapWriter(self, tap, phases)
-        self._writers.setdefault(tap, []).append(writer)
+        self.writers.setdefault(tap, []).append(writer)
         return writer
 
     def remove_writer(self, writer: TapWriter) -> None:
         """Forget a writer and all it added."""
-        self._writers[writer.tap].remove(writer)
+        self.writers[writer.tap].remove(writer)
         self._versions[writer.tap] += 1
         self._refresh(writer.tap, sorted(writer.values))
 
@@ -107,7 +107,7 @@ class Additions:
 
     def commit(self) -> None:
         """Apply what other threads and streams wrote. On the engine's thread, before a forward."""
-        if not self._writers:
+        if not self.writers:
             return
         self._thread, self._stream = threading.get_ident(), self._current_stream()
         self._apply_staged()
@@ -128,7 +128,7 @@ class Additions:
     def _apply(
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
     ) -> None:
-        if writer not in self._writers[writer.tap]:
+        if writer not in self.writers[writer.tap]:
             return  # removed: a thread of its consumer goes on
         if vectors is not None and self._repeated(writer, requests, vectors):
             return
@@ -177,7 +177,7 @@ class Additions:
 
     def _written(self, tap: TapKey, add_row: int) -> list[Written]:
         """What the writers at a tap add to the rows of an add row."""
-        return [w.values[add_row] for w in self._writers[tap] if add_row in w.values]
+        return [w.values[add_row] for w in self.writers[tap] if add_row in w.values]
 
     def _refresh(self, tap: TapKey, add_rows: Sequence[int]) -> torch.Tensor | None:
         """Bring the sums of these add rows at a tap to the device.
@@ -193,7 +193,7 @@ class Additions:
         self._taps.clear_additions(tap, [i for i, written in found.items() if not written])
         for i in add_rows:
             used = bool(found[i]) or any(
-                i in w.values for writers in self._writers.values() for w in writers
+                i in w.values for writers in self.writers.values() for w in writers
             )
             self._slots.assign(i // 2, i % 2, Column.ADD, i if used else Column.ADD.neutral)
         return added
@@ -222,7 +222,7 @@ class Additions:
     def forget(self, slot: int, of: Sequence[TapWriter] | None = None) -> None:
         """A sequence ended: nothing is added to whoever has its slot next. Or it does not use some
         writers any more: what they added is not."""
-        for tap, all_writers in self._writers.items():
+        for tap, all_writers in self.writers.items():
             self._versions[tap] += 1
             writers = [writer for writer in all_writers if of is None or writer in of]
             stale = [2 * slot + p for p in (0, 1) if any(2 * slot + p in w.values for w in writers)]

@@ -36,21 +36,22 @@ class BlockPasses(Generic[Pass]):
         kind: of the passes.
         memory: that they use.
         recorder: records them; None for launch by launch.
+
+    Attributes:
+        loaded: the batch whose index and counts are in the memory.
+        current: the passes of its blocks.
     """
 
     def __init__(self, kind: type[Pass], memory: Workspace, recorder: Recorder | None) -> None:
         self._kind = kind
         self._memory = memory
         self._passes: dict[tuple[BlockShape, ...], tuple[Pass, ...]] = {}
-        self._loaded: DeviceBlocks | None = None
-        self._current: tuple[Pass, ...] = ()
+        self.loaded: DeviceBlocks | None = None
+        self.current: tuple[Pass, ...] = ()
         self.replays = Replays(recorder)
 
-    def of(self, blocks: DeviceBlocks, weights: Weights) -> tuple[Pass, ...]:
-        """The passes of a batch's blocks, which see its index and its counts from now on. Of the
-        same batch they are the same."""
-        if blocks is self._loaded:
-            return self._current
+    def load(self, blocks: DeviceBlocks, weights: Weights) -> None:
+        """Make the passes those of a batch's blocks, with its index and its counts."""
         if self._memory.reserve(blocks.shapes) or len(self._passes) >= _MAX_SHAPES:
             self.forget()
         passes = self._passes.get(blocks.shapes)
@@ -58,14 +59,13 @@ class BlockPasses(Generic[Pass]):
             passes = self._passes[blocks.shapes] = self._make(blocks.shapes, weights)
         self._memory.index[: len(blocks.index)].copy_(blocks.index)
         self._memory.counts[: len(blocks.counts)].copy_(blocks.counts)
-        self._loaded, self._current = blocks, passes
-        return passes
+        self.loaded, self.current = blocks, passes
 
     def forget(self) -> None:
         """Memory that passes use is about to be freed, or has moved."""
         self.replays.forget()
         self._passes.clear()
-        self._loaded = None
+        self.loaded = None
 
     def _make(self, shapes: Sequence[BlockShape], weights: Weights) -> tuple[Pass, ...]:
         found, place, distiller = [], 0, 0
@@ -192,7 +192,9 @@ class DistillerBank:
         """
         if not blocks.shapes:
             return
-        passes = self._predicting.of(blocks, self._weights)
+        if blocks is not self._predicting.loaded:  # of a steady batch they are the same
+            self._predicting.load(blocks, self._weights)
+        passes = self._predicting.current
         self._predicting.replays.run(
             (passes, rows.data_ptr(), rows.stride(0), rows.dtype, out.data_ptr()),
             lambda: self._launches.predict(rows, passes, out),
@@ -209,7 +211,9 @@ class DistillerBank:
         """
         if not blocks.shapes:
             return
-        passes = self._training.of(blocks, self._weights)
+        if blocks is not self._training.loaded:
+            self._training.load(blocks, self._weights)
+        passes = self._training.current
         at = source.data_ptr(), source.stride(0), target.data_ptr(), target.stride(0)
         self._training.replays.run(
             (passes, *at, source.dtype), lambda: self._launches.train(source, target, passes)

@@ -35,6 +35,7 @@ class ESampConsumer(Consumer):
     def __init__(self, config: ESampConsumerConfig | None = None) -> None:
         self.config = config or ESampConsumerConfig()
         self._worker: ESampWorker | None = None
+        self._predicts = 0 if self.config.guide else -1  # the flow
 
     def flows(self) -> Sequence[ConsumerFlow]:
         """Predict before tokens are sampled; train when the step is over."""
@@ -99,16 +100,16 @@ class ESampConsumer(Consumer):
 
     @torch.inference_mode()
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
-        """Train when the bundle has targets, predict when it has none."""
+        """Predict with the rows of the first flow, if it guides; train with the others."""
         if self._worker is None:
             raise RuntimeError(
                 "ESamp works where the LM head is, but its rows arrived on another pipeline "
                 "rank; choose a source_layer of the last rank"
             )
-        if "target" in bundle.entries:
-            self._worker.train(bundle)
-        else:
+        if bundle.flow == self._predicts:
             self._worker.predict(bundle, ctx)
+        else:
+            self._worker.train(bundle)
 
     @torch.inference_mode()
     def guide(self, candidates: Candidates, ctx: ConsumerContext) -> None:

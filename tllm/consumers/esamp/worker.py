@@ -148,12 +148,11 @@ class ESampWorker:
         plan, meta = self._predict_plan, bundle.meta
         if plan is None or plan.version != self._table.version or not plan.is_of(meta):
             plan = self._predict_plan = self._plan(meta, training=False)
-        source = bundle.entries["source"]
-        if len(meta) >= len(self._predictions):
-            self._predictions = source.new_empty(
-                2 * len(source), source.shape[1], dtype=self._dtype
-            )
-        self._bank.predict(source, plan.blocks, self._predictions)
+            if len(meta) >= len(self._predictions):
+                self._predictions = self._predictions.new_empty(
+                    2 * len(meta), self._predictions.shape[1]
+                )
+        self._bank.predict(bundle.entries["source"], plan.blocks, self._predictions)
         self._predicted_step = ctx.step
         self._stats.predictions += plan.rows
 
