@@ -132,14 +132,14 @@ def remembering(seed):
 
 
 CASES = {
-    "idle": (nothing, None, 33),
-    "steered": (steered, None, 44),
-    "conditions": (condition, None, 90),
-    "conditions that remember": (remembering, None, 91),
-    "conditions that stop": (stopping, None, 108),
-    "every layer read": (nothing, lambda: EveryRow(LAYERS), 98),
-    "one layer to memory": (captured, None, 104),
-    "ESamp": (nothing, lambda: ESampConsumer(ESampConsumerConfig(width=16, rank=8)), 178),
+    "idle": (nothing, None, 27),
+    "steered": (steered, None, 32),
+    "conditions": (condition, None, 67),
+    "conditions that remember": (remembering, None, 68),
+    "conditions that stop": (stopping, None, 78),
+    "every layer read": (nothing, lambda: EveryRow(LAYERS), 54),
+    "one layer to memory": (captured, None, 60),
+    "ESamp": (nothing, lambda: ESampConsumer(ESampConsumerConfig(width=16, rank=8)), 79),
 }
 """What requests ask, who is registered, and the most calls of a step."""
 

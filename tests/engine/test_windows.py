@@ -1,14 +1,15 @@
 """When each window is called, on which thread, and with which rows together."""
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
+import torch
 
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, sampled
 from engine.recorder import LOGS, Recorder
 from engine.test_lifecycle import finish, start
-from tllm.ports import ConsumerFlow, ResidualStream, Sampler, TokenTarget
+from tllm.ports import ConsumerFlow, RequestMeta, ResidualStream, Sampler, TokenTarget
 
 HALF = {"mid": ("post_block", 1)}
 WINDOWS = ["same_step", "next_step", "out_of_band", "background"]
@@ -180,3 +181,46 @@ def test_many_consumers_at_once_do_not_disturb_each_other(llm, reference):
     for recorder in recorders:
         phase = recorder.consumer_id.split()[1]
         assert_rows_match(recorder, outputs, reference, HALF, phase=phase)
+
+
+KEPT = []  # an engine has a copy of each consumer
+
+
+class Keeping(Recorder):
+    """Looks at what it was given when all is over."""
+
+    def consume_bundle(self, bundle, ctx):
+        KEPT.append((bundle, ctx))
+
+
+@pytest.mark.parametrize("delivery", ["bundle", "device_lease"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_what_a_consumer_keeps_does_not_change(llm, window, delivery):
+    KEPT.clear()
+    reads = [ResidualStream.read(layer=n, role=f"layer {n}", phase="decode") for n in (1, 2)]
+    reads.append(RequestMeta.read(role="who"))
+    consumer = llm.register_consumer(
+        Keeping(ConsumerFlow(reads=reads, window=window, delivery=delivery))
+    )
+    outputs = generate(llm, prompts_of([5, 3]), greedy(12))
+    consumer.read_stats()  # waits for threads
+    lengths = {o.request_id: len(o.prompt_token_ids) for o in outputs}
+    positions, steps = defaultdict(list), []
+    for bundle, ctx in KEPT:
+        meta = bundle.meta
+        assert bundle.entries["who"] is meta
+        assert set(meta.steps.tolist()) == {ctx.step} == {bundle.key["engine_step_id"]}
+        steps.append(ctx.step)
+        for name, position in zip(meta.request_ids, meta.positions.tolist(), strict=True):
+            positions[name].append(position)
+    assert steps == sorted(set(steps))
+    for name, length in lengths.items():
+        assert positions[name] == list(range(length, length + 11))
+    if delivery == "bundle":
+        tensors = [bundle.entries["layer 1"] for bundle, _ in KEPT]
+        assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
+        assert not torch.equal(tensors[3], tensors[8])
+    steady = [bundle for bundle, _ in KEPT][5:10]
+    assert len({id(bundle.meta.request_index) for bundle in steady}) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        steady[0].meta.request_index[0] = 1

@@ -1,5 +1,8 @@
 """Who rows belong to, when they are selected, split and joined."""
 
+import copy
+import dataclasses
+import pickle
 import threading
 import time
 
@@ -25,6 +28,31 @@ def meta(requests, index) -> RowMeta:
         np.arange(count, dtype=np.int32),
         np.full(count, 1, np.int64),
     )
+
+
+def test_rows_that_are_described_when_asked_are_described_as_others():
+    requests, starts = (info("a"), info("b")), np.array([7, 9, 4], np.int32)
+    index, which = np.array([0, 1], np.int32), np.array([2, 0], np.int32)
+
+    def described():
+        return RowMeta.of_tokens(requests, index, starts, which, 5, before=1)
+
+    for found in (
+        described(),
+        copy.copy(described()),
+        pickle.loads(pickle.dumps(described())),
+        dataclasses.replace(described(), requests=requests),
+        described().select(np.array([0, 1])),
+    ):
+        assert found.positions.tolist() == [3, 6] and found.positions.dtype == np.int32
+        assert found.steps.tolist() == [5, 5] and found.steps.dtype == np.int64
+        assert found.is_prefill.tolist() == [False, False]
+        assert len(found) == 2
+    assert described().positions is not described().positions
+    with pytest.raises(AttributeError, match="no attribute 'position'"):
+        described().position  # noqa: B018
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        described().positions = starts
 
 
 def test_selected_rows_keep_their_sequences_in_the_order_of_their_first_row():

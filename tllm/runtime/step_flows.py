@@ -23,6 +23,7 @@ class StepFlows:
         before: those that are called before the step's tokens are sampled.
         after: those that are called afterwards.
         layout, registered: what must be the same of a later step, as in its frame.
+        handovers: what flows are handed that have the same in each step, by the step's rows.
         keep_logits: whether logits are read after the sampler has worked on them in place.
         read_logits, read_signals: whether logits are, or what conditions give.
         want_targets: whether the token after each row is.
@@ -32,7 +33,7 @@ class StepFlows:
         groups = () if frame is None else frame.groups
         self.layout = None if frame is None else frame.layout
         self.registered = registered
-        self._handovers: dict[tuple[ProgramRows, ...], Mapping[BoundFlow, Handover]] = {}
+        self.handovers: dict[tuple[ProgramRows, ...], Mapping[BoundFlow, Handover]] = {}
         self._ring: int | None = None
         captured = dict.fromkeys(flow for group in groups for flow in group.program.flows)
         # One that waits for an n-th step counts the others, too.
@@ -48,18 +49,16 @@ class StepFlows:
         self.read_signals = any(flow.flow.reads_port("signals") for flow in found)
         self.want_targets = any(flow.after_sampling for flow in found)
 
-    def handovers(self, frame: Frame, slots: Slots) -> Mapping[BoundFlow, Handover]:
-        """Of a step that goes on: what is handed to those flows that have the same in each."""
-        found = self._handovers.get(frame.rows)
-        if found is None:
-            if (ring := _memory(frame.rows)) != self._ring:
-                self._ring = ring
-                self._handovers.clear()  # they would hold the ring that it outgrew
-            each = [(flow, Handover.of(flow, frame.rows, slots)) for flow in self.before]
-            each += [(flow, Handover.of(flow, frame.rows, slots)) for flow in self.after]
-            found = {flow: handover for flow, handover in each if handover is not None}
-            if len(self._handovers) < 16:
-                self._handovers[frame.rows] = found
+    def find_handovers(self, frame: Frame, slots: Slots) -> Mapping[BoundFlow, Handover]:
+        """Of a step that goes on, whose rows lie where none did before."""
+        if (ring := _memory(frame.rows)) != self._ring:
+            self._ring = ring
+            self.handovers.clear()  # they would hold the ring that it outgrew
+        each = [(flow, Handover.of(flow, frame.rows, slots)) for flow in self.before]
+        each += [(flow, Handover.of(flow, frame.rows, slots)) for flow in self.after]
+        found = {flow: handover for flow, handover in each if handover is not None}
+        if len(self.handovers) < 16:
+            self.handovers[frame.rows] = found
         return found
 
     def ready(self, frame: Frame) -> Sequence[BoundFlow]:

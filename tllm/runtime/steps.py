@@ -191,7 +191,8 @@ class Steps:
         flows, registered = self._flows, self.assignments.flows
         same = frame.goes_on and frame.layout is flows.layout and registered is flows.registered
         if same:
-            self._handovers = flows.handovers(frame, self.slots)
+            known = flows.handovers.get(frame.rows)
+            self._handovers = flows.find_handovers(frame, self.slots) if known is None else known
         else:
             flows = self._flows = StepFlows(frame, registered)
             self._handovers = NO_HANDOVERS
