@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_LEAST, _MOST = -(2**31), 2**31 - 1
+
 
 class RepeatedLaunch:
     """A Triton kernel that is launched in every step, in the place of the kernel itself:
@@ -37,7 +39,18 @@ class RepeatedLaunch:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        kind = (*map(_kind, arguments), *constants.items())
+        # Without a function for each: there are twenty arguments, and this is every step's.
+        kind = (
+            *[
+                (a.dtype, a.device, a.data_ptr() & 15 == 0)
+                if isinstance(a, torch.Tensor)
+                else (type(a), a == 1, a & 15 == 0, _LEAST <= a <= _MOST)
+                if isinstance(a, int)
+                else type(a)
+                for a in arguments
+            ],
+            *constants.items(),
+        )
         known = self._variants.get(kind)
         if known is not None:
             compiled, last = known
@@ -48,12 +61,3 @@ class RepeatedLaunch:
         if hasattr(compiled, "launch_metadata") and len(self._variants) < 64:
             last = tuple(constants[name] for name in self._constants)
             self._variants[kind] = compiled, last
-
-
-def _kind(argument: Any) -> object:
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.device, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        fits = -(2**31) <= argument < 2**31
-        return type(argument), argument == 1, argument % 16 == 0, fits
-    return type(argument)

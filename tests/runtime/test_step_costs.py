@@ -7,15 +7,15 @@ from benchmarks.host import CASES, Steady, counted
 
 NOTHING = {"uploads": 0, "operators": 0}
 AT_MOST = {
-    "idle": {"calls": 8, **NOTHING},
-    "steered, one way": {"calls": 25, **NOTHING},
-    "steered, 128 ways": {"calls": 25, **NOTHING},
-    "steered by position": {"calls": 25, **NOTHING},
-    "captured, one layer": {"calls": 66, **NOTHING},
-    "captured, all layers": {"calls": 66, **NOTHING},
-    "captured to memory": {"calls": 76, "uploads": 0, "operators": 1},
-    "captured and steered": {"calls": 66, **NOTHING},
-    "written by a consumer": {"calls": 78, "uploads": 0, "operators": 2},
+    "idle": {"calls": 5, **NOTHING},
+    "steered, one way": {"calls": 13, **NOTHING},
+    "steered, 128 ways": {"calls": 13, **NOTHING},
+    "steered by position": {"calls": 13, **NOTHING},
+    "captured, one layer": {"calls": 29, **NOTHING},
+    "captured, all layers": {"calls": 29, **NOTHING},
+    "captured to memory": {"calls": 36, "uploads": 0, "operators": 1},
+    "captured and steered": {"calls": 29, **NOTHING},
+    "written by a consumer": {"calls": 40, "uploads": 0, "operators": 2},
 }
 
 
