@@ -79,8 +79,7 @@ class DrivenLanes:
         return Bulk.message(SamplingParams(**_ONE_TOKEN), "message", (), items)
 
     def _ticket(self, name: str) -> tuple[int, int]:
-        place = self._arena.lease_now()
-        assert place is not None
+        (place,) = self._arena.lease_many(1)
         ticket = next(self._numbers)
         self._waiting[ticket] = name, place
         return ticket, place

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from tllm.consumers.next_token import HEADER, NextTokenConsumer
+from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name
 from tllm.logprobs.loop import Collector
-from tllm.logprobs.query import Interventions
+from tllm.logprobs.query import WHOLE, Form, Interventions
 from tllm.logprobs.transport import Arena
 from tllm.shared_memory import SharedRows
 
@@ -108,6 +108,68 @@ def test_large_results_are_views_whose_rows_come_back_when_they_are_dropped():
         arena.close()
 
     asyncio.run(run())
+
+
+def test_memory_grows_once_for_what_is_asked_together():
+    """The rows of a step are held until those of the next are there, so twice as many are had."""
+    arena = Arena(64, 2**24)
+    (root,) = arena.lease_many(1)
+    assert len(arena.paths) == 1
+    for _ in range(3):
+        first, second = arena.lease_many(64), arena.lease_many(64)
+        assert len({root, *first, *second}) == 129
+        assert first == sorted(first, reverse=True)
+        for place in (*first, *second):
+            arena.release(place)
+    assert (len(arena.paths), len(arena)) == (2, 130)
+    arena.lease_many(256)
+    assert (len(arena.paths), len(arena)) == (3, 2 * 257)
+    most = 2**24 // (4 * arena.width)
+    assert len(arena.lease_many(most)) == most - 257 == arena._max_rows - 257
+    assert arena.lease_many(1) == []
+    arena.close()
+
+
+def test_rows_are_copied_rather_than_lent_where_those_on_their_way_may_need_them():
+    """As many as were on their way at a time, but half of the memory is always lent."""
+    numbers, rows = 2**15, 20
+    arena = Arena(numbers, 4 * (numbers + 16) * rows)
+    places = arena.lease_many(6)
+    for ticket, place in enumerate(places):
+        written(arena, place, ticket, np.full(numbers, ticket, np.float32))
+    held = [arena.read(place, ticket).values for ticket, place in enumerate(places)]
+    for ticket in range(6, 18):
+        (place,) = arena.lease_many(1)
+        written(arena, place, ticket, np.full(numbers, ticket, np.float32))
+        held.append(arena.read(place, ticket).values)
+    assert [int(values[0]) for values in held] == list(range(18))
+    assert len(arena) - arena.free == rows - 6
+    arena.close()
+
+
+def test_an_address_is_told_once_and_again_when_there_are_more_files():
+    arena = Arena(64, 2**24)
+    arena.lease_many(1)
+    address = arena.addresses.take(arena)
+    told = address.options(Form(top_k=3))
+    assert told["top_k"] == 3
+    path, entry, serial, width, paths = told["address"]
+    assert (width, paths) == (arena.width, list(arena.paths))
+    assert address.options(Form(top_k=3)) is None
+    address.say(2**40, 5)
+    table = SharedRows(Path(path), ADDRESS_WIDTH).values.view(np.int64)
+    assert table[entry].tolist()[:3] == [2**40, 5, serial]
+    arena.lease_many(64)
+    assert address.options(Form(top_k=3))["address"][-1] == list(arena.paths)
+    assert address.options(WHOLE) == {"address": [path, entry, serial, width, list(arena.paths)]}
+    address.give_back()
+    assert table[entry, 2] == 0
+    other = arena.addresses.take(arena)
+    again = other.options(WHOLE)["address"]
+    assert again[1] == entry and again[2] not in (0, serial)
+    assert len({arena.addresses.take(arena).options(WHOLE)["address"][0] for _ in range(512)}) == 2
+    arena.close()
+    assert not Path(path).exists()
 
 
 def test_whoever_finds_no_free_row_waits_for_one():

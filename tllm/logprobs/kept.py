@@ -97,10 +97,10 @@ class KeptRequest:
         self.tokens += tokens
         self._lost = lost
 
-    def end_turn(self) -> None:
-        """What comes after the tokens was computed."""
+    def end_turn(self, now: float) -> None:
+        """What comes after the tokens was computed, at a time of the loop."""
         self._lost = None
-        self.last_used = asyncio.get_running_loop().time()
+        self.last_used = now
 
     async def _pump(
         self, params: vllm.SamplingParams, request_id: str, options: dict[str, Any]
@@ -233,25 +233,20 @@ class Admission:
         return KeptRequest(self._engine, self._ledger.open(root, tokens))
 
     def begin_turn(self, request: KeptRequest, num_tokens: int) -> None:
-        """A kept request has something to compute."""
+        """A kept request has something to compute. Others may have to go for it: `make_room`."""
         self._idle.pop(request, None)
         request.turns += 1
         self._active += 1
         self._ledger.grow(request.held, num_tokens)
-        self._make_room()
 
     def end_turn(self, request: KeptRequest) -> None:
-        """It was computed."""
+        """It was computed. Followed by `make_room`, as `begin_turn` is."""
         request.turns -= 1
         self._active -= 1
         if not request.open:
             self.drop(request)
-            return
-        if request.turns:  # whoever asked for this one was cancelled, and has asked again
-            return
-        self._idle[request] = None
-        self._make_room()
-        self._watch()
+        elif not request.turns:  # else whoever asked was cancelled, and has asked again
+            self._idle[request] = None
 
     def drop(self, request: KeptRequest) -> None:
         """Nobody needs it any more."""
@@ -259,6 +254,11 @@ class Admission:
         self._ledger.close(request.held)
         if request.open:
             request.close()
+
+    def make_room(self) -> None:
+        """Turns have begun or ended."""
+        self._make_room()
+        self._watch()
 
     def _make_room(self) -> None:
         while self._idle and (

@@ -172,6 +172,8 @@ class Waiter:
         future: of the answer, on the loop where it is awaited.
     """
 
+    __slots__ = ("_deliver", "future", "holder", "loop", "query")
+
     def __init__(
         self,
         query: Query,

@@ -208,7 +208,7 @@ def _digest(value: Any, digest: Any) -> None:
         digest.update(f"object {object().__hash__()} {id(value)}".encode())
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Query:
     """A wish for the next token's log-probabilities, after these tokens.
 

@@ -37,11 +37,27 @@ _TURN = _params(RequestOutputKind.DELTA, **_ONE_TOKEN)
 _PLAIN = Interventions()
 
 
+class _Key:
+    """Equal for queries that have the same answer. They may be long, and are hashed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: tuple[Hashable, ...]) -> None:
+        self._parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._parts == other._parts
+
+
 class _Flight:
     """A query that is being answered, and who waits for it.
 
     Attributes:
-        key: equal for queries that have the same answer.
+        key: of queries that have the same answer.
         task: what answers it, unless it went in bulk.
         ticket: under which it went in bulk, if it did.
         leased: where the answer of one in bulk arrives.
@@ -51,7 +67,7 @@ class _Flight:
 
     __slots__ = ("blocks", "key", "leased", "of_lane", "request", "task", "ticket", "waiters")
 
-    def __init__(self, key: tuple[Any, ...]) -> None:
+    def __init__(self, key: _Key) -> None:
         self.key = key
         self.waiters: list[Waiter] = []
         self.task: asyncio.Task[Answer] | None = None
@@ -100,7 +116,8 @@ class Service:
         self._shared = 0
         self._prefix = uuid.uuid4().hex[:8]
         self._requests = itertools.count(1)
-        self._flights: dict[tuple[Any, ...], _Flight] = {}
+        self._flights: dict[_Key, _Flight] = {}
+        self._rows: dict[Form, list[int]] = {}  # for those that are served now
         self._kept: WeakSet[KeptRequest] = WeakSet()
 
     def check_length(self, tokens: Sequence[int]) -> None:
@@ -119,9 +136,9 @@ class Service:
         begin: list[tuple[_Flight, Waiter]] = []
         for waiter in waiters:
             query = waiter.query
-            key = (version, *query.key)
-            if query.interventions.results:  # rows are somebody's own
-                key = (*key, object())
+            # Rows that come with a result are somebody's own.
+            own = (object(),) if query.interventions.results else ()
+            key = _Key((version, *query.key, *own))
             flight = flights.get(key)
             if flight is None:
                 flight = flights[key] = _Flight(key)
@@ -131,14 +148,25 @@ class Service:
             if waiter.holder is not None:
                 flight.of_lane = True
             flight.waiters.append(waiter)
-        for form, results in Counter(waiter.query.form for _, waiter in begin).items():
-            self._transport.expect(form, results)
+        for form, results in Counter([waiter.query.form for _, waiter in begin]).items():
+            self._rows[form] = self._transport.lease_many(form, results)
         for flight, waiter in begin:
             try:
                 self._begin(flight, waiter.query, waiter.holder)
             except Exception as error:  # one query's, and not of those that came with it
                 self._conclude(flight, error)
+        for form, unused in self._rows.items():
+            for place in unused:
+                self._transport.arena(form).release(place)
+        self._rows.clear()
+        self._admission.make_room()
         self._send()
+
+    def _lease(self, form: Form) -> tuple[Arena, int] | None:
+        """A row for the result of a query that is served now. Where there is none, whoever waits
+        for a row is told why."""
+        places = self._rows.get(form)
+        return (self._transport.arena(form), places.pop()) if places else None
 
     def _begin(self, flight: _Flight, query: Query, holder: Holder | None) -> None:
         if holder is None:
@@ -194,13 +222,14 @@ class Service:
         """Send a query in bulk, if nothing has to be done for it before."""
         if query.lora is not None or query.interventions.asked or not self.engine.takes_plain():
             return
-        reply = self._transport.reply_now(query.form)
-        if reply is None:
+        leased = self._lease(query.form)
+        if leased is None:
             return
-        flight.leased, flight.ticket = reply.leased, reply.ticket
+        arena, place = flight.leased = leased
+        ticket = flight.ticket = self._transport.ticket()
         flight.blocks = self._admission.enter(len(query.tokens) + 1)
-        options = {CONSUMER: reply.options}
-        item = BulkItem(reply.ticket, self._request_id(), query.tokens, options)
+        asked = {"ticket": ticket, "place": arena.option(place), **query.form.options()}
+        item = BulkItem(ticket, self._request_id(), query.tokens, {CONSUMER: asked})
         self._expect(flight, item)
         self._begun.setdefault(query.form, []).append(item)
 
@@ -220,15 +249,20 @@ class Service:
         if request.engine_id is None:
             request.engine_id = self._bulk.engine_id(request.request_id)
         engine_id = request.engine_id
-        leased = None if engine_id is None else self._transport.lease_now(query.form)
+        leased = None if engine_id is None else self._lease(query.form)
         if engine_id is None or leased is None:
             return
-        arena, place = flight.leased = leased
+        arena, place = leased
+        try:
+            address = self._address(request, arena)
+        except OSError:  # no room for a table: it is told the place as before
+            arena.release(place)
+            return
+        flight.leased, flight.request = leased, request
         ticket = flight.ticket = self._transport.ticket()
-        flight.request = request
-        self._take_over(request, holder)
+        if len(request.holders) > 1:
+            self._take_over(request, holder)
         self._admission.begin_turn(request, len(tokens))
-        address = self._address(request, arena)
         address.say(ticket, place)
         options = address.options(query.form)
         consumers = None if options is None else {CONSUMER: options}
@@ -254,28 +288,32 @@ class Service:
 
     def _on_ended(self, tickets: Sequence[int], error: Exception | None) -> None:
         """Tokens in bulk were computed, or were not."""
+        now = asyncio.get_running_loop().time()
+        outcomes: list[tuple[_Flight, Answer | Exception]] = []
         for ticket in tickets:
             flight = self._sent.pop(ticket)
-            assert flight.leased is not None
-            arena, place = flight.leased
-            request = flight.request
-            outcome: Answer | Exception
-            if error is None:
-                try:
-                    outcome = arena.read(place, ticket)
-                except RuntimeError as unwritten:
-                    outcome = unwritten
-            else:
-                outcome = error
+            outcomes.append((flight, error or self._arrived(flight, ticket)))
+            if error is not None:
                 self._transport.give_up(ticket, flight.leased)
-            if request is None:
+            if (request := flight.request) is None:
                 self._admission.leave(flight.blocks)
             else:
                 if request.address is not None:
                     request.address.heard()
-                request.end_turn()
+                request.end_turn(now)
                 self._admission.end_turn(request)
+        self._admission.make_room()
+        for flight, outcome in outcomes:
             self._conclude(flight, outcome)
+
+    @staticmethod
+    def _arrived(flight: _Flight, ticket: int) -> Answer | Exception:
+        assert flight.leased is not None
+        arena, place = flight.leased
+        try:
+            return arena.read(place, ticket)
+        except RuntimeError as unwritten:
+            return unwritten
 
     def _send(self) -> None:
         """Send what there is: turns in one message, the queries of each form in another."""
@@ -387,6 +425,7 @@ class Service:
             request = self._keep(query, holder)
         self._take_over(request, holder)
         self._admission.begin_turn(request, len(tokens))
+        self._admission.make_room()
         interventions = query.interventions
         try:
             reply = await self._transport.reply(query.form)
@@ -406,6 +445,7 @@ class Service:
                 reply.close()
         finally:
             self._admission.end_turn(request)
+            self._admission.make_room()
         return await self._query(query)
 
     def _keep(self, query: Query, holder: Holder) -> KeptRequest:

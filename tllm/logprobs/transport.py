@@ -11,7 +11,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +67,7 @@ class Arena:
         self.width = -(-(HEADER + numbers) // _ALIGNED) * _ALIGNED
         self.addresses = Addresses()
         self._max_rows = max(2, max_bytes // (4 * self.width))
-        self._files: list[SharedRows] = []
-        self._heads: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]] = []
+        self._files: list[_ArenaFile] = []
         self.paths: tuple[str, ...] = ()
         self._free: list[int] = []  # a heap: neighbours are copied in one go
         self._lent: dict[int, _LentRow] = {}
@@ -95,19 +94,26 @@ class Arena:
             with contextlib.suppress(RuntimeError):  # told to whoever asks for a row
                 self._grow(max(missing, 2 * (self._rows + missing) - self._rows))
 
-    def lease_now(self) -> int | None:
-        """A free row, if there is one that nobody waits for. Raises `RuntimeError` when there is
-        no memory for any row."""
+    def lease_many(self, wanted: int) -> list[int]:
+        """So many free rows, the last one first; fewer where there is no memory for as many, or
+        somebody waits for one."""
+        self.expect(wanted)
         if self._waiting and any(not waiter.done() for waiter in self._waiting):
-            return None
-        return self._take() if self._has_free() else None
+            return []
+        self._free.sort()  # still a heap
+        taken, self._free = self._free[:wanted], self._free[wanted:]
+        self._note_on_the_way()
+        taken.reverse()
+        return taken
 
     def _take(self) -> int:
         place = heapq.heappop(self._free)
-        on_the_way = self._rows - len(self._free) - len(self._lent)
-        if on_the_way > self._most_on_the_way:
-            self._most_on_the_way = on_the_way
+        self._note_on_the_way()
         return place
+
+    def _note_on_the_way(self) -> None:
+        on_the_way = self._rows - len(self._free) - len(self._lent)
+        self._most_on_the_way = max(self._most_on_the_way, on_the_way)
 
     def _has_free(self) -> bool:
         self._collect()
@@ -141,20 +147,18 @@ class Arena:
         Raises `RuntimeError` when it was not written for this ticket.
         """
         number, row = divmod(place, 1 << FILE_BITS)
-        tickets, counts = self._heads[number]
+        rows, tickets, counts = self._files[number]
         if tickets[row] != ticket:
             self.release(place)
             raise RuntimeError(_NOTHING_SENT)
-        file = self._files[number]
-        file.unlink()  # the worker has it: nothing is left behind, however this process ends
+        rows.unlink()  # the worker has it: nothing is left behind, however this process ends
         count, num_ids = counts[row].tolist()
-        written = file.values[row]
-        values = written[HEADER : HEADER + count]
+        values = rows.values[row, HEADER : HEADER + count]
         if not num_ids and values.nbytes >= _LEND_BYTES and self._may_lend():
             lent = self._lent[place] = _LentRow(values, self._came_back)
             lent.place = place
             return Answer(torch.from_numpy(values))
-        ids = written[HEADER + count : HEADER + count + num_ids].view(np.int32)
+        ids = rows.values[row, HEADER + count : HEADER + count + num_ids].view(np.int32)
         answer = Answer(
             torch.from_numpy(values.copy()), torch.from_numpy(ids.copy()) if num_ids else None
         )
@@ -175,7 +179,7 @@ class Arena:
         """Remove the files; results keep what they refer to."""
         self.addresses.close()
         for file in self._files:
-            file.unlink()
+            file.rows.unlink()
         for waiter in self._waiting:
             waiter.cancel()
 
@@ -215,13 +219,26 @@ class Arena:
 
     def _add(self, file: SharedRows) -> None:
         number = len(self._files)
-        self._files.append(file)
+        tickets = file.values[:, :2].view(np.int64)[:, 0]
+        counts = file.values[:, 2:HEADER].view(np.int32)
+        self._files.append(_ArenaFile(file, tickets, counts))
         self.paths = (*self.paths, str(file.path))
-        bits = file.values.view(np.int32)
-        self._heads.append((_tickets(file), bits[:, 2:HEADER]))
         self._rows += len(file)
         for row in range(len(file)):
             heapq.heappush(self._free, number << FILE_BITS | row)
+
+
+class _ArenaFile(NamedTuple):
+    """Shared rows, with what their headers say.
+
+    Attributes:
+        tickets: int64 `[rows]`.
+        counts: int32 `[rows, 2]`, values and ids.
+    """
+
+    rows: SharedRows
+    tickets: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
 
 
 class _LentRow(weakref.ref[Any]):
@@ -229,11 +246,6 @@ class _LentRow(weakref.ref[Any]):
 
     __slots__ = ("place",)
     place: int
-
-
-def _tickets(file: SharedRows) -> npt.NDArray[np.int64]:
-    """`[rows]`, the ticket in the header of each."""
-    return file.values[:, :2].view(np.int64)[:, 0]
 
 
 def _room() -> int:
@@ -385,27 +397,9 @@ class Transport:
         self._arenas: dict[int, Arena] = {}
         self._to_fetch: dict[int, asyncio.Future[NextToken]] = {}
 
-    def expect(self, form: Form, results: int) -> None:
-        """So many results of a form will be asked for now."""
-        if self._shared:
-            self.arena(form).expect(results)
-
-    def reply_now(self, form: Form) -> Reply | None:
-        """Where a result will arrive in shared memory, if there is room at once."""
-        leased = self.lease_now(form)
-        return None if leased is None else Reply(self, form, self.ticket(), leased)
-
-    def lease_now(self, form: Form) -> tuple[Arena, int] | None:
-        """A row for a result, if there is one at once. Where there is no memory at all, whoever
-        calls `reply` is told."""
-        if not self._shared:
-            return None
-        arena = self.arena(form)
-        try:
-            place = arena.lease_now()
-        except RuntimeError:
-            return None
-        return None if place is None else (arena, place)
+    def lease_many(self, form: Form, results: int) -> list[int]:
+        """Rows of `arena(form)` for so many results; fewer where there is no memory."""
+        return self.arena(form).lease_many(results) if self._shared else []
 
     def ticket(self) -> int:
         """A new one."""
