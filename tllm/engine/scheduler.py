@@ -136,19 +136,18 @@ class _Rules(_Base):
         """The inputs of streamed requests that a message holds."""
         turns, staying, asking = self._tllm_turns, [], []
         for request, more in self._tllm_bulk.continued(message, self.requests):
-            params = more.sampling_params
-            asks_otherwise = params is not request.sampling_params
-            if turns is not None and turns.fits(self, request, more):
-                staying.append(request)
-                if asks_otherwise:
-                    asking.append(request.request_id)
+            if turns is None or not turns.fits(self, request, more):
+                # vLLM's add_request looks at nothing that it lacks.
+                add = self.add_request if more.is_steered else super().add_request
+                add(cast("Request", more))
+                continue
+            staying.append(request)
+            if more.sampling_params is not request.sampling_params:
+                asking.append(request.request_id)
             if more.is_steered:
                 self.add_request(cast("Request", more))
-            elif turns is not None and request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
-                # As vLLM's add_request continues it, which looks at nothing that `more` lacks.
-                self._update_request_as_session(request, more)
-            else:
-                super().add_request(cast("Request", more))
+            else:  # as vLLM's add_request does with one that waits; all but its token is computed
+                super()._update_request_as_session(request, more)
         if staying and turns is not None:
             turns.begin(self, staying, asking)
 

@@ -29,6 +29,7 @@ class Lane:
         self._loop = loop
         self._mailbox = mailbox
         self._service = service
+        self._vocab_size = service.vocab_size
         self._query = query
         self._tokens = list(query.tokens)
         self._holder = Holder()
@@ -75,8 +76,11 @@ class Lane:
             raise ValueError("feed() needs at least one token")
         if self._asking:
             raise RuntimeError("feed() was called while next() is awaited; await it first")
+        if len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < self._vocab_size:
+            self._tokens.append(tokens[0])
+            return
         given = tuple(map(operator.index, tokens))
-        self._tokens += checked_tokens(given, self._service.vocab_size, "feed()")
+        self._tokens += checked_tokens(given, self._vocab_size, "feed()")
 
     def fork(self) -> Lane:
         """A lane with the same tokens. What was computed for them is not computed again, but for

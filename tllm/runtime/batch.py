@@ -47,6 +47,13 @@ class StepBatch:
         """Whether a token is sampled and kept."""
         return self.ends >= self.sampled_from
 
+    @cached_property
+    def all_sampled(self) -> bool:
+        """Whether a token is sampled after each token, and kept: row i of the logits is computed
+        from row i of the batch."""
+        of_one = self.drafts is None and bool((self.counts == 1).all())
+        return of_one and bool(self.samples.all())
+
     @property
     def last_rows(self) -> IntArray:
         """Row of the batch at which each sequence's last token lies."""

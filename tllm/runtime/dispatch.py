@@ -57,6 +57,8 @@ class FlowRows:
 
     def sampled(self, frame: Frame) -> FlowRows | None:
         """Only the rows that a token is sampled from; None when there are none."""
+        if frame.batch.all_sampled:
+            return self
         return self.chosen(frame.batch.sampled_rows)
 
     def chosen(self, among: np.ndarray) -> FlowRows | None:
@@ -396,6 +398,8 @@ class Dispatcher:
             return found if piece.selection is None else found[self._on_device(piece.selection)]
         if port == "logits":
             assert frame.logits is not None
+            if frame.batch.all_sampled:
+                return self._rows_of(flow, frame.logits, piece.place)
             index = frame.batch.logits_index[piece.batch_rows]
             return self._rows_of(flow, frame.logits, together(index))
         if port == "token_target":
