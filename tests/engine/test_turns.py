@@ -97,6 +97,42 @@ def test_a_turn_of_one_token_is_no_new_request(walk):
     assert walk.turn(*names) == (0, 5)
 
 
+def test_results_go_where_the_table_says_also_when_there_are_more_files(walk):
+    names = [f"lane-{number}" for number in range(12)]
+    for number, name in enumerate(names[:4]):
+        walk.open(name, prompt(5 + number, number))
+    walk.lanes.run()
+    walk.check()
+    held = walk.lanes._arena.lease_many(10)  # which leaves few rows in the first file
+    for number, name in enumerate(names[4:], 4):
+        walk.open(name, prompt(5 + number, number))
+    walk.lanes.run()
+    walk.check()
+    for count in (4, 12, 7):
+        assert walk.turn(*names[:count]) == (0, count)
+        assert walk.turn(*reversed(names[:count])) == (0, count)
+    assert len(walk.lanes._arena.paths) > 1
+    for place in held:
+        walk.lanes._arena.release(place)
+
+
+def test_nothing_is_written_for_a_lane_whose_address_is_another_ones(walk):
+    for name in ("first", "second"):
+        walk.open(name, prompt(6))
+    walk.lanes.run()
+    walk.check()
+    walk.turn("first", "second")
+    walk.feed("first", "second")
+    address = walk.lanes._addresses.pop("first")
+    address.give_back()
+    walk.lanes.run()
+    lost = [ticket for ticket, (name, _) in walk.lanes._waiting.items() if name == "first"]
+    _, place = walk.lanes._waiting.pop(lost[0])
+    walk.check()  # of the second
+    with pytest.raises(RuntimeError, match="sent no log-probabilities"):
+        walk.lanes._arena.read(place, lost[0])
+
+
 def test_the_token_that_was_fed_stands_in_cached_blocks(walk, llm):
     """Blocks of 32 are filled in turns; a lane that begins with their tokens reads them."""
     walk.open("first", prompt(29, 5))

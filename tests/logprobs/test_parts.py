@@ -14,7 +14,7 @@ import torch
 
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger
-from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name
+from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, transport
 from tllm.logprobs.loop import Collector
 from tllm.logprobs.query import WHOLE, Form, Interventions
 from tllm.logprobs.transport import Arena
@@ -130,6 +130,21 @@ def test_memory_grows_once_for_what_is_asked_together():
     arena.close()
 
 
+def test_memory_that_others_need_is_not_taken_and_that_is_told(monkeypatch, caplog):
+    arena = Arena(64, 2**24)
+    row = 4 * arena.width
+    monkeypatch.setattr(transport, "_room", lambda: (40 - len(arena)) * row)
+    first = arena.lease_many(12)
+    assert not caplog.records
+    rest = arena.lease_many(64)
+    assert len({*first, *rest}) == len(arena) == 40
+    assert "no room for more than 40 shared rows" in caplog.text
+    assert arena.lease_many(1) == []
+    arena.release(rest[0])
+    assert arena.lease_many(2) == rest[:1]
+    arena.close()
+
+
 def test_rows_are_copied_rather_than_lent_where_those_on_their_way_may_need_them():
     """As many as were on their way at a time, but half of the memory is always lent."""
     numbers, rows = 2**15, 20
@@ -222,6 +237,7 @@ def test_equal_interventions_have_equal_keys():
         ({"ticket": -1}, "ticket"),
         ({"ticket": "a"}, "ticket"),
         ({"place": ["x", 9, 0]}, "without a 'ticket'"),
+        ({"ticket": 1, "address": ["x", 0, 1, 9, ["y"]]}, "'address' and 'ticket'; give one"),
         ({"top_k": 0}, "top_k"),
         ({"top_k": 1, "token_ids": [1]}, "give one of them"),
         ({"token_ids": []}, "token_ids"),
