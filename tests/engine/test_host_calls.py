@@ -138,7 +138,7 @@ CASES = {
     "conditions that remember": (remembering, None, 68),
     "conditions that stop": (stopping, None, 78),
     "every layer read": (nothing, lambda: EveryRow(LAYERS), 54),
-    "one layer to memory": (captured, None, 60),
+    "one layer to memory": (captured, None, 62),
     "ESamp": (nothing, lambda: ESampConsumer(ESampConsumerConfig(width=16, rank=8)), 79),
 }
 """What requests ask, who is registered, and the most calls of a step."""
