@@ -98,17 +98,17 @@ def test_a_turn_of_one_token_is_no_new_request(walk):
 
 
 def test_results_go_where_the_table_says_also_when_there_are_more_files(walk):
-    names = [f"lane-{number}" for number in range(12)]
-    for number, name in enumerate(names[:4]):
+    names = [f"lane-{number}" for number in range(7)]
+    for number, name in enumerate(names[:3]):
         walk.open(name, prompt(5 + number, number))
     walk.lanes.run()
     walk.check()
     held = walk.lanes._arena.lease_many(10)  # which leaves few rows in the first file
-    for number, name in enumerate(names[4:], 4):
+    for number, name in enumerate(names[3:], 3):
         walk.open(name, prompt(5 + number, number))
     walk.lanes.run()
     walk.check()
-    for count in (4, 12, 7):
+    for count in (3, 7, 5):
         assert walk.turn(*names[:count]) == (0, count)
         assert walk.turn(*reversed(names[:count])) == (0, count)
     assert len(walk.lanes._arena.paths) > 1
