@@ -51,16 +51,20 @@ class Served:
         more: list[str] = []
         before, checked = None, 0
         for _ in range(1 + AGAIN):
-            outputs = await asyncio.gather(*map(self._generate, asks))
-            for ask, output in zip(asks, outputs, strict=True):
-                if output is not None:
-                    checked += 1
-                    await self._compare(seed, ask, output)
+            checked += await self._together(seed, asks)
             if before is not None and not (more := await self._more_than(before)):
                 return checked
             before = await self._footprint()
         told = "\n  ".join([*more, "and they were", *(" ".join(ask.drawn) for ask in asks)])
         raise WrongError(f"seed {seed}: each time the same requests run there is more of\n  {told}")
+
+    async def _together(self, seed: int, asks: Sequence[Ask]) -> int:
+        """Run requests together and compare each; how many there were. Nothing of them is kept."""
+        outputs = await asyncio.gather(*map(self._generate, asks))
+        for ask, output in zip(asks, outputs, strict=True):
+            if output is not None:
+                await self._compare(seed, ask, output)
+        return sum(output is not None for output in outputs)
 
     def check_power(self) -> None:
         """Raises `WrongError` where little could be compared."""
