@@ -28,6 +28,10 @@ KEPT = {
     "tllm.stores.writer.Ledger": "a store's writer knows every record of its store by name",
     "tllm.stores.writer.Claim": "as the ledger, of which it is a part",
     "planner.BatchLayout.on_device": "of the last batch, for 16 places in the ring at most",
+    "esamp.bank.DistillerBank._predict_passes": "one for each shape of a batch, in powers of two",
+    "esamp.bank.DistillerBank._train_passes": "as these",
+    "esamp.bank._Pass": "of these",
+    "esamp.bank._TrainPass": "of these",
     "esamp.stats.Statistics": "the last thousand prompts are remembered, at 20 bytes each",
 }
 """What grows with what was done, and why it may."""

@@ -129,7 +129,9 @@ class Oracle:
                     f"sample {completion.index} has the tokens {tokens[len(ask.prompt) :]}, and "
                     f"alone {alone.tokens[len(ask.prompt) :]}"
                 )
-            ended = completion.finish_reason, completion.stop_reason
+            # vLLM does not forget the token by which an earlier part's answer has ended.
+            reason = alone.ended[1] if ask.parts else completion.stop_reason
+            ended = completion.finish_reason, reason
             if not ask.guided and ended != alone.ended:
                 raise WrongError(f"it ended with {ended}, and alone with {alone.ended}")
             for name in controlled(ask):
