@@ -161,9 +161,7 @@ class Steps:
             if drafts is not None:
                 self.drafted.begin(batch)
             if frame.chooses:
-                tokens = int(counts.sum())
-                steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
-                self.steering.choices.apply(steering_rows, token_ids[:tokens])
+                self._choose(int(counts.sum()), token_ids)
         if self.means.waiting:
             self.means.begin(slots, starts, counts)
         self.verdicts.begin(engine_ids, slots, starts, counts, drafts)
@@ -183,6 +181,11 @@ class Steps:
                 self.rows_patched += layout.patched
             if frame is self._frame and frame is not None:
                 self._count(frame)
+
+    def _choose(self, tokens: int, token_ids: torch.Tensor) -> None:
+        """Put steering rows in the place of choices by token."""
+        steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
+        self.steering.choices.apply(steering_rows, token_ids[:tokens])
 
     def _observe(self, frame: Frame) -> None:
         """Consumers take part in the step."""

@@ -22,7 +22,9 @@ _PATIENCE_S = 5.0
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on the device; enqueued on the current stream, never waited for."""
-    return uploaded(torch.from_numpy(np.ascontiguousarray(array)), device)
+    array = np.ascontiguousarray(array)
+    # Of one that cannot be written to, as those that steps share, torch warns.
+    return uploaded(torch.from_numpy(array if array.flags.writeable else array.copy()), device)
 
 
 def uploaded(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -118,7 +118,7 @@ def scatter_predictions(x: Tensor, branch: Tensor, norm: Norm, index: Tensor, ou
 
 
 @RepeatedLaunch
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=["counts"])
 def _loss_backward(
     x,
     branch,
@@ -258,7 +258,7 @@ def gate_backward(
 @RepeatedLaunch
 @triton.jit(
     do_not_specialize=["width"],
-    do_not_specialize_on_alignment=["corrections", "ledger"],
+    do_not_specialize_on_alignment=["counts", "corrections", "ledger"],
 )
 def _open_update(
     row_loss,

@@ -343,11 +343,7 @@ def filter_and_collect(
     """
     count, vocab = logits.shape
     if not uses_triton(logits.device):
-        temperature, min_p = temperature[index], min_p[index]
-        divisor = torch.where(temperature == 0.0, 1.0, temperature)
-        processed = logits.float() / divisor[:, None]
-        threshold = processed.max(dim=1).values + min_p.log()
-        processed.masked_fill_(processed < threshold[:, None], float("-inf"))
+        processed, temperature = _filter_reference(logits, temperature[index], min_p[index])
         return processed, temperature, _collect_reference(processed, rows, width, overflow)
     processed = torch.empty((count, vocab), dtype=torch.float32, device=logits.device)
     ids, values, found = _buffers(count, width, logits.device)
@@ -387,6 +383,16 @@ def filter_and_collect(
         num_warps=8,
     )
     return processed, asked[0], CandidateRows(rows, ids, values, found, overflow)
+
+
+def _filter_reference(
+    logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    divisor = torch.where(temperature == 0.0, 1.0, temperature)
+    processed = logits.float() / divisor[:, None]
+    threshold = processed.max(dim=1).values + min_p.log()
+    processed.masked_fill_(processed < threshold[:, None], float("-inf"))
+    return processed, temperature
 
 
 _BLOCKS_PER_PROGRAM = 4

@@ -240,10 +240,29 @@ def contrast(
         temperature: float32 `[rows]`.
         tally: int64 `[2]`: the candidates of the guided rows, and how many were changed, are added.
     """
-    head = weight, bias, scale, soft_cap, temperature
+    arguments = (logits, found, hidden, states, strength, weight, bias, scale, soft_cap)
     if not uses_triton(logits.device):
-        _contrast_reference(logits, found, hidden, states, strength, *head, tally)
+        _contrast_reference(*arguments, temperature, tally)
         return
+    _contrast_narrow_rows(*arguments, temperature, tally)
+    if found.width < logits.shape[1]:
+        _contrast_wide(*arguments, temperature, tally)
+
+
+def _contrast_narrow_rows(
+    logits: torch.Tensor,
+    found: CandidateRows,
+    hidden: torch.Tensor,
+    states: torch.Tensor,
+    strength: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+    soft_cap: float | None,
+    temperature: torch.Tensor,
+    tally: torch.Tensor,
+) -> None:
+    """`contrast` in the rows whose candidates fit `width`."""
     size, width = weight.shape[1], found.width
     _narrow_kernel[(len(found.rows), _SPLITS)](
         hidden,
@@ -270,8 +289,6 @@ def contrast(
         BLOCK_H=triton.next_power_of_2(size),
         num_warps=4,
     )
-    if width < logits.shape[1]:
-        _contrast_wide(logits, found, hidden, states, strength, *head, tally)
 
 
 def _contrast_wide(
