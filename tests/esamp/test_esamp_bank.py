@@ -258,6 +258,24 @@ def test_recordings_compute_what_launches_do():
     assert all(count > 2 for count in bank.recorded)
 
 
+@pytest.mark.parametrize("recorder", [None, Again()], ids=["launches", "recordings"])
+def test_a_batch_that_stays_the_same_sees_the_weights_of_a_bank_that_has_grown(recorder):
+    torch.manual_seed(0)
+    bank, alone = make_bank(slots=2, recorder=recorder), Independent(rms_norm())
+    source, target, out = rows_of(3), rows_of(3), torch.zeros(4, LAYOUT.hidden, device=DEVICE)
+    for step in range(8):
+        if step == 4:
+            bank.grow(4)
+        if step % 4 == 0:
+            blocks = device_blocks(bank, [1, 1, 1])
+        bank.predict(source, blocks, out)
+        expected = alone.predict(source)
+        torch.testing.assert_close(out[:3], expected, rtol=1e-3, atol=1e-4)
+        bank.train(source, target, blocks)
+        alone.train(source, target)
+    assert bank.ledger[1, reference.STEPS] == 8
+
+
 def test_what_comes_seldom_is_not_recorded_and_recordings_are_bounded():
     recorder, done = Again(), []
     replays = Replays(recorder)
