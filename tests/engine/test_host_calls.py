@@ -143,6 +143,9 @@ CASES = {
 }
 """What requests ask, who is registered, and the most calls of a step."""
 
+MORE_WITH_V2 = 5
+"""That runner asks more often how wide guides are."""
+
 
 @pytest.mark.parametrize("case", ["conditions"] if INTERPRETED else CASES)
 def test_a_decode_step_calls_as_few_functions_of_ours_whatever_the_requests(llm, case):
@@ -152,7 +155,7 @@ def test_a_decode_step_calls_as_few_functions_of_ours_whatever_the_requests(llm,
     few = run(llm, [asked(n) for n in range(FEW)], LONG).steady
     many = run(llm, [asked(n) for n in range(MANY)], LONG).steady
     assert many == few
-    assert many.total() <= most, many.most_common()
+    assert many.total() <= most + INTERPRETED * MORE_WITH_V2, many.most_common()
 
 
 @compiled

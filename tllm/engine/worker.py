@@ -250,6 +250,8 @@ class InterventionWorker(_Base):
         tokens: dict[str, tuple[int, ...]] = vars(scheduler_output).get("tllm_ended", {})
         for request_id in scheduler_output.finished_req_ids:
             self.session.sequences.finish(request_id, tokens.get(request_id))
+        if not self.session.sequences.slots:
+            self.session.steps.rest()
 
     @torch.inference_mode()
     def _take_turns(self, turns: StepTurns) -> None:

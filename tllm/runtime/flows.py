@@ -283,10 +283,11 @@ class BoundConsumer:
 
     def forget(self, slot: int) -> None:
         """What was said of a slot's sequence is no longer true: it has changed, or is gone."""
+        self._places.clear()
         self.forget_all((slot,))
 
     def forget_all(self, slots: Iterable[int]) -> None:
-        """The same of several slots."""
+        """Sequences have grown. Which slots a batch has is what it was."""
         for slot in slots:
             self._infos.pop(slot, None)
         self._requests.clear()

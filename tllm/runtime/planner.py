@@ -267,6 +267,11 @@ class RowPlanner:
         self._slots.deliver(slots, ends)
         return True
 
+    def forget(self) -> None:
+        """No batch goes on."""
+        self.layout = self._held = self._counts_up = None
+        self._ring.free_spans()
+
     def own(self, column: Column, frame: Frame) -> int:
         """Rows of the step planned last of which a column says anything, and which are their
         sequences' own."""

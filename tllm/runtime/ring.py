@@ -162,9 +162,13 @@ class Ring:
                 return False
         return True
 
-    def _find(self, rows: int) -> int | None:
+    def free_spans(self) -> None:
+        """Take back what all readers are done with, from the oldest on."""
         while self._spans and self._spans[0].free:
             self._spans.popleft()
+
+    def _find(self, rows: int) -> int | None:
+        self.free_spans()
         if not self._spans:
             return 0 if rows <= self.capacity else None
         tail = self._spans[0].start

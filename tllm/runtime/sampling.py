@@ -295,6 +295,12 @@ class Guidance:
             if write.port == "sampler"
         ]
 
+    def forget(self) -> None:
+        """No batch goes on."""
+        self._asked = _NEVER
+        for guide in self._guides:
+            guide.layout = guide.guided = None
+
     def _indices(
         self, guide: Guide, frame: Frame, greedy: BoolArray | None = None
     ) -> npt.NDArray[np.int64]:

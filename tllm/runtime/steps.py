@@ -251,6 +251,12 @@ class Steps:
                     for owner in owners:
                         sequence.dropped[owner.id] = sequence.dropped.get(owner.id, 0) + lost
 
+    def rest(self) -> None:
+        """No sequence is left: nothing that was found out about the last batch is kept."""
+        self._flows, self._handovers = StepFlows(), NO_HANDOVERS
+        self.planner.forget()
+        self.guidance.forget()
+
     def skip(self) -> None:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
         self.verdicts.skip()
