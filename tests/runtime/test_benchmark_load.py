@@ -61,6 +61,10 @@ def test_neighbours_end_with_a_process_that_was_killed(loaded):
     assert not alive
 
 
+def is_neighbour(process):
+    return "benchmarks.neighbour" in process.cmdline()
+
+
 def test_afterwards_every_thread_has_its_own_cores_again():
     before = os.sched_getaffinity(0)
     child = subprocess.Popen(["sleep", "60"])
@@ -69,7 +73,8 @@ def test_afterwards_every_thread_has_its_own_cores_again():
         os.sched_setaffinity(child.pid, last)
         with Load(cores=1, neighbours=1) as load:
             assert os.sched_getaffinity(0) == os.sched_getaffinity(child.pid) == {*load.cores}
-            neighbour = psutil.Process().children()[-1]
+            # Other tests of this process may have left children, in any order.
+            [neighbour] = [each for each in psutil.Process().children() if is_neighbour(each)]
             assert load.described()["neighbours"] == 1
         assert os.sched_getaffinity(0) == before
         assert os.sched_getaffinity(child.pid) == last
@@ -86,9 +91,7 @@ class Rounds:
         self.seconds = {True: loaded, False: quiet}
 
     def round(self, benchmark, number):
-        burning = any(
-            "benchmarks.neighbour" in each.cmdline() for each in psutil.Process().children()
-        )
+        burning = any(map(is_neighbour, psutil.Process().children()))
         seconds = self.seconds[burning]
         times = dict.fromkeys(("step_seconds", "start_seconds", "end_seconds"), seconds)
         return {"seconds": seconds, "steps": 1, "tokens": 8, "counters": {}, **times}
