@@ -1,5 +1,7 @@
 """A session on taps of no model: what each step's row plan says, and who is given its rows."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -429,6 +431,25 @@ def test_what_was_written_for_an_input_is_not_for_one_that_does_not_ask(engine, 
     grow(engine, "a", "positions")
     found.append(added())
     assert found == [[1.0] * HIDDEN, [0.0] * HIDDEN, [1.0] * HIDDEN]
+
+
+def test_once_all_consumers_are_waited_for_no_rows_are_kept_for_slow_ones(engine):
+    slowly = threading.Event()
+
+    class Slow(Positions):
+        def consume_bundle(self, bundle, ctx):
+            slowly.wait()
+            super().consume_bundle(bundle, ctx)
+
+    engine.session.register(consumer := Slow("background"))
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.step()
+    assert not consumer.seen
+    slowly.set()
+    engine.session.synchronize()
+    assert consumer.seen == {"a": [0, 1, 2, 3]}
+    assert not engine.session._ring._spans
 
 
 def test_steering_follows_the_order_of_the_batch(engine):

@@ -264,6 +264,7 @@ class Session:
             owner.export_thread.drain()
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
+        self._ring.free_spans()
 
     def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
         """Call one of a consumer's `remote_methods`, after the rows of the step before.
