@@ -94,26 +94,25 @@ class Session:
         self._consumers: dict[str, BoundConsumer] = {}
         #: Of the consumers, for rows that the user is given.
         self.result_memory = ResultMemory()
-        self.steering = steering = Steering(
+        self.steering = Steering(
             taps, resolve, steering_rows, steering_vectors, max_positions, agree
         )
-        self.patching = patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
-        additions = Additions(taps, slots)
-        self._assignments = Assignments(slots, self._programs, steering, patching, self._consumers)
-        groups = DecidedGroups(
-            steering,
-            resolve,
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            max_value=torch.finfo(taps.dtype).max,
-            enabled=steering_rows > 0,
+        self.patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
+        self._additions = Additions(taps, slots)
+        self._assignments = Assignments(
+            slots, self._programs, self.steering, self.patching, self._consumers
         )
-        self._controllers = controllers = Controllers(slots, groups, self._assignments, share)
-        self._dispatcher = dispatcher = Dispatcher(
-            slots, model.device, lambda owner: self.consumers.note_failure(owner), controllers
+        self._controllers = Controllers(
+            slots, self._decided_groups(resolve, steering_rows), self._assignments, share
         )
-        self._guidance = Guidance(lm_head, model, slots, dispatcher)
-        self._results = Results(dispatcher, self._consumers, payloads=model.first_rank)
+        self._dispatcher = Dispatcher(
+            slots,
+            model.device,
+            lambda owner: self.consumers.note_failure(owner),
+            self._controllers,
+        )
+        self._guidance = Guidance(lm_head, model, slots, self._dispatcher)
+        self._results = Results(self._dispatcher, self._consumers, payloads=model.first_rank)
         self._ring = Ring(
             hidden_size=taps.hidden_size,
             dtype=taps.dtype,
@@ -125,55 +124,76 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring)
-        self.consumers = RegisteredConsumers(
+        refusal = self._guidance.refusal
+        self.consumers = self._registered(
+            Binder(taps, resolve, model, samples=samples, refusal=refusal, drafts=drafts)
+        )
+        verdicts = Verdicts(self.steering.gates, max_sequences)
+        relay = ScoreRelay(
+            self.steering, model.num_stages, is_last=samples, max_sequences=max_sequences
+        )
+        latches = DraftedLatches(slots, self.steering.gates.latches, model.device, agree)
+        self.sequences = self._running(verdicts, relay)
+        self.steps = self._steps(verdicts, relay, latches)
+
+    def _decided_groups(
+        self, resolve: Callable[[str, int | None], TapKey], steering_rows: int
+    ) -> DecidedGroups:
+        """What controllers may steer with."""
+        return DecidedGroups(
+            self.steering,
+            resolve,
+            num_layers=self._model.num_layers,
+            hidden_size=self._model.hidden_size,
+            max_value=torch.finfo(self._taps.dtype).max,
+            enabled=steering_rows > 0,
+        )
+
+    def _registered(self, binder: Binder) -> RegisteredConsumers:
+        return RegisteredConsumers(
             self._consumers,
-            slots,
-            model,
-            Binder(
-                taps,
-                resolve,
-                model,
-                samples=samples,
-                refusal=self._guidance.refusal,
-                drafts=drafts,
-            ),
-            additions,
-            dispatcher,
+            self._slots,
+            self._model,
+            binder,
+            self._additions,
+            self._dispatcher,
             self._guidance,
             self._assignments,
             self._results,
             self.result_memory,
-            controllers,
+            self._controllers,
         )
-        verdicts = Verdicts(steering.gates, max_sequences)
-        relay = ScoreRelay(steering, model.num_stages, is_last=samples, max_sequences=max_sequences)
-        self.sequences = RunningSequences(
-            slots,
+
+    def _running(self, verdicts: Verdicts, relay: ScoreRelay) -> RunningSequences:
+        return RunningSequences(
+            self._slots,
             self.consumers,
             self._assignments,
-            additions,
-            dispatcher,
+            self._additions,
+            self._dispatcher,
             self._results,
             verdicts,
             relay,
-            controllers,
+            self._controllers,
         )
-        self.steps = Steps(
-            slots,
-            taps,
+
+    def _steps(self, verdicts: Verdicts, relay: ScoreRelay, latches: DraftedLatches) -> Steps:
+        return Steps(
+            self._slots,
+            self._taps,
             self._planner,
-            steering,
-            patching,
-            additions,
+            self.steering,
+            self.patching,
+            self._additions,
             self._assignments,
             self.consumers,
-            dispatcher,
+            self._dispatcher,
             self._guidance,
             verdicts,
-            steering.gates.means,
-            DraftedLatches(slots, steering.gates.latches, model.device, agree),
+            self.steering.gates.means,
+            latches,
             relay,
-            controllers,
+            self._controllers,
         )
 
     @property
