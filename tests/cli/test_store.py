@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -41,6 +42,19 @@ def test_ls_lists_records_and_says_how_many(root: Path) -> None:
     assert "post_block 0-2" in text
     assert "partial_error" in text
     assert "6 records; 45 rows, 1.6 kB" in text
+    assert "pending" not in text
+
+
+def test_ls_tells_of_records_whose_end_is_not_there(root: Path) -> None:
+    with StoreWriter(root, writer_id="first") as writer:
+        half = record_of("half")
+        writer.submit(replace(half, meta=replace(half.meta, num_stages=2)))
+    status, text = tllm("ls", root)
+    assert status == 0
+    assert "6 records" in text
+    assert "1 more are pending" in text
+    assert "half" not in text
+    assert "half" in tllm("ls", root, "--status", "pending")[1]
 
 
 def test_the_installed_command_has_it(root: Path, run: Callable[..., str]) -> None:

@@ -40,7 +40,8 @@ def list_records(
 ) -> None:
     """List the records."""
     with _errors():
-        store = _open(root).filter(tag=tag, hook=hook, layers=layer, status=status)
+        whole = _open(root).filter(tag=tag, hook=hook, layers=layer)
+        store = whole.filter(status=status)
         table = Table("record", "status", "layout", "arrays", "rows", "bytes", "created")
         shown = store[: limit or len(store)]
         for record in shown:
@@ -60,6 +61,11 @@ def list_records(
             f"{len(store):,} records{left}; {store.rows:,} rows, {_size(store.nbytes)}",
             highlight=False,
         )
+        if status is None and (pending := len(whole.filter(status="pending"))):
+            console.print(
+                f"{pending:,} more are pending: they are being written, their writer was killed, "
+                "or a pipeline stage wrote to a folder of another host. --status pending lists them"
+            )
         _report_damages(store)
 
 
