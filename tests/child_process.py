@@ -16,8 +16,8 @@ class HungError(Exception):
     """A script was not done in its time."""
 
 
-def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1):
-    """`python SCRIPT ARGUMENTS`, with the script and every process that it starts in one group.
+def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=()):
+    """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group.
 
     What they print goes to the file `log`, not through a pipe, which a process left behind would
     hold open. Fails with the end of that file when the script fails, is not done in `timeout`
@@ -28,11 +28,11 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
     end of the run. For engines of several processes, which once in some hundred starts on a busy
     machine do not come up. A script that fails is never run again.
     """
-    script = getattr(script, "__file__", script)
-    command = [sys.executable, script, *map(str, arguments)]
+    name = script = getattr(script, "__file__", script)
+    command = [*prefix, sys.executable, script, *map(str, arguments)]
     for left in reversed(range(attempts)):
         try:
-            _run(command, Path(log), os.environ | environment, timeout, cwd)
+            _run(name, command, Path(log), os.environ | environment, timeout, cwd)
             break
         except HungError as hung:
             if not left:
@@ -40,7 +40,7 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
             warnings.warn(f"run again: {hung}", stacklevel=2)
 
 
-def _run(command, log, environment, timeout, cwd):
+def _run(name, command, log, environment, timeout, cwd):
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -51,7 +51,6 @@ def _run(command, log, environment, timeout, cwd):
             stderr=output,
             start_new_session=True,
         )
-    name = command[1]
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:

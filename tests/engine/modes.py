@@ -48,6 +48,15 @@ GATED = 5
 GATES = (1, 3)
 FAR = 4.0
 TOKENS = 5
+ARGUMENTS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_gpu_blocks_override": 512,
+}
+"""Of every engine."""
 
 
 def vectors(hidden: int) -> list[torch.Tensor]:
@@ -269,17 +278,7 @@ READERS = {
 
 def main(model: str, path: str, options: str) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    llm = LLM(
-        model,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        num_gpu_blocks_override=512,
-        disable_log_stats=True,
-        **json.loads(options),
-    )
+    llm = LLM(model, **ARGUMENTS, disable_log_stats=True, **json.loads(options))
     hidden = llm.llm_engine.model_config.get_hidden_size()
     llm.steering.register_module("in the middle", {"post_block": {2: vectors(hidden)[2] / 2}})
     run = llm.patching.run(PROMPTS[RUN], hooks="post_block", layers=[0, 3])

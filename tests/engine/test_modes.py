@@ -8,7 +8,7 @@ import pytest
 import torch
 from child_process import run_script
 
-from engine import modes
+from engine import modes, two_hosts
 from engine.asking import RELATIVE, error_of
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow
 from engine.test_remembering import after, following, of_prompt, rest
@@ -35,6 +35,14 @@ if os.environ.get("TLLM_TEST_FOUR_WORKERS"):  # four processes, and minutes on t
         {**MODES["two pipeline stages"][0], "tensor_parallel_size": 2},
         {**MODES["two pipeline stages"][1], "VLLM_CPU_OMP_THREADS_BIND": "0|1|0|1"},
     )
+
+TWO_HOSTS = {
+    "two tensor-parallel ranks": {"enforce_eager": True, "tensor_parallel_size": 2},
+    "two pipeline stages": {
+        "compilation_config": {"backend": "eager"},
+        "pipeline_parallel_size": 2,
+    },
+}
 
 pytestmark = pytest.mark.skipif(
     os.environ["TRITON_INTERPRET"] == "1",
@@ -187,7 +195,35 @@ def test_rows_tokens_and_steering_are_those_of_transformers(mode, tiny_model, re
         timeout=270,
         attempts=2,
     )
-    saved = torch.load(output, weights_only=False)
+    check(torch.load(output, weights_only=False), mode, reference)
+
+
+@pytest.mark.skipif(
+    not os.environ.get("TLLM_TEST_TWO_HOSTS"),
+    reason="two hosts on this machine are made by root, with TLLM_TEST_TWO_HOSTS=1",
+)
+@pytest.mark.parametrize("mode", TWO_HOSTS)
+def test_two_hosts_are_as_one(mode, tiny_model, reference, tmp_path):
+    output, options = tmp_path / "saved.pt", two_hosts.layout(TWO_HOSTS[mode])
+    arguments = {**modes.ARGUMENTS, **options}
+    with (
+        two_hosts.two_hosts(),
+        two_hosts.other_half(tiny_model, arguments, tmp_path / "other log", os.environ),
+    ):
+        run_script(
+            modes,
+            *(tiny_model, output, json.dumps(options)),
+            log=tmp_path / "log",
+            environment=two_hosts.environment("a"),
+            cwd=Path(modes.__file__).parents[2],
+            timeout=400,
+            prefix=two_hosts.on("a"),
+        )
+    check(torch.load(output, weights_only=False), mode, reference)
+
+
+def check(saved, mode, reference):
+    """What `modes` saved is what `transformers` has."""
     assert saved["errors"] == []
     steering = Addition(("post_block", 2), torch.linspace(-3, 3, HIDDEN))
     _, run = reference.run(modes.PROMPTS[modes.RUN], [("post_block", 0), ("post_block", 3)])
