@@ -1,6 +1,8 @@
 """A session on taps of no model: what each step's row plan says, and who is given its rows."""
 
 import threading
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -826,3 +828,60 @@ def test_only_rows_that_are_lost_count_as_dropped(engine):
     engine.draft({"a": 3}, {"a": 1})
     assert engine.session.steps.rows_dropped == 2
     assert engine.session.sequences.slots.get("a").dropped == {"positions": 2}
+
+
+@pytest.mark.parametrize("window", ["same_step", "next_step", "out_of_band", "background"])
+def test_rows_are_said_to_be_of_the_input_that_they_were_computed_for(engine, window):
+    looked = threading.Event()
+
+    class Phases(Asked):
+        def consume_bundle(self, bundle, ctx):
+            if window == "background":
+                looked.wait()
+            for position, of_prompt in zip(
+                bundle.meta.positions, bundle.meta.is_prefill, strict=True
+            ):
+                self.seen[int(position)] = bool(of_prompt)
+
+    consumer = Phases(window)
+    engine.session.register(consumer)
+    engine.start("a", consumers=["positions"])
+    engine.step(a=PROMPT)
+    for _ in range(3):
+        engine.step(a=1)
+    grow(engine, "a", "positions")
+    looked.set()
+    engine.session.flush()
+    assert consumer.seen == {position: position < PROMPT for position in range(PROMPT + 3)}
+
+
+def test_rows_that_wait_for_an_nth_step_are_flushed_on_the_stream_they_were_copied_on(
+    engine, monkeypatch
+):
+    streams = []
+
+    @contextmanager
+    def on(stream):
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    class Tenth(Positions):
+        def flows(self):
+            [flow] = super().flows()
+            return [replace(flow, dispatch_every_n_steps=10)]
+
+        def consume_bundle(self, bundle, ctx):
+            self.seen[bundle.meta.positions.tobytes()] = list(streams)
+
+    engine.session.register(consumer := Tenth("background"))
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.step(a=1)
+    engine.session.flush()
+    assert list(consumer.seen.values()) == [[], []]  # of the prompt, and generated
+    engine.step(a=1)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(engine.session._consumers["positions"], "side", "its own")
+    engine.session.flush()
+    assert list(consumer.seen.values())[-1] == ["its own"]

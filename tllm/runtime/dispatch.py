@@ -206,7 +206,14 @@ class Dispatcher:
     def _in_window(self, flow: BoundFlow, work: Callable[[], None]) -> None:
         """Run work on the stream and thread of the flow's window."""
         if flow.flow.window == "background":
-            flow.owner.thread.submit(work)
+            side = flow.owner.side
+
+            def job() -> None:
+                # Rows that wait were copied on this stream, and no other one waits for it.
+                with nullcontext() if side is None else torch.cuda.stream(side):
+                    work()
+
+            flow.owner.thread.submit(job)
         elif flow.flow.window == "out_of_band":
             with self._on_side_stream(flow.owner):
                 work()

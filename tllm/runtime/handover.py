@@ -64,6 +64,8 @@ class Handover:
             return None
         if spec.dispatch_every_n_steps > 1 or flow.divides or spec.actions:
             return None
+        if spec.window == "background":  # sequences may be others before the thread comes to it
+            return None
         program = own[0].group.program
         for port, taps in flow.gathered.values():
             if port not in _PLAIN_PORTS or not program.has_together(taps):
