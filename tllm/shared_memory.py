@@ -12,6 +12,7 @@ comes later can remove what a killed process left behind:
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -19,6 +20,8 @@ import re
 import tempfile
 import time
 import uuid
+import weakref
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +104,7 @@ class SharedFile:
         Raises `OSError` when it is not there.
         """
         with self.path.open("r+b") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+            return _mapped(file.fileno())
 
     def hold(self) -> Bytes:
         """Its bytes, for a reader: the memory is not used for anything else (`is_held`) as long as
@@ -111,9 +114,9 @@ class SharedFile:
         """
         with self.path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_SH)  # of the mapping, too, which has the same open file
-            mapped = mmap.mmap(file.fileno(), 0)
+            mapped = _mapped(file.fileno())
             self.path.stat()  # nobody took the name away meanwhile
-        return np.frombuffer(mapped, np.uint8)
+        return mapped
 
     def link(self, owner: str) -> SharedFile:
         """The same memory under another name, for which the process that has the file `owner`
@@ -148,6 +151,36 @@ def sweep() -> int:
             continue
         removed += 1
     return removed
+
+
+def _mapped(descriptor: int) -> Bytes:
+    """The bytes of a file, to be read and written.
+
+    `mmap.mmap` would keep a descriptor: who has many results would run out of them.
+
+    Raises `OSError`.
+    """
+    nbytes = os.fstat(descriptor).st_size
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc().mmap(None, nbytes, access, mmap.MAP_SHARED, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_uint8 * nbytes).from_address(address)
+    weakref.finalize(memory, _libc().munmap, address, nbytes).atexit = False
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+        ctypes.c_ssize_t,
+    )
+    library.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+    return library
 
 
 def _is_left(name: str, found: os.stat_result, own_namespace: int) -> bool:

@@ -95,3 +95,15 @@ def test_rows_in_shared_memory_are_not_copied(monkeypatch):
     found[0].add_(1)  # it is the reader's own
     assert torch.equal(found[1], expected[200:])
     assert files(folder.token) == {folder.token}
+
+
+def test_results_that_are_kept_take_no_file_descriptors():
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    rows = memory.empty((1 << 20,), torch.float32).copy_(torch.randn(1 << 20))
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [decode(writer.encode({"linked": rows.numpy()}, folder.token)) for _ in range(5)]
+    kept += [decode(answers.AnswerWriter().encode(rows.numpy(), folder.token)) for _ in range(5)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert torch.equal(torch.from_numpy(kept[4]["linked"]), rows)
+    assert torch.equal(torch.from_numpy(kept[9]), rows)
