@@ -1,10 +1,12 @@
 """Shared memory is whole, and nothing of a killed process stays."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -262,4 +264,28 @@ def test_without_room_it_is_an_error_and_nothing_stays(monkeypatch):
     rows = ResultMemory().empty((1024, 1024), torch.float32)
     assert rows.fill_(2).sum() == 2 * 1024 * 1024
     assert ResultMemory().empty((0, 3, 4), torch.float16).shape == (0, 3, 4)
+    assert not names() - before
+
+
+@contextmanager
+def few_descriptors(free):
+    """So many more files can be opened, or about as many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = os.open(os.devnull, os.O_RDONLY)
+    os.close(opened)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("free", range(5))
+def test_without_descriptors_nothing_stays(free):
+    memory, before = ResultMemory(), names()
+    with few_descriptors(free):
+        rows = memory.empty((MIB,), torch.uint8)
+    assert len(names() - before) <= 1
+    del rows
+    memory.trim()
     assert not names() - before

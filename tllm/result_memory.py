@@ -37,7 +37,7 @@ _KEPT_SHARE = 4
 class ResultPiece:
     """A shared file of a worker, used for one result after another.
 
-    Raises `OSError` when there is no room.
+    Raises `OSError` when there is no room, or no file descriptor.
 
     Attributes:
         file: under the worker's name for it; readers are given links.
@@ -50,9 +50,13 @@ class ResultPiece:
         self.file = SharedFile.reserve(capacity)
         self.capacity = capacity
         self.let_go = 0.0
-        with self.file.path.open("r+b") as opened:
-            self._mapped = mmap.mmap(opened.fileno(), 0)
-            self._descriptor = os.dup(opened.fileno())
+        try:
+            with self.file.path.open("r+b") as opened:
+                self._mapped = mmap.mmap(opened.fileno(), 0)
+                self._descriptor = os.dup(opened.fileno())
+        except OSError:  # no descriptor is left: the memory must not stay
+            self.file.release()
+            raise
         self.address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._mapped))
         weakref.finalize(self, os.close, self._descriptor)
         self._page_locked: bool | None = None
