@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -216,6 +217,20 @@ def test_only_memory_that_was_used_before_is_lent_to_devices():
     [(file, offset)] = memory.locate([memoryview(lent[MIB:].numpy())])
     assert file.path.exists() and offset == MIB
     reader.release()
+
+
+def test_pages_are_unlocked_on_the_device_of_the_worker(monkeypatch):
+    calls, device = [], torch.device("cuda:1")
+    monkeypatch.setattr(result_memory, "page_lock", lambda *args: calls.append(args) or True)
+    monkeypatch.setattr(result_memory, "page_unlock", lambda *args: calls.append(args))
+    memory = ResultMemory()
+    memory.empty((4 * MIB,), torch.uint8)
+    address = memory.used_before(1, 1 << 30, device).data_ptr()
+    assert calls == [(address, 4 * MIB, device)]
+    release = threading.Thread(target=memory.trim)
+    release.start()
+    release.join()
+    assert calls[1:] == [(address, device)]
 
 
 def test_what_a_reader_has_stays_when_the_worker_gives_it_back():

@@ -33,19 +33,25 @@ def _failed(status: int) -> bool:
     return status != 0
 
 
-def page_lock(address: int, nbytes: int) -> bool:
+def page_lock(address: int, nbytes: int, device: torch.device) -> bool:
     """Let GPUs write into host memory without the host; False when they cannot.
 
     It takes 0.3 s for a GiB, in which other calls of CUDA in the process may have to wait.
+
+    Args:
+        device: that the process uses. A thread that has none yet would make a context on the first
+            GPU for it, which costs hundreds of MiB there.
     """
-    status: Any = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
-    return not _failed(int(status))
+    with torch.cuda.device(device):
+        status: Any = torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE)
+        return not _failed(int(status))
 
 
-def page_unlock(address: int) -> None:
-    """Undo `page_lock`."""
-    status: Any = torch.cuda.cudart().cudaHostUnregister(address)
-    _failed(int(status))
+def page_unlock(address: int, device: torch.device) -> None:
+    """Undo `page_lock`. Arguments as there."""
+    with torch.cuda.device(device):
+        status: Any = torch.cuda.cudart().cudaHostUnregister(address)
+        _failed(int(status))
 
 
 def rows_to_host(source: torch.Tensor, target: torch.Tensor) -> None:

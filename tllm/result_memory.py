@@ -61,12 +61,13 @@ class ResultPiece:
         weakref.finalize(self, os.close, self._descriptor)
         self._page_locked: bool | None = None
 
-    def lock_pages(self) -> bool:
+    def lock_pages(self, device: torch.device) -> bool:
         """Whether a GPU can write into it, from now on at the latest."""
         if self._page_locked is None:
-            self._page_locked = page_lock(self.address, self.capacity)
+            self._page_locked = page_lock(self.address, self.capacity, device)
             if self._page_locked:
-                weakref.finalize(self, page_unlock, self.address).atexit = False
+                # On whichever thread: a timer's, or the one that collects garbage.
+                weakref.finalize(self, page_unlock, self.address, device).atexit = False
         return self._page_locked
 
     def buffer(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
@@ -133,7 +134,7 @@ class ResultMemory:
         piece = self._kept_one(least, most)
         if piece is None:
             return None
-        if device.type == "cuda" and not piece.lock_pages():
+        if device.type == "cuda" and not piece.lock_pages(device):
             self._kept.append(piece)
             return None
         return torch.from_numpy(self._in_use(piece, piece.capacity))

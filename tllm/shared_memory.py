@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from tllm.cuda_runtime import page_lock, page_unlock
 
@@ -259,13 +260,13 @@ class SharedRows:
     def __len__(self) -> int:
         return len(self.values)
 
-    def pin(self) -> bool:
+    def pin(self, device: torch.device) -> bool:
         """Let a GPU write into the rows without waiting for the host; False when it cannot."""
-        return page_lock(self.values.ctypes.data, self.values.nbytes)
+        return page_lock(self.values.ctypes.data, self.values.nbytes, device)
 
-    def unpin(self) -> None:
+    def unpin(self, device: torch.device) -> None:
         """Undo `pin`."""
-        page_unlock(self.values.ctypes.data)
+        page_unlock(self.values.ctypes.data, device)
 
     def unlink(self) -> None:
         """Remove the name. The rows stay until nobody refers to them."""

@@ -230,7 +230,7 @@ class NextTokenConsumer(Consumer):
         known = self._files.get(path)
         if known is None:
             file = SharedRows(Path(path), width)
-            pinned = self._device.type == "cuda" and file.pin()
+            pinned = self._device.type == "cuda" and file.pin(self._device)
             known = self._files[path] = file, torch.from_numpy(file.values), pinned
         return known[1:]
 
@@ -273,7 +273,7 @@ class NextTokenConsumer(Consumer):
         self.forget()
         for file, _, pinned in self._files.values():
             if pinned:
-                file.unpin()
+                file.unpin(self._device)
         self._files.clear()
         self._tables.clear()
 
