@@ -176,3 +176,15 @@ class TestDeliveryThread:
         thread.submit(thread.drain)
         thread.drain()
         thread.close()
+
+    def test_jobs_find_the_device_that_they_work_on(self, monkeypatch):
+        chosen, device = [], torch.device("cuda:1")
+        monkeypatch.setattr(
+            torch.cuda,
+            "set_device",
+            lambda given: chosen.append((given, threading.current_thread().name)),
+        )
+        thread = DeliveryThread("jobs", device)
+        thread.submit(lambda: chosen.append("job"))
+        thread.close()
+        assert chosen == [(device, "jobs"), "job"]

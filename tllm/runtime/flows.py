@@ -196,8 +196,8 @@ class BoundConsumer:
             for write in flow.writes
             if write.port == "cpu_export"
         }
-        self.thread = DeliveryThread(f"tllm-{self.id}")
-        self.export_thread = DeliveryThread(f"tllm-{self.id}-export")
+        self.thread = DeliveryThread(f"tllm-{self.id}", model.device)
+        self.export_thread = DeliveryThread(f"tllm-{self.id}-export", model.device)
         self.error: str | None = None
         self.calls = 0
         self.rows = 0

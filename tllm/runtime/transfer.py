@@ -82,10 +82,14 @@ class DeliveryThread:
     """Runs jobs in order on a thread of its own.
 
     A job must not raise. The thread is made with the first job and ends with `close`.
+
+    Args:
+        device: that jobs work on; None for the host.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         self._name = name
+        self._device = device
         self._jobs: deque[Callable[[], None]] = deque()
         self._since: deque[float] = deque()  # of the jobs that have not ended
         self._changed = threading.Condition()
@@ -156,6 +160,9 @@ class DeliveryThread:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            # Else it would have the first GPU, and whatever it calls makes a context there.
+            torch.cuda.set_device(self._device)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._jobs) or self._closed)
