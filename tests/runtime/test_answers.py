@@ -1,5 +1,6 @@
 """Answers cross processes whole, through shared memory when they are large."""
 
+import asyncio
 import gc
 import os
 import pickle
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tllm.client import calls
 from tllm.client.answers import SharedFolder, decode
 from tllm.consumers.capture.activations import CapturedRows
 from tllm.result_memory import ResultMemory
@@ -107,3 +109,34 @@ def test_results_that_are_kept_take_no_file_descriptors():
     assert len(os.listdir("/proc/self/fd")) == before
     assert torch.equal(torch.from_numpy(kept[4]["linked"]), rows)
     assert torch.equal(torch.from_numpy(kept[9]), rows)
+
+
+def test_an_answer_that_comes_after_its_caller_has_left_keeps_nothing(monkeypatch):
+    folder, writer = SharedFolder(), answers.AnswerWriter()
+    big = np.zeros(1 << 20)
+
+    async def ask_all_workers(engine, method, args):
+        answered = asyncio.get_running_loop().create_future()
+
+        def answer():  # whoever still waits
+            payload = writer.encode(("ok", big), folder.token)
+            if not answered.done():
+                answered.set_result([payload])
+
+        asyncio.get_running_loop().call_later(0.05, answer)
+        return await answered
+
+    async def leave():
+        asked = asyncio.ensure_future(
+            calls.AsyncCalls(None, folder.token).ask(calls.WorkerCall("x"))
+        )
+        await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.sleep(0.2)
+
+    monkeypatch.setattr(calls, "ask_all_workers", ask_all_workers)
+    asyncio.run(leave())
+    assert len(writer._written) == 1
+    assert files(folder.token) == {folder.token}

@@ -41,3 +41,10 @@ def decode(payload: bytes) -> Any:
         for place in places
     ]
     return pickle.loads(body, buffers=buffers)
+
+
+def leave(payload: bytes) -> None:
+    """Nobody wants the answer: what it has in shared memory goes."""
+    _, names, _ = pickle.loads(payload)
+    for name in names or ():
+        SharedFile(FOLDER / name).release()

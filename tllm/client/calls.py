@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import cloudpickle
 from vllm import AsyncLLMEngine, LLMEngine
 
-from tllm.client.answers import decode
+from tllm.client.answers import decode, leave
 from tllm.engine.calls import ask_all_workers, ask_workers
 
 _T = TypeVar("_T")
@@ -129,7 +129,20 @@ class AsyncCalls:
         """Call the workers of all replicas."""
         payload = cloudpickle.dumps(call.args)
         arguments = (call.method, payload, self._token)
-        return decode_answers(await ask_all_workers(self._engine, "tllm", arguments))
+        answers = asyncio.ensure_future(ask_all_workers(self._engine, "tllm", arguments))
+        try:
+            return decode_answers(await asyncio.shield(answers))
+        except asyncio.CancelledError:
+            # They are made all the same, and keep shared memory until somebody has looked.
+            answers.add_done_callback(_leave)
+            raise
+
+
+def _leave(answers: asyncio.Future[list[Any]]) -> None:
+    """Nobody waits for the workers' answers any more."""
+    if not answers.cancelled() and answers.exception() is None:
+        for answer in answers.result():
+            leave(answer)
 
 
 def decode_answers(answers: Sequence[bytes]) -> list[Any]:
