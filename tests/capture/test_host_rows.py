@@ -169,3 +169,18 @@ def test_rows_that_land_by_sequence_are_not_copied_again(monkeypatch, seed):
     assert held.held == 0
     held.close()
     memory.trim()
+
+
+def test_a_batch_that_is_described_anew_in_each_step_goes_on():
+    memory, count = ResultMemory(), 16
+    memory.empty((1 << 20,), torch.uint8)  # a result that is gone
+    lands = Landing(memory, torch.device("cpu"))
+    requests = [RequestInfo(str(n), str(n), 0, 1, n, 0) for n in range(count)]
+    rows = torch.zeros(count, 1, 1024)
+    slabs = set()
+    for step in range(16):
+        positions = np.full(count, step, np.int32)
+        index = np.arange(count, dtype=np.int32)
+        meta = RowMeta(tuple(requests), index, positions, positions.astype(np.int64))
+        slabs |= {part.landed.slab for part in lands.parts("kind", meta, rows)}
+    assert [slab.steps for slab in slabs] == [16]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -124,7 +125,7 @@ class Landing:
         self, kind: Hashable, requests: Sequence[RequestInfo], rows: torch.Tensor
     ) -> Sequence[LandingPart]:
         batch = self._batches.get(kind)
-        if batch is None or batch.requests is not requests:
+        if not (batch and (batch.requests is requests or _are_same(batch.requests, requests))):
             batch = self._batches[kind] = _Batch(requests)
         if batch.slab is None and batch.lasted >= batch.ask_at:
             batch.slab = self._slab(rows, batch.lasted)
@@ -165,6 +166,12 @@ class Landing:
             into = own.view(stop - first, *rows.shape[1:])
             yield LandingPart(first, stop, into, Landed())
             first = stop
+
+
+def _are_same(before: Sequence[RequestInfo], now: Sequence[RequestInfo]) -> bool:
+    """Whether they are the same sequences, in the same order. Where a batch has several capture
+    programs, they are joined anew in each step."""
+    return len(before) == len(now) and all(map(is_, before, now))
 
 
 def is_grouped(index: np.ndarray) -> bool:
