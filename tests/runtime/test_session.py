@@ -1,6 +1,7 @@
 """A session on taps of no model: what each step's row plan says, and who is given its rows."""
 
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tllm.consumers.base import Consumer
+from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
 from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
@@ -885,3 +887,31 @@ def test_rows_that_wait_for_an_nth_step_are_flushed_on_the_stream_they_were_copi
     monkeypatch.setattr(engine.session._consumers["positions"], "side", "its own")
     engine.session.flush()
     assert list(consumer.seen.values())[-1] == ["its own"]
+
+
+def test_rows_on_their_way_to_the_host_count_as_there(engine, monkeypatch):
+    consumer, under_way = MemoryConsumer(), []
+    arrive, send = consumer.on_export, consumer.consume_bundle
+    monkeypatch.setattr(consumer, "on_export", lambda *args: (time.sleep(0.01), arrive(*args)))
+
+    def consume_bundle(bundle, ctx):
+        send(bundle, ctx)
+        under_way.append(engine.session._consumers["memory"].export_thread.waiting)
+
+    monkeypatch.setattr(consumer, "consume_bundle", consume_bundle)
+    engine.session.register(consumer)
+    steps = 4
+    consumer._limit = consumer._rows._limit = steps * PROMPT * HIDDEN * 4
+    capture = {"memory": {"hooks": {"post_block": [0]}, "positions": "all"}}
+    for number in range(20):
+        spec = RequestSpec(f"r{number}", f"r{number}", consumers=capture)
+        engine.session.sequences.start(f"r{number}", [1] * PROMPT, PROMPT, spec, 0)
+        engine.computed = {f"r{number}": 0}
+        engine.step(**{f"r{number}": PROMPT})
+        engine.finish(f"r{number}")
+    results = engine.session.pop_results([f"r{number}" for number in range(20)], {}, 10.0)
+    for of_sample in results.values():
+        assert of_sample[0]["memory"]["status"] == "ok"
+        assert len(of_sample[0]["memory"]["payload"]["post_block"][0]) == PROMPT
+    assert len(results) == len(under_way) == 20
+    assert max(under_way) <= 2 * steps + 1  # each with the end of a sequence

@@ -181,6 +181,8 @@ class Capturing(Consumer):
         self._landing = Landing(memory, ctx.device) if self.rows_are_results else None
         self._captured_rows = 0
         self._captured_bytes = 0
+        # Of those, what the delivery thread has taken.
+        self._arrived_bytes = 0
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
         """Remember what it asked."""
@@ -203,8 +205,9 @@ class Capturing(Consumer):
         if reduction != "none":
             self._table(reduction, places).add(bundle, ctx)
             return
-        if self._overflow == "block" and self._rows.held > self._limit - rows.nbytes:
-            self._wait_for_endings()
+        under_way = self._captured_bytes - self._arrived_bytes
+        if self._overflow == "block" and self._rows.held + under_way > self._limit - rows.nbytes:
+            self._wait_for_host()
         if dtype != "model":
             rows = rows.to(getattr(torch, dtype))
         self._captured_rows += len(meta)
@@ -234,9 +237,13 @@ class Capturing(Consumer):
                 self._places.clear()
             self._places[asked] = places
 
-    def _wait_for_endings(self) -> None:
-        """Wait until all sequences that have ended were handed over."""
-        self._wait(self._concluded, lambda: not self._num_ending, "requests that ended to be taken")
+    def _wait_for_host(self) -> None:
+        """Wait until all rows have arrived, and all sequences that have ended were handed over."""
+
+        def done() -> bool:
+            return not self._num_ending and self._arrived_bytes >= self._captured_bytes
+
+        self._wait(self._concluded, done, "rows on their way, and requests that ended, to be taken")
 
     def _wait(self, change: threading.Condition, done: Callable[[], bool], what: str) -> None:
         """Make the engine wait, and say so when that takes long."""
@@ -260,6 +267,7 @@ class Capturing(Consumer):
         """Nothing will be handed over any more: the engine need not wait for it."""
         with self._concluded:
             self._num_ending = 0
+            self._arrived_bytes = self._captured_bytes
             self._concluded.notify_all()
 
     def _table(self, reduction: Reduction, places: tuple[Place, ...]) -> Reductions:
@@ -319,6 +327,9 @@ class Capturing(Consumer):
             if self.takes_early:
                 self._note_large(kind, chunk, meta.requests)
                 self._give_early()
+            with self._concluded:
+                self._arrived_bytes += chunk.rows.nbytes
+                self._concluded.notify_all()
             return
         assert isinstance(attached, Ending)
         self._requests = self._sequences = ()  # the batch is another one, if there is one
