@@ -84,6 +84,22 @@ def test_results_that_stay_are_taken_or_forgotten(llm, reference):
     assert llm.call_consumer("next_token", "pop", [7]) == [{}]
 
 
+def test_a_token_that_is_not_there_is_its_own_requests_error_alone(llm):
+    params = [
+        SamplingParams(
+            max_tokens=2, temperature=0, detokenize=False, consumers={"next_token": options}
+        )
+        for options in ({"token_ids": [9, 10**6]}, {"token_ids": [9, 8]}, {})
+    ]
+    outputs = llm.generate([{"prompt_token_ids": [10, 11]}] * 3, params, use_tqdm=False)
+    wrong, some, whole = (output.consumer_results["next_token"] for output in outputs)
+    assert wrong.status == "error" and "token_ids has 1000000; the vocabulary has" in wrong.error
+    assert (some.status, whole.status) == ("ok", "ok")
+    expected = torch.as_tensor(whole.payload.values)[:, [9, 8]]
+    assert torch.allclose(torch.as_tensor(some.payload.values), expected, atol=1e-4)
+    assert generate(llm)[0].consumer_results["next_token"].status == "ok"
+
+
 def test_requests_that_do_not_ask_cost_nothing(llm):
     before = llm.intervention_stats()[0]
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]

@@ -19,6 +19,7 @@ from tllm.ports import (
     PerToken,
     PortBundle,
     RequestInfo,
+    RequestResult,
 )
 from tllm.shared_memory import SharedRows
 
@@ -142,13 +143,15 @@ class NextTokenConsumer(Consumer):
         if not self._answers:
             return
         requests, positions = bundle.meta.requests, bundle.meta.positions
+        logits = bundle.entries["logits"]
         groups: dict[_RowForm, tuple[list[int], list[_Ask]]] = {}
         for row, index in enumerate(bundle.meta.request_index.tolist()):
-            ask = self._ask(requests[index])
+            ask = self._ask(requests[index], logits.shape[1])
+            if ask.problem:
+                continue
             rows, asks = groups.setdefault(ask.form, ([], []))
             rows.append(row)
             asks.append(ask)
-        logits = bundle.entries["logits"]
         self.bundles += bool(groups)
         size = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
         for form, (rows, asks) in groups.items():
@@ -158,11 +161,11 @@ class NextTokenConsumer(Consumer):
             for begin in range(0, len(asked), size):
                 self._answer(logits, form, asked.part(slice(begin, begin + size)), ctx)
 
-    def _ask(self, request: RequestInfo) -> _Ask:
+    def _ask(self, request: RequestInfo, vocab: int) -> _Ask:
         """What a request asks; read from its options once."""
         known = self._asks.get(request.slot)
         if known is None or known.options is not request.options:
-            known = self._asks[request.slot] = _Ask(request)
+            known = self._asks[request.slot] = _Ask(request, vocab)
         return known
 
     def _table(self, path: str | None) -> npt.NDArray[np.int64] | None:
@@ -187,10 +190,6 @@ class NextTokenConsumer(Consumer):
             ids = chosen.to(torch.int32)
         elif form.num_ids:
             wanted = np.array([ask.options["token_ids"] for ask in asked.asks])
-            if wanted.max() >= found.shape[1]:  # on a GPU this would end the process
-                raise ValueError(
-                    f"token_ids has {wanted.max()}; the vocabulary has {found.shape[1]} tokens"
-                )
             found = found.gather(1, ctx.upload(wanted))
         self.rows += len(rows)
         if asked.tickets is None or asked.places is None:
@@ -264,7 +263,9 @@ class NextTokenConsumer(Consumer):
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """The sequence's results, if they are not sent in another way."""
-        self._asks.pop(request.slot, None)
+        ask = self._asks.pop(request.slot, None)
+        if ask is not None and ask.problem:
+            return RequestResult(None, "error", ask.problem)
         kept = self._by_slot.pop(request.slot, None)
         return None if kept is None else kept.all()
 
@@ -316,9 +317,10 @@ class _Ask:
         place: row of the file, or entry of the table.
         serial: of the entry.
         paths: of the files.
+        problem: why it gets nothing, if it does not.
     """
 
-    def __init__(self, request: RequestInfo) -> None:
+    def __init__(self, request: RequestInfo, vocab: int) -> None:
         options = self.options = request.options
         self.slot = request.slot
         self.ticket = int(options.get("ticket", -1))
@@ -332,6 +334,9 @@ class _Ask:
         ids = options.get("token_ids")
         own = () if table is not None else tuple(self.paths)
         num_ids = len(ids) if ids else 0
+        self.problem = ""
+        if ids and max(ids) >= vocab:  # on a GPU, to look it up would end the process
+            self.problem = f"token_ids has {max(ids)}; the vocabulary has {vocab} tokens"
         self.form = _RowForm(own, table, int(width), options.get("top_k") or 0, num_ids)
 
 
