@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from tllm.cuda_runtime import page_lock, page_unlock
-from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, Bytes, SharedFile, sweep
+from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, Bytes, SharedFile, room, sweep
 
 _KEPT_S = 10.0
 """How long memory that nobody uses is kept, at least; at most twice as long."""
@@ -106,8 +106,8 @@ class ResultMemory:
         self._pieces: dict[int, tuple[int, ResultPiece]] = {}
         self._kept: deque[ResultPiece] = deque()
         self._keeper: threading.Timer | None = None
-        room = os.statvfs(FOLDER)
-        self._most_kept = room.f_blocks * room.f_frsize // _KEPT_SHARE
+        folder = os.statvfs(FOLDER)
+        self._most_kept = folder.f_blocks * folder.f_frsize // _KEPT_SHARE
         weakref.finalize(self, _release, self._kept)
         if most:
             sweep()
@@ -219,9 +219,7 @@ class ResultMemory:
     def _has_room(self, nbytes: int) -> bool:
         if len(self._pieces) + len(self._kept) >= self._most:
             return False
-        room = os.statvfs(FOLDER)
-        # The engine's own processes need shared memory too.
-        return nbytes <= (room.f_bavail - room.f_blocks // 4) * room.f_frsize
+        return nbytes <= room()
 
     def _let_go(self, address: int) -> None:
         """Nobody in this process refers to a piece. Who was given it has a link of his own."""

@@ -134,6 +134,14 @@ class SharedFile:
             self.path.unlink(missing_ok=True)
 
 
+def room() -> int:
+    """Bytes of shared memory that may be taken. A quarter of all is left to others: vLLM's
+    processes speak through memory whose pages they get when they write, and one that cannot be had
+    then ends the process."""
+    found = os.statvfs(FOLDER)
+    return max(0, (found.f_bavail - found.f_blocks // 4) * found.f_frsize)
+
+
 def sweep() -> int:
     """Remove shared files of processes that are gone, and return how many.
 

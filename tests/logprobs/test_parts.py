@@ -133,7 +133,7 @@ def test_memory_grows_once_for_what_is_asked_together():
 def test_memory_that_others_need_is_not_taken_and_that_is_told(monkeypatch, caplog):
     arena = Arena(64, 2**24)
     row = 4 * arena.width
-    monkeypatch.setattr(transport, "_room", lambda: (40 - len(arena)) * row)
+    monkeypatch.setattr(transport, "room", lambda: (40 - len(arena)) * row)
     first = arena.lease_many(12)
     assert not caplog.records
     rest = arena.lease_many(64)

@@ -72,6 +72,33 @@ def test_without_room_it_goes_as_bytes(monkeypatch):
     assert files(folder.token) == {folder.token}
 
 
+def test_a_quarter_of_shared_memory_is_left_to_others(monkeypatch):
+    """vLLM's processes speak through it, and end where they find none."""
+    found = os.statvfs(SHARED)
+    folder, writer = SharedFolder(), answers.AnswerWriter()
+    big = np.zeros(1 << 20)
+    for left, shared in ((big.nbytes, True), (big.nbytes - found.f_frsize, False)):
+        fields = list(found)
+        fields[4] = found.f_blocks // 4 + left // found.f_frsize  # f_bavail
+        monkeypatch.setattr(os, "statvfs", lambda _, fields=fields: os.statvfs_result(fields))
+        payload = writer.encode(big, folder.token)
+        assert (pickle.loads(payload)[1] is not None) == shared
+        assert np.array_equal(decode(payload), big)
+    assert files(folder.token) == {folder.token}
+
+
+def test_without_room_rows_that_are_in_shared_memory_stay_there(monkeypatch):
+    memory = ResultMemory()
+    folder, writer = SharedFolder(), answers.AnswerWriter(memory)
+    rows, big = memory.empty((1 << 20,), torch.float32).fill_(3), np.zeros(1 << 20)
+    monkeypatch.setattr(answers, "room", lambda: 0)
+    payload = writer.encode([rows.numpy(), big], folder.token)
+    assert len(files(folder.token)) == 2
+    found, copied = decode(payload)
+    assert np.array_equal(found, rows.numpy()) and np.array_equal(copied, big)
+    assert files(folder.token) == {folder.token}
+
+
 def test_rows_in_shared_memory_are_not_copied(monkeypatch):
     def copied(*args):
         raise AssertionError("rows were copied")

@@ -7,7 +7,6 @@ import contextlib
 import heapq
 import itertools
 import logging
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -26,7 +25,7 @@ from tllm.consumers.next_token import (
     NextTokenConsumer,
 )
 from tllm.logprobs.query import WHOLE, Answer, Form
-from tllm.shared_memory import FOLDER, IN_MEMORY, SharedRows
+from tllm.shared_memory import FOLDER, IN_MEMORY, SharedRows, room
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +191,7 @@ class Arena:
 
     def _grow(self, wanted: int) -> bool:
         rows = min(max(_FIRST_ROWS, wanted), self._max_rows - self._rows)
-        fitting = min(rows, _room() // (4 * self.width)) if IN_MEMORY else rows
+        fitting = min(rows, room() // (4 * self.width)) if IN_MEMORY else rows
         if not fitting and not self._rows:  # the first ones may take what is left to others
             fitting = min(rows, _FIRST_ROWS)
         try:
@@ -246,12 +245,6 @@ class _LentRow(weakref.ref[Any]):
 
     __slots__ = ("place",)
     place: int
-
-
-def _room() -> int:
-    """Bytes of shared memory that may be taken: a quarter of all is left to others."""
-    room = os.statvfs(FOLDER)
-    return max(0, (room.f_bavail - room.f_blocks // 4) * room.f_frsize)
 
 
 class Address:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tllm.result_memory import ResultMemory
-from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile
+from tllm.shared_memory import FOLDER, NAME, WORTHWHILE, SharedFile, room
 
 _KEPT_S = 600.0
 """How long an answer waits for its reader."""
@@ -73,22 +73,37 @@ class AnswerWriter:
             else:
                 places[i] = number, found[1], len(view)
         sizes = [-(-len(views[i]) // _ALIGNMENT) * _ALIGNMENT for i in copied]
-        if sum(sizes) < WORTHWHILE:
+        starts = [0, *accumulate(sizes)]
+        file = self._copied([views[i] for i in copied], starts, token)
+        if file is None:
             if not names:
                 return None
             for i in copied:
                 places[i] = bytes(views[i])
             return names, places
-        starts = [0, *accumulate(sizes)]
-        try:
-            file = SharedFile.reserve(starts[-1], token, backed=False)
-            _copy(file, [views[i] for i in copied], starts)
-        except OSError:  # no room
-            return None
         for i, start in zip(copied, starts, strict=False):
             places[i] = len(names), start, len(views[i])
         names.append(self._noted(file))
         return names, places
+
+    @staticmethod
+    def _copied(
+        views: Sequence[memoryview], starts: Sequence[int], token: str
+    ) -> SharedFile | None:
+        """A file with copies of the views at these offsets, the last of which is its size; None
+        when it is not worthwhile, or there is no room."""
+        if not WORTHWHILE <= starts[-1] <= room():
+            return None
+        try:
+            file = SharedFile.reserve(starts[-1], token, backed=False)
+        except OSError:
+            return None
+        try:
+            _copy(file, views, starts)
+        except OSError:
+            file.release()
+            return None
+        return file
 
     def _link(
         self, file: SharedFile, linked: dict[Path, int], names: list[str], token: str
