@@ -1,6 +1,7 @@
 """The ring never gives out rows that somebody still reads."""
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -80,6 +81,19 @@ def test_it_grows_before_it_drops_and_keeps_what_is_read():
     assert ring.reserve(5).start == 0
     assert ring.capacity == 10 and moves[-1] is ring.arena
     assert ring.arena is not old and (old == 7.0).all() and span.held
+
+
+def test_what_it_has_outgrown_goes_though_no_rows_are_asked_for():
+    moves = []
+    ring = make_ring(rows=4, max_rows=16, moves=moves)
+    span, old = held(ring, 4), weakref.ref(ring.arena)
+    ring.reserve(5)
+    moves.clear()
+    ring.free_spans()
+    assert old() is not None
+    span.release()
+    ring.free_spans()
+    assert old() is None
 
 
 def test_more_rows_than_it_may_ever_hold_are_dropped_at_once():

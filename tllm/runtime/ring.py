@@ -123,9 +123,8 @@ class Ring:
         """Rows for one step, consecutive; None when they were dropped."""
         if rows > self._max_rows and not self._outgrow(rows):
             return None
-        # An outgrown tensor lives on until its readers are done with it.
         if self._retired:
-            self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
+            self._free_retired()
         spans = self._spans
         start: int | None = None
         while spans and spans[0].free:
@@ -164,8 +163,14 @@ class Ring:
 
     def free_spans(self) -> None:
         """Take back what all readers are done with, from the oldest on."""
+        if self._retired:
+            self._free_retired()
         while self._spans and self._spans[0].free:
             self._spans.popleft()
+
+    def _free_retired(self) -> None:
+        """An outgrown tensor lives on until its readers are done with it."""
+        self._retired = [r for r in self._retired if not all(span.free for span in r[1])]
 
     def _find(self, rows: int) -> int | None:
         self.free_spans()
