@@ -915,3 +915,24 @@ def test_rows_on_their_way_to_the_host_count_as_there(engine, monkeypatch):
         assert len(of_sample[0]["memory"]["payload"]["post_block"][0]) == PROMPT
     assert len(results) == len(under_way) == 20
     assert max(under_way) <= 2 * steps + 1  # each with the end of a sequence
+def test_a_thread_that_is_late_is_told_of_sequences_as_they_were(engine):
+    """What a thread has still to be given may be of sequences that have grown meanwhile."""
+    told, may_go_on = [], threading.Event()
+
+    class Late(Positions):
+        def consume_bundle(self, bundle, ctx):
+            assert may_go_on.wait(30)
+            (request,) = bundle.meta.requests
+            told.append((bundle.meta.positions.tolist(), request.prompt_len))
+
+    engine.session.register(Late("background"))
+    engine.start("a")
+    engine.step(a=PROMPT)
+    for _ in range(3):
+        engine.step()
+    grow(engine, "a")
+    engine.step()
+    may_go_on.set()
+    engine.session.synchronize()
+    decoded = [([PROMPT + number], PROMPT) for number in range(3)]
+    assert told == [([0, 1, 2], PROMPT), *decoded, ([PROMPT + 3], PROMPT + 2)]
