@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -241,12 +241,14 @@ class Guide:
     Attributes:
         layout: of that batch, None for one that is not kept.
         guided: its rows, None where the guide applies to none.
+        known: `BoundConsumer.forgotten`, when it was asked whose they are.
     """
 
     flow: BoundFlow
     write: PortWrite
     layout: object = None
     guided: GuidedRows | None = None
+    known: int = 0
 
     @cached_property
     def width(self) -> int:
@@ -364,12 +366,18 @@ class Guidance:
         """
         collected = step.collected
         for guide in self._guides:
+            owner = guide.flow.owner
             if guide.layout is None or guide.layout is not frame.layout:
+                guide.known = owner.forgotten
                 guide.guided = self._guided(guide, frame, greedy)
                 # A sequence whose tokens are sampled goes on like that; greedy it is for ever.
                 lasts = guide.guided is not None and bool(frame.batch.samples.all())
                 guide.layout = frame.layout if lasts else None
-            if guide.guided is not None and guide.flow.owner.error is None:
+            elif guide.guided is not None and guide.known != owner.forgotten:
+                guide.known = owner.forgotten  # they may have grown
+                at = frame.batch.slots[guide.guided.indices]
+                guide.guided = replace(guide.guided, requests=owner.requests(at, self._slots)[0])
+            if guide.guided is not None and owner.error is None:
                 self._run_one(guide, guide.guided, step, frame, collected)
                 collected = None  # the logits have changed
 

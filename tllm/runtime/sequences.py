@@ -54,6 +54,8 @@ class RunningSequences:
         """
         known = self.slots.get(engine_id)
         if known is not None:
+            # The engine keeps it in another place now, and may draw its tokens in another way.
+            self.slots.invalidate()
             if known.info.prompt_len != prompt_len:
                 self._go_on(known, prompt_token_ids, prompt_len, spec, num_computed)
             return

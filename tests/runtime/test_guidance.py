@@ -1,0 +1,121 @@
+"""Whom a guide is told of, in steps of a batch whose guided rows are found once."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.test_session import HIDDEN, PROMPT, Engine
+from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerFlow, ResidualStream, Sampler
+from tllm.runtime.sampling import LmHead, SamplerStep
+from tllm.spec.request import RequestSpec
+from tllm.spec.turns import StepTurns
+
+VOCAB = 10
+
+
+class Guiding(Consumer):
+    """Keeps the prompt's length, and the options, of each sequence that it may guide."""
+
+    consumer_id = "guiding"
+
+    def __init__(self):
+        self.told = []
+
+    def flows(self):
+        write = Sampler.write(phase="any", width=4)
+        reads = [ResidualStream.read(layer=0)]
+        return [ConsumerFlow(reads=reads, writes=[write], window="same_step")]
+
+    def consume_bundle(self, bundle, ctx):
+        pass
+
+    def guide(self, candidates, ctx):
+        self.told += [(each.prompt_len, dict(each.options)) for each in candidates.meta.requests]
+
+
+class AllAlike(SamplerStep):
+    """Every token is as likely as every other."""
+
+    def __init__(self, rows):
+        self.logits = torch.zeros(rows, VOCAB)
+        self.temperature = torch.ones(rows)
+        self.penalizes = False
+        self.unfiltered = np.ones(rows, bool)
+
+    def penalize(self, full):
+        return full
+
+
+class Drawing(Engine):
+    """An engine that draws tokens."""
+
+    def __init__(self):
+        super().__init__()
+        head = LmHead(torch.zeros(VOCAB, HIDDEN), None, 0, 1.0, None, None)
+        self.session._guidance.set_head(head)
+
+    def draw(self, count=1, greedy=False):
+        """A step of the one sequence there is; whether it goes on from the last."""
+        (name,) = self.computed
+        ids, _ = self.begin({name: count})
+        steps = self.session.steps
+        goes_on = steps.goes_on
+        steps.before_sampling(None)
+        assert steps.guidance_width
+        steps.guide(AllAlike(1), np.array([greedy]))
+        steps.after_sampling(torch.zeros(1, dtype=torch.int64), ids)
+        steps.end()
+        return goes_on
+
+    def turn(self, length, options):
+        """The prompt has grown by a token, in the running batch."""
+        (name,) = self.computed
+        turns = StepTurns([name], [1], [length], [length - 1], {name: {"guiding": options}})
+        self.session.sequences.take_turns(turns)
+
+    def come_again(self, length):
+        """The engine schedules the sequence anew, as it does with more of a streamed prompt and
+        after a preemption."""
+        (name,) = self.computed
+        spec, computed = RequestSpec(name, name), self.computed[name]
+        self.session.sequences.start(name, [1] * length, length, spec, 0, computed)
+
+
+@pytest.fixture
+def engine():
+    return Drawing()
+
+
+@pytest.fixture
+def guiding(engine):
+    consumer = Guiding()
+    engine.session.register(consumer)
+    engine.start("a")
+    engine.draw(PROMPT)
+    consumer.told.clear()
+    return consumer
+
+
+def test_a_guide_is_told_of_a_lane_as_it_is_in_each_turn(engine, guiding):
+    went_on = []
+    for number in range(4):
+        engine.turn(PROMPT + 1 + number, {"turn": number})
+        went_on.append(engine.draw())
+    assert guiding.told == [(PROMPT + 1 + number, {"turn": number}) for number in range(4)]
+    assert all(went_on[1:])
+
+
+@pytest.mark.parametrize("grown", [0, 1], ids=["preempted", "with more of a prompt"])
+def test_what_the_sampler_is_asked_is_asked_anew_when_a_sequence_is_scheduled_anew(
+    engine, guiding, grown
+):
+    """With more of a prompt come other parameters, and a place of its own in the sampler's tables,
+    though the batch is of the same sequence, a token further on."""
+    for number in range(3):
+        engine.come_again(PROMPT + grown * (number + 1))
+        assert not engine.draw()
+    assert len(guiding.told) == 3
+    engine.come_again(PROMPT + grown * 4)
+    engine.draw(greedy=True)
+    assert len(guiding.told) == 3
