@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from tllm.engine.capacity import BlockLedger
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, transport
 from tllm.logprobs.loop import Collector
 from tllm.logprobs.query import WHOLE, Form, Interventions
+from tllm.logprobs.service import Service
 from tllm.logprobs.transport import Arena
 from tllm.shared_memory import SharedRows
 
@@ -185,6 +187,24 @@ def test_an_address_is_told_once_and_again_when_there_are_more_files():
     assert len({arena.addresses.take(arena).options(WHOLE)["address"][0] for _ in range(512)}) == 2
     arena.close()
     assert not Path(path).exists()
+
+
+def test_a_lane_for_which_there_is_no_other_address_keeps_its_own(monkeypatch):
+    """An entry that was given back twice would be two lanes'."""
+    lane, arena, narrow = SimpleNamespace(address=None), Arena(100, 2**20), Arena(8, 2**20)
+    address = Service._address(lane, arena)
+
+    def no_room(rows, width):
+        raise OSError("no room")
+
+    monkeypatch.setattr(SharedRows, "create", no_room)
+    with pytest.raises(OSError, match="no room"):
+        Service._address(lane, narrow)
+    assert Service._address(lane, arena) is address
+    address.give_back()
+    free = [(id(table), entry) for table, entry in arena.addresses.free]
+    assert len(free) == len(set(free))
+    arena.close()
 
 
 def test_whoever_finds_no_free_row_waits_for_one():

@@ -276,9 +276,10 @@ class Service:
         """Where a worker looks up the places of a request's results."""
         address = request.address
         if address is None or address.arena is not arena:
+            other = arena.addresses.take(arena)  # where that fails, it keeps the one that it has
             if address is not None:
                 address.give_back()
-            address = request.address = arena.addresses.take(arena)
+            address = request.address = other
         return address
 
     def _expect(self, flight: _Flight, item: BulkItem) -> None:
