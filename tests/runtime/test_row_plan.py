@@ -202,6 +202,27 @@ def test_lanes_keep_their_plan_as_long_as_their_tokens_are_the_prompts(monkeypat
     assert len(sent) == 3
 
 
+def test_a_batch_whose_prompts_have_grown_is_planned_though_it_was_to_keep_its_plan():
+    """It does not go on, however often that is asked."""
+    table = Slots(2)
+    table.prompt_len[:] = 8
+    table.values[Column.STEER, 0], table.values[Column.STEER, 1] = 4, 5
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, note_write=lambda: None)
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing())
+    slots, starts, ones = (
+        np.arange(2, dtype=np.int32),
+        np.full(2, 8, np.int32),
+        np.ones(2, np.int32),
+    )
+    planner.plan(0, StepBatch(slots, starts, ones, 0 * ones))
+    assert planner.keep(slots, starts + 1, ones)
+    table.grow([1], [11], [10])
+    assert not planner.keep(slots, starts + 2, ones)
+    planner.plan(2, StepBatch(slots, starts + 2, ones, 0 * ones))
+    assert plan[Column.STEER.plan_row, :2].tolist() == [5, 4]
+
+
 def test_the_next_sequence_in_a_slot_has_nothing_delivered():
     table = Slots(2)
     table.deliver(np.array([0, 1]), np.array([9, 7]))

@@ -134,9 +134,9 @@ class BatchLayout:
         ):
             return False
         if not (self._decodes and table.growth == self.growth):
-            self.growth = table.growth
             if not np.array_equal(starts < table.prompt_len[slots], self.of_prompts):
                 return False
+            self.growth = table.growth
         self._next_starts = ends.tobytes()
         self.steps_left -= 1
         if self.has_positions:
