@@ -1,5 +1,6 @@
 """A bank of distillers against one ordinary PyTorch module and optimiser for each prompt."""
 
+import gc
 import random
 from contextlib import contextmanager, nullcontext
 
@@ -301,6 +302,31 @@ def test_a_recording_that_fails_costs_nothing_but_the_recordings(caplog):
         replays.run(0, lambda: done.append(0))
     assert len(done) == 5
     assert [record.message for record in caplog.records if "graph" in record.message]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("collects", [True, False])
+def test_nothing_is_collected_while_work_is_recorded(collects, fails):
+    """A kernel or a graph that is destroyed meanwhile ends the recording."""
+    seen = []
+
+    class Watched(Again):
+        def record(self, work):
+            seen.append(gc.isenabled())
+            if fails:
+                raise RuntimeError("no graphs here")
+            return super().record(work)
+
+    replays = Replays(Watched())
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        for _ in range(3):
+            replays.run(0, lambda: None)
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert seen == [False]
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -105,8 +107,23 @@ class Replays:
         if len(self._recorded) >= _MAX_RECORDED:
             self.forget()
         try:
-            self._recorded[key] = recorder.record(work)
+            with _no_collection():
+                self._recorded[key] = recorder.record(work)
         except RuntimeError:
             # The work itself has been done.
             logger.exception("a CUDA graph could not be recorded; ESamp goes on without graphs")
             self._recorder = None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's garbage collector does not run: what it finds may be a kernel or a graph, and to
+    destroy one makes CUDA give up what the same thread records, of which torch's allocator is not
+    told."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
