@@ -62,8 +62,8 @@ class Drawing(Engine):
         steps = self.session.steps
         goes_on = steps.goes_on
         steps.before_sampling(None)
-        assert steps.guidance_width
-        steps.guide(AllAlike(1), np.array([greedy]))
+        if steps.guidance_width:
+            steps.guide(AllAlike(1), np.array([greedy]))
         steps.after_sampling(torch.zeros(1, dtype=torch.int64), ids)
         steps.end()
         return goes_on
@@ -119,3 +119,14 @@ def test_what_the_sampler_is_asked_is_asked_anew_when_a_sequence_is_scheduled_an
     engine.come_again(PROMPT + grown * 4)
     engine.draw(greedy=True)
     assert len(guiding.told) == 3
+
+
+def test_a_prompt_that_is_computed_a_token_at_a_time_is_guided_at_its_end(engine):
+    consumer = Guiding()
+    engine.session.register(consumer)
+    engine.start("a")
+    for _ in range(PROMPT - 1):
+        engine.draw()
+    assert not consumer.told
+    assert engine.draw()
+    assert consumer.told == [(PROMPT, {})]

@@ -326,7 +326,10 @@ class Guidance:
         if step != frame.step:
             if not (frame.goes_on and layout is frame.layout):
                 width = self._widest(frame)
-            self._asked = frame.step, frame.layout, width
+                # Sequences whose tokens are sampled go on like that; a prompt that is computed a
+                # token at a time is sampled from at its end.
+                layout = frame.layout if frame.batch.samples.all() else None
+            self._asked = frame.step, layout, width
         return width
 
     def _widest(self, frame: Frame) -> int:
