@@ -936,3 +936,26 @@ def test_a_thread_that_is_late_is_told_of_sequences_as_they_were(engine):
     engine.session.synchronize()
     decoded = [([PROMPT + number], PROMPT) for number in range(3)]
     assert told == [([0, 1, 2], PROMPT), *decoded, ([PROMPT + 3], PROMPT + 2)]
+
+
+def test_rows_of_several_steps_are_of_prompts_that_grow_between_them(engine):
+    told = []
+
+    class Every(Positions):
+        def flows(self):
+            reads = (ResidualStream.read(layer=0, phase="any"), RequestMeta.read())
+            return [ConsumerFlow(reads=reads, window="same_step", dispatch_every_n_steps=4)]
+
+        def consume_bundle(self, bundle, ctx):
+            meta = bundle.meta
+            told.append((bundle.key["phase"], meta.positions.tolist(), meta.is_prefill.tolist()))
+
+    engine.session.register(Every())
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.step()
+    grow(engine, "a")
+    engine.step()
+    engine.step()
+    prompt = "prefill", [0, 1, 2, 4], [True] * 4
+    assert told == [prompt, ("decode", [3, 5], [False] * 2)]

@@ -60,7 +60,8 @@ class RowMeta:
     `request_index` are the same objects in each step, and cannot be written to.
 
     Attributes:
-        requests: the distinct sequences, in the order of their first row.
+        requests: the distinct sequences, in the order of their first row. One whose prompt has
+            grown between the steps of the rows is there as it was in each.
         request_index: `[rows]`, index into `requests`.
         positions: `[rows]`, position of the token in its sequence, from 0.
         steps: `[rows]`, engine step that computed the row.

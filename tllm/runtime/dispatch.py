@@ -504,7 +504,8 @@ def _by_phase(pieces: list[FlowRows]) -> list[list[FlowRows]]:
 
 
 def _joined(metas: list[RowMeta]) -> tuple[RowMeta, np.ndarray | None]:
-    """Rows after rows; a sequence that has rows in several is there once.
+    """Rows after rows; a sequence that has rows in several is there once, but for one whose prompt
+    has grown between: its rows are told as they were.
 
     Returns:
         The rows' description, and their order where they had to be moved: those of a sequence
@@ -512,13 +513,13 @@ def _joined(metas: list[RowMeta]) -> tuple[RowMeta, np.ndarray | None]:
     """
     if len(metas) == 1:
         return metas[0], None
-    numbers: dict[tuple[str, int], int] = {}
+    numbers: dict[tuple[str, int, int], int] = {}
     requests: list[RequestInfo] = []
     indices = []
     for meta in metas:
         each = []
         for request in meta.requests:
-            sequence = (request.prompt_id, request.sample_index)
+            sequence = (request.prompt_id, request.sample_index, request.prompt_len)
             if sequence not in numbers:
                 numbers[sequence] = len(requests)
                 requests.append(request)
