@@ -129,6 +129,7 @@ def _consumers(layers: int) -> dict[str, Callable[[], Any]]:
 
         consumer_id = "writing"
         write = ResidualStream.write(layer=3, phase="any")
+        vectors = torch.zeros(0)  # the ring's rows were never computed here, and may be NaN
 
         def flows(self) -> Any:
             reads = ResidualStream.read(layer=3, phase="decode"), RequestMeta.read()
@@ -136,7 +137,9 @@ def _consumers(layers: int) -> dict[str, Callable[[], Any]]:
 
         def consume_bundle(self, bundle: Any, ctx: Any) -> None:
             rows = bundle.entries[bundle.reads[0].role]
-            ctx.writer(self.write.role).set(bundle.meta.requests, rows)
+            if len(self.vectors) != len(rows):
+                self.vectors = torch.zeros_like(rows)
+            ctx.writer(self.write.role).set(bundle.meta.requests, self.vectors)
 
     return {
         "captured, one layer": lambda: Reading(1),

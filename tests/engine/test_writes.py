@@ -185,3 +185,15 @@ def test_a_vector_of_another_size_is_an_error_that_names_the_shapes(llm):
     (output,) = generate(llm, prompts_of([4]), greedy(2))
     error = output.consumer_results["adder"].error
     assert "[3]" in error and f"[{HIDDEN}]" in error
+
+
+def test_a_consumer_that_writes_nan_is_detached_and_spoils_no_block(llm):
+    """Attention multiplies what a block's last owner left in it by zero, which keeps NaN."""
+    prompts = prompts_of([7, 30])
+    before = tokens_of(generate(llm, prompts, greedy(6)))
+    llm.register_consumer(Adder(("post_block", 0), torch.full((HIDDEN,), torch.nan)))
+    for output in generate(llm, prompts, greedy(6)):
+        assert "NaN" in output.outputs[0].consumer_results["adder"].error
+    llm.clear_consumers()
+    llm.reset_prefix_cache()
+    assert tokens_of(generate(llm, prompts, greedy(6))) == before

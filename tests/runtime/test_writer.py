@@ -170,6 +170,34 @@ def test_a_consumer_that_learns_outside_of_inference_mode_writes():
             assert torch.equal(worker.added(DECODE), number * vectors)
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_what_is_no_number_is_never_added(device, value):
+    """Where the host has to be told by the device, nothing is added, and a later write refused."""
+    worker = Worker(device)
+    writer = worker.additions.add_writer(TAP, (DECODE,))
+    requests = worker.named(range(REQUESTS))
+    diverged = torch.ones(REQUESTS, HIDDEN, dtype=torch.float64, device=device)
+    writer.set(requests, diverged)
+    diverged[2, 1] = value
+    with pytest.raises(ValueError, match="NaN, infinite or beyond the model's dtype"):
+        for _ in range(3):
+            writer.set(requests, diverged)
+            torch.cuda.synchronize() if device == "cuda" else None
+    table = worker.taps._add_tables[worker.taps.index[TAP]]
+    assert table.isfinite().all()
+
+
+def test_what_is_no_tensor_is_refused():
+    worker = Worker()
+    writer = worker.additions.add_writer(TAP, (DECODE,))
+    with pytest.raises(TypeError, match="vectors are list; give a tensor"):
+        writer.set(worker.requests, [0.0] * HIDDEN)
+
+
 def on_another_thread(work):
     thread = Thread(target=work)
     thread.start()

@@ -48,6 +48,11 @@ class PinnedCopy(HostTensor):
         self._fence = torch.cuda.Event()
         self._fence.record()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether `wait` has nothing to wait for."""
+        return self._fence is None or self._fence.query()
+
     def wait(self) -> torch.Tensor:
         if self._fence is not None:
             self._fence.synchronize()

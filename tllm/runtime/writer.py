@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tllm.ports import RequestInfo, ResidualWriter
 from tllm.runtime.columns import Column
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey, Taps
-from tllm.runtime.transfer import upload
+from tllm.runtime.transfer import PinnedCopy, upload
 
 
 @dataclass(eq=False)
@@ -233,6 +234,12 @@ class Additions:
                 self._refresh(tap, stale)
 
 
+_NO_NUMBERS = (
+    "vectors have values that are NaN, infinite or beyond the model's dtype; they were not added. "
+    "Has what makes them diverged?"
+)
+
+
 class TapWriter(ResidualWriter):
     """The writer of one flow at one tap.
 
@@ -247,8 +254,14 @@ class TapWriter(ResidualWriter):
         self.values: dict[int, Written] = {}
         self.repetition: Repetition | None = None
         self._additions = additions
+        self._largest: PinnedCopy | None = None  # number of vectors that were written, under way
 
     def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
+        if not isinstance(vectors, torch.Tensor):
+            raise TypeError(
+                f"vectors are {type(vectors).__name__}; give a tensor, [hidden] for all requests "
+                "or [requests, hidden]"
+            )
         hidden = self._additions._taps.hidden_size
         shape = list(vectors.shape)
         if shape not in ([hidden], [len(requests), hidden]):
@@ -258,7 +271,34 @@ class TapWriter(ResidualWriter):
             )
         # A copy: the caller may use its tensor again, and rows of the ring are others soon.
         kept = vectors.detach().to(self._additions._taps.device, copy=True)
+        self._keep_out_what_is_no_number(vectors.detach(), kept)
         self._additions.submit(self, requests, kept)
+
+    def _keep_out_what_is_no_number(self, given: torch.Tensor, kept: torch.Tensor) -> None:
+        """Refuse vectors that are not finite in the model's dtype. A row of NaN would not stay with
+        its own sequence: attention multiplies what is left in a block's unused places by zero.
+
+        A device is not waited for: there such numbers become zeros, and a write that comes when
+        the host knows of them is refused.
+        """
+        dtype = self._additions._taps.dtype
+        if given.device.type == "cpu":
+            given = given.to(dtype)
+            finite = math.isfinite(float(given.sum(dtype=torch.float32)))  # one operator, and sure
+            if not finite and not bool(given.isfinite().all()):
+                raise ValueError(_NO_NUMBERS)
+            return
+        if not kept.is_floating_point():
+            return
+        limit = torch.finfo(dtype).max
+        if self._largest is None or self._largest.arrived:
+            if self._largest is not None and not float(self._largest.wait()) <= limit:
+                raise ValueError(_NO_NUMBERS)
+            largest = torch.linalg.vector_norm(kept, float("inf"), dtype=torch.float32)
+            self._largest = PinnedCopy(largest)
+        kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        if torch.finfo(kept.dtype).max > limit:
+            kept.clamp_(-limit, limit)
 
     def clear(self, requests: Sequence[RequestInfo]) -> None:
         self._additions.submit(self, requests, None)
