@@ -224,3 +224,36 @@ def test_what_a_consumer_keeps_does_not_change(llm, window, delivery):
     assert len({id(bundle.meta.request_index) for bundle in steady}) == 1
     with pytest.raises(ValueError, match="read-only"):
         steady[0].meta.request_index[0] = 1
+
+
+class Learner(Recorder):
+    """Learns to predict the stream after a block from the one before it."""
+
+    def start(self, ctx):
+        self.net = torch.nn.Linear(ctx.model.hidden_size, ctx.model.hidden_size)
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+        self.losses = []
+
+    def consume_bundle(self, bundle, ctx):
+        with torch.inference_mode(False), torch.enable_grad():
+            before, after = (bundle.entries[role].clone() for role in ("before", "mid"))
+            loss = torch.nn.functional.mse_loss(self.net(before), after)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        self.losses.append(float(loss.detach()))
+
+    def on_request_finished(self, request, ctx):
+        return self.losses
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_consumer_can_train_a_network_in_every_window(llm, window):
+    """The network is made in `start`, which is not in inference mode, as the engine's thread is."""
+    before = ResidualStream.read(layer=0, role="before", phase="decode")
+    after = ResidualStream.read(layer=1, role="mid", phase="decode")
+    llm.register_consumer(Learner(ConsumerFlow(reads=[before, after], window=window)))
+    (output,) = generate(llm, prompts_of([5]), greedy(24))
+    result = output.outputs[0].consumer_results["recorder"]
+    assert result.status == "ok", result.error
+    assert sum(result.payload[-4:]) < sum(result.payload[:4])

@@ -91,7 +91,9 @@ class Consumer(ABC):
         return ()
 
     def start(self, ctx: ConsumerContext) -> None:
-        """Called once in the worker before anything else: allocate here."""
+        """Called once in the worker before anything else: allocate here. Outside of torch's
+        inference mode, in which the engine's thread is otherwise: what is made here can be trained.
+        """
 
     def on_weights_changed(self, ctx: ConsumerContext) -> None:
         """The model's weights were replaced: `ctx.model` is of the new ones, and what was taken of
@@ -101,12 +103,12 @@ class Consumer(ABC):
         """Check `SamplingParams(consumers={consumer_id: options})` in the user's process.
 
         Raise `ValueError` naming the field to refuse the request. `enabled` is always allowed
-        and handled by the runtime.
+        and handled by the runtime. A consumer that takes other options overrides this.
         """
         if unknown := sorted(set(options) - {"enabled"}):
             raise ValueError(
                 f"consumers[{self.consumer_id!r}] has unknown options {unknown}; it takes only "
-                "'enabled'"
+                "'enabled' (a consumer that takes others has a validate_options of its own)"
             )
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:

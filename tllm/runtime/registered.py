@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from tllm.ports import ModelView
 from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
@@ -94,7 +96,9 @@ class RegisteredConsumers:
         self.by_id[owner.id] = owner
         self._writers[owner.id] = list(own.values())
         try:
-            consumer.start(owner.context)
+            # What is made in inference mode can never be trained.
+            with torch.inference_mode(False), torch.no_grad():
+                consumer.start(owner.context)
         except BaseException as error:
             self.remove(owner.id)
             if isinstance(error, Exception) or ends_process(error):
