@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
 from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerFlow
 
 ENTRY_POINT_GROUP = "tllm.consumers"
 
@@ -52,6 +54,12 @@ def check(consumer: Any) -> None:
         )
     if not consumer.consumer_id:
         raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
+    flows = consumer.flows()
+    if not isinstance(flows, Iterable) or not all(isinstance(f, ConsumerFlow) for f in flows):
+        raise TypeError(
+            f"flows() of consumer {consumer.consumer_id!r} returned {flows!r:.100}; let it return "
+            "a list of ConsumerFlow"
+        )
 
 
 def available_consumers() -> dict[str, Any]:

@@ -19,9 +19,22 @@ from engine.asking import (
 from engine.recorder import Recorder
 from engine.reference import LAYERS
 from tllm.ports import ConsumerFlow, CpuExport, Logits, RequestMeta, ResidualStream, TokenTarget
+from tllm.registry import check
 
 BRANCHES = ["attn_in", "attn_heads", "attn_out", "mlp_in", "mlp_out"]
+
 POINTS = ["pre_attn", "post_attn", "post_block", *BRANCHES]
+
+
+class NamedRecorder(Recorder):
+    """Returns what it is told as its flows."""
+
+    def __init__(self, flows):
+        super().__init__(ConsumerFlow())
+        self.returned = flows
+
+    def flows(self):
+        return self.returned
 
 
 class TestResidualStreamRead:
@@ -60,6 +73,38 @@ class TestResidualStreamRead:
     def test_an_unknown_site_is_refused_with_those_there_are(self):
         with pytest.raises(ValueError, match=r"'residual'.*post_block.*block_output"):
             ResidualStream.read(site="residual")
+
+    @pytest.mark.parametrize("ask", [ResidualStream.read, ResidualStream.write])
+    @pytest.mark.parametrize("layer", ["3", 1.0, True])
+    def test_a_layer_that_is_no_number_is_refused(self, ask, layer):
+        with pytest.raises(ValueError, match=f"layer={layer!r} is not a whole number"):
+            ask(layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"reads": ResidualStream.read()}, r"reads=PortRead\(.*no list.*ResidualStream.read"),
+        ({"reads": [ResidualStream.write()]}, r"reads=\[PortWrite\(.*no list"),
+        ({"writes": ["delta"]}, r"writes=\['delta'\] is no list.*ResidualStream.write"),
+    ],
+)
+def test_a_flow_of_what_no_port_gives_is_refused(given, says):
+    with pytest.raises(TypeError, match=says):
+        ConsumerFlow(**given)
+
+
+@pytest.mark.parametrize("number", ["dispatch_every_n_steps", "max_bundle_rows"])
+def test_a_flow_counts_in_whole_numbers(number):
+    with pytest.raises(ValueError, match=f"{number}=1.5 is not a whole number"):
+        ConsumerFlow(**{number: 1.5})
+
+
+@pytest.mark.parametrize("flows", [None, ConsumerFlow(), ["flow"]])
+def test_a_consumer_without_a_list_of_flows_is_refused_by_name(flows):
+    """By `register_consumer`, before any worker hears of it."""
+    with pytest.raises(TypeError, match=r"flows\(\) of consumer 'recorder' returned .* a list of"):
+        check(NamedRecorder(flows))
 
 
 def test_request_meta_tells_who_each_row_belongs_to(llm):

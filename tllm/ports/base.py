@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
+from tllm.spec.reading import whole_number
 from tllm.spec.selection import Selection
 
 Phase = Literal["prefill", "decode", "any"]
@@ -24,6 +25,18 @@ def require_one_of(field_name: str, given: object, allowed: Sequence[str]) -> No
     """Raise a `ValueError` that names the field, what was given and what is allowed."""
     if given not in allowed:
         raise ValueError(f"{field_name}={given!r} is not known; choose one of {', '.join(allowed)}")
+
+
+def _listed(field_name: str, given: Any, kind: type) -> tuple[Any, ...]:
+    """What a flow reads or writes; refuses what no port has made."""
+    listed = tuple(given) if isinstance(given, Iterable) else (given,)
+    port = "read" if kind is PortRead else "write"
+    if not isinstance(given, Iterable) or not all(isinstance(each, kind) for each in listed):
+        raise TypeError(
+            f"{field_name}={given!r:.100} is no list of what ports give; give such as "
+            f"{field_name}=[ResidualStream.{port}(layer=3)]"
+        )
+    return listed
 
 
 @dataclass(frozen=True)
@@ -103,8 +116,8 @@ class ConsumerFlow:
     split_by_stage: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reads", tuple(self.reads))
-        object.__setattr__(self, "writes", tuple(self.writes))
+        object.__setattr__(self, "reads", _listed("reads", self.reads, PortRead))
+        object.__setattr__(self, "writes", _listed("writes", self.writes, PortWrite))
         object.__setattr__(self, "bundle_key", tuple(self.bundle_key))
         object.__setattr__(self, "positions", Selection.parse(self.positions))
         require_one_of("window", self.window, get_args(Window))
@@ -113,6 +126,8 @@ class ConsumerFlow:
         require_one_of("ranks", self.ranks, get_args(Ranks))
         for key in self.bundle_key:
             require_one_of("bundle_key", key, get_args(BundleKey))
+        for number in ("dispatch_every_n_steps", "max_bundle_rows"):
+            whole_number(getattr(self, number), f"{number}=")
         if self.dispatch_every_n_steps < 1:
             raise ValueError(
                 f"dispatch_every_n_steps={self.dispatch_every_n_steps} must be 1 or more"

@@ -7,6 +7,7 @@ from typing import get_args
 
 from tllm.ports.base import Phase, Place, PortRead, PortWrite, require_one_of
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import whole_number
 
 
 class ResidualStream:
@@ -61,7 +62,7 @@ class ResidualStream:
             "residual_stream",
             role,
             phase,
-            layer if point.has_layer else None,
+            whole_number(layer, "layer=") if point.has_layer else None,
             point.value,
         )
 
@@ -70,4 +71,4 @@ def _place(site: str, layer: int | None) -> Place:
     point = HookPoint.parse(site)
     if point.has_layer and layer is None:
         raise ValueError(f"{point} needs a layer; give its index, negative from the end")
-    return point.value, layer if point.has_layer else None
+    return point.value, whole_number(layer, "layer=") if point.has_layer else None
