@@ -403,6 +403,7 @@ def test_mistakes_in_global_steering_change_nothing(llm, reference, call, says):
     with pytest.raises(ValueError) as refused:
         call(llm.steering)
     assert says in str(refused.value)
+    assert "steering_module_ref" not in str(refused.value), "a field of requests"
     assert llm.steering.status()["global"] == {}
     assert generate(llm, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
 

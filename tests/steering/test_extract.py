@@ -454,6 +454,8 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         ({"prompts": "one"}, "a list of at least one prompt"),
         ({"phase": "later"}, "phase='later' is not known"),
         ({"texts": "one"}, "texts is one text"),
+        ({"strengths": [0.0, math.nan]}, "strengths has nan; give finite numbers"),
+        ({"effect": lambda text: "sad"}, "effect said 'sad' of .*; let it return a number"),
     ):
         given = {"vectors": module, "strengths": [1.0], "prompts": prompts, "effect": happy} | wrong
         with pytest.raises(ValueError, match=says):

@@ -200,11 +200,11 @@ class Composer:
         self._limited(compose([tiers]), f"module {name!r}")
         return tiers
 
-    def module(self, name: str) -> Tiers:
-        """A module that a request names."""
+    def module(self, name: str, field: str = "steering_module_ref: ") -> Tiers:
+        """A module that a request names, or whoever begins the message where there is none."""
         if name not in self.modules:
             raise ValueError(
-                f"steering_module_ref: no module {name!r} is registered; registered are "
+                f"{field}no module {name!r} is registered; registered are "
                 f"{', '.join(sorted(self.modules)) or 'none'}. Use llm.steering.register_module"
             )
         return self.modules[name]
@@ -586,7 +586,7 @@ class SteeringControl:
         composer = self._client.composer
 
         def removed() -> None:
-            composer.module(name)
+            composer.module(name, "")
 
         return self._run(self._change(f"{MODULE}{name}", removed))
 

@@ -113,12 +113,15 @@ def sweep(
         progress: called with how many strengths are done, and of how many.
 
     Raises:
-        ValueError: no strengths or prompts, or steering that is refused.
+        ValueError: no strengths or prompts, steering that is refused, or an effect that is no
+            number.
     """
     from tllm.params import SamplingParams  # vLLM takes seconds to import
 
     if not len(strengths) or not len(prompts) or isinstance(prompts, str):
         raise ValueError("give at least one strength, and a list of at least one prompt")
+    if unsound := [each for each in strengths if not math.isfinite(each)]:
+        raise ValueError(f"strengths has {unsound[0]!r}; give finite numbers")
     if phase not in ("any", "prefill", "decode"):
         raise ValueError(f"phase={phase!r} is not known; choose 'any', 'prefill' or 'decode'")
     if isinstance(texts, str):
@@ -141,7 +144,7 @@ def sweep(
             outputs = llm.generate(
                 [prompt_input(each) for each in prompts], written, use_tqdm=False
             )
-            effects = [float(effect(output.outputs[0].text)) for output in outputs]
+            effects = [_judged(effect, output.outputs[0].text) for output in outputs]
             tokens = [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs]
             rows.append(
                 StrengthPoint(
@@ -159,6 +162,16 @@ def sweep(
             if name in llm.steering.modules():
                 llm.steering.unregister_module(name)
     return StrengthSweep(tuple(rows))
+
+
+def _judged(effect: Effect, text: str) -> float:
+    judged = effect(text)
+    try:
+        return float(judged)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"effect said {judged!r:.60} of {text!r:.60}; let it return a number"
+        ) from None
 
 
 def _standard_error(values: Sequence[float]) -> float:
