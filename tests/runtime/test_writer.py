@@ -191,6 +191,20 @@ def test_what_is_no_number_is_never_added(device, value):
     assert table.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), 1e5])
+def test_what_a_model_in_float16_cannot_have_is_left_out_where_nobody_waits(dtype, value):
+    worker = Worker()
+    worker.taps.dtype = torch.float16
+    writer = worker.additions.add_writer(TAP, (DECODE,))
+    vectors = torch.ones(REQUESTS, HIDDEN, dtype=dtype)
+    vectors[2, 1] = value
+    found = writer._without_what_is_no_number(vectors).half()
+    assert found.isfinite().all() and found.sum() == REQUESTS * HIDDEN - 1
+    with pytest.raises(ValueError, match="NaN, infinite or beyond the model's dtype"):
+        writer._without_what_is_no_number(torch.ones(REQUESTS, HIDDEN, dtype=dtype))
+
+
 def test_what_is_no_tensor_is_refused():
     worker = Worker()
     writer = worker.additions.add_writer(TAP, (DECODE,))

@@ -25,7 +25,8 @@ class Consumer(ABC):
 
     The object the user makes is a description: it is sent to every worker (by cloudpickle) and
     the copies there do the work. While it is registered, `synchronize()` and `read_stats()` of the
-    user's object reach those copies (on an `AsyncLLM`, they are to be awaited).
+    user's object reach those copies (on an `AsyncLLM`, they are to be awaited); of an object that
+    several engines have, those of the engine that was given it last.
 
     A consumer that raises is detached: the error is logged once with its traceback, counted, and
     put into the results of the requests that were using it. Generation goes on.

@@ -271,34 +271,33 @@ class TapWriter(ResidualWriter):
             )
         # A copy: the caller may use its tensor again, and rows of the ring are others soon.
         kept = vectors.detach().to(self._additions._taps.device, copy=True)
-        self._keep_out_what_is_no_number(vectors.detach(), kept)
+        if vectors.device.type == "cpu":
+            self._refuse_what_is_no_number(vectors.detach())
+        elif kept.is_floating_point() and kept.numel():
+            kept = self._without_what_is_no_number(kept)
         self._additions.submit(self, requests, kept)
 
-    def _keep_out_what_is_no_number(self, given: torch.Tensor, kept: torch.Tensor) -> None:
-        """Refuse vectors that are not finite in the model's dtype. A row of NaN would not stay with
-        its own sequence: attention multiplies what is left in a block's unused places by zero.
+    # A row of NaN would not stay with its own sequence: attention multiplies what is left in the
+    # unused places of a block by zero.
 
-        A device is not waited for: there such numbers become zeros, and a write that comes when
-        the host knows of them is refused.
-        """
+    def _refuse_what_is_no_number(self, vectors: torch.Tensor) -> None:
+        vectors = vectors.to(self._additions._taps.dtype)
+        finite = math.isfinite(float(vectors.sum(dtype=torch.float32)))  # one operator, and sure
+        if not finite and not bool(vectors.isfinite().all()):
+            raise ValueError(_NO_NUMBERS)
+
+    def _without_what_is_no_number(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Vectors on a device, which is not waited for: what is not finite in the model's dtype
+        becomes zero, and a write that comes when the host knows of it is refused."""
         dtype = self._additions._taps.dtype
-        if given.device.type == "cpu":
-            given = given.to(dtype)
-            finite = math.isfinite(float(given.sum(dtype=torch.float32)))  # one operator, and sure
-            if not finite and not bool(given.isfinite().all()):
-                raise ValueError(_NO_NUMBERS)
-            return
-        if not kept.is_floating_point():
-            return
         limit = torch.finfo(dtype).max
+        if torch.finfo(vectors.dtype).max > limit:
+            vectors = vectors.to(dtype)
         if self._largest is None or self._largest.arrived:
             if self._largest is not None and not float(self._largest.wait()) <= limit:
                 raise ValueError(_NO_NUMBERS)
-            largest = torch.linalg.vector_norm(kept, float("inf"), dtype=torch.float32)
-            self._largest = PinnedCopy(largest)
-        kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-        if torch.finfo(kept.dtype).max > limit:
-            kept.clamp_(-limit, limit)
+            self._largest = PinnedCopy(vectors.abs().amax())
+        return vectors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self, requests: Sequence[RequestInfo]) -> None:
         self._additions.submit(self, requests, None)
