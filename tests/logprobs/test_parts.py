@@ -15,7 +15,13 @@ import torch
 
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger
-from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, transport
+from tllm.logprobs import (
+    AsyncVirtualLM,
+    OutputCache,
+    load_model_by_name,
+    transport,
+    virtual_lm,
+)
 from tllm.logprobs.loop import Collector
 from tllm.logprobs.query import WHOLE, Form, Interventions
 from tllm.logprobs.service import Service
@@ -268,6 +274,31 @@ def test_equal_interventions_have_equal_keys():
 def test_options_of_the_consumer_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         NextTokenConsumer().validate_options(options)
+
+
+def test_an_argument_that_from_name_has_not_is_refused_before_an_engine_starts():
+    with pytest.raises(
+        TypeError, match=r"unknown arguments \['dtype'\]; give vLLM's in engine_opts"
+    ):
+        AsyncVirtualLM.from_name("no/model", dtype="float32")
+
+
+def test_an_engine_of_which_no_model_is_made_is_ended(monkeypatch):
+    class Engine:
+        ended = False
+
+        def shutdown(self):
+            self.ended = True
+
+    engine = Engine()
+
+    async def create(*args, **kwargs):
+        return engine
+
+    monkeypatch.setattr(virtual_lm.AsyncLLM, "create", create)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        AsyncVirtualLM.from_name("a/model", batch_size=0)
+    assert engine.ended
 
 
 SAMPLING = "max_tokens eos_token_ids temperature seed"

@@ -79,7 +79,12 @@ class Lane:
         if len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < self._vocab_size:
             self._tokens.append(tokens[0])
             return
-        given = tuple(map(operator.index, tokens))
+        try:
+            given = tuple(map(operator.index, tokens))
+        except TypeError:
+            raise TypeError(
+                f"feed() was given {tokens!r:.60}; give token ids, each as an argument: feed(5, 6)"
+            ) from None
         self._tokens += checked_tokens(given, self._vocab_size, "feed()")
 
     def fork(self) -> Lane:

@@ -129,6 +129,12 @@ class AsyncVirtualLM(AsyncLM):
             engine_opts: arguments of `tllm.AsyncLLM.create`: vLLM's, `consumers`, `hook_points`.
             cache_size, cache_opts, batch_size, timeout, **options: as above.
         """
+        taken = "transport", "shared_mib", "idle_seconds"
+        if unknown := sorted(options.keys() - set(taken)):
+            raise TypeError(
+                f"unknown arguments {unknown}; give vLLM's in engine_opts={{...}}. from_name takes "
+                f"engine_opts, cache_size, cache_opts, batch_size, timeout, {', '.join(taken)}"
+            )
         arguments = {
             "enable_prefix_caching": True,
             "disable_log_stats": True,
@@ -136,6 +142,7 @@ class AsyncVirtualLM(AsyncLM):
         }
         arguments["consumers"] = [*arguments.get("consumers", ()), NextTokenConsumer()]
         loop = EngineLoop()
+        engine: AsyncLLM | None = None
         try:
             engine = loop.run(AsyncLLM.create(model_name, **arguments))
             # All that was imported and made is here to stay. The garbage collector looks through
@@ -152,7 +159,7 @@ class AsyncVirtualLM(AsyncLM):
                 **options,
             )
         except BaseException:
-            loop.end(_nothing)
+            loop.end(partial(_end, engine))
             raise
 
     @classmethod
@@ -449,5 +456,7 @@ def _forget(answer: Answer) -> None:
     """Answers that may differ the next time are not remembered."""
 
 
-async def _nothing() -> None:
-    """There is no engine to end."""
+async def _end(engine: AsyncLLM | None) -> None:
+    """End an engine that nobody will ask, if it came to be."""
+    if engine is not None:
+        engine.shutdown()
