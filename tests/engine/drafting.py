@@ -15,15 +15,15 @@ from engine.ahead import scheduling_ahead
 from engine.drafters import save_drafted_model, save_eagle, save_eagle3, save_mimo
 from tllm import LLM
 
-_ON_V2 = os.environ["TLLM_TEST_RUNNER"] == "v2"
+ON_V2 = os.environ["TLLM_TEST_RUNNER"] == "v2"
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
-_AHEAD = "-ahead"
-"""Of a method on the V2 runner: a step is scheduled before the tokens of the last are known."""
 
-METHODS = ["ngram", "eagle", "eagle3", "mtp"]
+METHODS = ["ngram", "eagle", "eagle3", "mtp", "eagle3-compiled"]
+"""How tokens are drafted; `-compiled` where model and drafter are, and `-ahead` on the V2 runner
+where a step is scheduled before the tokens of the last are known."""
 if INTERPRETED:  # vLLM's kernel for n-grams is beyond Triton's interpreter
     METHODS = ["eagle3-ahead"]
-elif _ON_V2:
+elif ON_V2:
     METHODS = ["ngram", "eagle", "eagle-ahead", "eagle3-ahead", "mtp-ahead"]
 
 beyond_interpreting = pytest.mark.skipif(
@@ -40,21 +40,24 @@ class DraftedModel:
         plain: the same model as `transformers` knows it.
         speculative_config: of the engine.
         ahead: whether the engine schedules a step ahead.
+        compiled: whether model and drafter are compiled, where vLLM has them compiled.
     """
 
     path: str
     plain: str
     speculative_config: dict[str, Any]
     ahead: bool = False
+    compiled: bool = False
 
     @classmethod
     def made(cls, method: str, folder: Path, tiny_model: str) -> DraftedModel:
         """A model with its drafter, in a folder."""
-        ahead, method = method.endswith(_AHEAD), method.removesuffix(_AHEAD)
+        method, *how = method.split("-")
+        ahead, compiled = "ahead" in how, "compiled" in how
         config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
         if method == "ngram":
             config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-            return cls(tiny_model, tiny_model, config)
+            return cls(tiny_model, tiny_model, config, ahead, compiled)
         plain = save_drafted_model(folder / "model")
         path = plain
         if method == "mtp":
@@ -62,16 +65,17 @@ class DraftedModel:
         else:
             save = save_eagle if method == "eagle" else save_eagle3
             config["model"] = str(save(folder / "drafter", plain))
-        return cls(str(path), str(plain), config, ahead)
+        return cls(str(path), str(plain), config, ahead, compiled)
 
     def llm(self) -> LLM:
         """Few blocks, so that sequences preempt each other; prompts are computed in chunks."""
         options = TINY_ENGINE | {"max_model_len": 160, "num_gpu_blocks_override": 8}
         options |= {"max_num_batched_tokens": 24, "speculative_config": self.speculative_config}
+        options["enforce_eager"] = not self.compiled
         with scheduling_ahead() if self.ahead else nullcontext():
             llm = LLM(self.path, async_scheduling=self.ahead, **options)
         assert llm.llm_engine.engine_core.engine_core.async_scheduling is self.ahead
-        if self.speculative_config["method"] == "ngram" and not _ON_V2:
+        if self.speculative_config["method"] == "ngram" and not ON_V2:
             _let_other_engines_start()
         return llm
 

@@ -24,7 +24,7 @@ from engine.asking import (
     sampled,
 )
 from engine.drafters import DRAWN
-from engine.drafting import INTERPRETED, METHODS, DraftedModel, beyond_interpreting
+from engine.drafting import INTERPRETED, METHODS, ON_V2, DraftedModel, beyond_interpreting
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference
 from engine.test_controllers import Watch
@@ -36,6 +36,7 @@ from tllm.consumers.logging import LoggingConsumer
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, Logits, ResidualStream, TokenTarget
+from tllm.runtime.kernels import tap
 
 FEW = DRAWN
 LENGTHS = [30, 20, 40, 25, 35, 3]
@@ -382,6 +383,42 @@ def test_shipped_consumers_count_and_score_accepted_tokens_only(
     assert counted["mean_norm"] == pytest.approx(sum(norms) / len(norms), rel=2e-5)
     drafts.assert_some_came_true()
     assert preemptions
+
+
+@pytest.mark.skipif(ON_V2, reason="there, drafters are inside what the runner calls")
+def test_a_drafter_runs_no_tap(drafting, drafting_model, monkeypatch):
+    """Neither as it is nor in the graph that it is compiled to, which is another than the model's,
+    with the modules that they share."""
+    core = drafting.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    graphs = {
+        name
+        for name, model in (("model", runner.get_model()), ("drafter", runner.get_draft_model()))
+        for module in ([] if model is None else model.modules())
+        if not getattr(module, "do_not_compile", True)
+    }
+    assert graphs == ({"model", "drafter"} if drafting_model.compiled else set())
+    now, tapped_in = "model", Counter()
+    propose, reference = runner.drafter.propose, tap.reference
+
+    def drafts(*args, **kwargs):
+        nonlocal now
+        now = "drafter"
+        try:
+            return propose(*args, **kwargs)
+        finally:
+            now = "model"
+            tapped_in["proposals"] += 1
+
+    def counted(*args):
+        tapped_in[now] += 1
+        return reference(*args)
+
+    monkeypatch.setattr(runner.drafter, "propose", drafts)
+    monkeypatch.setattr(tap, "reference", counted)
+    generate(drafting, prompts_of([9, 20], seed=14), few(8))
+    assert tapped_in["model"] > 0 and tapped_in["proposals"] > 0
+    assert tapped_in["drafter"] == 0
 
 
 def test_guidance_is_refused(drafting):
