@@ -915,6 +915,8 @@ def test_rows_on_their_way_to_the_host_count_as_there(engine, monkeypatch):
         assert len(of_sample[0]["memory"]["payload"]["post_block"][0]) == PROMPT
     assert len(results) == len(under_way) == 20
     assert max(under_way) <= 2 * steps + 1  # each with the end of a sequence
+
+
 def test_a_thread_that_is_late_is_told_of_sequences_as_they_were(engine):
     """What a thread has still to be given may be of sequences that have grown meanwhile."""
     told, may_go_on = [], threading.Event()

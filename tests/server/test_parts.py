@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ from tllm.cli import app
 from tllm.cli import serving as serve
 from tllm.client.results import ConsumerResult
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.engine.front import ADMITTED, RefusedError
 from tllm.engine.handlers import Watch
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.launch import engine_parser
@@ -461,3 +463,60 @@ def test_keys_of_conversations_are_not_logged(monkeypatch):
     silent = SimpleNamespace(request_logger=None)
     KeylessLogger.put_before(silent)
     assert silent.request_logger is None
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_a_stream_that_nobody_reads_gives_up_what_was_begun(read):
+    """As of a client that leaves between the request and the first event."""
+
+    async def run():
+        events = []
+
+        async def outputs():
+            ADMITTED.get()()
+            try:
+                yield SimpleNamespace(outputs=[], number=1)
+                await asyncio.sleep(60)
+            except (asyncio.CancelledError, GeneratorExit):
+                events.append("aborted")
+                raise
+
+        watch = Watch()
+        noted = watch.noted(outputs(), "cmpl-a-0")
+        await watch.begin()
+        if read:
+            assert (await anext(noted)).number == watch.outputs["cmpl-a-0"].number == 1
+        del noted
+        gc.collect()
+        await asyncio.sleep(0.05)
+        return events
+
+    assert asyncio.run(run()) == ["aborted"]
+
+
+def test_a_request_that_is_refused_takes_those_beside_it_with_it():
+    async def run():
+        events = []
+
+        async def taken():
+            ADMITTED.get()()
+            try:
+                await asyncio.sleep(60)
+                yield
+            except asyncio.CancelledError:
+                events.append("aborted")
+                raise
+
+        async def refused():
+            raise RefusedError("not this one")
+            yield
+
+        watch = Watch()
+        both = watch.noted(taken(), "cmpl-a-0"), watch.noted(refused(), "cmpl-a-1")
+        with pytest.raises(RefusedError, match="not this one"):
+            await watch.begin()
+        await asyncio.sleep(0.05)
+        del both
+        return events
+
+    assert asyncio.run(run()) == ["aborted"]

@@ -746,6 +746,54 @@ VECTORS = {"steering_vectors": {"post_block": {"2": [1.0] * 128}}}
 CHAT = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+@pytest.mark.parametrize(
+    ("asked", "field", "sentence"),
+    [
+        (
+            {"steering_vectors": {"post_block": {"99": [1.0] * 128}}},
+            "steering_vectors",
+            "post_block has no layer 99",
+        ),
+        ({"steering_name": "nope"}, "steering_name", "steering_name: no module 'nope' is"),
+        (
+            {"capture": {"memory": {"hooks": {"post_block": [0]}, "positions": [900]}}},
+            "capture",
+            "position 900 is out of range",
+        ),
+    ],
+)
+def test_what_is_refused_is_an_error_of_the_request_also_of_a_stream(
+    server, route, stream, asked, field, sentence
+):
+    """Told before the stream begins, by the name that the field was given by."""
+    body = {"completions": WORDS, "chat/completions": CHAT}.get(
+        route, {"model": "demo", "input": PROMPT}
+    )
+    answer = server.post(f"/v1/{route}", {**body, "stream": stream, **asked}, key=None)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, field)
+    assert sentence in error["message"]
+
+
+def test_nothing_is_left_of_prompts_beside_one_that_is_refused(server, client):
+    asked = {"memory": {"hooks": {"post_block": [0]}, "positions": [20]}}
+    long = " ".join([PROMPT] * 4)
+    steered = {"steering_vectors": VECTORS["steering_vectors"], "ignore_eos": True}
+    with pytest.raises(openai.BadRequestError, match="position 20 is out of range"):
+        client.completions.create(
+            model="demo", prompt=[long, PROMPT], max_tokens=5, stream=True,
+            extra_body={"capture": asked, **steered},
+        )  # fmt: skip
+    for _ in range(100):  # the engine hears of it some moments later
+        (stats,) = server.get("/v1/interventions").json()
+        if not stats["running_sequences"] and not server.get("/v1/steering").json()["requests"]:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{stats['running_sequences']} sequences run")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [

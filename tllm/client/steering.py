@@ -205,7 +205,8 @@ class Composer:
         if name not in self.modules:
             raise ValueError(
                 f"{field}no module {name!r} is registered; registered are "
-                f"{', '.join(sorted(self.modules)) or 'none'}. Use llm.steering.register_module"
+                f"{', '.join(sorted(self.modules)) or 'none'}. Use "
+                "llm.steering.register_module, or POST /v1/steering/modules/register"
             )
         return self.modules[name]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -325,6 +325,9 @@ GENERATED: ContextVar[int] = ContextVar("tllm_generated", default=0)
 """How many of the last tokens of the prompt that is added to an `AsyncLLM` were generated, as in a
 step of beam search over HTTP."""
 
+ADMITTED: ContextVar[Callable[[], object] | None] = ContextVar("tllm_admitted", default=None)
+"""Called when an `AsyncLLM` has taken the request that is added."""
+
 
 class AsyncLLMFront:
     """Stands before an `AsyncLLM`: `add_request` of that instance, and what it returns.
@@ -372,6 +375,8 @@ class AsyncLLMFront:
         except BaseException:
             self._requests.refuse(request)
             raise
+        if (admitted := ADMITTED.get()) is not None:
+            admitted()
         return ResultQueue(queue, self._requests, request)
 
 

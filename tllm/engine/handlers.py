@@ -4,12 +4,14 @@ engine. What happens to a request is decided by whoever is given (`tllm.server`)
 
 from __future__ import annotations
 
+import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tllm.engine.front import GENERATED
+from tllm.engine.front import ADMITTED, GENERATED
 from tllm.engine.seams import overrides, uses
 from tllm.spec.request import EXTRA_ARG
 
@@ -103,6 +105,107 @@ class Watch:
     outputs: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, dict[int, str]] = field(default_factory=dict)
     beams: BeamSteps | None = None
+    _requests: list[weakref.ref[NotedOutputs]] = field(default_factory=list)
+
+    def noted(self, outputs: AsyncGenerator[Any, None], request_id: str) -> NotedOutputs:
+        """The outputs of an engine request, which are noted here as they are read."""
+        self.outputs[request_id] = None
+        noted = NotedOutputs(outputs, request_id, self.outputs, self.refused)
+        self._requests.append(weakref.ref(noted))  # it ends when its reader gives it up
+        return noted
+
+    async def begin(self) -> None:
+        """Hand all requests to the engine, before anybody reads their outputs; what it refuses one
+        with is raised, and nothing is left of the others."""
+        requests = [request for each in self._requests if (request := each()) is not None]
+        try:
+            for request in requests:
+                request.begin()
+            for request in requests:
+                await request.admitted()
+        except BaseException:
+            for request in requests:
+                request.give_up()
+            raise
+
+
+class NotedOutputs:
+    """The outputs of an engine request, which takes it when the first is asked for, or with
+    `begin`.
+
+    Args:
+        noted, refused: `Watch.outputs` and `Watch.refused`.
+    """
+
+    def __init__(
+        self,
+        outputs: AsyncGenerator[Any, None],
+        request_id: str,
+        noted: dict[str, Any],
+        refused: dict[str, dict[int, str]],
+    ) -> None:
+        self._outputs = outputs
+        self._request_id = request_id
+        self._noted = noted
+        self._refused = refused
+        self._admitted = asyncio.Event()
+        self._first: asyncio.Task[Any] | None = None
+
+    def begin(self) -> None:
+        """Hand the request to the engine."""
+        token = ADMITTED.set(self._admitted.set)
+        try:
+            self._first = asyncio.create_task(_next(self._outputs))
+        finally:
+            ADMITTED.reset(token)
+        admitted = self._admitted.set  # no reference to this object, which ends with its reader
+
+        def over(first: asyncio.Task[Any]) -> None:
+            if not first.cancelled():
+                first.exception()  # heard, also where another request was refused before
+            admitted()
+
+        self._first.add_done_callback(over)
+
+    async def admitted(self) -> None:
+        """Wait until the engine has the request; raises what it is refused with."""
+        await self._admitted.wait()
+        if self._first is not None and self._first.done():
+            self._first.result()
+
+    def give_up(self) -> None:
+        """Nobody will read the outputs."""
+        if self._first is not None:
+            self._first.cancel()
+
+    def __del__(self) -> None:
+        if self._first is not None and not (loop := self._first.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self._first.cancel)
+
+    def __aiter__(self) -> NotedOutputs:
+        return self
+
+    async def __anext__(self) -> Any:
+        first, self._first = self._first, None
+        output = await (anext(self._outputs) if first is None else first)
+        self._noted[self._request_id] = output
+        for sample in output.outputs:
+            # What vLLM aborts has no reason.
+            if sample.finish_reason == "abort" and sample.stop_reason is not None:
+                self._refused.setdefault(self._request_id, {})[sample.index] = sample.stop_reason
+        return output
+
+    async def aclose(self) -> None:
+        """As a generator's."""
+        first, self._first = self._first, None
+        if first is not None:
+            first.cancel()
+            await asyncio.wait([first])
+        await self._outputs.aclose()
+
+
+async def _next(outputs: AsyncGenerator[Any, None]) -> Any:
+    return await anext(outputs)
 
 
 WATCH: ContextVar[Watch | None] = ContextVar("tllm_watch", default=None)
@@ -141,10 +244,7 @@ class WatchedEngine:
         if watch is not None and watch.admit is not None:
             watch.admit(prompt, sampling_params)
         outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
-        if watch is None:
-            return outputs
-        watch.outputs[request_id] = None
-        return _noting(outputs, request_id, watch)
+        return outputs if watch is None else watch.noted(outputs, request_id)
 
     async def _step(
         self, beams: BeamSteps, prompt: Any, params: Any, request_id: str, more: dict[str, Any]
@@ -159,18 +259,6 @@ class WatchedEngine:
                 yield output
         finally:
             GENERATED.reset(token)
-
-
-async def _noting(
-    outputs: AsyncGenerator[Any, None], request_id: str, watch: Watch
-) -> AsyncGenerator[Any, None]:
-    async for output in outputs:
-        watch.outputs[request_id] = output
-        for sample in output.outputs:
-            # What vLLM aborts has no reason.
-            if sample.finish_reason == "abort" and sample.stop_reason is not None:
-                watch.refused.setdefault(request_id, {})[sample.index] = sample.stop_reason
-        yield output
 
 
 uses(

@@ -15,10 +15,11 @@ from typing import Any
 from tllm.client.attached import Attached
 from tllm.client.core import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
+from tllm.engine.front import RefusedError
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.media import media_of_prompt
-from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, of_caller
+from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, field_error, of_caller
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
 from tllm.server.refusals import RefusedChoices
@@ -108,10 +109,15 @@ class Door:
             if beams is None:
                 request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: asked}
             response = await self._answered(create, request, raw_request, watch, asked, in_turns)
-        except FieldError as error:
+        except (FieldError, RefusedError) as error:
             end()
+            wrong = (
+                error
+                if isinstance(error, FieldError)
+                else field_error(error, request.model_extra or {})
+            )
             return self._handler.create_error_response(
-                str(error), _TYPES[error.status], error.status, error.field
+                str(wrong), _TYPES[wrong.status], wrong.status, wrong.field
             )
         except BaseException:
             end()
@@ -134,15 +140,18 @@ class Door:
         wanted = sorted({*asked.get("consumers", {}), *asked.get("capture", {})})
         if watch.beams is None and await self._has_condition(asked):
             wanted.append(SignalsConsumer.consumer_id)
-        seen = watch if wanted or watch.beams is not None else None
-        response = await _watched(create, request, raw_request, seen)
-        if not wanted or is_error(response):
+        response = await _watched(create, request, raw_request, watch)
+        if is_error(response):
             return response
         outputs = watch.outputs
         if isinstance(response, AsyncGenerator):
+            # What is refused is an error of the request, and not of a stream.
             if in_turns:
-                turns = self._streamed_turns(response, watch, wanted)
-                return turns if watch.admit is None else await _begun(turns, watch)
+                return await _begun(self._streamed_turns(response, watch, wanted), watch)
+            await watch.begin()
+        if not wanted:
+            return response
+        if isinstance(response, AsyncGenerator):
             num_samples = getattr(request, "n", None) or 1
             refusals = RefusedChoices(watch, num_samples, request.model)
             return self._streamed_choices(response, outputs, wanted, num_samples, refusals)
@@ -289,7 +298,7 @@ class Door:
                 return
             finally:
                 WATCH.reset(token)
-            if event.type == "response.completed":
+            if event.type == "response.completed" and wanted:
                 _with_turns(event.response, self._samples(noted, wanted))
             elif event.type == "response.output_text.delta":
                 given = await scores.of(len(noted) - 1, 0)
@@ -338,10 +347,12 @@ def _ending(
 
 
 async def _begun(turns: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerator[Any, None]:
-    """A stream that has reached the engine, so that a prompt that is refused is an error."""
+    """A stream that has reached the engine, so that a request that is refused is an error."""
     first = []
-    while not watch.outputs:
-        first.append(await anext(turns))
+    async for event in turns:
+        first.append(event)
+        if watch.outputs:
+            break
 
     async def stream() -> AsyncGenerator[Any, None]:
         for event in first:

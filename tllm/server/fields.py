@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -43,12 +44,12 @@ class FieldError(ValueError):
     """A field of a request is wrong.
 
     Attributes:
-        field: its name.
+        field: its name; None where several are wrong together.
         status: of the response.
     """
 
     def __init__(
-        self, field: str, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+        self, field: str | None, message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
     ) -> None:
         super().__init__(message)
         self.field = field
@@ -86,8 +87,17 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
         try:
             parse_asked(asked)
         except ValueError as error:
-            raise FieldError(_field_of(str(error), asked), str(error)) from None
+            raise field_error(error, body) from None
     return asked
+
+
+def field_error(error: ValueError, body: Mapping[str, Any]) -> FieldError:
+    """What is refused, by the name of the field as the body has it."""
+    message = str(error)
+    if "steering_name" in body:
+        message = re.sub("^steering_module_ref", "steering_name", message)
+    field = next((name for name in FIELDS if message.startswith(name) and name in body), None)
+    return FieldError(field, message)
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:
@@ -117,8 +127,3 @@ def of_caller(
     both = json.dumps([sender, conversation["key"]])
     own = {**conversation, "key": hashlib.sha256(both.encode()).hexdigest()}
     return own if most is None else {**own, "owner": f"caller {caller}", "most": most}
-
-
-def _field_of(message: str, asked: Mapping[str, Any]) -> str:
-    """The field that a message is about: it begins with its name."""
-    return next((name for name in asked if message.startswith(name)), next(iter(asked)))

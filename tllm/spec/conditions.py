@@ -277,7 +277,8 @@ class NamedCondition(_UnknownCondition):
         if self.name not in monitors:
             raise ValueError(
                 f"{self.field}: no monitor {self.name!r} is registered; registered are "
-                f"{', '.join(sorted(monitors)) or 'none'}. Use llm.steering.register_monitor"
+                f"{', '.join(sorted(monitors)) or 'none'}. Use "
+                "llm.steering.register_monitor, or POST /v1/steering/monitors/register"
             )
         return monitors[self.name].found(known)
 
