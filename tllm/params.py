@@ -16,6 +16,7 @@ from tllm.spec.conditions import parse_conditions
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
+from tllm.spec.reading import check_text
 from tllm.spec.request import Asked, wire_of
 from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import Tiers, parse_modules
@@ -323,6 +324,8 @@ def _plain(value: Any, field: str, depth: int = 0) -> Any:
     """As numbers, text, lists and dictionaries."""
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
+    if isinstance(value, str):
+        check_text(value, field)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):

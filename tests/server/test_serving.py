@@ -22,6 +22,9 @@ PROBE = torch.tensor([1.0, *[0.0] * 126, -1.0])
 PROMPT = "One day Mia went to the garden."
 WORDS = {"model": "demo", "prompt": PROMPT, "temperature": 0}
 SET_TO_ZERO = {"hook": "post_block", "layer": 1, "positions": [-1], "source": {"zero": True}}
+VECTORS = {"steering_vectors": {"post_block": {"2": [1.0] * 128}}}
+CHAT = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
+EVERYTHING = {"probe": {"hook": "post_block", "layer": 1, "vector": [1.0] * 128}, "above": -1e9}
 
 
 def decoded(tensor):
@@ -724,6 +727,16 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
+        ({"steering_vector": VECTORS}, "steering_vector was given, and is no field; steering_v"),
+        ({"stopWhen": "x"}, "stopWhen was given, and is no field; stop_when may be meant"),
+        ({"captures": {}}, "captures was given, and is no field; capture may be meant"),
+        ({"steering": {"a": 1}}, "(use steering_vectors) is not supported"),
+        ({"extra_body": {"capture": {}}}, "extra_body['capture'] was given; put capture into the"),
+        ({"vllm_xargs": {"steering_name": "odd"}}, "vllm_xargs['steering_name'] was given"),
+        ({"stop_when": {**EVERYTHING, "name": "\ud800"}}, "stop_when['name']='\\ud800' has lone"),
+        ({"conversation": {"id": "\ud800", "key": 16 * "b"}}, "conversation['id']='\\ud800' has"),
+        ({"consumers": {"turning": {"after": 1, "a": "\ud800"}}}, "text with lone surrogates"),
+        ({"capture": {"filesystem": {"tag": "\ud800"}}}, "has lone surrogates; leave them out"),
         ({"use_beam_search": True, "capture": {"memory": {}}}, "given with use_beam_search"),
         ({"stop_when": "x"}, "stop_when: no monitor 'x' is registered"),
         ({"abort_when": {"probe": 1}}, "abort_when"),
@@ -737,13 +750,11 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):
-    answer = server.post("/v1/completions", {**WORDS, "max_tokens": 2, **asked}, key=None)
+    content = json.dumps({**WORDS, "max_tokens": 2, **asked})
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers)
     assert answer.status_code == 400
     assert sentence in answer.json()["error"]["message"]
-
-
-VECTORS = {"steering_vectors": {"post_block": {"2": [1.0] * 128}}}
-CHAT = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": "Hi"}]}
 
 
 @pytest.mark.parametrize("stream", [False, True])

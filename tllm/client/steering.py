@@ -41,7 +41,7 @@ from tllm.spec.memory import NOTHING
 from tllm.spec.operations import max_reach
 from tllm.spec.packed_vectors import PackedVectors
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import FloatArray
+from tllm.spec.reading import FloatArray, check_text
 from tllm.spec.selection import Selection
 from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, SteeringPhase, Tiers
 
@@ -185,6 +185,7 @@ class Composer:
         """A module that somebody defines."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"module name {name!r}: give a text that is not empty")
+        check_text(name, "module name")
         spec = given.to_spec() if hasattr(given, "to_spec") else given
         if isinstance(spec, Mapping) and set(spec) & {*TIER_FIELDS, "positions"}:
             if unknown := sorted(set(spec) - {*TIER_FIELDS, "positions"}):
@@ -214,6 +215,7 @@ class Composer:
         """A monitor that somebody defines."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"monitor name {name!r}: give a text that is not empty")
+        check_text(name, "monitor name")
         condition = parse_condition(given, f"monitor {name!r}")
         found = self._found(condition)
         if isinstance(found, (NamedCondition, FeatureCondition)):

@@ -91,7 +91,7 @@ class Door:
         """
         end = _nothing
         try:
-            asked = asked_in(request.model_extra or {}, self._settings)
+            asked = asked_in(_given(request), self._settings)
             asked |= await self._module_named_by_model(request, asked)
             _check_form(request, asked)
             beams = BeamSteps(asked) if getattr(request, "use_beam_search", False) else None
@@ -111,11 +111,7 @@ class Door:
             response = await self._answered(create, request, raw_request, watch, asked, in_turns)
         except (FieldError, RefusedError) as error:
             end()
-            wrong = (
-                error
-                if isinstance(error, FieldError)
-                else field_error(error, request.model_extra or {})
-            )
+            wrong = error if isinstance(error, FieldError) else field_error(error, _given(request))
             return self._handler.create_error_response(
                 str(wrong), _TYPES[wrong.status], wrong.status, wrong.field
             )
@@ -323,6 +319,11 @@ def _is_conditional(steering: Any) -> bool:
     if not isinstance(steering, list) or not steering or not isinstance(steering[0], Mapping):
         return False  # of numbers, maybe a hundred thousand
     return any(map(_is_conditional, steering))
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """What a body has that is not read by vLLM."""
+    return {"vllm_xargs": request.vllm_xargs, **(request.model_extra or {})}
 
 
 def _nothing() -> None:

@@ -36,7 +36,10 @@ FIELDS = (
 ENDING_FIELDS = ("stop_when", "abort_when")
 """Those that end a request where a condition holds."""
 
-UNSUPPORTED = {"patch_vectors": "patching by vectors (use patch)"}
+UNSUPPORTED = {
+    "patch_vectors": "patching by vectors (use patch)",
+    "steering": "a field of this name (use steering_vectors)",
+}
 """Fields that peers have and this server does not: nobody who asks shall get nothing in silence."""
 
 
@@ -69,6 +72,7 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
             raise FieldError(
                 name, f"{name} was given, but {what} is not supported; leave the field out"
             )
+    _check_names(body)
     asked = {name: body[name] for name in FIELDS if body.get(name) is not None}
     if "steering_name" in asked:
         if "steering_module_ref" in asked:
@@ -85,10 +89,51 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
             raise FieldError(name, f"{name} was given, but this server does not allow it")
     if asked:
         try:
+            _check_options(asked.get("consumers"))
             parse_asked(asked)
         except ValueError as error:
             raise field_error(error, body) from None
     return asked
+
+
+def _check_names(body: Mapping[str, Any]) -> None:
+    """Refuse fields that are ours but for their spelling, or stand in a place where nobody reads
+    them: vLLM ignores what it does not know."""
+    for name, value in body.items():
+        meant = _SPELLINGS.get(_spelling(name))
+        if meant is not None and name not in FIELDS and value is not None:
+            raise FieldError(name, f"{name} was given, and is no field; {meant} may be meant")
+    for place in _PLACES:
+        inside = body.get(place)
+        if isinstance(inside, Mapping) and (found := sorted(inside.keys() & set(FIELDS))):
+            raise FieldError(
+                place, f"{place}[{found[0]!r}] was given; put {found[0]} into the body itself"
+            )
+
+
+def _spelling(name: str) -> str:
+    """A name without what is easily mistaken in it."""
+    return re.sub("[-_]", "", name.lower())
+
+
+_SPELLINGS = {
+    _spelling(variant): name
+    for name in FIELDS
+    for variant in (name, f"{name}s", f"{name}es", name.removesuffix("s"))
+}
+_PLACES = ("extra_body", "vllm_xargs", "extra_args", "sampling_params")
+"""Where clients put fields of a body, beside the body itself: the first is an argument of OpenAI's
+client, which sends what is in it as fields."""
+
+
+def _check_options(options: Any) -> None:
+    """Refuse options of consumers that JSON may have, and that cannot be sent to a worker."""
+    try:
+        json.dumps(options, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("consumers has a text with lone surrogates; leave them out") from None
+    except RecursionError:
+        raise ValueError("consumers is nested too deeply; give plain options") from None
 
 
 def field_error(error: ValueError, body: Mapping[str, Any]) -> FieldError:

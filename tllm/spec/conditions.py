@@ -17,6 +17,7 @@ from tllm.spec.probes import KINDS, SCORES, FindFeature, MlpProbe
 from tllm.spec.reading import (
     FloatArray,
     allow_keys,
+    check_text,
     digest_of,
     float_array,
     hook_named,
@@ -572,6 +573,7 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
     name = given.get("name", "")
     if not isinstance(name, str) or ("name" in given and not name):
         raise ValueError(f"{field}['name']={name!r} is no name; give a text that is not empty")
+    check_text(name, f"{field}['name']")
     if kinds == ["probe"]:
         return _probe_condition(given, field, name, memory)
     [kind] = kinds

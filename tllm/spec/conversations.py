@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tllm.spec.reading import scalar
+from tllm.spec.reading import check_text, scalar
 
 EXPIRES_S = 3600.0
 """How long a conversation is remembered after the latest request that named it, unless told."""
@@ -59,6 +59,7 @@ class RequestConversation:
                 f"{_FIELD}['id']={name!r:.60} is no name; give a text of 1 to {_LONGEST_TEXT} "
                 "characters"
             )
+        check_text(name, f"{_FIELD}['id']")
         if not isinstance(key, str) or not _SHORTEST_KEY <= len(key) <= _LONGEST_TEXT:
             raise ValueError(
                 f"{_FIELD}['key'] must be a secret text of {_SHORTEST_KEY} to {_LONGEST_TEXT} "

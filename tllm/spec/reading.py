@@ -38,6 +38,14 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
 
 
+def check_text(given: str, name: str) -> None:
+    """Refuse a text with lone surrogates, as JSON may have it: it cannot be sent to a worker."""
+    try:
+        given.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name}={given!r:.60} has lone surrogates; leave them out") from None
+
+
 def hook_named(hook: Any, name: str) -> HookPoint:
     """The hook point of a name."""
     try:
