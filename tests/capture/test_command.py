@@ -94,3 +94,6 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
     status, text = here(arguments([], "--hooks", "middle:1"))
     assert status == 2
     assert "unknown hook point 'middle'" in text
+    status, text = here([*arguments(["hello"], "--hooks", "post_block:1"), "--model", "no-model"])
+    assert status == 2
+    assert "no engine with the model 'no-model': " in text

@@ -209,8 +209,10 @@ def test_limits_are_those_of_the_callers_key(tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"default": {"rows": -1}}, "rows"),
-        ({"default": {"row": 1}}, "row"),
+        ({"default": {"rows": -1}}, "default.rows: input should be greater"),
+        ({"default": {"row": 1}}, r"default.row: .*\(there are capture, .*rows"),
+        ({"keys": {"sk-research": {"bytes": "x"}}}, r"keys\['sk-res\.\.\.'\].bytes: input"),
+        ({"keys": {"sha256:abc": {}}}, "after sha256: come 64 hexadecimal digits"),
         ({"keys": []}, "keys is not an object"),
         ({"k1": {}}, "and nothing else"),
         ([], "and nothing else"),
@@ -406,10 +408,35 @@ def test_flags_that_are_ours_are_refused(flag):
         serve.command("MODEL", [flag], ServerSettings(), {})
 
 
-def test_modules_are_given_as_name_and_path():
-    assert list(serve.modules_of(["happy=a.gguf"])) == ["happy"]
-    with pytest.raises(ValueError, match="give name=path"):
-        serve.modules_of(["happy"])
+def test_modules_are_given_as_name_and_path(tmp_path):
+    path = tmp_path / "happy.npy"
+    np.save(path, np.ones((2, 8), np.float32))
+    assert serve.modules_of([f"happy={path}"]) == {"happy": str(path)}
+    for given, sentence in (
+        (["happy"], "give name=path"),
+        ([f"happy={path}.gone"], "--steering-module 'happy=.*gone'.*No such file"),
+        ([f"happy={path}", f"happy={path}"], "'happy' was given before"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            serve.modules_of(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--admin-api-key", ""], "--admin-api-key is empty; give a key, or leave it out"),
+        (["--consumer", "x:[/y]=1"], "unknown consumer 'x' in 'x:[/y]=1'"),
+        (["--consumer", "logging", "--consumer", "logging"], "two consumers are called 'logging'"),
+        (["--max-body-mib", "0"], "'--max-body-mib': Input should be greater"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_sentence(invoke, given, sentence):
+    """An empty key was one that everybody has who gives none."""
+    status, _, error = invoke("serve", "MODEL", *given, "--dry-run")
+    assert status == 2
+    assert sentence in " ".join(error.split())
+    with pytest.raises(ValueError, match="at least 1 character"):
+        ServerSettings(admin_api_key="")
 
 
 def test_choices_that_are_refused_end_once_before_the_tokens_are_counted():

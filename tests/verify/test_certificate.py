@@ -115,6 +115,14 @@ def test_the_command_finds_a_model_that_is_computed_otherwise(
     assert "differs: post_block of layer 0: mixed request 0, sample 0, position" in report
 
 
+def test_a_file_that_could_not_be_written_is_refused_before_the_work(
+    invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    status, _, error = invoke("verify", "no-model", "--json", str(tmp_path / "lost" / "c.json"))
+    assert status == 2
+    assert "not verified: --json" in error and "there is no folder" in error
+
+
 def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown hook point 'nowhere'"):
         VerifyJob("model", points=("nowhere",))

@@ -18,10 +18,10 @@ from tllm.cli import strength_sweep as strengthening
 from tllm.cli import sweep as sweeping
 from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
+from tllm.cli.output_files import check_writable
 from tllm.cli.store import app as store_app
 from tllm.server.settings import ServerSettings
 from tllm.spec.reading import scalar
-from tllm.stores import StoreError
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
@@ -95,12 +95,17 @@ def serve(
         Path | None, typer.Option(help="A JSON file with what callers may ask, by API key.")
     ] = None,
     max_body_mib: Annotated[
-        int, typer.Option(help="The most that a request's body may have.")
+        int, typer.Option(min=1, help="The most that a request's body may have.")
     ] = 64,
     dry_run: Annotated[bool, typer.Option(help="Print the command, and do not run it.")] = False,
 ) -> None:
     """Serve a model over HTTP with interventions; further options are those of `vllm serve`."""
     try:
+        if admin_api_key == "":
+            raise ValueError(
+                "--admin-api-key is empty; give a key, or leave it out: the admin routes then "
+                "answer on loopback only"
+            )
         settings = ServerSettings(
             consumers=tuple(consumer or ()),
             capture_consumers=tuple(capture_consumer or ()),
@@ -117,8 +122,7 @@ def serve(
             options["hook_points"] = "all" if points == ("all",) else points
         command = serving.command(model, context.args, settings, options)
     except ValueError as error:
-        Console(stderr=True).print(f"[red]{error}[/red]")
-        raise typer.Exit(2) from None
+        _refuse(error)
     if dry_run:
         print(serving.shown(*command))
         return
@@ -167,6 +171,7 @@ def verify(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     try:
+        check_writable("--json", json_file)
         job = VerifyJob(
             model,
             points=tuple(points.split(",")) if points else None,
@@ -235,8 +240,8 @@ def capture(
             engine=dict(map(_argument, engine_arg or ())),
         )
         summary = capturing.run(job, console)
-    except (ValueError, StoreError) as error:
-        raise typer.BadParameter(str(error)) from None
+    except Exception as error:  # of whatever kind, also an engine's
+        _refuse(error)
     capturing.render(summary, job, console)
     raise typer.Exit(1 if summary.failures else 0)
 
@@ -289,6 +294,8 @@ def sweep(
     """Patch one row at a time of one prompt into another, and say where it matters."""
     console = Console()
     try:
+        check_writable("--out", out)
+        check_writable("--heatmap", heatmap)
         if pairs is not None:
             if any(each is not None for each in (clean, corrupt, right, wrong)):
                 raise ValueError("--pairs has all prompts and answers; leave the others out")

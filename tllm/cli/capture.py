@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import tllm.stores
+from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
@@ -58,6 +59,8 @@ class Job:
             )
         if not self.inputs.is_file():
             raise ValueError(f"input {str(self.inputs)!r} is no file; give a file of JSON Lines")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"out {str(self.out)!r} is no folder; give one, or a name for one")
 
 
 @dataclass
@@ -129,7 +132,7 @@ def _done(job: Job) -> set[str]:
 
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
-    from tllm import LLM, SamplingParams
+    from tllm import SamplingParams
     from tllm.consumers.capture.filesystem import FilesystemConsumer
     from tllm.engine.options import CHEAP_POINTS
 
@@ -143,7 +146,7 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
         on_collision="overwrite",
     )
     engine = {"hook_points": [p.value for p in HookPoint if p.value in points], **job.engine}
-    llm = LLM(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
+    llm = start_engine(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
     begin = time.monotonic()
     with progress_bar(console) as progress:
         task = progress.add_task("prompts", total=len(prompts))

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tllm.engine.options import CONFIG_KEY, engine_arguments
 from tllm.registry import consumer_from_spec
 from tllm.server.limits import parse_limits
 from tllm.server.settings import VARIABLE, ServerSettings
+from tllm.steering import load
 
 _PLUGINS = "VLLM_PLUGINS"
 
@@ -33,7 +35,11 @@ def command(
             raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
     specs = (*settings.consumers, *settings.capture_consumers)
     eager = {"enforce_eager": "--enforce-eager" in more}
-    engine = engine_arguments(eager, options, list(map(consumer_from_spec, specs)))
+    consumers = list(map(consumer_from_spec, specs))
+    counted = Counter(consumer.consumer_id for consumer in consumers)
+    if twice := [name for name, count in counted.items() if count > 1]:
+        raise ValueError(f"two consumers are called {twice[0]!r}; give one another consumer_id")
+    engine = engine_arguments(eager, options, consumers)
     arguments = [sys.executable, "-m", launch.module(), "serve", model]
     arguments += ["--worker-cls", engine["worker_cls"], "--scheduler-cls", engine["scheduler_cls"]]
     config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
@@ -46,13 +52,19 @@ def command(
 
 
 def modules_of(given: Sequence[str]) -> dict[str, str]:
-    """`name=path` arguments as paths by name."""
+    """`name=path` arguments as paths by name, of files that the server can read."""
     found = {}
     for each in given:
         name, equals, path = each.partition("=")
         if not equals or not name or not path:
             raise ValueError(f"--steering-module {each!r}: give name=path")
+        if name in found:
+            raise ValueError(f"--steering-module {each!r}: {name!r} was given before; give it once")
         found[name] = str(Path(path).resolve())
+        try:
+            load(path)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(f"--steering-module {each!r}: {error}") from None
     return found
 
 

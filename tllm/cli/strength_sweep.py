@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from tllm.cli.engine import start_engine
+from tllm.cli.output_files import check_writable
 from tllm.cli.progress import progress_bar
 from tllm.spec.reading import json_lines, scalar
 
@@ -75,17 +77,8 @@ class StrengthJob:
                 f"--max-perplexity-ratio {self.max_perplexity_ratio} must be 1 or more: 1 allows "
                 "what the weakest strength costs"
             )
-        _writable("--out", self.out, (".json", ".csv"))
-        _writable("--plot", self.plot, (".svg",))
-
-
-def _writable(option: str, path: Path | None, endings: Sequence[str]) -> None:
-    if path is None:
-        return
-    if path.suffix.lower() not in endings:
-        raise ValueError(f"{option} {str(path)!r} must end in {' or '.join(endings)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
+        check_writable("--out", self.out, (".json", ".csv"))
+        check_writable("--plot", self.plot, (".svg",))
 
 
 def run(job: StrengthJob, console: Console) -> StrengthSweep:
@@ -99,13 +92,7 @@ def run(job: StrengthJob, console: Console) -> StrengthSweep:
     texts = _prompts(job.texts) if job.texts else []
     vectors: SteeringModule = load(job.vectors, **job.loading)
 
-    from tllm import LLM  # vLLM takes seconds to import
-
-    try:
-        llm = LLM(job.model, **job.engine)
-    except Exception as error:  # of whatever kind: not all of them say which model
-        said = str(error).strip() or type(error).__name__
-        raise ValueError(f"no engine with the model {job.model!r}: {said}") from error
+    llm = start_engine(job.model, **job.engine)
     with progress_bar(console) as bar:
         task = bar.add_task("strengths", total=len(job.strengths))
         return sweep(

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.reading import json_lines
 
@@ -52,9 +53,7 @@ def run(
         engine: further arguments of `tllm.LLM`.
         asked: arguments of `llm.patching.sweep`.
     """
-    from tllm import LLM
-
-    llm = LLM(model, **engine)
+    llm = start_engine(model, **engine)
     with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)
         sweep = llm.patching.sweep(

@@ -532,7 +532,7 @@ class Client:
             if name not in self.consumers:
                 raise ValueError(
                     f"{field}: no such consumer is registered; registered are "
-                    f"{', '.join(self.consumers) or 'none'}{_hint(name)}"
+                    f"{', '.join(self.consumers) or 'none'}{_hint(name, name in asked.captures)}"
                 )
             enabled = chosen.get("enabled", True)
             if not isinstance(enabled, bool):
@@ -858,9 +858,13 @@ def _taken(consumer_id: str) -> str:
     )
 
 
-def _hint(name: str) -> str:
+def _hint(name: str, captures: bool) -> str:
     """How to come by a consumer that is not registered."""
     if name in available_consumers():
         example = f"{name}:root=DIRECTORY" if name == "filesystem" else name
-        return f"; start the engine with capture_consumers=[{example!r}]"
+        given = "capture_consumers" if captures else "consumers"
+        return (
+            f"; start the engine with {given}=[{example!r}], or the server with "
+            f"--{given.replace('_', '-').removesuffix('s')} {example}"
+        )
     return f" (beside the built-in {', '.join(BUILT_IN)})"

@@ -7,6 +7,7 @@ import hmac
 import json
 import mmap
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tllm.consumers.base import Consumer
 from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key
@@ -196,11 +197,26 @@ def parse_limits(given: Any) -> dict[str, Limits]:
     keys = given.get("keys", {})
     if not isinstance(keys, Mapping):
         raise ValueError("keys is not an object; give limits by API key")
-    found = {"": Limits.model_validate(given.get("default", {}))}
+    found = {"": _limits("default", given.get("default", {}))}
     for key, limits in keys.items():
-        digest = key.removeprefix(_SHA256) if key.startswith(_SHA256) else _digest(key)
-        found[digest.lower()] = Limits.model_validate(limits)
+        shown = f"keys[{key if len(key) < 8 else key[:6] + '...'!r}]"
+        digest = key.removeprefix(_SHA256).lower() if key.startswith(_SHA256) else _digest(key)
+        if not re.fullmatch("[0-9a-f]{64}", digest):
+            raise ValueError(f"{shown}: after {_SHA256} come 64 hexadecimal digits")
+        found[digest] = _limits(shown, limits)
     return found
+
+
+def _limits(name: str, given: Any) -> Limits:
+    """The limits of one caller; `ValueError` says whose are wrong, and what."""
+    try:
+        return Limits.model_validate(given)
+    except ValidationError as error:
+        wrong = [".".join([name, *map(str, each["loc"])]) for each in error.errors()]
+        said = [each["msg"].lower() for each in error.errors()]
+        told = "; ".join(f"{where}: {what}" for where, what in zip(wrong, said, strict=True))
+        known = ", ".join(Limits.model_fields)
+        raise ValueError(f"{told} (there are {known})") from None
 
 
 class LimitsByKey:

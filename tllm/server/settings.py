@@ -22,7 +22,7 @@ class ServerSettings(BaseModel):
     """The same; their results are in `capture_results`."""
     steering_modules: dict[str, str] = Field(default_factory=dict)
     """Modules by name: files as `tllm.steering.load` reads them."""
-    admin_api_key: str | None = None
+    admin_api_key: str | None = Field(default=None, min_length=1)
     """Who gives it may use the admin routes; without one, they answer on loopback only."""
     allow_capture: bool = True
     """Whether requests may ask for captures."""

@@ -29,12 +29,12 @@ def digest_of(content: bytes | memoryview) -> str:
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number and content of each line of a file that is not empty; `ValueError` names the line that
     is wrong."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
-                except json.JSONDecodeError as error:
+                    yield number, json.loads(line.decode())
+                except ValueError as error:  # not UTF-8, or not JSON
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
 
 

@@ -1,0 +1,19 @@
+"""The engine of a command."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tllm import LLM
+
+
+def start_engine(model: str, **arguments: Any) -> LLM:
+    """An engine; `ValueError` names the model where none starts, which not every error does."""
+    from tllm import LLM  # vLLM takes seconds to import
+
+    try:
+        return LLM(model, **arguments)
+    except Exception as error:
+        said = str(error).strip() or type(error).__name__
+        raise ValueError(f"no engine with the model {model!r}: {said}") from error

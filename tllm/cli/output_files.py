@@ -1,0 +1,22 @@
+"""Files that commands write when their work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def check_writable(option: str, path: Path | None, endings: Sequence[str] = ()) -> None:
+    """Refuse a file that could not be written, before minutes of work.
+
+    Args:
+        endings: what its name may end in; anything unless told.
+    """
+    if path is None:
+        return
+    if endings and path.suffix.lower() not in endings:
+        raise ValueError(f"{option} {str(path)!r} must end in {' or '.join(endings)}")
+    if path.is_dir():
+        raise ValueError(f"{option} {str(path)!r} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {str(path)!r}: there is no folder {str(path.parent)!r}")
