@@ -120,6 +120,7 @@ class Server:
                     os.environ.get("PYTHONPATH", ""),
                 ]
             ),
+            "VLLM_ENABLE_RESPONSES_API_STORE": "1",  # for answers that are fetched later
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }

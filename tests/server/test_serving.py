@@ -541,6 +541,26 @@ def test_an_answer_that_is_fetched_later_has_no_place_for_results(server):
     assert "consumers was given with background=true" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_fetched_later_is_steered_or_refused_at_once(server, stream):
+    """One that is refused was queued for ever."""
+    body = {"model": "demo", "input": PROMPT, "background": True, "max_output_tokens": 2}
+    body["stream"] = stream
+    wrong = {"steering_vectors": {"post_block": {"99": [1.0] * 128}}}
+    refused = server.post("/v1/responses", body | wrong)
+    assert refused.status_code == 400
+    assert "post_block has no layer 99" in refused.json()["error"]["message"]
+    asked = body | VECTORS | {"stop_when": EVERYTHING}
+    with httpx.stream("POST", f"{server.url}/v1/responses", json=asked, timeout=60) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        if stream:
+            assert "event: response.created" in next(lines)
+            assert "event: response.completed" in lines
+        else:
+            assert json.loads(next(lines))["status"] == "queued"
+
+
 def test_global_steering_is_the_administrators(server, client):
     spec = {"post_block": {"2": [5.0] * 128}}
     plain = client.completions.create(**WORDS, max_tokens=6).choices[0].text

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,12 +100,16 @@ class Watch:
         outputs: the last output of each, by its id, in the order of the prompts.
         refused: the condition that refused the prompt of each sample, by id and sample; not all of
             them are in the last output.
+        eager: whether the engine has each request as soon as the handler asks for it; of a handler
+            that answers before it does.
     """
 
     admit: Callable[[Any, Any], None] | None = None
     outputs: dict[str, Any] = field(default_factory=dict)
     refused: dict[str, dict[int, str]] = field(default_factory=dict)
     beams: BeamSteps | None = None
+    eager: bool = False
+    _called: asyncio.Event = field(default_factory=asyncio.Event)
     _requests: list[weakref.ref[NotedOutputs]] = field(default_factory=list)
 
     def noted(self, outputs: AsyncGenerator[Any, None], request_id: str) -> NotedOutputs:
@@ -112,15 +117,24 @@ class Watch:
         self.outputs[request_id] = None
         noted = NotedOutputs(outputs, request_id, self.outputs, self.refused)
         self._requests.append(weakref.ref(noted))  # it ends when its reader gives it up
+        if self.eager:
+            noted.begin()
+        self._called.set()
         return noted
+
+    async def called(self, seconds: float) -> None:
+        """Wait for the handler to ask for a request, but no longer than that."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._called.wait(), seconds)
 
     async def begin(self) -> None:
         """Hand all requests to the engine, before anybody reads their outputs; what it refuses one
         with is raised, and nothing is left of the others."""
         requests = [request for each in self._requests if (request := each()) is not None]
         try:
-            for request in requests:
-                request.begin()
+            if not self.eager:
+                for request in requests:
+                    request.begin()
             for request in requests:
                 await request.admitted()
         except BaseException:
@@ -150,6 +164,7 @@ class NotedOutputs:
         self._refused = refused
         self._admitted = asyncio.Event()
         self._first: asyncio.Task[Any] | None = None
+        self._refusal: BaseException | None = None
 
     def begin(self) -> None:
         """Hand the request to the engine."""
@@ -158,20 +173,21 @@ class NotedOutputs:
             self._first = asyncio.create_task(_next(self._outputs))
         finally:
             ADMITTED.reset(token)
-        admitted = self._admitted.set  # no reference to this object, which ends with its reader
+        this = weakref.ref(self)  # which ends with its reader
 
         def over(first: asyncio.Task[Any]) -> None:
-            if not first.cancelled():
-                first.exception()  # heard, also where another request was refused before
-            admitted()
+            error = None if first.cancelled() else first.exception()
+            if (noted := this()) is not None:
+                noted._refusal = error
+                noted._admitted.set()
 
         self._first.add_done_callback(over)
 
     async def admitted(self) -> None:
         """Wait until the engine has the request; raises what it is refused with."""
         await self._admitted.wait()
-        if self._first is not None and self._first.done():
-            self._first.result()
+        if self._refusal is not None:
+            raise self._refusal
 
     def give_up(self) -> None:
         """Nobody will read the outputs."""

@@ -28,6 +28,8 @@ from tllm.server.settings import ServerSettings
 from tllm.spec.request import EXTRA_ARG
 from tllm.spec.tiers import parse_modules
 
+_BACKGROUND_S = 10.0
+"""How long an answer that is computed in the background is waited for to begin."""
 _DONE = "data: [DONE]"
 _STEERING_FIELDS = ("steering_vectors", "steering_clamps")
 _RESULTS = ("capture_results", "consumer_results")
@@ -104,7 +106,11 @@ class Door:
                 most = self._limits.of(caller).conversations
                 asked["conversation"] = of_caller(asked["conversation"], headers, caller, most)
             self._limits.of(caller).check(asked)
-            watch = Watch(await self._row_check(asked, self._limits.of(caller)), beams=beams)
+            watch = Watch(
+                await self._row_check(asked, self._limits.of(caller)),
+                beams=beams,
+                eager=_in_background(request),
+            )
             end = self._limits.begin(caller, asked)
             if beams is None:
                 request.vllm_xargs = {**(request.vllm_xargs or {}), EXTRA_ARG: asked}
@@ -140,10 +146,14 @@ class Door:
         if is_error(response):
             return response
         outputs = watch.outputs
+        if watch.eager:  # who asks later how it goes would wait for ever for what is refused
+            await watch.called(_BACKGROUND_S)
+            await watch.begin()
         if isinstance(response, AsyncGenerator):
             # What is refused is an error of the request, and not of a stream.
             if in_turns:
-                return await _begun(self._streamed_turns(response, watch, wanted), watch)
+                turns = self._streamed_turns(response, watch, wanted)
+                return turns if watch.eager else await _begun(turns, watch)
             await watch.begin()
         if not wanted:
             return response
@@ -321,6 +331,11 @@ def _is_conditional(steering: Any) -> bool:
     return any(map(_is_conditional, steering))
 
 
+def _in_background(request: Any) -> bool:
+    """Whether the answer is fetched later."""
+    return bool(getattr(request, "background", False))
+
+
 def _given(request: Any) -> dict[str, Any]:
     """What a body has that is not read by vLLM."""
     return {"vllm_xargs": request.vllm_xargs, **(request.model_extra or {})}
@@ -381,7 +396,7 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
             "requests; leave one of them out (steering may stay)",
         )
     field = next((name for name in ("capture", "consumers") if asked.get(name)), None)
-    if field is not None and getattr(request, "background", False):
+    if field is not None and _in_background(request):
         raise FieldError(
             field,
             f"{field} was given with background=true, but an answer that is fetched later has no "
