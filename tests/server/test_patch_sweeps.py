@@ -81,6 +81,20 @@ def test_paths_of_heads_are_swept_over_http(server):
     assert heads == last["summary"]["heads"] == list(range(len(heads))) and len(heads) > 1
 
 
+def test_all_layers_and_positions_are_asked_for_by_that_word_too(server):
+    told = [
+        lines_of(
+            server.post("/v1/patch_sweep", ASKED | dict.fromkeys(("layers", "positions"), each))
+        )
+        for each in ("all", None)
+    ]
+    assert told[0][0] == told[1][0]
+    summaries = [each[-1]["summary"] for each in told]
+    for field in ("layers", "positions"):
+        assert summaries[0][field] == summaries[1][field]
+        assert len(summaries[0][field]) > 2
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

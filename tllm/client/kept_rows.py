@@ -43,7 +43,7 @@ class PatchingControl:
         prompt: Any,
         *,
         hooks: str | Sequence[str],
-        layers: int | Sequence[int] | None = None,
+        layers: int | Sequence[int] | str | None = None,
         name: str | None = None,
         on_host: bool = False,
     ) -> Any:
@@ -53,7 +53,8 @@ class PatchingControl:
         Args:
             prompt: text or token ids.
             hooks: hook points whose rows are kept.
-            layers: of those that belong to layers; negative ones count from the end. None: all.
+            layers: of those that belong to layers; negative ones count from the end. None or
+                `"all"`: all.
             name: what requests may call it, in place of the run itself.
             on_host: keep the rows in the host's memory, up to `max_patch_host_mib`; a request takes
                 those that it names to the device.
@@ -103,8 +104,8 @@ class PatchingControl:
         corrupt: Any,
         *,
         hooks: str | Sequence[str],
-        layers: int | Sequence[int] | None = None,
-        positions: Sequence[int] | None = None,
+        layers: int | Sequence[int] | str | None = None,
+        positions: Sequence[int] | str | None = None,
         heads: Any = None,
         together: bool = False,
         metric: Any = "recovered",
@@ -124,7 +125,7 @@ class PatchingControl:
             clean, corrupt: a prompt each, text or token ids, or a list of as many prompts each;
                 the two of a pair have as many tokens.
             hooks, layers: as `run` takes them.
-            positions: negative ones count from the end of the prompt. None: all.
+            positions: negative ones count from the end of the prompt. None or `"all"`: all.
             heads: with `hooks="attn_heads"` (or `q`, `k`, `v`), patch one head at a time: numbers,
                 or `"all"`.
             together: patch all positions in one experiment.
@@ -154,9 +155,10 @@ class PatchingControl:
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
             places = tuple(self.places(hooks, layers))
+            at = _chosen(positions, "positions")
             form = SweepForm(
                 places,
-                None if positions is None else tuple(dict.fromkeys(positions)),
+                None if at is None else tuple(dict.fromkeys(at)),
                 self._heads(heads, places),
                 together,
                 noising,
@@ -393,6 +395,7 @@ class PatchingControl:
     def places(self, hooks: Any, layers: Any) -> list[Place]:
         """Hook points by layer. Raises `ValueError` for what this engine does not have."""
         points = self._client.facts.points
+        layers = _chosen(layers, "layers")
         if isinstance(hooks, (str, HookPoint)):
             hooks = [hooks]
         if not hooks:
@@ -464,6 +467,15 @@ def _refuse_failed(output: Any) -> None:
     for result in output.outputs[0].consumer_results.values():
         if result.status != "ok":
             raise RuntimeError(f"the rows of the run are not all there: {result.error}")
+
+
+def _chosen(given: Any, field: str) -> Any:
+    """Numbers that were chosen, or None for all of them."""
+    if not isinstance(given, str):
+        return given
+    if given != "all":
+        raise ValueError(f"{field}={given!r:.60}: give 'all', or numbers")
+    return None
 
 
 def _are_several(given: Any) -> bool:

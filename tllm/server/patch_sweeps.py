@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,9 +35,11 @@ class SweepBody(BaseModel):
         _Prompt | list[_Prompt], Field(description="The same, of as many prompts and tokens.")
     ]
     hooks: Annotated[str | list[str], Field(description="Hook points whose rows are patched.")]
-    layers: Annotated[int | list[int] | None, Field(description="All unless told.")] = None
+    layers: Annotated[
+        Literal["all"] | int | list[int] | None, Field(description="All unless told.")
+    ] = None
     positions: Annotated[
-        list[int] | None,
+        Literal["all"] | list[int] | None,
         Field(description="Negative ones count from the end of the prompt; all unless told."),
     ] = None
     heads: Annotated[
