@@ -178,10 +178,14 @@ class NotedOutputs:
         def over(first: asyncio.Task[Any]) -> None:
             error = None if first.cancelled() else first.exception()
             if (noted := this()) is not None:
-                noted._refusal = error
-                noted._admitted.set()
+                noted._told(error)
 
         self._first.add_done_callback(over)
+
+    def _told(self, refusal: BaseException | None) -> None:
+        """What came of it is known, if it was not before."""
+        self._refusal = refusal
+        self._admitted.set()
 
     async def admitted(self) -> None:
         """Wait until the engine has the request; raises what it is refused with."""
