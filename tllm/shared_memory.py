@@ -142,6 +142,14 @@ def room() -> int:
     return max(0, (found.f_bavail - found.f_blocks // 4) * found.f_frsize)
 
 
+def is_shared_file(path: object) -> bool:
+    """Whether it is the path that some shared file has or had, and not of anything else."""
+    if not isinstance(path, str):
+        return False
+    folder, _, name = path.rpartition(os.sep)
+    return folder == str(FOLDER) and NAME.fullmatch(name) is not None
+
+
 def sweep() -> int:
     """Remove shared files of processes that are gone, and return how many.
 

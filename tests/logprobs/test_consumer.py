@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,8 +11,11 @@ from logprobs.asking import ENGINE, MODEL, OTHER_ENGINE, agrees
 from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.consumers.next_token import NextTokenConsumer
+from tllm.shared_memory import FOLDER, SharedRows
 
 PROMPTS = [[10, 11, 12], [40, 41]]
+SHARED = f"{FOLDER}/tllm-1-2-3-{'0' * 32}"
+"""Where shared rows might be, and are not."""
 
 
 class Counter(Consumer):
@@ -51,6 +56,41 @@ def generate(llm, asked=PROMPTS, **options):
     )
     prompts = [{"prompt_token_ids": prompt} for prompt in asked]
     return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ticket": 1, "place": ["/etc/passwd", 64, 0]}, "'/etc/passwd', which is none of"),
+        ({"ticket": 1, "place": [f"{FOLDER}/../tmp/x", 64, 0]}, "which is none of"),
+        ({"ticket": 1, "place": "/dev/shm/x"}, "give a list of str, int, int"),
+        ({"address": ["/etc/passwd", 0, 0, 64, []]}, "'/etc/passwd', which is none of"),
+        ({"address": [SHARED, 0, 0, 64, ["/etc/passwd"]]}, "'/etc/passwd', which is none of"),
+        ({"address": [SHARED, 0, 0.5, 64, []]}, "give a list of str, int, int, int, list"),
+    ],
+)
+def test_workers_write_to_shared_rows_and_nowhere_else(llm, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(llm, PROMPTS[:1], **options)
+
+
+def test_a_request_that_cannot_be_answered_where_it_says_gets_the_error_itself(llm):
+    rows = SharedRows.create(2, 64)
+    place = {"ticket": 1, "top_k": 4}
+    wrong = {
+        "no row 2": {**place, "place": [str(rows.path), 64, 2]},
+        "cannot be opened": {**place, "place": [SHARED, 64, 0]},
+        "200 are needed": {**place, "top_k": 98, "place": [str(rows.path), 64, 0]},
+    }
+    try:
+        for message, options in wrong.items():
+            [output] = generate(llm, PROMPTS[:1], **options)
+            assert message in output.outputs[0].consumer_results["next_token"].error
+        generate(llm, PROMPTS[:1], **place, place=[str(rows.path), 64, 1])
+        assert rows.values[1].any()
+        assert not rows.values[0].any()
+    finally:
+        rows.unlink()
 
 
 def test_results_come_back_with_the_output(llm, reference):

@@ -21,7 +21,7 @@ from tllm.ports import (
     RequestInfo,
     RequestResult,
 )
-from tllm.shared_memory import SharedRows
+from tllm.shared_memory import SharedRows, is_shared_file
 
 HEADER = 4
 """Numbers before a row's values: the ticket (two halves), the number of values, and of ids."""
@@ -36,6 +36,9 @@ _FLOWS = (
     ConsumerFlow(reads=[Logits.read()], bundle_key=("engine_step_id",), delivery="device_lease"),
 )
 """Made once: flows are asked for with every request."""
+
+_SENT = {"place": (str, int, int), "address": (str, int, int, int, list)}
+"""Options that say where results go, and of what kind their parts are."""
 
 _CHUNK_BYTES = 64 * 2**20
 """Rows are normalised this much at a time: vLLM's memory profile knows nothing of us."""
@@ -52,6 +55,19 @@ class NextToken:
 
     values: npt.NDArray[np.float32]
     token_ids: npt.NDArray[np.int32] | None = None
+
+
+def _check_sent(name: str, given: Any, kinds: Sequence[type]) -> None:
+    """Refuse a place or an address that is none: workers write where it says."""
+    option = f"consumers['next_token']['{name}']"
+    parts = list(given) if isinstance(given, list | tuple) else []
+    if [*map(type, parts)] != [*kinds]:
+        raise ValueError(
+            f"{option} is {given!r}; give a list of {', '.join(kind.__name__ for kind in kinds)}"
+        )
+    for path in [parts[0], *(parts[4] if name == "address" else ())]:
+        if not is_shared_file(path):
+            raise ValueError(f"{option} has the path {path!r}, which is none of `SharedRows`")
 
 
 class NextTokenConsumer(Consumer):
@@ -109,6 +125,9 @@ class NextTokenConsumer(Consumer):
                 "consumers['next_token'] has 'address' and 'ticket'; give one of them, since the "
                 "address tells the ticket"
             )
+        for name, kinds in _SENT.items():
+            if name in options:
+                _check_sent(name, options[name], kinds)
         top_k = options.get("top_k")
         if top_k is not None and (
             isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1
@@ -166,7 +185,27 @@ class NextTokenConsumer(Consumer):
         known = self._asks.get(request.slot)
         if known is None or known.options is not request.options:
             known = self._asks[request.slot] = _Ask(request, vocab)
+            known.problem = known.problem or self._unreachable(known, vocab)
         return known
+
+    def _unreachable(self, ask: _Ask, vocab: int) -> str:
+        """Why what a request asks cannot be sent to where it says; empty when it can."""
+        form = ask.form
+        try:
+            table = self._table(form.table)
+            files = [self._file(path, form.width)[0] for path in ask.paths]
+        except ValueError as error:
+            return str(error)
+        if table is None and not files:
+            return ""
+        values = min(form.top_k, vocab) or form.num_ids or vocab
+        needed = HEADER + (2 if form.top_k else 1) * values
+        if form.width < needed:
+            return f"the rows of {ask.paths[0]} have {form.width} numbers; {needed} are needed"
+        rows = len(files[0]) if table is None else len(table)
+        if not 0 <= ask.place < rows:
+            return f"there is no row {ask.place} in {form.table or ask.paths[0]}, which has {rows}"
+        return ""
 
     def _table(self, path: str | None) -> npt.NDArray[np.int64] | None:
         """A table of addresses."""
