@@ -18,7 +18,7 @@ from tllm.cli import strength_sweep as strengthening
 from tllm.cli import sweep as sweeping
 from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
-from tllm.cli.output_files import check_writable
+from tllm.cli.files import check_writable
 from tllm.cli.store import app as store_app
 from tllm.server.settings import ServerSettings
 from tllm.spec.reading import scalar

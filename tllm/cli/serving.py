@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tllm.cli.files import check_there
 from tllm.engine import launch
 from tllm.engine.options import CONFIG_KEY, engine_arguments
 from tllm.registry import consumer_from_spec
@@ -61,6 +62,7 @@ def modules_of(given: Sequence[str]) -> dict[str, str]:
         if name in found:
             raise ValueError(f"--steering-module {each!r}: {name!r} was given before; give it once")
         found[name] = str(Path(path).resolve())
+        check_there(f"--steering-module {name}", Path(path))
         try:
             load(path)
         except (OSError, ValueError, ImportError) as error:

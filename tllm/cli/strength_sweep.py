@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tllm.cli.engine import start_engine
-from tllm.cli.output_files import check_writable
+from tllm.cli.files import check_there, check_writable
 from tllm.cli.progress import progress_bar
 from tllm.spec.reading import json_lines, scalar
 
@@ -77,6 +77,9 @@ class StrengthJob:
                 f"--max-perplexity-ratio {self.max_perplexity_ratio} must be 1 or more: 1 allows "
                 "what the weakest strength costs"
             )
+        check_there("--vectors", self.vectors)
+        check_there("--prompts", self.prompts)
+        check_there("--texts", self.texts)
         check_writable("--out", self.out, (".json", ".csv"))
         check_writable("--plot", self.plot, (".svg",))
 

@@ -1,9 +1,15 @@
-"""Files that commands write when their work is done."""
+"""Files that commands read, and that they write when their work is done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def check_there(option: str, path: Path | None) -> None:
+    """Refuse a file or folder that is not there, before an engine is started."""
+    if path is not None and not path.exists():
+        raise ValueError(f"{option} {str(path)!r} is not there; give a file or folder that is")
 
 
 def check_writable(option: str, path: Path | None, endings: Sequence[str] = ()) -> None:
