@@ -139,6 +139,8 @@ def _tell_costs(result: dict[str, Any], table: Table) -> None:
 def _save(result: dict[str, Any], out: Path, control: bool) -> None:
     """Check a result, and write it."""
     name = result["name"]
+    if result["tensor_parallel"] > 1:
+        name += f"-tp{result['tensor_parallel']}"
     if control:
         name = f"control-{name}"
     else:
@@ -187,6 +189,9 @@ def main(
         str | None,
         typer.Option(help="An older commit of tLLM, or a folder with one, beside this one."),
     ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option(help="GPUs that each engine's model is spread over.", min=1)
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure benchmarks; those of one shape and workload share a pair of engines, and rounds."""
@@ -200,8 +205,13 @@ def main(
         with tree_of(against) as tree:
             for _, group in groupby(chosen, key=_engine_of):
                 benchmarks = list(group)
-                with engines(benchmarks[0], control=control, copies=copies, against=tree) as opened:
-                    vllm, tllm, older = opened
+                with engines(
+                    benchmarks[0],
+                    control=control,
+                    copies=copies,
+                    against=tree,
+                    ranks=tensor_parallel,
+                ) as (vllm, tllm, older):
                     sets = [
                         [*together]
                         for _, together in groupby(sorted(benchmarks, key=_together), key=_together)
@@ -212,6 +222,7 @@ def main(
                             found[result["name"]] = result
                             result["vllm_sampler"] = vllm.sampler
                             result |= {"copies": copies, "against": against, **environment()}
+                            result["tensor_parallel"] = tensor_parallel
                             _tell(result, table)
                             _save(result, out, control)
                     for each in sets:

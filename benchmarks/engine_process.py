@@ -35,8 +35,10 @@ _ESAMP_COUNTERS = {
 
 
 def draw_weights(model: torch.nn.Module, scale: float) -> None:
-    """Weights that keep activations alive, and logits of standard deviation `scale`."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    """Weights that keep activations alive, and logits of standard deviation `scale`; of each rank
+    its own."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(rank)
     for name, parameter in model.named_parameters():
         if parameter.dim() < 2:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)

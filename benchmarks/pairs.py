@@ -26,6 +26,7 @@ class Engine:
     Args:
         engine: `"vllm"` or `"tllm"`.
         tree: a folder with the `tllm` and `benchmarks` of another commit; None for this one's.
+        ranks: the model is spread over, each with a GPU of its own (`tensor_parallel_size`).
 
     Attributes:
         started: what it said of itself when it had started.
@@ -33,12 +34,18 @@ class Engine:
 
     started: Mapping[str, Any]
 
-    def __init__(self, engine: str, benchmark: Benchmark, tree: Path | None = None) -> None:
-        command = {
-            "engine": engine,
-            "shape": benchmark.shape,
-            "arguments": benchmark.workload.engine_arguments,
-        }
+    def __init__(
+        self, engine: str, benchmark: Benchmark, tree: Path | None = None, ranks: int = 1
+    ) -> None:
+        arguments = benchmark.workload.engine_arguments
+        if ranks > 1:
+            # vLLM's fusion of sums over ranks with norms needs NVLink multicast.
+            passes = {"fuse_allreduce_rms": False}
+            arguments |= {
+                "tensor_parallel_size": ranks,
+                "compilation_config": {"pass_config": passes},
+            }
+        command = {"engine": engine, "shape": benchmark.shape, "arguments": arguments}
         environment = {
             **os.environ,
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends `draw_weights` to the worker
@@ -120,7 +127,12 @@ class Copies:
 
 @contextmanager
 def engines(
-    benchmark: Benchmark, *, control: bool = False, copies: int = 1, against: Path | None = None
+    benchmark: Benchmark,
+    *,
+    control: bool = False,
+    copies: int = 1,
+    against: Path | None = None,
+    ranks: int = 1,
 ) -> Iterator[tuple[Copies, Copies, Copies | None]]:
     """Untouched vLLM, tLLM and an older tLLM, all resident: they start side by side, and work in
     turn.
@@ -129,6 +141,7 @@ def engines(
         control: untouched vLLM in place of tLLM, too.
         copies: engines of each.
         against: a folder with the older `tllm` and its `benchmarks`; None for no older one.
+        ranks: that each engine's model is spread over.
     """
     kinds: list[tuple[str, Path | None]] = [("vllm", None), ("vllm" if control else "tllm", None)]
     if against is not None:
@@ -136,7 +149,7 @@ def engines(
     opened: list[Engine] = []
     try:
         for name, tree in kinds:
-            opened += [Engine(name, benchmark, tree) for _ in range(copies)]
+            opened += [Engine(name, benchmark, tree, ranks) for _ in range(copies)]
         for engine in opened:
             engine.wait()
         vllm, tllm, *older = (

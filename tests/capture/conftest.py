@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from two_workers import skip_without_two_workers
 
 from capture import serving
 from capture.truth import Truth
@@ -20,8 +21,7 @@ def truth(tiny_model):
 @pytest.fixture(scope="session")
 def served(tiny_model, tmp_path_factory):
     """What the user of an `AsyncLLM` with two ranks saw, and the folder of the store it wrote."""
-    if os.environ["TLLM_TEST_RUNNER"] != "v1":
-        pytest.skip("the interpreted V2 runner is set up in this process only")
+    skip_without_two_workers()
     root: Path = tmp_path_factory.mktemp("serving") / "store"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

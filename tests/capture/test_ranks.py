@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from engine.asking import error_of, generate, greedy
+from two_workers import needs_two_workers
 from vllm import envs
 
 import tllm.stores
@@ -45,9 +46,8 @@ def test_of_two_tensor_parallel_ranks_one_writes(served, truth):
     assert writers_of(found["ranks"], root, truth) == {"dp0-pp0-tp0-filesystem-sharded"}
 
 
-def test_two_pipeline_stages_write_their_own_layers(tiny_model, truth, tmp_path, runner):
-    if runner == "v2":
-        pytest.skip("the interpreted V2 runner is set up in this process only")
+@needs_two_workers
+def test_two_pipeline_stages_write_their_own_layers(tiny_model, truth, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
         _read_environment_again()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 
-import pytest
 import torch
 from engine.asking import prompts_of
+from two_workers import needs_two_workers
 from vllm.sampling_params import RequestOutputKind
 
 import tllm.stores
@@ -17,10 +16,7 @@ from tllm import AsyncLLM, SamplingParams
 SPEC = {"hooks": {"post_block": [1, 3], "lm_head_in": "all"}}
 VECTOR = torch.linspace(-3, 3, 128)
 
-pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] != "v1",
-    reason="the interpreted V2 runner is set up in this process only",
-)
+pytestmark = needs_two_workers
 
 
 async def last(engine, number, prompt, **asked):

@@ -272,7 +272,9 @@ def test_an_action_for_a_request_of_another_engine_takes_nothing_else_along(llm)
     assert output.outputs[0].stop_reason == "out"
     (stats,) = llm.intervention_stats()
     actions = stats["by_consumer"]["watch"]["actions"]
-    assert (actions["too_late"], actions["raised"]) == (1, 0)
+    assert actions["raised"] == 0
+    ahead = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    assert actions["too_late"] == 1 + ahead  # which then computed one more row
 
 
 def test_what_a_thread_raises_by_the_last_row_is_heard(llm):

@@ -34,7 +34,8 @@ class LensConsumer(ReadoutConsumer):
         site: hook point whose rows are read, `post_block` unless told. A fitted lens has its own.
         top_k: tokens for each layer and position.
         positions: see `ReadoutConsumer`.
-        window: see `ReadoutConsumer`. On GPUs with tensor parallelism it has to be `same_step`.
+        window: see `ReadoutConsumer`. None: `out_of_band`, but `same_step` on GPUs with tensor
+            parallelism, where it has to be.
         consumer_id: its name, for a second one in the same engine.
     """
 
@@ -49,10 +50,11 @@ class LensConsumer(ReadoutConsumer):
         site: str | None = None,
         top_k: int = 5,
         positions: Any = "all",
-        window: ReadoutWindow = "out_of_band",
+        window: ReadoutWindow | None = None,
         consumer_id: str = "lens",
     ) -> None:
-        super().__init__(positions=positions, window=window)
+        super().__init__(positions=positions, window=window or "out_of_band")
+        self._window_is_given = window is not None
         self.consumer_id = consumer_id
         self._top_k = whole_number("top_k", top_k)
         self._layers = layers
@@ -100,6 +102,15 @@ class LensConsumer(ReadoutConsumer):
             name = f"consumers[{self.consumer_id!r}]['top_k']"
             whole_number(name, options["top_k"], self._top_k)
 
+    def _compute_in_the_step(self) -> None:
+        """Ranks that compute logits together do so in the order of the model's own sums."""
+        if self._window_is_given and self._window != "same_step":
+            raise ValueError(
+                f"window={self._window!r}: the LM head is shared by tensor-parallel ranks, which "
+                "compute its logits together; leave window out, or give window='same_step'"
+            )
+        self._window = "same_step"
+
     def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
         """Its layers at the lens's hook point."""
         return tuple((self._site.value, layer) for layer in self._chosen(options, num_layers))
@@ -118,11 +129,8 @@ class LensConsumer(ReadoutConsumer):
         if model.final_norm is None or model.lm_head is None:
             why = "the final norm is not known" if model.lm_head else model.lm_head_refusal
             raise ValueError(f"a lens is not possible with this model: {why}")
-        if model.lm_head_is_shared and ctx.device.type == "cuda" and self._window != "same_step":
-            raise ValueError(
-                f"window={self._window!r}: the LM head is shared by tensor-parallel ranks, which "
-                "compute its logits together; give window='same_step'"
-            )
+        if model.lm_head_is_shared and ctx.device.type == "cuda":
+            self._compute_in_the_step()
         whole_number("top_k", self._top_k, model.vocab_size)
         self._dtype = model.dtype
         self._use(model.final_norm, model.lm_head)
