@@ -39,7 +39,8 @@ class Engine:
     ) -> None:
         arguments = benchmark.workload.engine_arguments
         if ranks > 1:
-            # vLLM's fusion of sums over ranks with norms needs NVLink multicast.
+            # FlashInfer's fusion of sums over ranks with norms may use NVLink multicast, which a
+            # rented machine may forbid.
             passes = {"fuse_allreduce_rms": False}
             arguments |= {
                 "tensor_parallel_size": ranks,

@@ -53,8 +53,8 @@ class LensConsumer(ReadoutConsumer):
         window: ReadoutWindow | None = None,
         consumer_id: str = "lens",
     ) -> None:
-        super().__init__(positions=positions, window=window or "out_of_band")
-        self._window_is_given = window is not None
+        super().__init__(positions=positions, window="out_of_band" if window is None else window)
+        self._given_window = window
         self.consumer_id = consumer_id
         self._top_k = whole_number("top_k", top_k)
         self._layers = layers
@@ -102,15 +102,6 @@ class LensConsumer(ReadoutConsumer):
             name = f"consumers[{self.consumer_id!r}]['top_k']"
             whole_number(name, options["top_k"], self._top_k)
 
-    def _compute_in_the_step(self) -> None:
-        """Ranks that compute logits together do so in the order of the model's own sums."""
-        if self._window_is_given and self._window != "same_step":
-            raise ValueError(
-                f"window={self._window!r}: the LM head is shared by tensor-parallel ranks, which "
-                "compute its logits together; leave window out, or give window='same_step'"
-            )
-        self._window = "same_step"
-
     def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
         """Its layers at the lens's hook point."""
         return tuple((self._site.value, layer) for layer in self._chosen(options, num_layers))
@@ -129,8 +120,7 @@ class LensConsumer(ReadoutConsumer):
         if model.final_norm is None or model.lm_head is None:
             why = "the final norm is not known" if model.lm_head else model.lm_head_refusal
             raise ValueError(f"a lens is not possible with this model: {why}")
-        if model.lm_head_is_shared and ctx.device.type == "cuda":
-            self._compute_in_the_step()
+        self._window = self._window_of(model.lm_head_is_shared and ctx.device.type == "cuda")
         whole_number("top_k", self._top_k, model.vocab_size)
         self._dtype = model.dtype
         self._use(model.final_norm, model.lm_head)
@@ -142,6 +132,17 @@ class LensConsumer(ReadoutConsumer):
         if ctx.model.final_norm is None or ctx.model.lm_head is None:
             raise RuntimeError(f"the new weights have no lens: {ctx.model.lm_head_refusal}")
         self._use(ctx.model.final_norm, ctx.model.lm_head)
+
+    def _window_of(self, together: bool) -> ReadoutWindow:
+        """The window; `same_step` where ranks compute logits together, on their GPUs."""
+        if not together:
+            return self._given_window or "out_of_band"
+        if self._given_window not in (None, "same_step"):
+            raise ValueError(
+                f"window={self._given_window!r}: the LM head is shared by tensor-parallel ranks, "
+                "which compute its logits together; leave window out, or give window='same_step'"
+            )
+        return "same_step"
 
     def _use(self, final_norm: RowMap, lm_head: RowMap) -> None:
         self._final_norm, self._lm_head = final_norm, lm_head
