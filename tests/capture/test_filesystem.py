@@ -113,11 +113,25 @@ class Early(FilesystemConsumer):
         super().take_early(request, spec, places, rows)
 
 
+def deliver_each_step(llm, monkeypatch):
+    """Let every step end when its rows are with the consumers: rows of a request that has ended
+    before the delivery thread came to them are not early."""
+    step = llm.llm_engine.step
+
+    def step_and_deliver():
+        outputs = step()
+        llm.synchronize()
+        return outputs
+
+    monkeypatch.setattr(llm.llm_engine, "step", step_and_deliver)
+
+
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
 def test_long_prompts_are_written_while_they_are_computed(
     tight_llm, truth, tmp_path, monkeypatch, layout
 ):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    deliver_each_step(tight_llm, monkeypatch)
     EARLY.clear()
     tight_llm.register_consumer(
         Early(tmp_path, layout=layout, publish_interval=0.05, shard_bytes=1 << 20)
@@ -156,6 +170,7 @@ def test_what_the_queue_has_no_room_for_waits_in_memory(
     tight_llm, truth, tmp_path, monkeypatch, room
 ):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    deliver_each_step(tight_llm, monkeypatch)
     monkeypatch.setattr(tllm.stores.StoreWriter, "room", room)
     EARLY.clear()
     tight_llm.register_consumer(Early(tmp_path, overflow="drop", publish_interval=0.05))
@@ -174,6 +189,7 @@ def test_of_an_aborted_request_what_was_written_early_stays(
     tight_llm, truth, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    deliver_each_step(tight_llm, monkeypatch)
     EARLY.clear()
     tight_llm.register_consumer(Early(tmp_path, publish_interval=0.05))
     [prompt] = prompts_of([60])
@@ -199,6 +215,7 @@ def test_of_an_aborted_request_what_was_written_early_stays(
 
 def test_a_limit_that_is_met_early_is_said(tight_llm, truth, tmp_path, monkeypatch):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    deliver_each_step(tight_llm, monkeypatch)
     row = 4 * len(PLACES) * (128 + 1)
     tight_llm.register_consumer(Early(tmp_path, publish_interval=0.05, max_bytes=50 * row))
     params = [greedy(4, capture=filesystem(request_id=f"{i}")) for i in range(2)]
@@ -216,6 +233,7 @@ def test_a_limit_that_is_met_early_is_said(tight_llm, truth, tmp_path, monkeypat
 
 def test_a_name_that_is_taken_is_found_early(llm, tmp_path, monkeypatch):
     monkeypatch.setattr(capturing, "_EARLY_BYTES", 1)
+    deliver_each_step(llm, monkeypatch)
     EARLY.clear()
     llm.register_consumer(Early(tmp_path, layout="packed"))
     params = greedy(2, capture=filesystem(request_id="same"))
