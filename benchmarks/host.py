@@ -323,6 +323,7 @@ def measured(case: str, steps: int) -> dict[str, float]:
         counts = counted(steady)
         anew = [steady.step_anew() for _ in range(steps // 4)]
         replaced = [steady.replace(number) for number in range(steps // 4)]
+        steady.session.close()
     return {
         "us": statistics.median(times),
         "anew": statistics.median(anew),

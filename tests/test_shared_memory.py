@@ -63,6 +63,25 @@ def test_a_killed_process_leaves_nothing(owner):
     assert not names(own)
 
 
+ENDS = """
+import torch, weakref
+from tllm.result_memory import ResultMemory
+
+def as_a_thread_does():
+    print(tuple(memory.empty((1 << 20,), torch.float32).shape))
+
+memory = ResultMemory()
+weakref.finalize(memory, as_a_thread_does)  # what is made later ends before
+memory.empty((1 << 20,), torch.float32)
+"""
+
+
+def test_a_process_that_ends_may_still_ask_for_memory():
+    command = [sys.executable, "-c", ENDS]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (0, "(1048576,)\n"), process.stderr
+
+
 def test_an_id_that_is_used_again_is_another_process():
     mine = SharedFile.reserve(10)
     parts = mine.path.name.split("-")

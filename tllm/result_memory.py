@@ -58,7 +58,8 @@ class ResultPiece:
             self.file.release()
             raise
         self.address = ctypes.addressof(ctypes.c_uint8.from_buffer(self._mapped))
-        weakref.finalize(self, os.close, self._descriptor)
+        # A process that ends closes it anyway, and its threads may still ask whether it is held.
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
         self._page_locked: bool | None = None
 
     def lock_pages(self, device: torch.device) -> bool:
