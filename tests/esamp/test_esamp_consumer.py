@@ -13,6 +13,9 @@ from tllm.consumers.esamp.norm import CallableNorm, Identity, RmsNorm
 CONFIG = {"rank": 4, "beta": 0.5, "lr": 1e-2, "slots": 2}
 
 
+UNKNOWN_NORM = {"final_norm": None, "final_norm_weight": None, "final_norm_eps": None}
+
+
 def make_driver(seed=0, model=None, **changes):
     return Driver(ESampConsumerConfig(**CONFIG | changes), seed, **model or {})
 
@@ -106,6 +109,19 @@ def test_models_with_another_final_norm(target):
         wanted = expected_delta(step.candidates, expected.predict(step.source), 0.5)
         torch.testing.assert_close(step.delta, wanted, rtol=1e-3, atol=1e-3)
         expected.train(step.source, step.target)
+
+
+def test_a_model_whose_final_norm_is_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"final norm of the model.*guide=False"):
+        make_driver(model=UNKNOWN_NORM)
+
+
+def test_one_of_several_streams_cannot_guide():
+    with pytest.raises(ValueError, match=r"target_site='post_block' cannot guide.*lm_head_in"):
+        make_driver(model={"one_stream": False}, target_site="post_block")
+    make_driver(model={"one_stream": False}, target_site="post_block", guide=False)
+    driver = make_driver(model={"one_stream": False})
+    assert driver.step(samples("a")).delta.any()
 
 
 def test_guidance_is_finite_where_there_are_no_candidates():
@@ -297,9 +313,7 @@ def test_statistics_before_any_work():
 
 
 def test_rows_on_a_rank_without_the_lm_head_are_an_error_that_says_what_to_do():
-    driver = make_driver(
-        model={"final_norm": None, "final_norm_weight": None, "final_norm_eps": None}
-    )
+    driver = make_driver(model=UNKNOWN_NORM | {"num_stages": 2})
     driver.begin(*samples("a"))
     assert driver.stats == {}
     with pytest.raises(RuntimeError, match="choose a source_layer of the last rank"):
@@ -307,11 +321,7 @@ def test_rows_on_a_rank_without_the_lm_head_are_an_error_that_says_what_to_do():
 
 
 def test_training_on_inner_layers_needs_no_lm_head():
-    driver = make_driver(
-        model={"final_norm": None, "final_norm_weight": None, "final_norm_eps": None},
-        guide=False,
-        target_site="post_block",
-    )
+    driver = make_driver(model=UNKNOWN_NORM, guide=False, target_site="post_block")
     driver.step(samples("a"))
     assert driver.stats["loss_count"] == 1
 

@@ -379,7 +379,7 @@ def serving(
     """
     # These have sliding and full attention: three groups of layers, each with blocks of its own.
     # One sequence needs 14 and the null block where steps are scheduled ahead.
-    blocks = {"gemma2": 15, "gemma3": 15, "exaone4": 15}.get(family, 7)
+    blocks = {"gemma2": 15, "gemma3": 15, "gemma3n": 15, "exaone4": 15}.get(family, 7)
     given = {**ENGINE, "num_gpu_blocks_override": blocks}
     if roomy:
         given = {name: value for name, value in ENGINE.items() if name not in SMALL}

@@ -57,6 +57,27 @@ _FALCON = {
     "eos_token_id": None,
 }
 
+_SLIDING = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+}
+_GEMMA3N = (
+    _BASE
+    | _HEAD_DIM
+    | _SLIDING
+    | {
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 32,
+        # The last layer has the keys and values of the one before.
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0] * LAYERS,
+        "tie_word_embeddings": True,
+        "intermediate_size": [192] * LAYERS,
+    }
+)
+
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Families of the contract: name -> (transformers' model_type, its config).
     "llama": ("llama", _BASE),
@@ -158,6 +179,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCAB, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
         | {"bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True},
     ),
+    "gemma3n": ("gemma3n_text", _GEMMA3N),
 }
 
 REQUIRED = tuple(CONFIGS)[: tuple(CONFIGS).index("olmo")]
@@ -198,10 +220,6 @@ _LATENT = {
     "num_key_value_heads": HEADS,
 }
 _DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-_SLIDING = {
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-}
 _FULL = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
 _HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _STATES = {
@@ -689,21 +707,6 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
         | {"moe_intermediate_size": 64},
     ),
-    "gemma3n": (
-        "gemma3n_text",
-        _BASE
-        | _HEAD_DIM
-        | _SLIDING
-        | {
-            "vocab_size_per_layer_input": VOCAB,
-            "hidden_size_per_layer_input": 32,
-            "num_kv_shared_layers": 0,
-            "laurel_rank": 16,
-            "activation_sparsity_pattern": [0.0] * LAYERS,
-            "tie_word_embeddings": True,
-            "intermediate_size": [192] * LAYERS,
-        },
-    ),
     "gpt_neox": (
         "gpt_neox",
         _BASE | {"num_key_value_heads": HEADS, "use_parallel_residual": True},
@@ -1105,6 +1108,8 @@ _ZERO = {
     "ernie4_5_moe": "e_score_correction_bias",
     # vLLM loads it, and does not add it.
     "phimoe": "lm_head.bias",
+    # vLLM adds its embeddings by layer in its multimodal class alone: nothing comes of them here.
+    "gemma3n": "post_per_layer_input_norm.weight",
 }
 
 

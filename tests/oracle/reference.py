@@ -45,9 +45,13 @@ class FamilyReference(Reference):
 
     @torch.no_grad()
     def hidden_states(self, token_ids: list[int]) -> tuple[Tensor, ...]:
-        """The streams `[tokens, hidden]` as `transformers` reports them; the last one is normed."""
+        """The streams `[tokens, hidden]` as `transformers` reports them; the last one is normed. Of
+        several `[streams, 1, tokens, hidden]`, the active one, and none is normed."""
         output = self.model(torch.tensor([token_ids]), output_hidden_states=True)
-        return tuple(stream[0] for stream in output.hidden_states)
+        active = getattr(self.model.config, "altup_active_idx", None)
+        return tuple(
+            stream[0] if stream.dim() == 3 else stream[active][0] for stream in output.hidden_states
+        )
 
     def generated(self, prompt_ids: list[int], n: int) -> list[int]:
         """The `n` tokens of `transformers`' own greedy search, which has a KV cache."""

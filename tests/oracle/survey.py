@@ -350,7 +350,10 @@ A hook point that a model, or a layer, lacks is refused when it is asked for, wi
 the layers that have it. What is not understood has no hook points; nothing is guessed. A mixer
 that stands where attention stands (state-space, linear attention, short convolution) has its input
 at `attn_in` and its branch at `attn_out`. Where an architecture has one mixer a layer, a layer has
-the points of attention or those of the MLP.
+the points of attention or those of the MLP. Gemma 3n carries several streams, and its blocks
+compute with one of them, the active one: `embed`, `pre_attn` and `post_block` are that stream as it
+enters and leaves a block. The others begin as projections of the same embedding, and the final norm
+reads all of them, so that `lens` and the `freeze` of sweeps are refused.
 
 This page is written by `python -m tests.oracle.survey`: tiny random models of three layers, served
 in one mixed batch, against `transformers` with forward hooks, one request at a time. Compared are
@@ -360,6 +363,8 @@ on a GPU in bfloat16. Numbers of layers are those of the tiny model.
 
 *given NAME*: `transformers` has no class of it. Its tiny model is one of NAME, which computes the
 same in this configuration, and vLLM serves it with the class of the architecture that is named.
+Gemma 3n was compared without its embeddings by layer, which vLLM adds in its multimodal class
+alone.
 An empty cell was not run. *not run* on V2: the harness interprets Triton on a CPU, and vLLM
 compiles a part of these models with it (or, of Qwen 2 MoE and Qwen 3.5, its process ends).
 

@@ -38,11 +38,12 @@ def test_streams_are_the_hidden_states_that_transformers_reports(
     for layer in range(LAYERS):
         torch.testing.assert_close(states["pre_attn"][layer], hidden[layer])
     torch.testing.assert_close(states["embed"][None], hidden[0])
-    torch.testing.assert_close(states["lm_head_in"][None], hidden[LAYERS])
+    if family != "gemma3n":  # of several streams the last state is not normed
+        torch.testing.assert_close(states["lm_head_in"][None], hidden[LAYERS])
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_branches_sum_to_the_streams(family: str, reference: ReferenceProcess) -> None:
+@pytest.mark.parametrize("family", [family for family in CONFIGS if family != "gemma3n"])
+def test_branches_sum_to_the_one_stream_there_is(family: str, reference: ReferenceProcess) -> None:
     states = reference.capture(family, PROMPT)
     if "attn_out" not in states:
         pytest.skip("the branches of this family are no tensors of their own")

@@ -48,11 +48,17 @@ class PathWays:
     def parse(cls, points: ModelPoints, freeze: Any, receivers: Sequence[Place]) -> PathWays | None:
         """As users write them; None where neither is given.
 
-        Raises `ValueError` for what is no branch, or is not in every layer.
+        Raises `ValueError` for what is no branch, or is not in every layer, and where blocks do
+        more than add branches to a stream.
         """
         given = [freeze] if isinstance(freeze, str) else list(freeze or ())
         chosen = list(BRANCHES) if given == ["all"] else [HookPoint.parse(one) for one in given]
         names = tuple(dict.fromkeys(str(one) for one in chosen))
+        if names and not points.one_stream:
+            raise ValueError(
+                f"freeze={given} was given, but {points.family} carries several residual streams, "
+                "so that a change passes from block to block by more than branches; leave it out"
+            )
         for name in names:
             if name not in BRANCHES:
                 raise ValueError(

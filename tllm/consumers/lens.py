@@ -117,6 +117,11 @@ class LensConsumer(ReadoutConsumer):
                 "a lens needs the rows of all layers where the LM head is, and this engine has "
                 f"{model.num_stages} pipeline stages; start it with pipeline_parallel_size=1"
             )
+        if not model.one_stream:
+            raise ValueError(
+                "a lens is not possible with this model: it carries several residual streams, and "
+                "its final norm reads all of them; capture the rows and read them as you see fit"
+            )
         if model.final_norm is None or model.lm_head is None:
             why = "the final norm is not known" if model.lm_head else model.lm_head_refusal
             raise ValueError(f"a lens is not possible with this model: {why}")

@@ -115,6 +115,7 @@ def describe(
         final_norm=norm,
         final_norm_weight=weight,
         final_norm_eps=eps,
+        one_stream=sites.points.one_stream,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         **_place_of_worker(vllm_config),
         name=str(config.served_model_name or config.model),

@@ -23,6 +23,7 @@ class Input:
     path: the submodule, "" for the block itself.
     residual, private, width: as in `Site`.
     is_norm: the submodule is the `norm` of its own site.
+    active: the attribute of the block that is the `item` of the site.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Input:
     private: bool = False
     is_norm: bool = False
     width: int | None = None
+    active: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Output:
     next_norm: the submodule of the next block that is the `norm` of the site. After the last block
         it is the stack's final norm.
     width: as in `Site`.
+    active: as in `Input`.
     """
 
     path: str
@@ -50,6 +53,7 @@ class Output:
     partial: bool = False
     next_norm: str | None = None
     width: int | None = None
+    active: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Family:
         tuple holds those that they may have.
     linked: what leaves a block enters the next one unchanged.
     norm_adds: the final norm adds what the last block returns, where residuals are fused.
+    one_stream: as in `ModelPoints`.
     """
 
     name: str
@@ -101,6 +106,7 @@ class Family:
     block_is: Mapping[str, object] = field(default_factory=dict)
     linked: bool = True
     norm_adds: bool = True
+    one_stream: bool = True
 
 
 _BLOCK_POINTS = tuple(point for point in HookPoint if point.has_layer)
@@ -235,6 +241,13 @@ SEQUENTIAL_SANDWICH = _sequential(
     post_attn="pre_feedforward_layernorm",
     mlp_out="post_feedforward_layernorm",
 )
+# Gemma 3n carries several streams. Its blocks compute with the active one, and mix it into the
+# others before and after.
+ALTERNATING: Layout = {
+    **SEQUENTIAL_SANDWICH,
+    HookPoint.PRE_ATTN: Input("", "hidden_states", active="altup_active_idx"),
+    HookPoint.POST_BLOCK: Output("", active="altup_active_idx"),
+}
 # Whatever is done to the attention branch, the next norm gets it as it is added.
 _ADDED = Input("post_attention_layernorm", 0)
 _SCALED = (
@@ -634,6 +647,14 @@ FAMILIES = (
             (True, _without(SEQUENTIAL_SANDWICH, _TWO_MLPS, HookPoint.MLP_IN)),
         )
     ),
+    Family(
+        "gemma3n",
+        "gemma3n.Gemma3nTextModel",
+        "gemma3n.Gemma3nDecoderLayer",
+        ALTERNATING,
+        stack_is={"fast_prefill_enabled": False},
+        one_stream=False,
+    ),
     # What leaves its final norm is divided before the LM head reads it.
     _of("minicpm", "MiniCPM", SCALED, norm=None),
     _of("hyperclovax", "HyperCLOVAX", SCALED),
@@ -657,7 +678,6 @@ FAMILIES = (
     *(
         Family(stack.partition(".")[0], stack, block, _refused(reason), norm=None)
         for stack, block, reason in (
-            ("gemma3n.Gemma3nTextModel", "gemma3n.Gemma3nDecoderLayer", _STREAMS),
             ("hrm_text.HrmTextStack", "hrm_text.HrmTextDecoderLayer", _LOOPS),
             (
                 "iquest_loopcoder.IQuestLoopCoderModel",

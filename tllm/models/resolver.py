@@ -50,6 +50,7 @@ def resolve(
             stack.linked,
             stack.heads,
             stack.experts,
+            stack.one_stream,
         )
         return ModelSites(points, config.hidden_size, _sites(stack, points))
     except (ValueError, AttributeError) as error:  # AttributeError: a submodule that it lacks
@@ -77,6 +78,7 @@ class _Stack:
     norm_adds: bool = True
     """Whether what the last block here returns goes to the final norm, if that is here too, and is
     added there."""
+    one_stream: bool = True
     heads: Mapping[TapKey, HeadSplit] = field(default_factory=dict)
     """Of the layers here, by each of `HEAD_POINTS` that one has."""
     experts: Mapping[int, int] = field(default_factory=dict)
@@ -163,6 +165,7 @@ def _listed_stack(
         norm=attrgetter(rows[0].norm)(stack) if rows[0].norm else None,
         linked=rows[0].linked,
         norm_adds=rows[0].norm_adds,
+        one_stream=rows[0].one_stream,
     )
 
 
@@ -278,6 +281,7 @@ def _site(
     module = block.get_submodule(where.path)
     if isinstance(where, Written):
         return Site(point, layer, module, "output", _argument(module, where.stream))
+    item = None if where.active is None else attrgetter(where.active)(block)
     if isinstance(where, Output):
         return Site(
             point,
@@ -288,10 +292,13 @@ def _site(
             residual=where.residual,
             norm=norm,
             width=where.width,
+            item=item,
         )
     residual = None if where.residual is None else _argument(module, where.residual)
     stream = _argument(module, where.stream)
-    return Site(point, layer, module, "input", stream, residual, where.private, norm, where.width)
+    return Site(
+        point, layer, module, "input", stream, residual, where.private, norm, where.width, item
+    )
 
 
 def _argument(module: nn.Module, given: int | str) -> Argument:

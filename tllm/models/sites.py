@@ -76,6 +76,9 @@ class Site:
     """How many numbers the tensor has a token where these are the numbers of heads or experts, at
     most `hidden`: taps see rows that are filled up with zeros, and what they change is put back.
     None elsewhere."""
+    item: int | None = None
+    """Where a model carries several streams, `[streams, tokens, hidden]`: which of them the tensor
+    is. None elsewhere."""
 
 
 @dataclass(frozen=True)

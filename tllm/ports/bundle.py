@@ -61,6 +61,8 @@ class ModelView:
             known, and `lm_head_refusal` says why. It reads the whole LM head.
         lm_head_is_shared: other tensor-parallel ranks hold parts of it. `lm_head` is then a
             collective: every rank has to call it with the same rows, in `same_step` or `next_step`.
+        one_stream: the final norm reads what leaves the last block. Not so where the model carries
+            several streams, of which hook points show one (Gemma 3n).
         max_requests: the most sequences that run at once.
         worker: name of this worker, unique in the engine (and among data-parallel engines).
         first_rank: whether it is the first of its tensor-parallel group; the others have the
@@ -86,6 +88,7 @@ class ModelView:
     lm_head: Callable[[torch.Tensor], torch.Tensor] | None = None
     lm_head_refusal: str = "the LM head is not known"
     lm_head_is_shared: bool = False
+    one_stream: bool = True
 
 
 class ResidualWriter(ABC):

@@ -130,6 +130,8 @@ class Taps:
                 module.forward = MethodType(_tapped_norm(norm.eps, name), module)
             elif site.width is not None:
                 self._install_narrow(site, name, site.width)
+            elif site.item is not None:
+                self._install_among(site, name, site.item)
             elif site.side == "input":
                 site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
             else:
@@ -143,6 +145,15 @@ class Taps:
             site.module.register_forward_pre_hook(hook, with_kwargs=True)
         else:
             site.module.register_forward_hook(_narrow_output_hook(tapped))
+
+    def _install_among(self, site: Site, name: str, item: int) -> None:
+        """Hook a module that several streams pass, of which the taps see one."""
+        tapped = _tap_among(name, item)
+        if isinstance(site.stream, Argument):
+            hook = _among_input_hook(tapped, site.stream)
+            site.module.register_forward_pre_hook(hook, with_kwargs=True)
+        else:
+            site.module.register_forward_hook(_among_output_hook(tapped))
 
     @property
     def descriptors(self) -> torch.Tensor:
@@ -423,5 +434,37 @@ def _narrow_input_hook(tapped: Any, stream_of: Argument) -> Any:
         found = stream_of.get(args, kwargs)
         rows = tapped(module, found.flatten(1))
         return stream_of.replace(args, kwargs, rows.reshape(found.shape))
+
+    return hook
+
+
+def _tap_among(name: str, item: int) -> Any:
+    """A tap of one of several streams `[streams, tokens, hidden]`, in place.
+
+    Its rows may lie apart in memory, so they are tapped in memory of their own.
+    """
+
+    def tapped(module: torch.nn.Module, streams: torch.Tensor) -> None:
+        rows = streams[item].clone(memory_format=torch.contiguous_format)
+        torch.ops.tllm.tap(rows, None, getattr(module, name), getattr(module, _PLAN_BUFFER))
+        streams[item].copy_(rows)
+
+    return tapped
+
+
+def _among_input_hook(tapped: Any, stream_of: Argument) -> Any:
+    """A pre-forward hook that taps one of the streams in an argument."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tapped(module, stream_of.get(args, kwargs))
+
+    return hook
+
+
+def _among_output_hook(tapped: Any) -> Any:
+    """A forward hook that taps one of the streams that a module returns."""
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        tapped(module, output)
 
     return hook

@@ -108,6 +108,8 @@ class ModelPoints:
     heads: by each of `HEAD_POINTS` and layer that has it. A pipeline rank knows this of its own
         layers only.
     experts: how many there are, by layer that has `router`. Likewise.
+    one_stream: a token has one residual stream: each block adds its branches to it, and the final
+        norm reads what leaves the last. Not so where hook points are those of one among several.
     """
 
     family: str
@@ -117,6 +119,7 @@ class ModelPoints:
     linked: bool = True
     heads: Mapping[TapKey, HeadSplit] = field(default_factory=dict)
     experts: Mapping[int, int] = field(default_factory=dict)
+    one_stream: bool = True
 
     @classmethod
     def of_stages(cls, stages: Sequence[ModelPoints]) -> ModelPoints:

@@ -46,6 +46,8 @@ class BlockPlace:
     side: Literal["input", "output", "product", "query", "key", "value"]
     in_place: bool = False
     """A write changes the tensor for whoever holds it, as the stream at `post_attn` must be."""
+    item: int | None = None
+    """Which of several streams `[streams, 1, tokens, hidden]` it is."""
 
     def module(self, block: nn.Module) -> nn.Module | None:
         """The module of this block; None where it has none of them."""
@@ -135,7 +137,14 @@ COMPARING = frozenset(
         *("stablelm", "cohere", "glm4", "qwen2_moe", "qwen3_moe", "gpt_oss", "gemma", "granite"),
         *("cohere2", "ernie4_5", "exaone4", "nemotron", "olmoe", "afmoe", "apertus", "cohere2_moe"),
         *("ernie4_5_moe", "exaone_moe", "falcon_h1", "gemma4_text", "glm4_moe", "granite_swa"),
-        *("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3"),
+        *(
+            "gemma3n_text",
+            "granitemoe",
+            "granitemoe_swa",
+            "granitemoehybrid",
+            "granitemoeshared",
+            "hy_v3",
+        ),
         *("hyperclovax", "lfm2", "lfm2_moe", "mimo_v2_flash", "ministral3"),
         *("phimoe", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_text", "qwen3_next"),
         *("qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "minimax_m2"),
@@ -189,6 +198,16 @@ def _gemma4(block: nn.Module) -> Places:
     return _SANDWICH if not block.enable_moe_block else _without(_SANDWICH, "mlp_in")
 
 
+def _gemma3n(block: nn.Module) -> Places:
+    config: Any = block.config
+    active = config.altup_active_idx
+    return {
+        "pre_attn": BlockPlace("", "input", item=active),
+        **_SANDWICH,
+        "post_block": BlockPlace("", "output", item=active),
+    }
+
+
 def _olmo_hybrid(block: nn.Module) -> Places:
     return _LINEAR if hasattr(block, "linear_attn") else _POST_NORM
 
@@ -217,6 +236,7 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _MIXER),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _LINEAR),
+    "gemma3n_text": _gemma3n,
     "gemma4_text": _gemma4,
     "glm4": _LLAMA
     | {"attn_out": _out_of("post_self_attn_layernorm"), "mlp_out": _out_of("post_mlp_layernorm")},
@@ -265,7 +285,7 @@ PLACES: dict[str, Places | Callable[[nn.Module], Places]] = {
     "olmo_hybrid": _olmo_hybrid,
 }
 """Those that differ from Llama; `embed`, `pre_attn`, `post_block` and `lm_head_in` are alike
-in all."""
+in all that have one stream."""
 
 AS_LLAMA = frozenset(
     {
@@ -296,7 +316,8 @@ def places_of(model_type: str, block: nn.Module, hidden: int, whole: str) -> Pla
     """
     listed = PLACES.get(model_type, _LLAMA)
     named = listed(block) if callable(listed) else listed
-    everywhere = {"pre_attn": _into(""), **named, "post_block": _out_of("")}
+    everywhere = {"pre_attn": _into(""), **named}
+    everywhere["post_block"] = everywhere.pop("post_block", _out_of(""))
     if model_type in ROUTED:
         everywhere["router"] = _ROUTER
     if model_type in COMPARING and whole not in TURNED:
@@ -312,8 +333,11 @@ def places_of(model_type: str, block: nn.Module, hidden: int, whole: str) -> Pla
 
 
 def _heads(point: str, attention: nn.Module) -> int:
-    """How many numbers the queries, or keys or values, of all heads have; 0 of another mixer."""
+    """How many numbers the queries, or keys or values, of all heads have; 0 of another mixer, and
+    where keys and values are another layer's."""
     if not type(attention).__name__.endswith("Attention"):
+        return 0
+    if point != "q" and getattr(attention, "is_kv_shared_layer", False):
         return 0
     config: Any = attention.config
     count = config.num_attention_heads

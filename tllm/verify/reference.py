@@ -225,10 +225,9 @@ class Reference:
     @contextmanager
     def _hooked(self, visit: Callable[[str, Layer, Tensor], Tensor]) -> Iterator[None]:
         head = self.model.get_output_embeddings()
-        entered = BlockPlace("", "input")
         handles = [
-            _hook(head, entered, partial(visit, "lm_head_in", None)),
-            _hook(self.blocks[0], entered, partial(visit, "embed", None)),
+            _hook(head, BlockPlace("", "input"), partial(visit, "lm_head_in", None)),
+            _hook(self.blocks[0], self.by_layer[0]["pre_attn"], partial(visit, "embed", None)),
         ]
         for layer, (block, places) in enumerate(zip(self.blocks, self.by_layer, strict=True)):
             handles += [
@@ -245,6 +244,10 @@ def _hook(root: nn.Module, place: BlockPlace, delta: Callable[[Tensor], Tensor])
     """A hook that adds `delta(tensor)` to the tensor at `place`."""
 
     def changed(tensor: Tensor) -> Tensor:
+        if place.item is not None:
+            streams = tensor.clone()
+            streams[place.item] += delta(tensor[place.item])
+            return streams
         difference = delta(tensor)
         return tensor.add_(difference) if place.in_place else tensor + difference
 
@@ -303,6 +306,8 @@ class _WithinAttention:
             if module is attention:
                 found = args[index].transpose(1, 2)
                 made = change(found.flatten(2)).view_as(found).transpose(1, 2)
+                if index:  # later layers may have these keys and values too
+                    made = args[index].copy_(made)
                 args = (*args[:index], made, *args[index + 1 :])
             return self._forward(module, *args, **kwargs)
 

@@ -83,9 +83,22 @@ class ESampConsumer(Consumer):
     # Buffers made in inference mode can only be written in it, whatever the engine does.
     @torch.inference_mode()
     def start(self, ctx: ConsumerContext) -> None:
-        """Allocate the bank, unless this is a pipeline rank without the LM head."""
-        if ctx.model.final_norm is not None or not self.config.needs_final_norm:
-            self._worker = ESampWorker(self.config, ctx)
+        """Allocate the bank, unless this is a pipeline rank without the LM head. Raises
+        `ValueError` where what distillers predict cannot be brought to the LM head."""
+        model, config = ctx.model, self.config
+        if config.guide and not (model.one_stream or config.targets_lm_head):
+            raise ValueError(
+                f"target_site={config.target_site!r} cannot guide this model: it carries several "
+                "residual streams, and its final norm reads all of them; give "
+                "target_site='lm_head_in' or guide=False"
+            )
+        if model.final_norm is not None or not config.needs_final_norm:
+            self._worker = ESampWorker(config, ctx)
+        elif model.stage == model.num_stages - 1:
+            raise ValueError(
+                "ESamp needs the final norm of the model, and that of this one is not known; give "
+                "guide=False and a target_site other than lm_head_in"
+            )
 
     @torch.inference_mode()
     def on_weights_changed(self, ctx: ConsumerContext) -> None:
