@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from tllm.runtime import columns
-from tllm.runtime.columns import FLAG_BITS, STAGES, Column
+from tllm.runtime.columns import FLAG_BITS, STAGES, Column, IntArray
 from tllm.runtime.descriptor import (
     CHAIN_UNIT,
     HAS_SUM,
@@ -814,11 +817,15 @@ def launch(
 
 def _at(address: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """A view of host memory, as the kernel sees device memory."""
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     buffer = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
+
+
+def _words(address: int, *shape: int) -> IntArray:
+    """Integers of 32 bits, likewise."""
+    buffer = (ctypes.c_uint8 * (4 * math.prod(shape))).from_address(address)
+    return np.frombuffer(memoryview(buffer), np.int32).reshape(shape)
 
 
 def _operate_along_reference(
@@ -899,6 +906,14 @@ def _operate_with_several_reference(
     return rows + torch.where(share != 0, share * delta, 0.0)
 
 
+_FIRST_STAGE = [(name, stage_field(name)) for name in STAGE_FIELDS]
+_ALL_FLAGS = (1 << FLAG_BITS) - 1
+_LOOKED_AT = [
+    columns.DESTINATION,
+    *(column.plan_row for column in (Column.ADD, Column.STEER, Column.PATCH)),
+]
+
+
 def reference(
     stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
 ) -> None:
@@ -909,60 +924,60 @@ def reference(
     hidden, dtype = stream.shape[-1], stream.dtype
     rows = stream.view(-1, hidden)
     fused = residual.view(-1, hidden) if residual is not None else None
-    plan = plan[:, : len(rows)].long()
-    looked_at = [
-        columns.DESTINATION,
-        *(c.plan_row for c in (Column.ADD, Column.STEER, Column.PATCH)),
-    ]
-    touched = (plan[looked_at] >= 0).any(0)
-    at = touched.nonzero().squeeze(1)
+    # What is looked up is looked up with NumPy: of so few numbers an operator of torch costs more.
+    planned = plan.numpy()[:, : len(rows)]
+    at = (planned[_LOOKED_AT] >= 0).any(0).nonzero()[0]
     if not len(at):
         return
     whole = len(at) == len(rows)
-    plan = plan if whole else plan[:, at]
-    value = (rows if whole else rows[at]).float()
+    planned, index = (planned, None) if whole else (planned[:, at], torch.from_numpy(at))
+    value = (rows if index is None else rows[index]).float()
     if fused is not None:
-        value = (value + (fused if whole else fused[at]).float()).to(dtype).float()
+        value = (value + (fused if index is None else fused[index]).float()).to(dtype).float()
     elif whole and dtype == torch.float32:
         value = value.clone()
-    changed = torch.zeros(len(at), dtype=torch.bool)
+    changed = np.zeros(len(at), bool)
     for stage in range(STAGES):
         flags = fields[Descriptor.FLAGS] >> (FLAG_BITS * stage)
-        at_stage = {name: fields[stage_field(name) + stage] for name in STAGE_FIELDS}
+        if not flags & _ALL_FLAGS:
+            continue
+        at_stage = {name: fields[word + stage] for name, word in _FIRST_STAGE}
         if flags & Column.PROGRAM.flag:
-            _capture(value.to(dtype), plan, at_stage["RING_OFFSETS"], fields[Descriptor.ARENA])
+            _capture(value.to(dtype), planned, at_stage["RING_OFFSETS"], fields[Descriptor.ARENA])
         if flags & Column.GATE.flag:
-            _judge_reference(value, plan, at, at_stage)
+            _judge_reference(value, planned, at, at_stage)
         if flags & Column.PATCH.flag:
-            changed[_put(value, plan, at_stage, dtype)] = True
+            changed[_put(value, planned, at_stage, dtype)] = True
         if flags & Column.ADD.flag:
-            changed[_add(value, plan, at_stage, dtype)] = True
+            changed[_add(value, planned, at_stage, dtype)] = True
         if flags & Column.STEER.flag:
-            changed |= _steer(value, plan, at, fields, at_stage, dtype)
+            changed |= _steer(value, planned, at, fields, at_stage, dtype)
         value = value.to(dtype).float()
     if whole and changed.all():
         (rows if fused is None else fused).copy_(value)
         if fused is not None:
             rows.zero_()
         return
-    at, written = at[changed], value[changed].to(dtype)
+    written_at, written = torch.from_numpy(at[changed]), value[torch.from_numpy(changed)].to(dtype)
     if fused is not None:
-        fused[at] = written
-        rows[at] = torch.zeros_like(written)
+        fused[written_at] = written
+        rows[written_at] = torch.zeros_like(written)
     else:
-        rows[at] = written
+        rows[written_at] = written
 
 
-def _capture(seen: torch.Tensor, plan: torch.Tensor, offsets_at: int, arena_at: int) -> None:
-    at = (plan[columns.DESTINATION] >= 0).nonzero().squeeze(1)
+def _capture(seen: torch.Tensor, planned: IntArray, offsets_at: int, arena_at: int) -> None:
+    destination = planned[columns.DESTINATION]
+    at = (destination >= 0).nonzero()[0]
     if len(at):
-        program = plan[Column.PROGRAM.plan_row, at]
-        offset = _at(offsets_at, torch.int32, int(program.max()) + 1)[program].long()
+        program = planned[Column.PROGRAM.plan_row, at]
+        offset = _words(offsets_at, int(program.max()) + 1)[program]
         at, offset = at[offset >= 0], offset[offset >= 0]
     if len(at):
-        target = plan[columns.DESTINATION, at] + offset
+        target = destination[at].astype(np.int64) + offset
         arena = _at(arena_at, seen.dtype, int(target.max()) + 1, seen.shape[1])
-        arena[target] = seen[at]
+        captured = seen if len(at) == len(seen) else seen[torch.from_numpy(at)]
+        arena.index_copy_(0, torch.from_numpy(target), captured)
 
 
 def _state_at(address: int, token: int) -> torch.Tensor:
@@ -971,17 +986,17 @@ def _state_at(address: int, token: int) -> torch.Tensor:
 
 
 def _judge_reference(
-    value: torch.Tensor, plan: torch.Tensor, at: torch.Tensor, at_stage: dict[str, int]
+    value: torch.Tensor, planned: IntArray, at: npt.NDArray[np.int64], at_stage: dict[str, int]
 ) -> None:
     """Judge the conditions of rows, the tokens `at` of the batch."""
     hidden, size = value.shape[1], int(GateWord.SIZE)
-    rows = plan[Column.STEER.plan_row].tolist()
+    rows = planned[Column.STEER.plan_row].tolist()
     for i, (row, token, h) in enumerate(zip(rows, at.tolist(), value, strict=True)):
         first = int(_at(at_stage["GATES"] + 4 * row, torch.int32, 1)) if row >= 0 else -1
         if first < 0:
             continue
         strengths, scores = _state_at(at_stage["GATE_STATE"], token)
-        latch = _latch_of(plan[:, i], at_stage)
+        latch = _latch_of(planned[:, i], at_stage)
         units, following = torch.zeros(2, MAX_WIDTH)
         begin = at_stage["GATE_RECORDS"] + 4 * size * first
         count = int(_at(begin, torch.int32, size)[GateWord.COUNT])
@@ -1063,7 +1078,7 @@ class _SequenceLatch:
         return _at(self.at_stage["HELD"] + 4 * start, torch.int32, 1), bit - (bit >> 31 << 32)
 
 
-def _latch_of(planned: torch.Tensor, at_stage: dict[str, int]) -> _SequenceLatch | None:
+def _latch_of(planned: IntArray, at_stage: dict[str, int]) -> _SequenceLatch | None:
     """What a row's sequence remembers; `planned` is what the plan says of the row."""
     row = int(planned[Column.GATE.plan_row])
     if row < 0:
@@ -1091,12 +1106,12 @@ def score_of(h: torch.Tensor, vector: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _put(
-    value: torch.Tensor, plan: torch.Tensor, at_stage: dict[str, int], dtype: torch.dtype
+    value: torch.Tensor, planned: IntArray, at_stage: dict[str, int], dtype: torch.dtype
 ) -> list[int]:
     """Do what patch rows say; returns which rows have changed."""
     hidden, size = value.shape[1], int(Replacement.SIZE)
     changed = []
-    for i, row in enumerate(plan[Column.PATCH.plan_row].tolist()):
+    for i, row in enumerate(planned[Column.PATCH.plan_row].tolist()):
         if row < 0:
             continue
         first = int(_at(at_stage["PATCHES"] + 4 * row, torch.int32, 1))
@@ -1117,65 +1132,70 @@ def _put(
 
 
 def _add(
-    value: torch.Tensor, plan: torch.Tensor, at_stage: dict[str, int], dtype: torch.dtype
-) -> torch.Tensor:
+    value: torch.Tensor, planned: IntArray, at_stage: dict[str, int], dtype: torch.dtype
+) -> npt.NDArray[np.int64]:
     """Add what consumers write; returns which rows have changed."""
-    adding = (plan[Column.ADD.plan_row] >= 0).nonzero().squeeze(1)
+    of = planned[Column.ADD.plan_row]
+    adding = (of >= 0).nonzero()[0]
     if len(adding):
-        of = plan[Column.ADD.plan_row, adding]
-        row = _at(at_stage["ADD_INDEX"], torch.int32, int(of.max()) + 1)[of].long()
+        of = of[adding]
+        row = _words(at_stage["ADD_INDEX"], int(of.max()) + 1)[of]
         adding, row = adding[row >= 0], row[row >= 0]
     if len(adding):
         deltas = _at(at_stage["ADD_TABLE"], dtype, int(row.max()) + 1, value.shape[1])
-        value[adding] += deltas[row].float()
+        value.index_add_(0, torch.from_numpy(adding), deltas[torch.from_numpy(row)].float())
     return adding
 
 
 def _steer(
     value: torch.Tensor,
-    plan: torch.Tensor,
-    tokens: torch.Tensor,
+    planned: IntArray,
+    tokens: npt.NDArray[np.int64],
     fields: list[int],
     at_stage: dict[str, int],
     dtype: torch.dtype,
-) -> torch.Tensor:
+) -> npt.NDArray[np.bool_]:
     """Do what the steering rows say; returns `[rows]`, which have changed.
 
     All rows at once: those of a batch may each have a steering row of its own.
 
     Args:
-        plan: of the rows of `value`.
+        planned: of the rows of `value`.
         tokens: which of the batch they are.
     """
     size, hidden = int(Operation.SIZE), value.shape[1]
-    changed = torch.zeros(len(value), dtype=torch.bool)
-    steered = (plan[Column.STEER.plan_row] >= 0).nonzero().squeeze(1)
+    changed = np.zeros(len(value), bool)
+    row = planned[Column.STEER.plan_row]
+    steered = (row >= 0).nonzero()[0]
     if not len(steered):
         return changed
-    row = plan[Column.STEER.plan_row, steered]
-    entries = _at(at_stage["STEERING"], torch.int32, int(row.max()) + 1, size)[row]
+    row = row[steered]
+    entries = _words(at_stage["STEERING"], int(row.max()) + 1, size)[row]
     chain = entries[:, Operation.CHAIN]
     summed = (chain & HAS_SUM) != 0
     if summed.any():
         with_sum, of = steered[summed], row[summed]
-        sums = _at(at_stage["SUMS"], dtype, int(of.max()) + 1, hidden)
+        sums = _at(at_stage["SUMS"], dtype, int(of.max()) + 1, hidden)[torch.from_numpy(of)]
         if len(with_sum) == len(value):
-            value += sums[of].float()
+            value += sums.float()
         else:
-            value.index_add_(0, with_sum, sums[of].float())
+            value.index_add_(0, torch.from_numpy(with_sum), sums.float())
         changed[with_sum] = True
     count = chain & (HAS_SUM - 1)
     for number in range(int(count.max())):
-        left = (count > number).nonzero().squeeze(1)
+        left = (count > number).nonzero()[0]
         operations = entries[left]
         if number:  # the first stands in the entry
-            following = chain[left].div(CHAIN_UNIT, rounding_mode="floor").long() + number - 1
+            following = chain[left] // CHAIN_UNIT + (number - 1)
             end = int(following.max()) + 1
-            operations = _at(fields[Descriptor.OPERATIONS], torch.int32, end, size)[following]
+            operations = _words(fields[Descriptor.OPERATIONS], end, size)[following]
         at = steered[left]
-        share = _shares(operations[:, Operation.GATE], plan, at, tokens, at_stage)
-        changed[at] |= share != 0
-        value[at] = _operate_reference(value[at], operations, fields, dtype, share)
+        share = _shares(operations[:, Operation.GATE], planned, at, tokens, at_stage)
+        changed[at] |= (share != 0).numpy()
+        index = torch.from_numpy(at)
+        value[index] = _operate_reference(
+            value[index], torch.from_numpy(operations), fields, dtype, share
+        )
     return changed
 
 
@@ -1209,10 +1229,10 @@ def _operate_reference(
 
 
 def _shares(
-    words: torch.Tensor,
-    plan: torch.Tensor,
-    rows: torch.Tensor,
-    tokens: torch.Tensor,
+    words: IntArray,
+    planned: IntArray,
+    rows: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
     at_stage: dict[str, int],
 ) -> torch.Tensor:
     """How much of each row's operation is done, as its gate says; 1 without a gate.
@@ -1223,12 +1243,12 @@ def _shares(
     """
     share = torch.ones(len(rows))
     gates = words % KIND_UNIT
-    gated = gates.nonzero().squeeze(1)
-    for i, gate in zip(gated.tolist(), gates[gated].tolist(), strict=True):
-        each, scope, number = int(rows[i]), gate // SCOPE_UNIT, gate % SCOPE_UNIT - 1
+    for i in gates.nonzero()[0].tolist():
+        gate, each = int(gates[i]), int(rows[i])
+        scope, number = gate // SCOPE_UNIT, gate % SCOPE_UNIT - 1
         if not scope:
             share[i] = _state_at(at_stage["GATE_STATE"], int(tokens[each]))[0, number]
         else:
-            latch = _latch_of(plan[:, each], at_stage)
+            latch = _latch_of(planned[:, each], at_stage)
             share[i] = float(latch is not None and latch.recalled(number, scope))
     return share
