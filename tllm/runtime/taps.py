@@ -7,21 +7,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType, MethodType
-from typing import Any
 
 import numpy as np
 import torch
 
-from tllm.models.sites import Argument, Site
+from tllm.models.sites import Site
 from tllm.runtime import ops
 from tllm.runtime.columns import FLAG_BITS, PLAN_ROWS, STAGES, Column
 from tllm.runtime.descriptor import DESCRIPTOR_WIDTH, LAYOUT_VERSION, Descriptor, stage_field
 from tllm.runtime.kernels.backend import HAS_TRITON, starts_early
 from tllm.runtime.staged import StagedTable
+from tllm.runtime.tap_hooks import PLAN_BUFFER, add_hook, hook_of, tapped_norm, unless
 from tllm.runtime.transfer import upload
 from tllm.spec.hooks import TapKey as TapKey
-
-_PLAN_BUFFER = "tllm_plan"
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,7 @@ class Taps:
         self._set_fields("RING_OFFSETS", range(self.num_points), self._ring_offsets.tensor)
         self._set_fields("ADD_INDEX", range(self.num_points), self._add_index.tensor)
 
+        self._resting = [True] * count
         self._early = starts_early(device)
         self._separated = True
         self._spacer = torch.zeros(1, dtype=torch.uint8, device=device)
@@ -125,35 +124,14 @@ class Taps:
             module = site.module if norm is None else norm.module
             descriptor = self.descriptors[self.index[key] // STAGES]
             module.register_buffer(name, descriptor, persistent=False)
-            module.register_buffer(_PLAN_BUFFER, self.plan, persistent=False)
+            module.register_buffer(PLAN_BUFFER, self.plan, persistent=False)
             if norm is not None:
-                module.forward = MethodType(_tapped_norm(norm.eps, name), module)
-            elif site.width is not None:
-                self._install_narrow(site, name, site.width)
-            elif site.item is not None:
-                self._install_among(site, name, site.item)
-            elif site.side == "input":
-                site.module.register_forward_pre_hook(_input_hook(site, name), with_kwargs=True)
+                module.forward = MethodType(tapped_norm(norm.eps, name), module)
             else:
-                site.module.register_forward_hook(_output_hook(site, name), with_kwargs=True)
-
-    def _install_narrow(self, site: Site, name: str, width: int) -> None:
-        """Hook a module whose tensor `[tokens, width]` is not as wide as what taps see."""
-        tapped = _narrow_tap(name, width, self.hidden_size, self.dtype)
-        if isinstance(site.stream, Argument):
-            hook = _narrow_input_hook(tapped, site.stream)
-            site.module.register_forward_pre_hook(hook, with_kwargs=True)
-        else:
-            site.module.register_forward_hook(_narrow_output_hook(tapped))
-
-    def _install_among(self, site: Site, name: str, item: int) -> None:
-        """Hook a module that several streams pass, of which the taps see one."""
-        tapped = _tap_among(name, item)
-        if isinstance(site.stream, Argument):
-            hook = _among_input_hook(tapped, site.stream)
-            site.module.register_forward_pre_hook(hook, with_kwargs=True)
-        else:
-            site.module.register_forward_hook(_among_output_hook(tapped))
+                hook = hook_of(site, name, self.hidden_size, self.dtype)
+                if self.device.type == "cpu":
+                    hook = unless(self._resting, self.index[key] // STAGES, hook)
+                add_hook(site, hook)
 
     @property
     def descriptors(self) -> torch.Tensor:
@@ -164,7 +142,9 @@ class Taps:
         """Bring what has changed to the device, before the forward pass that needs it."""
         if self._stale:
             shifts = FLAG_BITS * np.arange(STAGES)
-            self._fields[:, Descriptor.FLAGS] = (self._flags.reshape(-1, STAGES) << shifts).sum(1)
+            flags = (self._flags.reshape(-1, STAGES) << shifts).sum(1)
+            self._fields[:, Descriptor.FLAGS] = flags
+            self._resting[:] = (flags == 0).tolist()
             for tap in np.flatnonzero((self._fields != self._sent).any(1)).tolist():
                 self._descriptors.stage(tap, self._fields[tap])
             written = [
@@ -339,132 +319,3 @@ class Taps:
         if not np.array_equal(flags, self._flags):
             self._flags = flags
             self._stale = True
-
-
-def _tapped_norm(eps: float, name: str) -> Any:
-    """The `forward` of a norm that taps what it adds up."""
-
-    def forward(self: Any, stream: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        if residual is None:
-            raise RuntimeError(
-                f"{type(self).__name__} is called without the residual that its tap reads too; "
-                "start the engine with fuse_norms=False, and report this model"
-            )
-        descriptor, plan = getattr(self, name), getattr(self, _PLAN_BUFFER)
-        return torch.ops.tllm.tap_norm(stream, residual, self.weight, eps, descriptor, plan)
-
-    return forward
-
-
-def _input_hook(site: Site, name: str) -> Any:
-    """A pre-forward hook that taps an argument in place, or a copy that only the module sees."""
-    stream_of, residual_of, private = site.stream, site.residual, site.private
-    assert isinstance(stream_of, Argument)
-    assert residual_of is None or isinstance(residual_of, Argument)
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        stream = stream_of.get(args, kwargs)
-        residual = None if residual_of is None else residual_of.get(args, kwargs)
-        if private:
-            stream = stream.clone()
-        torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, _PLAN_BUFFER))
-        return stream_of.replace(args, kwargs, stream) if private else None
-
-    return hook
-
-
-def _output_hook(site: Site, name: str) -> Any:
-    """A forward hook that taps what the module returns, in place."""
-    stream_at, residual_at = site.stream, site.residual
-    assert not site.private, "the output of a module is its own"
-    assert residual_at is None or isinstance(residual_at, int)
-
-    def hook(
-        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        residual = None
-        if isinstance(stream_at, Argument):
-            stream = stream_at.get(args, kwargs)
-        elif isinstance(output, tuple):
-            stream = output[stream_at]
-            residual = None if residual_at is None else output[residual_at]
-        else:
-            stream = output
-        torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, _PLAN_BUFFER))
-
-    return hook
-
-
-def _narrow_tap(name: str, width: int, hidden: int, dtype: torch.dtype) -> Any:
-    """What a tap of a module makes of rows `[tokens, width]`, in memory of its own.
-
-    Taps see rows `[tokens, hidden]` in their own dtype. What they leave alone keeps its value, also
-    where these rows' dtype has more of it.
-    """
-
-    def tapped(module: torch.nn.Module, found: torch.Tensor) -> torch.Tensor:
-        rows = torch.nn.functional.pad(found.to(dtype), (0, hidden - width))
-        before = rows if found.dtype == dtype else rows[:, :width].clone()
-        torch.ops.tllm.tap(rows, None, getattr(module, name), getattr(module, _PLAN_BUFFER))
-        after = rows[:, :width]
-        if found.dtype != dtype:
-            after = torch.where(after == before, found, after.to(found.dtype))
-        return after
-
-    return tapped
-
-
-def _narrow_output_hook(tapped: Any) -> Any:
-    """A forward hook that taps what the module returns, in place."""
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found = output[0] if isinstance(output, tuple) else output
-        found.copy_(tapped(module, found))
-
-    return hook
-
-
-def _narrow_input_hook(tapped: Any, stream_of: Argument) -> Any:
-    """A pre-forward hook that taps an argument, of which the module alone receives what is made.
-
-    Heads may have a dimension of their own, `[tokens, heads, head_dim]`.
-    """
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        found = stream_of.get(args, kwargs)
-        rows = tapped(module, found.flatten(1))
-        return stream_of.replace(args, kwargs, rows.reshape(found.shape))
-
-    return hook
-
-
-def _tap_among(name: str, item: int) -> Any:
-    """A tap of one of several streams `[streams, tokens, hidden]`, in place.
-
-    Its rows may lie apart in memory, so they are tapped in memory of their own.
-    """
-
-    def tapped(module: torch.nn.Module, streams: torch.Tensor) -> None:
-        rows = streams[item].clone(memory_format=torch.contiguous_format)
-        torch.ops.tllm.tap(rows, None, getattr(module, name), getattr(module, _PLAN_BUFFER))
-        streams[item].copy_(rows)
-
-    return tapped
-
-
-def _among_input_hook(tapped: Any, stream_of: Argument) -> Any:
-    """A pre-forward hook that taps one of the streams in an argument."""
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tapped(module, stream_of.get(args, kwargs))
-
-    return hook
-
-
-def _among_output_hook(tapped: Any) -> Any:
-    """A forward hook that taps one of the streams that a module returns."""
-
-    def hook(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        tapped(module, output)
-
-    return hook
