@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import importlib.util
 import os
 
@@ -95,6 +96,18 @@ def test_a_sweep_of_two_pairs_is_a_loop_of_transformers(llm, reference, noising)
             assert sweep.clean[name][i] == pytest.approx(measure(runs[0]), abs=1e-3)
             assert sweep.corrupt[name][i] == pytest.approx(measure(runs[1]), abs=1e-3)
     assert llm.patching.kept() == {}, "what was kept for the sweep is gone"
+
+
+def test_functions_alone_measure_a_sweep(llm):
+    """They need no answers. A partial function has no name of its own, and has its type's."""
+    [clean], [corrupt] = pairs_of([12], first=5)
+    asked = {"hooks": "post_block", "layers": [3], "positions": [-1]}
+    alone = llm.patching.sweep(clean, corrupt, metric=third, **asked)
+    beside = llm.patching.sweep(
+        clean, corrupt, metric=[functools.partial(np.take, indices=3), "kl"], **asked
+    )
+    assert alone.metrics == ("third",) and beside.metrics == ("partial", "kl")
+    assert alone.tensor.item() == beside.tensor.item() == alone.clean["third"].item() < 0
 
 
 def test_where_the_last_token_leaves_the_last_block_all_is_recovered(llm):
