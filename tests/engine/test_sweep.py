@@ -110,6 +110,16 @@ def test_functions_alone_measure_a_sweep(llm):
     assert alone.tensor.item() == beside.tensor.item() == alone.clean["third"].item() < 0
 
 
+def test_numbers_of_numpy_are_answers_and_positions(llm):
+    """As `argmax` gives them; a position alone is one, as a layer alone is."""
+    [clean], [corrupt] = pairs_of([12], first=5)
+    asked = {"hooks": "post_block", "layers": 3, "metric": "logit_diff"}
+    plain = llm.patching.sweep(clean, corrupt, positions=[-1], answers=(5, 9), **asked)
+    for answers in (tuple(np.array([5, 9])), np.array([5, 9]), [tuple(np.array([5, 9]))]):
+        found = llm.patching.sweep(clean, corrupt, positions=np.int64(-1), answers=answers, **asked)
+        assert torch.equal(found.tensor, plain.tensor)
+
+
 def test_where_the_last_token_leaves_the_last_block_all_is_recovered(llm):
     """And of the positions that are asked for, those before the first difference change nothing."""
     [clean], [corrupt] = pairs_of([12], first=5)
@@ -348,7 +358,10 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         ({"answers": None}, r"give answers=\(right, wrong\)"),
         ({"answers": (5, 9000)}, "no token id from 0 to 255"),
         ({"answers": [(5, 9)] * 3}, "answers has 3 entries for 1 pairs"),
+        ({"answers": (5.0, 9)}, "5.0 is no token id from 0 to 255"),
         ({"positions": [12]}, "12 is out of range"),
+        ({"positions": []}, "positions is empty; give numbers, or leave it out for all"),
+        ({"positions": [1.5]}, "positions: 1.5 is not a whole number"),
         ({"hooks": "lm_head_in"}, "belongs to no layer"),
         ({"layers": 7}, "has no layer 7"),
         ({"heads": "all"}, "heads is given with hooks='post_block'; heads are of q, k, v, attn_h"),
