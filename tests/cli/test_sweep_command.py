@@ -8,6 +8,8 @@ import re
 import pytest
 from PIL import Image
 
+from tllm.cli.sweep import read_pairs
+
 ENGINE = [
     *("--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true"),
     *("--engine-arg", "max_model_len=64", "--engine-arg", "num_gpu_blocks_override=64"),
@@ -51,6 +53,21 @@ def test_paths_of_heads_are_swept(invoke, tiny_model, tmp_path):
     assert any(row["recovered"] != 0 for row in rows)
     with Image.open(picture) as drawn:
         assert drawn.format == "PNG"
+
+
+def test_an_answer_alone_is_no_list_of_letters(tmp_path):
+    """With `logprob` the right answer is enough."""
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text(
+        '{"clean": "a", "corrupt": "b", "answers": " was"}\n'
+        '{"clean": "a", "corrupt": "b", "answers": 5}\n'
+        '{"clean": "a", "corrupt": "b", "answers": [" was", 7]}\n'
+    )
+    assert read_pairs(lines)[2] == [[" was"], [5], [" was", 7]]
+    for wrong in ("null", "[]", "[1.5]", '{"right": " was"}'):
+        lines.write_text(f'{{"clean": "a", "corrupt": "b", "answers": {wrong}}}')
+        with pytest.raises(ValueError, match=r"line 1: 'answers' is .*; give \[right, wrong\]"):
+            read_pairs(lines)
 
 
 def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
