@@ -80,12 +80,16 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
     for asked, message in (
         ([], "give --clean and --corrupt, or --pairs"),
         (["--pairs", str(lines)], "line 2: give an object with 'clean' and 'corrupt'"),
+        (["--pairs", "lost.jsonl"], "--pairs 'lost.jsonl' is not there"),
         (["--pairs", str(some)], "1 of 2 lines have 'answers'; give all"),
         (["--pairs", str(lines), "--right", "a"], "--pairs has all prompts and answers"),
         (["--clean", "a", "--corrupt", "b", "--layers", "first"], "give whole numbers"),
         (["--clean", "a", "--corrupt", "b", "--receivers", "mlp_in"], "'mlp_in' has no layer"),
         (["--out", str(tmp_path / "lost" / "rows.jsonl")], "--out .*: there is no folder"),
-        (["--heatmap", str(tmp_path)], "is a folder; give the name of a file"),
+        (["--out", str(tmp_path)], "is a folder; give the name of a file"),
+        (["--heatmap", "mood.svg"], "--heatmap 'mood.svg' must end in .png"),
+        (["--clean", "a", "--corrupt", "b", "--metric", "top"], "metric='top' is not known"),
+        (["--clean", "a", "--corrupt", "b"], "metric=recovered compares answers"),
     ):
         status, _, error = invoke("sweep", "no-model", *asked)
         assert status == 2

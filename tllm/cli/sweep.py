@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
+from tllm.patching.metrics import Measures
 from tllm.spec.reading import json_lines
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def run(
         engine: further arguments of `tllm.LLM`.
         asked: arguments of `llm.patching.sweep`.
     """
+    Measures.parse(asked["metric"], asked["answers"])  # minutes before the sweep does
     llm = start_engine(model, **engine)
     with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)
