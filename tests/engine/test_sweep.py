@@ -295,12 +295,29 @@ def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     for arguments, message in (
         ({"labels": ["one"]}, "labels has 1 entries for 2 columns"),
         ({"metric": "logprob"}, "was not measured; measured were kl"),
+        ({"pair": 2}, "pair=2 was not swept; give one from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             sweep.heatmap(tmp_path / "no.png", **arguments)
     uneven = dataclasses.replace(sweep, tokens=((7, 8), (7, 8, 9)))
     with pytest.raises(ValueError, match=r"different numbers of tokens.*give pair=, from 0 to 1"):
         uneven.heatmap(tmp_path / "no.png")
+
+
+def test_a_heatmap_has_a_part_for_each_head_of_each_hook_point(tmp_path, monkeypatch):
+    """Of keys there are fewer."""
+    values = np.arange(16, dtype=np.float32).reshape(1, 2, 2, 2, 2)
+    values[:, 1, :, 1] = np.nan
+    ends = {"kl": np.zeros(1, np.float32)}
+    sweep = Sweep(
+        ("q", "k"), (0, 3), (0, 1), {"kl": values}, ends, ends, ((7, 8),), False, 12, heads=(0, 1)
+    )
+    drawn = []
+    monkeypatch.setattr(Heatmap, "save", lambda self, path: drawn.append(self))
+    sweep.heatmap(tmp_path / "heads.png")
+    assert drawn[0].hooks == ("q, head 0", "q, head 1", "k, head 0")
+    parts = values[0, 0, :, 0], values[0, 0, :, 1], values[0, 1, :, 0]
+    np.testing.assert_array_equal(drawn[0].values, np.stack(parts))
 
 
 def test_the_prefix_before_the_patched_position_is_computed_once(llm, monkeypatch):
