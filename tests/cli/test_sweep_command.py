@@ -8,6 +8,8 @@ import re
 import pytest
 from PIL import Image
 
+from tllm.cli.sweep import read_pairs
+
 ENGINE = [
     *("--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true"),
     *("--engine-arg", "max_model_len=64", "--engine-arg", "num_gpu_blocks_override=64"),
@@ -53,6 +55,21 @@ def test_paths_of_heads_are_swept(invoke, tiny_model, tmp_path):
         assert drawn.format == "PNG"
 
 
+def test_an_answer_alone_is_no_list_of_letters(tmp_path):
+    """With `logprob` the right answer is enough."""
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text(
+        '{"clean": "a", "corrupt": "b", "answers": " was"}\n'
+        '{"clean": "a", "corrupt": "b", "answers": 5}\n'
+        '{"clean": "a", "corrupt": "b", "answers": [" was", 7]}\n'
+    )
+    assert read_pairs(lines)[2] == [[" was"], [5], [" was", 7]]
+    for wrong in ("null", "[]", "[1.5]", '{"right": " was"}'):
+        lines.write_text(f'{{"clean": "a", "corrupt": "b", "answers": {wrong}}}')
+        with pytest.raises(ValueError, match=r"line 1: 'answers' is .*; give \[right, wrong\]"):
+            read_pairs(lines)
+
+
 def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
     lines = tmp_path / "pairs.jsonl"
     lines.write_text('{"clean": "a", "corrupt": "b", "answers": ["c"]}\n{"clean": "a"}\n')
@@ -63,12 +80,16 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
     for asked, message in (
         ([], "give --clean and --corrupt, or --pairs"),
         (["--pairs", str(lines)], "line 2: give an object with 'clean' and 'corrupt'"),
+        (["--pairs", "lost.jsonl"], "--pairs 'lost.jsonl' is not there"),
         (["--pairs", str(some)], "1 of 2 lines have 'answers'; give all"),
         (["--pairs", str(lines), "--right", "a"], "--pairs has all prompts and answers"),
         (["--clean", "a", "--corrupt", "b", "--layers", "first"], "give whole numbers"),
         (["--clean", "a", "--corrupt", "b", "--receivers", "mlp_in"], "'mlp_in' has no layer"),
         (["--out", str(tmp_path / "lost" / "rows.jsonl")], "--out .*: there is no folder"),
-        (["--heatmap", str(tmp_path)], "is a folder; give the name of a file"),
+        (["--out", str(tmp_path)], "is a folder; give the name of a file"),
+        (["--heatmap", "mood.svg"], "--heatmap 'mood.svg' must end in .png"),
+        (["--clean", "a", "--corrupt", "b", "--metric", "top"], "metric='top' is not known"),
+        (["--clean", "a", "--corrupt", "b"], "metric=recovered compares answers"),
     ):
         status, _, error = invoke("sweep", "no-model", *asked)
         assert status == 2

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.sae import SaeConsumer
-from tllm.registry import available_consumers, consumer_from_spec
+from tllm.registry import available_consumers, check, consumer_from_spec
 
 HIDDEN = 16
 
@@ -51,6 +51,11 @@ def test_options_are_json_and_lists_have_brackets(autoencoder: Path) -> None:
 
 
 def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
+    with pytest.raises(
+        TypeError, match="has consumer_id=3; give a text, by which requests name it"
+    ):
+        check(consumer_from_spec("lens:consumer_id=3"))
+    check(consumer_from_spec('lens:consumer_id="3"'))
     for spec, message in (
         ("lens:layer=1", r"consumer 'lens' has no options \['layer'\]; it takes layers, path"),
         ("lens:layers", "'layers' in 'lens:layers' is not key=value"),

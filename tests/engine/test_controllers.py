@@ -250,6 +250,14 @@ def test_what_is_no_action_is_refused(llm, wrong):
     assert len(output.outputs[0].token_ids) == 3
 
 
+def test_an_action_that_is_in_no_list_is_refused(llm):
+    llm.register_consumer(Script(lambda kept, rows: Stop(rows.owners[0], reason="out")))
+    (output,) = generate(llm, [PROMPT], greedy(3, **watched(0)))
+    result = output.outputs[0].consumer_results["watch"]
+    assert "decide returned Stop(" in result.error and "returns a list of Steer" in result.error
+    assert len(output.outputs[0].token_ids) == 3
+
+
 def test_what_never_ends_is_refused(llm):
     def decide(kept, rows):
         (request,) = rows.meta.requests

@@ -57,6 +57,28 @@ class TestRegistration:
         finish(llm)
         assert recorder.positions("mid")["a", 0] == before
 
+    @pytest.mark.parametrize("steps", [0, 4])
+    def test_a_request_that_asked_for_a_consumer_hears_that_it_left(self, llm, steps):
+        """And one that did not ask, or had its result before, hears nothing of it."""
+        recorder = llm.register_consumer(Recorder(flow()))
+        asked = {"consumers": {"recorder": {}}}
+        (before,) = generate(llm, prompts_of([5]), greedy(2, **asked))
+        start(llm, "asked", prompts_of([5])[0], sampled(8, n=2, **asked))
+        start(llm, "not asked", prompts_of([5])[0], greedy(8))
+        for _ in range(steps):
+            llm.llm_engine.step()
+        llm.unregister_consumer(recorder)
+        outputs = {}
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+        for sample in outputs["asked"].outputs:
+            result = sample.consumer_results["recorder"]
+            assert (result.status, result.payload) == ("error", None)
+            assert "unregistered before the request had ended" in result.error
+        assert outputs["not asked"].outputs[0].consumer_results == {}
+        llm.wait_for_results([before])
+        assert before.outputs[0].consumer_results["recorder"].status == "ok"
+
     def test_a_second_consumer_of_the_same_id_is_refused(self, llm):
         llm.register_consumer(Recorder(flow()))
         with pytest.raises(ValueError, match=r"recorder.*another consumer_id"):

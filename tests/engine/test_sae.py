@@ -296,6 +296,20 @@ def test_features_are_set_scaled_and_clamped(llm, reference, tmp_path, name, giv
     assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+def test_a_layer_or_a_hook_point_alone_says_where_features_are_steered(tmp_path):
+    folder = saved(tmp_path / "sae", CONFIGS["standard"])
+    hook, layer = PLACE
+    for given, expected in (
+        ({}, (hook, layer)),
+        ({"layer": 1}, (hook, 1)),
+        ({"layer": 0}, (hook, 0)),
+        ({"hook": "mlp_out"}, ("mlp_out", layer)),
+        ({"hook": "mlp_out", "layer": 3}, ("mlp_out", 3)),
+    ):
+        [(point, layers)] = steer_features(folder, value={1: 1.0}, **given).items()
+        assert (point, *layers) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "given", "says"),
     [
@@ -308,6 +322,8 @@ def test_features_are_set_scaled_and_clamped(llm, reference, tmp_path, name, giv
         ("standard", {}, "given are none; give one of value, factor, or minimum and maximum"),
         ("standard", {"minimum": {1: 1.0}, "maximum": {2: 1.0}}, "the same features in both"),
         ("standard", {"value": {9999: 1.0}}, "it has no feature 9999, only 0 to"),
+        ("standard", {"value": [1.0]}, "given are value; give one of value, factor, or minimum"),
+        ("standard", {"value": {1: 1.0}, "factor": {1: 2.0}}, "given are value, factor; give one"),
     ],
 )
 def test_features_that_cannot_be_steered_are_refused(tmp_path, name, given, says):

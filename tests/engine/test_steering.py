@@ -396,6 +396,7 @@ def test_a_module_is_refused_whose_factor_is_beyond_what_the_model_can_use(llm, 
         (lambda s: s.set({"post_block": {9: V}}), "post_block has no layer 9"),
         (lambda s: s.register_module("", at(V)), "give a text that is not empty"),
         (lambda s: s.register_module("m", {"vectors": at(V), "wrong": 1}), "unknown fields"),
+        (lambda s: s.register_module("m", None), "module 'm' is None; give {hook point: {layer"),
         (lambda s: s.unregister_module("absent"), "no module 'absent'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import importlib.util
 import os
 
@@ -95,6 +96,28 @@ def test_a_sweep_of_two_pairs_is_a_loop_of_transformers(llm, reference, noising)
             assert sweep.clean[name][i] == pytest.approx(measure(runs[0]), abs=1e-3)
             assert sweep.corrupt[name][i] == pytest.approx(measure(runs[1]), abs=1e-3)
     assert llm.patching.kept() == {}, "what was kept for the sweep is gone"
+
+
+def test_functions_alone_measure_a_sweep(llm):
+    """They need no answers. A partial function has no name of its own, and has its type's."""
+    [clean], [corrupt] = pairs_of([12], first=5)
+    asked = {"hooks": "post_block", "layers": [3], "positions": [-1]}
+    alone = llm.patching.sweep(clean, corrupt, metric=third, **asked)
+    beside = llm.patching.sweep(
+        clean, corrupt, metric=[functools.partial(np.take, indices=3), "kl"], **asked
+    )
+    assert alone.metrics == ("third",) and beside.metrics == ("partial", "kl")
+    assert alone.tensor.item() == beside.tensor.item() == alone.clean["third"].item() < 0
+
+
+def test_numbers_of_numpy_are_answers_and_positions(llm):
+    """As `argmax` gives them; a position alone is one, as a layer alone is."""
+    [clean], [corrupt] = pairs_of([12], first=5)
+    asked = {"hooks": "post_block", "layers": 3, "metric": "logit_diff"}
+    plain = llm.patching.sweep(clean, corrupt, positions=[-1], answers=(5, 9), **asked)
+    for answers in (tuple(np.array([5, 9])), np.array([5, 9]), [tuple(np.array([5, 9]))]):
+        found = llm.patching.sweep(clean, corrupt, positions=np.int64(-1), answers=answers, **asked)
+        assert torch.equal(found.tensor, plain.tensor)
 
 
 def test_where_the_last_token_leaves_the_last_block_all_is_recovered(llm):
@@ -272,12 +295,29 @@ def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     for arguments, message in (
         ({"labels": ["one"]}, "labels has 1 entries for 2 columns"),
         ({"metric": "logprob"}, "was not measured; measured were kl"),
+        ({"pair": 2}, "pair=2 was not swept; give one from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
             sweep.heatmap(tmp_path / "no.png", **arguments)
     uneven = dataclasses.replace(sweep, tokens=((7, 8), (7, 8, 9)))
     with pytest.raises(ValueError, match=r"different numbers of tokens.*give pair=, from 0 to 1"):
         uneven.heatmap(tmp_path / "no.png")
+
+
+def test_a_heatmap_has_a_part_for_each_head_of_each_hook_point(tmp_path, monkeypatch):
+    """Of keys there are fewer."""
+    values = np.arange(16, dtype=np.float32).reshape(1, 2, 2, 2, 2)
+    values[:, 1, :, 1] = np.nan
+    ends = {"kl": np.zeros(1, np.float32)}
+    sweep = Sweep(
+        ("q", "k"), (0, 3), (0, 1), {"kl": values}, ends, ends, ((7, 8),), False, 12, heads=(0, 1)
+    )
+    drawn = []
+    monkeypatch.setattr(Heatmap, "save", lambda self, path: drawn.append(self))
+    sweep.heatmap(tmp_path / "heads.png")
+    assert drawn[0].hooks == ("q, head 0", "q, head 1", "k, head 0")
+    parts = values[0, 0, :, 0], values[0, 0, :, 1], values[0, 1, :, 0]
+    np.testing.assert_array_equal(drawn[0].values, np.stack(parts))
 
 
 def test_the_prefix_before_the_patched_position_is_computed_once(llm, monkeypatch):
@@ -335,7 +375,10 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         ({"answers": None}, r"give answers=\(right, wrong\)"),
         ({"answers": (5, 9000)}, "no token id from 0 to 255"),
         ({"answers": [(5, 9)] * 3}, "answers has 3 entries for 1 pairs"),
+        ({"answers": (5.0, 9)}, "5.0 is no token id from 0 to 255"),
         ({"positions": [12]}, "12 is out of range"),
+        ({"positions": []}, "positions is empty; give numbers, or leave it out for all"),
+        ({"positions": [1.5]}, "positions: 1.5 is not a whole number"),
         ({"hooks": "lm_head_in"}, "belongs to no layer"),
         ({"layers": 7}, "has no layer 7"),
         ({"heads": "all"}, "heads is given with hooks='post_block'; heads are of q, k, v, attn_h"),

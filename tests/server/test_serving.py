@@ -155,16 +155,19 @@ def test_a_streamed_answer_ends_with_the_results(client):
     assert events[-1].id == events[0].id
 
 
-@pytest.mark.parametrize("way", ["vectors", "module", "model", "packed"])
+@pytest.mark.parametrize("way", ["vectors", "module", "model", "colon", "packed"])
 def test_steering_by_request(server, client, model, way):
     vector = 2.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
     spec = {"post_block": {"3": vector.tolist()}}
     asked, name = {"steering_vectors": spec}, "demo"
-    if way in ("module", "model"):
+    if way in ("module", "model", "colon"):
+        module = "odd:v2" if way == "colon" else "odd"
         assert server.post(
-            "/v1/steering/modules/register", {"name": "odd", "spec": spec}
+            "/v1/steering/modules/register", {"name": module, "spec": spec}
         ).is_success
-        asked, name = ({"steering_name": "odd"}, "demo") if way == "module" else ({}, "demo:odd")
+        asked, name = (
+            ({}, f"demo:{module}") if way != "module" else ({"steering_name": module}, name)
+        )
     if way == "packed":
         data = base64.b64encode(vector.numpy().tobytes()).decode()
         packed = {"dtype": "float32", "shape": [1, 128], "layer_indices": [3], "data": data}

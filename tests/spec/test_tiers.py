@@ -82,6 +82,14 @@ def test_directions_are_normalised_and_vectors_are_not():
         ({"post_block": {"x": V}}, "layer 'x' is not a whole number"),
         ({"post_block": {1.5: V}}, "layer 1.5 is not a whole number"),
         ({"post_block": V}, "has shape [3]; give {layer: vector}"),
+        (
+            {"embed": {0: V}},
+            "has the keys [0], but embed belongs to no layer; give the entry itself",
+        ),
+        (
+            {"lm_head_in": {"-1": {"vector": V}}},
+            "has the keys ['-1'], but lm_head_in belongs to no",
+        ),
         ({"post_block": {0: [[1.0]]}}, "['post_block'][0] has shape [1, 1]"),
         ({"post_block": {0: [math.nan]}}, "NaN, infinite"),
         ({"post_block": {0: [math.inf]}}, "NaN, infinite"),

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -236,6 +237,19 @@ def test_what_cannot_be_extracted_is_refused(llm: LLM, options: dict[str, Any], 
     asked: dict[str, Any] = {"positive": happy, "negative": SAD[:3]} | options
     with pytest.raises(ValueError, match=message):
         extract(llm, **asked)
+
+
+def test_an_engine_whose_calls_are_awaited_is_refused():
+    engine = Mock(spec=tllm.AsyncLLM)
+    for ask in (
+        lambda: extract(engine, HAPPY[:2], SAD[:2]),
+        lambda: fit_probe(engine, HAPPY[:2], SAD[:2]),
+        lambda: sweep(engine, {"post_block": {1: [1.0]}}, [0.0], HAPPY[:1], len),
+    ):
+        with pytest.raises(
+            TypeError, match=r"with a tllm\.LLM, and a .* was given; make them with"
+        ):
+            ask()
 
 
 # -- what files do in an engine --------------------------------------------------------------------

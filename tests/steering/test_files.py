@@ -457,6 +457,10 @@ def test_a_file_cannot_run_code(tmp_path: Path, kind: str):
         ({-1: torch.zeros(4)}, "layer -1"),
         ({"mlp_out": {"attn_out.1": torch.zeros(4)}}, "under 'mlp_out'"),
         ({"mlp_out": torch.zeros(4)}, "'mlp_out', which says no layer"),
+        (
+            {"happy": torch.zeros(4)},
+            "where layers= says is alone, under one of vector, vectors, dir",
+        ),
         ({"config": {"a": 1}}, "names no layer"),
         ({}, "names no layer"),
         ([torch.zeros(4)], "holds a list"),

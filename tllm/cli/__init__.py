@@ -18,7 +18,7 @@ from tllm.cli import strength_sweep as strengthening
 from tllm.cli import sweep as sweeping
 from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
-from tllm.cli.files import check_writable
+from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
 from tllm.server.settings import ServerSettings
 from tllm.spec.reading import scalar
@@ -295,7 +295,8 @@ def sweep(
     console = Console()
     try:
         check_writable("--out", out)
-        check_writable("--heatmap", heatmap)
+        check_writable("--heatmap", heatmap, [".png"])
+        check_there("--pairs", pairs)
         if pairs is not None:
             if any(each is not None for each in (clean, corrupt, right, wrong)):
                 raise ValueError("--pairs has all prompts and answers; leave the others out")

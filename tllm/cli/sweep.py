@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
+from tllm.patching.metrics import Measures
 from tllm.spec.reading import json_lines
 
 if TYPE_CHECKING:
@@ -36,12 +37,20 @@ def read_pairs(path: Path) -> tuple[list[str], list[str], list[list[str | int]] 
         clean.append(texts[0])
         corrupt.append(texts[1])
         if "answers" in entry:
-            answers.append(list(entry["answers"]))
+            answers.append(_answers(entry["answers"], f"{path}, line {number}: 'answers'"))
     if answers and len(answers) < len(clean):
         raise ValueError(f"{path}: {len(answers)} of {len(clean)} lines have 'answers'; give all")
     if not clean:
         raise ValueError(f"{path} has no lines")
     return clean, corrupt, answers or None
+
+
+def _answers(given: Any, what: str) -> list[str | int]:
+    """The right answer and a wrong one, or the right one alone."""
+    found = given if isinstance(given, list) else [given]
+    if not found or not all(isinstance(answer, str) or type(answer) is int for answer in found):
+        raise ValueError(f"{what} is {given!r:.60}; give [right, wrong], text or token ids")
+    return found
 
 
 def run(
@@ -53,6 +62,7 @@ def run(
         engine: further arguments of `tllm.LLM`.
         asked: arguments of `llm.patching.sweep`.
     """
+    Measures.parse(asked["metric"], asked["answers"])  # minutes before the sweep does
     llm = start_engine(model, **engine)
     with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)

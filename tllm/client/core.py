@@ -514,6 +514,7 @@ class Client:
             wants_tokens=uses.wants_tokens,
             streamed=streamed,
             unused=frozenset(uses.unused),
+            named=frozenset(asked.consumers.keys() - uses.unused),
             groups=groups,
             patch=asked.patch,
             ended_by=frozenset(name for _, name in (*stops, *aborts)),
@@ -611,6 +612,8 @@ class Client:
         used = self.consumers.keys() - prepared.unused
         if prepared.patch is not None:  # rows may have been dropped before it began
             return True
+        if prepared.named - self.consumers.keys():  # it asked for what has left
+            return True
         return bool(used) or (bool(prepared.groups) and bool(self.consumers))
 
     def gather(
@@ -672,7 +675,8 @@ class Client:
         consumers of this process."""
         request: Prepared = output.tllm_request
         joined, lengths = request.results.joined(), request.samples.lengths
-        attach_results(output, joined, request.captures, lengths, request.ended_by)
+        left = request.named - self.consumers.keys()
+        attach_results(output, joined, request.captures, left, lengths, request.ended_by)
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):
                 consumer, key = self.consumers.get(name), (index, name)

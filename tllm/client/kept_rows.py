@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -21,7 +22,7 @@ from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.patching import KEPT, KeptRows
-from tllm.spec.reading import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, numeric_array, whole_number
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -155,10 +156,9 @@ class PatchingControl:
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
             places = tuple(self.places(hooks, layers))
-            at = _chosen(positions, "positions")
             form = SweepForm(
                 places,
-                None if at is None else tuple(dict.fromkeys(at)),
+                _positions(positions),
                 self._heads(heads, places),
                 together,
                 noising,
@@ -233,13 +233,13 @@ class PatchingControl:
     def _answers(self, given: Any, count: int) -> list[Answer]:
         """Answers as token ids, for each pair of prompts."""
         nested = isinstance(given, Sequence) and not isinstance(given, str)
-        several = nested and given and not isinstance(given[0], (str, int))
+        several = nested and given and not isinstance(given[0], (str, Number))
         each = list(given) if several else [given] * count
         if len(each) != count:
             raise ValueError(f"answers has {len(each)} entries for {count} pairs of prompts")
         found = []
         for one in each:
-            tokens = [one] if isinstance(one, (str, int)) else list(one)
+            tokens = [one] if isinstance(one, (str, Number)) else list(one)
             found.append(tuple(map(self._answer, tokens)))
         return found
 
@@ -253,9 +253,10 @@ class PatchingControl:
                     "space before it, where the model's tokens have one), or a token id"
                 )
             return int(tokens[0])
-        if type(given) is not int or not 0 <= given < vocab:
+        plain = isinstance(given, Integral) and not isinstance(given, bool)
+        if not plain or not 0 <= given < vocab:
             raise ValueError(f"answers: {given!r} is no token id from 0 to {vocab - 1}")
-        return given
+        return int(given)
 
     def _dropped(self, name: str) -> Steps[None]:
         yield ALONE
@@ -476,6 +477,17 @@ def _chosen(given: Any, field: str) -> Any:
     if given != "all":
         raise ValueError(f"{field}={given!r:.60}: give 'all', or numbers")
     return None
+
+
+def _positions(given: Any) -> tuple[int, ...] | None:
+    """The positions that a sweep patches, each once; None for all."""
+    chosen = _chosen(given, "positions")
+    if chosen is None:
+        return None
+    numbers = [chosen] if isinstance(chosen, Integral) else list(chosen)
+    if not numbers:
+        raise ValueError("positions is empty; give numbers, or leave it out for all")
+    return tuple(dict.fromkeys(whole_number(number, "positions: ") for number in numbers))
 
 
 def _are_several(given: Any) -> bool:

@@ -68,6 +68,7 @@ class Prepared:
         streamed: its prompt arrives in parts; only the engine knows which tokens it keeps of the
             answers between them.
         unused: the consumers that were registered and have nothing to do with it.
+        named: the consumers that it asks for by name.
         groups: what its rows are steered with.
         patch: the rows that are put in the place of its own.
         ended_by: names of the conditions that may end a sample, or refuse the prompt.
@@ -83,6 +84,7 @@ class Prepared:
     wants_tokens: bool = False
     streamed: bool = False
     unused: frozenset[str] = frozenset()
+    named: frozenset[str] = frozenset()
     groups: tuple[SteeringGroup, ...] = ()
     patch: RequestPatch | None = None
     ended_by: frozenset[str] = frozenset()

@@ -19,6 +19,8 @@ _MEMORY = "memory"
 #: The one whose results are the `signals`.
 _SIGNALS = "signals"
 
+_LEFT = "the consumer was unregistered before the request had ended"
+
 
 @dataclass(frozen=True)
 class ConsumerResult:
@@ -191,6 +193,7 @@ def attach_results(
     output: RequestOutput | PoolingRequestOutput,
     results: Mapping[int, Mapping[str, ConsumerResult]],
     captures: Sequence[str],
+    left: Iterable[str],
     lengths: Mapping[int, int],
     ended_by: Container[str],
 ) -> None:
@@ -198,6 +201,7 @@ def attach_results(
 
     Args:
         results: by sample and consumer.
+        left: consumers that the request asked for by name, and that are not registered any more.
         lengths: how many tokens were generated, by sample, when it has ended.
         ended_by: names of the conditions that may have ended a sample.
 
@@ -210,6 +214,8 @@ def attach_results(
     samples = samples_of(output)
     for index, sample in samples:
         own = dict(results.get(index, {}))
+        for name in left:
+            own.setdefault(name, ConsumerResult("error", _LEFT, None))
         for name in captures:
             own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         # The last generated token never passes the model; all of a prompt's do.

@@ -195,6 +195,11 @@ class Composer:
                 )
             given = {key: spec[key] for key in TIER_FIELDS if spec.get(key) is not None}
             tiers = _tiers(given, spec.get("positions"))
+        elif spec is None:
+            raise ValueError(
+                f"module {name!r} is None; give {{hook point: {{layer: vector}}}}, or a mapping "
+                f"with any of {', '.join(TIER_FIELDS)}"
+            )
         else:
             tiers = _tiers({"vectors": spec}, None)
         tiers = self._checked(tiers)

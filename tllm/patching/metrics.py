@@ -50,10 +50,11 @@ class Measures:
                     f"metric={each!r} is not known; choose of {', '.join(METRICS)}, or give a "
                     "function of the log-probabilities [vocab]"
                 )
-            found[each.__name__ if callable(each) else each] = each if callable(each) else None
+            found[_name_of(each)] = each if callable(each) else None
         if not found or len(found) < len(given):
             raise ValueError("metric names nothing, or the same twice; give different ones")
-        needed = max((_NEEDED_ANSWERS.get(name, 0) for name, own in found.items() if own is None))
+        named = [name for name, own in found.items() if own is None]
+        needed = max((_NEEDED_ANSWERS.get(name, 0) for name in named), default=0)
         if needed and (answers is None or min(map(len, answers)) < needed):
             pair = "(right, wrong)" if needed == 2 else "right"
             raise ValueError(
@@ -109,3 +110,10 @@ class Measures:
     def _difference(self, logprobs: FloatArray, pair: int) -> float:
         right, wrong = self._answers(logprobs, pair)[:2].astype(np.float64)
         return float(right - wrong)
+
+
+def _name_of(metric: Any) -> str:
+    """Of a metric: its own, or that of a function. A partial function has the type's alone."""
+    if isinstance(metric, str):
+        return metric
+    return str(metric.__name__ if hasattr(metric, "__name__") else type(metric).__name__)

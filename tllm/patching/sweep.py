@@ -139,6 +139,8 @@ class Sweep:
         from tllm.patching.heatmap import Heatmap
 
         values = self.values[self._known(metric)]
+        if pair is not None and not -len(values) <= pair < len(values):
+            raise ValueError(f"pair={pair} was not swept; give one from 0 to {len(values) - 1}")
         uneven = not self.together and len({len(each) for each in self.tokens}) > 1
         if pair is None and len(values) > 1 and uneven:
             raise ValueError(
@@ -162,8 +164,11 @@ class Sweep:
             return self.hooks, columns, values
         if self.together:
             return self.hooks, [f"head {head}" for head in self.heads], values[..., 0]
-        parts = tuple(f"{self.hooks[0]}, head {head}" for head in self.heads)
-        return parts, columns, values[0].swapaxes(0, 1)
+        parts = [f"{hook}, head {head}" for hook in self.hooks for head in self.heads]
+        rows = np.concatenate(values.swapaxes(1, 2))
+        # A hook point may have fewer heads than another.
+        there = [i for i in range(len(parts)) if not np.isnan(rows[i]).all()]
+        return tuple(parts[i] for i in there), columns, rows[there]
 
     def _known(self, metric: str | None) -> str:
         """A metric that was measured; the first one by default."""

@@ -220,6 +220,11 @@ class Controllers:
         Raises `TypeError` for what is no action, and `ValueError` for more than `MAX_ACTIONS`: then
         nothing is done.
         """
+        if not isinstance(actions, Iterable):
+            raise TypeError(
+                f"decide returned {actions!r:.80}; it returns a list of Steer, SetScale, Stop and "
+                "Note, or yields them"
+            )
         decided = list(islice(actions, MAX_ACTIONS + 1))
         if len(decided) > MAX_ACTIONS:
             raise ValueError(

@@ -226,9 +226,13 @@ class Door:
         model = request.model
         if not model or ":" not in model or self._handler._is_model_supported(model):
             return {}
-        base, _, module = model.rpartition(":")
-        if not self._handler._is_model_supported(base):
+        colons = (at for at, character in enumerate(model) if character == ":")
+        base = next(
+            (model[:at] for at in colons if self._handler._is_model_supported(model[:at])), None
+        )
+        if base is None:
             return {}
+        module = model[len(base) + 1 :]
         known = await self._interventions.steering.modules()
         if module not in known:
             raise FieldError(

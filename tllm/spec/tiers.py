@@ -220,6 +220,11 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
         point = hook_named(hook, name)
         of_hook = f"{name}[{point.value!r}]"
         if not point.has_layer:
+            if isinstance(layers, Mapping) and any(_is_layer(key) for key in layers):
+                raise ValueError(
+                    f"{of_hook} has the keys {list(layers)!r:.60}, but {point.value} belongs to no "
+                    "layer; give the entry itself in the place of {layer: entry}"
+                )
             for entry in _listed(layers):
                 yield _entry(entry, f"{of_hook}", point, None, method)
             continue
@@ -267,6 +272,10 @@ def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
         raise ValueError(f"{name} is empty; name at least one layer, or leave the hook point out")
     for layer, entry in given.items():
         yield layer_numbered(layer, name), entry
+
+
+def _is_layer(key: Any) -> bool:
+    return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())
 
 
 def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:

@@ -163,6 +163,17 @@ def rows_of_prompts(
     return point, high, low
 
 
+def check_waits(llm: Any) -> None:
+    """Refuse an engine whose calls are awaited."""
+    from tllm.client.llm import AsyncLLM
+
+    if isinstance(llm, AsyncLLM):
+        raise TypeError(
+            f"vectors are made and measured with a tllm.LLM, and a {type(llm).__name__} was given; "
+            "make them with an LLM, save them, and load them for the other"
+        )
+
+
 def prompt_input(prompt: Prompt) -> Any:
     """A prompt as `llm.generate` takes it."""
     return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
@@ -170,6 +181,7 @@ def prompt_input(prompt: Prompt) -> Any:
 
 def _rows(llm: LLM, prompts: Sequence[Prompt], capture: Mapping[str, Any], batch_size: int) -> Rows:
     """What was captured, by layer `[rows, hidden]` in the model's dtype, and each row's prompt."""
+    check_waits(llm)
     # Here, because vLLM takes seconds to import, and tllm.steering.load needs none of it.
     from tllm.params import SamplingParams
 

@@ -55,8 +55,10 @@ def steer_features(
             f"{config.normalization!r} cannot be steered feature by feature; standard and jumprelu "
             "ones without normalisation can"
         )
-    place = (hook, layer) if hook is not None and layer is not None else config.place
-    if place is None or place[1] is None:
+    trained_hook, trained_layer = config.place or (None, None)
+    hook = trained_hook if hook is None else hook
+    layer = trained_layer if layer is None else layer
+    if hook is None or layer is None:
         raise ValueError(
             f"{path}: it was trained at {config.hook_name!r}, which is no hook point here; give "
             "hook= and layer="
@@ -68,7 +70,9 @@ def steer_features(
         )
         if numbers is not None
     }
-    features = sorted({feature for numbers in given.values() for feature in numbers})
+    one_kind = len(given) == 1 or set(given) == {"min", "max"}
+    by_feature = one_kind and all(isinstance(numbers, Mapping) for numbers in given.values())
+    features = sorted({f for numbers in given.values() for f in numbers}) if by_feature else []
     if not features or any(set(numbers) != set(features) for numbers in given.values()):
         raise ValueError(
             f"given are {', '.join(given) or 'none'}; give one of value, factor, or minimum and "
@@ -86,7 +90,7 @@ def steer_features(
         "strength": strength,
         **more,
     }
-    return {str(place[0]): {int(place[1]): entry}}
+    return {str(hook): {int(layer): entry}}
 
 
 def _arrays(

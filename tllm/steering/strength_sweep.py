@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tllm.steering.extraction import Prompt, prompt_input
+from tllm.steering.extraction import Prompt, check_waits, prompt_input
 
 if TYPE_CHECKING:
     from tllm.client.llm import LLM
@@ -126,6 +126,7 @@ def sweep(
         raise ValueError(f"phase={phase!r} is not known; choose 'any', 'prefill' or 'decode'")
     if isinstance(texts, str):
         raise ValueError("texts is one text; give a list of them")
+    check_waits(llm)
     field = "vectors" if phase == "any" else f"{phase}_vectors"
     # A prompt leaves room for one token: what filled the context is read but for its last.
     longest = llm.llm_engine.model_config.max_model_len - 1

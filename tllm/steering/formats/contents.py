@@ -81,7 +81,10 @@ def from_saved(value: Any) -> Contents:
         elif _is_plain(entry):
             metadata[str(key)] = entry
         else:
-            raise ValueError(f"it has the key {key!r}, which says no layer; {GRAMMAR}")
+            raise ValueError(
+                f"it has the key {key!r}, which says no layer; {GRAMMAR}; and what goes where "
+                f"layers= says is alone, under one of {', '.join(STACK_NAMES)}"
+            )
     if not placed:
         raise ValueError(f"it names no layer; {GRAMMAR}")
     return Contents(tuple(placed), metadata=metadata)
