@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.sae import SaeConsumer
-from tllm.registry import available_consumers, consumer_from_spec
+from tllm.registry import available_consumers, check, consumer_from_spec
 
 HIDDEN = 16
 
@@ -48,6 +48,13 @@ def test_options_are_json_and_lists_have_brackets(autoencoder: Path) -> None:
     sae = consumer_from_spec(f"sae:path={autoencoder},features=[3,1],consumer_id=moods")
     assert isinstance(sae, SaeConsumer)
     assert (sae.consumer_id, sae.places({}, 4)) == ("moods", (("pre_attn", 1),))
+
+
+def test_an_id_that_is_no_text_is_refused(autoencoder: Path) -> None:
+    consumer = SaeConsumer(str(autoencoder))
+    consumer.consumer_id = 5  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="consumer_id=5 of SaeConsumer is int; give text"):
+        check(consumer)
 
 
 def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
