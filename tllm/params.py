@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
+import torch
 import vllm
 from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 
@@ -322,7 +323,7 @@ def captured(capture: Any) -> dict[str, dict[str, Any]]:
 
 def _plain(value: Any, field: str, depth: int = 0) -> Any:
     """As numbers, text, lists and dictionaries."""
-    if isinstance(value, (np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
         value = value.tolist()
     if isinstance(value, str):
         check_text(value, field)

@@ -52,7 +52,13 @@ def check(consumer: Any) -> None:
             f"{consumer!r} is not a consumer; give an instance of a subclass of "
             "tllm.consumers.base.Consumer, or a spec such as 'esamp:beta=0.2'"
         )
-    if not consumer.consumer_id:
+    given: object = consumer.consumer_id
+    if not isinstance(given, str):
+        raise TypeError(
+            f"consumer_id={given!r} of {type(consumer).__name__} is {type(given).__name__}; give "
+            "text, such as 'my_probe'"
+        )
+    if not given:
         raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
     if not isinstance(consumer.consumer_id, str):
         raise TypeError(

@@ -87,6 +87,22 @@ def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
                 assert error_of(mine, theirs) < 2e-5
 
 
+def test_a_prompt_that_is_refused_costs_no_other_its_rows(here, arguments, tmp_path):
+    prompts = prompts_of([9, 200, 200, 5])
+    lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
+    status, text = here(arguments(lines, "--hooks", "post_block:1", "--batch", "1"))
+    assert (status, "captured 2 prompts" in text) == (1, True), text
+    assert "failed 2 prompts 1 x p1 was refused: " in text
+    assert len(tllm.stores.open(tmp_path / "store")) == 2
+
+
+def test_a_capture_that_no_prompt_can_have_ends_the_job(here, arguments):
+    lines = [{"prompt_token_ids": p} for p in prompts_of([9, 5])]
+    status, text = here(arguments(lines, "--hooks", "post_block:99"))
+    assert status == 2
+    assert "line-1 was refused: capture['filesystem']['hooks']: post_block has no layer" in text
+
+
 def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
     status, text = here(arguments(["hello", {"no": 1}], "--hooks", "post_block:1"))
     assert status == 2

@@ -270,6 +270,9 @@ REFUSED = {
     r"capture\['filesystem'\]\['tag'\].*control characters": {"tag": "a\nb"},
     r"capture\['filesystem'\]\['tag'\]=3 is not text": {"tag": 3},
     r"capture\['filesystem'\]\['layout'\]='zip' is not known": {"layout": "zip"},
+    r"capture\['filesystem'\]\['metadata'\] must be plain JSON data": {
+        "metadata": {"loss": float("nan")}
+    },
     r"capture\['filesystem'\] has unknown options \['path'\]": {"path": "x"},
     r"capture\['filesystem'\]\['hooks'\]: unknown hook point": {"hooks": {"middle": [0]}},
     r"capture\['filesystem'\]\['positions'\]: position 99": {"positions": [99]},

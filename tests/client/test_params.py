@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
 from tllm import SamplingParams
 from tllm.client.checked_params import CheckedParams
@@ -34,6 +35,14 @@ def test_numbers_of_numpy_are_plain_numbers():
     plain = {"whole": 3, "real": 0.5, "one": 7, "flag": True}
     assert captured(metadata=given)["metadata"] == plain
     assert captured(positions=np.arange(3))["positions"] == [0, 1, 2]
+
+
+def test_tensors_are_plain_numbers_and_lists():
+    positions = torch.tensor([4, -1])
+    assert captured(positions=positions)["positions"] == [4, -1]
+    assert captured(positions=list(positions))["positions"] == [4, -1]
+    assert captured(hooks={"post_block": positions})["hooks"] == {"post_block": [4, -1]}
+    assert captured(metadata={"loss": torch.tensor(0.5)})["metadata"] == {"loss": 0.5}
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,25 @@ def test_cancelled_steps_and_dropped_lanes_leave_nothing_behind(lm):
     assert not left_in(lm)
 
 
+def test_a_lane_may_be_closed_at_every_moment_of_its_first_step(lm):
+    """On the engine's own loop, where what happens between two moments is the same each time."""
+    lm.register_consumer(ProbeConsumer(torch.ones(128), layer=0))  # it waits for its results
+
+    async def closed_after(moments, **interventions):
+        lane = lm.open([90 + moments, 7, 7], **interventions)
+        step = asyncio.ensure_future(lane.next())
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        await asyncio.wait_for(lane.close(), 60)
+        await asyncio.wait_for(asyncio.gather(step, return_exceptions=True), 60)
+
+    for moments in range(12):
+        lm.run(closed_after(moments))
+        lm.run(closed_after(moments, consumers={"probe": {}}))
+    lm.unregister_consumer("probe")
+    assert not left_in(lm)
+
+
 def test_closing_a_lane_takes_the_answer_from_nobody_else(lm):
     async def run():
         lane = lm.open([80, 81, 82])

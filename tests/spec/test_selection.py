@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +121,15 @@ def test_names_and_lists(name, positions):
     intervals = Selection.parse(name).intervals(5)
     found = [p for p in range(9) if any(a <= p < b for a, b in intervals)]
     assert found == list(positions)
+
+
+def test_positions_may_be_a_tensor():
+    listed = Selection.parse([2, -1])
+    positions = torch.tensor([2, -1])
+    for form in (positions, list(positions), {"positions": positions}):
+        assert Selection.parse(form) == listed
+    with pytest.raises(ValueError, match="where=3 is int; give one of all"):
+        Selection.parse(torch.tensor(3), "where")
 
 
 @pytest.mark.parametrize(

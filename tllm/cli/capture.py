@@ -132,6 +132,8 @@ def _done(job: Job) -> set[str]:
 
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
+    from vllm.exceptions import VLLMClientError
+
     from tllm import SamplingParams
     from tllm.consumers.capture.filesystem import FilesystemConsumer
     from tllm.engine.options import CHEAP_POINTS
@@ -151,23 +153,31 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
     with progress_bar(console) as progress:
         task = progress.add_task("prompts", total=len(prompts))
         written: list[Any] = []
+        refused: list[str] = []
+        accepted = 0
         remaining = iter(prompts)
         while batch := list(islice(remaining, job.batch)):
-            params = [
-                SamplingParams(
+            for name, prompt in batch:
+                params = SamplingParams(
                     temperature=0.0,
                     max_tokens=job.max_tokens,
                     detokenize=False,
                     capture={NAME: {**job.capture, "request_id": name}},
                 )
-                for name, _ in batch
-            ]
-            outputs = llm.generate([prompt for _, prompt in batch], params, use_tqdm=False)
+                try:
+                    llm.enqueue(prompt, params, use_tqdm=False)
+                except (ValueError, VLLMClientError) as error:
+                    refused.append(f"{name} was refused: {error}")
+            outputs = llm.wait_for_completion(use_tqdm=False)
+            accepted += len(outputs)
+            if not accepted:  # what is wrong is wrong with all of them
+                raise ValueError(refused[0])
             # The disk works on the batch before while the engine is at this one.
             _count(llm, written, summary)
             written = outputs
             progress.update(task, advance=len(batch), description=_rate(summary, begin))
         _count(llm, written, summary)
+        summary.failures.update(refused)
         progress.update(task, description=_rate(summary, begin))
     summary.seconds = time.monotonic() - begin
     summary.rows_dropped = sum(worker["rows_dropped"] for worker in llm.intervention_stats())

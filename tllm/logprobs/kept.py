@@ -83,6 +83,8 @@ class KeptRequest:
             if self._task is None:
                 self.request_id = request_id
                 self._task = loop.create_task(self._pump(params, request_id, options))
+                # A callback, since a task that is cancelled before it begins runs nothing at all.
+                self._task.add_done_callback(self._end)
             # The turn is the request's, not this caller's: it goes on when the caller is cancelled.
             await asyncio.shield(self._turn)
             self.last_used = loop.time()
@@ -115,14 +117,14 @@ class KeptRequest:
             self._fail(RuntimeError("the engine ended the request of a lane: it was aborted"))
         except Exception as error:
             self._fail(error)
-        except asyncio.CancelledError:
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
             self._fail(LaneClosedError())
-            raise
-        finally:
-            self.open = False
-            self.ended.set()
-            if self.address is not None:
-                self.address.give_back()
+        self.open = False
+        self.ended.set()
+        if self.address is not None:
+            self.address.give_back()
 
     def _fail(self, error: Exception) -> None:
         self.open = False

@@ -39,6 +39,7 @@ from tllm.stores import (
     WriterOptions,
 )
 from tllm.stores.format import checked_text, root_path
+from tllm.stores.record import require_json
 
 _OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
 
@@ -183,8 +184,10 @@ class FilesystemConsumer(Capturing):
                     raise ValueError(f"{name}[{field_name!r}]: {error}") from None
         if "layout" in options:
             require_one_of(f"{name}['layout']", options["layout"], get_args(Layout))
-        if not isinstance(options.get("metadata", {}), Mapping):
-            raise ValueError(f"{name}['metadata']={options['metadata']!r} is not a mapping")
+        metadata = options.get("metadata", {})
+        if not isinstance(metadata, Mapping):
+            raise ValueError(f"{name}['metadata']={metadata!r} is not a mapping")
+        require_json(f"{name}['metadata']", metadata)
         return CaptureSpec.parse({**self._defaults, **options}, name)
 
     # -- in the worker -------------------------------------------------------------------------
