@@ -55,16 +55,11 @@ def check(consumer: Any) -> None:
     given: object = consumer.consumer_id
     if not isinstance(given, str):
         raise TypeError(
-            f"consumer_id={given!r} of {type(consumer).__name__} is {type(given).__name__}; give "
-            "text, such as 'my_probe'"
+            f"{type(consumer).__name__} has consumer_id={given!r}; give a text, by which requests "
+            'name it (in a spec, consumer_id="3" for what would be a number)'
         )
     if not given:
         raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
-    if not isinstance(consumer.consumer_id, str):
-        raise TypeError(
-            f"{type(consumer).__name__} has consumer_id={consumer.consumer_id!r}; give a text, by "
-            'which requests name it (in a spec, consumer_id="3" for what would be a number)'
-        )
     flows = consumer.flows()
     if not isinstance(flows, Iterable) or not all(isinstance(f, ConsumerFlow) for f in flows):
         raise TypeError(

@@ -50,13 +50,6 @@ def test_options_are_json_and_lists_have_brackets(autoencoder: Path) -> None:
     assert (sae.consumer_id, sae.places({}, 4)) == ("moods", (("pre_attn", 1),))
 
 
-def test_an_id_that_is_no_text_is_refused(autoencoder: Path) -> None:
-    consumer = SaeConsumer(str(autoencoder))
-    consumer.consumer_id = 5  # type: ignore[assignment]
-    with pytest.raises(TypeError, match="consumer_id=5 of SaeConsumer is int; give text"):
-        check(consumer)
-
-
 def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
     with pytest.raises(
         TypeError, match="has consumer_id=3; give a text, by which requests name it"
