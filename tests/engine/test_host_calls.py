@@ -20,7 +20,15 @@ from tllm import SamplingParams
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
 
 OURS = f"{os.sep}tllm{os.sep}"
-ON_DEVICE = ("kernels", "ops.py", "taps.py", "sites.py", "descriptor.py", "columns.py")
+ON_DEVICE = (
+    "kernels",
+    "ops.py",
+    "taps.py",
+    "tap_hooks.py",
+    "sites.py",
+    "descriptor.py",
+    "columns.py",
+)
 ON_DEVICE += ("reference.py", "distiller.py", "norm.py", "launches.py")
 IN_PLACE_OF_VLLMS_OWN = {"BlockKeys.__call__"}
 """vLLM asks a hasher for each request of each step; ours compares two numbers then, as its does."""

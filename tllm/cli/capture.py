@@ -132,10 +132,9 @@ def _done(job: Job) -> set[str]:
 
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
-    from vllm.exceptions import VLLMClientError
-
     from tllm import SamplingParams
     from tllm.consumers.capture.filesystem import FilesystemConsumer
+    from tllm.engine.front import REFUSALS
     from tllm.engine.options import CHEAP_POINTS
 
     spec = CaptureSpec.parse(job.capture, "capture")
@@ -166,7 +165,7 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
                 )
                 try:
                     llm.enqueue(prompt, params, use_tqdm=False)
-                except (ValueError, VLLMClientError) as error:
+                except REFUSALS as error:
                     refused.append(f"{name} was refused: {error}")
             outputs = llm.wait_for_completion(use_tqdm=False)
             accepted += len(outputs)

@@ -55,6 +55,9 @@ uses(
 )
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
 
+REFUSALS = (ValueError, VLLMClientError)
+"""What is raised for a request that cannot be served as it is."""
+
 
 class RefusedError(VLLMClientError, ValueError):
     """What a request asks is not possible. vLLM hands it on to the caller as it is."""
