@@ -61,13 +61,13 @@ _SLIDING = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
 }
+_BY_LAYER = {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 32}
 _GEMMA3N = (
     _BASE
     | _HEAD_DIM
-    | _SLIDING
+    | _BY_LAYER
     | {
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 32,
+        "sliding_window": WINDOW,
         # The last layer has the keys and values of the one before.
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
         "num_kv_shared_layers": 1,
@@ -268,16 +268,7 @@ _QWEN3_VISION = {
     "num_position_embeddings": 16,
 }
 
-_GEMMA4 = (
-    _BASE
-    | _HEAD_DIM
-    | _SLIDING
-    | {
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 32,
-        "per_layer_config": {},
-    }
-)
+_GEMMA4 = _BASE | _HEAD_DIM | _SLIDING | _BY_LAYER | {"per_layer_config": {}}
 
 SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     # Only the survey runs these.

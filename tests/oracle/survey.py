@@ -353,7 +353,8 @@ at `attn_in` and its branch at `attn_out`. Where an architecture has one mixer a
 the points of attention or those of the MLP. Gemma 3n carries several streams, and its blocks
 compute with one of them, the active one: `embed`, `pre_attn` and `post_block` are that stream as it
 enters and leaves a block. The others begin as projections of the same embedding, and the final norm
-reads all of them, so that `lens` and the `freeze` of sweeps are refused.
+reads all of them, so that `lens`, the `freeze` of sweeps and ESamp guided by `post_block` are
+refused.
 
 This page is written by `python -m tests.oracle.survey`: tiny random models of three layers, served
 in one mixed batch, against `transformers` with forward hooks, one request at a time. Compared are

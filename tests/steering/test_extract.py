@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
-from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -240,7 +239,7 @@ def test_what_cannot_be_extracted_is_refused(llm: LLM, options: dict[str, Any], 
 
 
 def test_an_engine_whose_calls_are_awaited_is_refused():
-    engine = Mock(spec=tllm.AsyncLLM)
+    engine = tllm.AsyncLLM.__new__(tllm.AsyncLLM)  # that it is one is all that is looked at
     for ask in (
         lambda: extract(engine, HAPPY[:2], SAD[:2]),
         lambda: fit_probe(engine, HAPPY[:2], SAD[:2]),
