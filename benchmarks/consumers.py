@@ -44,7 +44,8 @@ class EveryRow(Consumer):
 
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         self.rows += self.layers * len(bundle.meta)
-        self.total += bundle.entries[f"layer{self.layers - 1}"][0].double().norm()
+        row = bundle.entries[f"layer{self.layers - 1}"][0]
+        self.total += torch.linalg.vector_norm(row, dtype=torch.float64)
 
     def read_stats(self) -> Mapping[str, Any]:
         return {"rows": self.rows, "sum_of_norms": float(self.total)}

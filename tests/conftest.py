@@ -42,6 +42,8 @@ os.environ |= {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": str(int(RUNNER == "v2")),
 }
+if HAS_GPU:  # to have asked for it is enough for CUDA to refuse a process that is forked from here
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 pytest_plugins = ["tiny_engines"]

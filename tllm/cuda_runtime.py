@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tllm.cuda_streams import current_stream
+
 _DEVICE_TO_HOST = 2
 _PORTABLE = 1
 
@@ -80,7 +82,7 @@ def rows_to_host(source: torch.Tensor, target: torch.Tensor) -> None:
         ctypes.c_size_t(width),
         ctypes.c_size_t(len(source)),
         _DEVICE_TO_HOST,
-        ctypes.c_void_p(torch.cuda.current_stream(source.device).cuda_stream),
+        ctypes.c_void_p(current_stream(source.device).cuda_stream),
     )
     if _failed(status):
         raise RuntimeError(f"CUDA error {status} where rows are copied to the host")

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from tllm.consumers.base import Consumer
+from tllm.cuda_streams import current_stream
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -87,12 +89,12 @@ class LoggingConsumer(Consumer):
         ]
 
     # Buffers made in inference mode can only be written in it; the delivery thread is not in it.
-    @torch.inference_mode()
+    @in_inference_mode
     def start(self, ctx: ConsumerContext) -> None:
         """Allocate the sums."""
         self._tables = _Tables(len(self._layers), ctx.device)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Add the rows of one layer in one phase."""
         assert self._tables is not None
@@ -120,7 +122,7 @@ class LoggingConsumer(Consumer):
                     *(figures["rows"], figures["mean_norm"], figures["max_norm"]),
                 )
 
-    @torch.inference_mode()
+    @in_inference_mode
     def read_stats(self) -> Mapping[str, Any]:
         """`{"layers": {layer: {phase: {"rows", "mean_norm", "max_norm"}}}}`; waits for the device.
 
@@ -174,7 +176,7 @@ class _Tables:
             self._sums[layer, phase] += norms.sum(dtype=torch.float64)
             torch.maximum(self._largest[layer, phase], norms.max(), out=self._largest[layer, phase])
             if self._added is not None:
-                self._added.record()
+                self._added.record(current_stream(self._sums.device))
 
     def snapshot(self, wait: bool = False) -> dict[str, torch.Tensor]:
         """Copies of all three, taken between two additions; on the device unless `wait`."""

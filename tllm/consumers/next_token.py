@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.base import Consumer
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -156,7 +157,7 @@ class NextTokenConsumer(Consumer):
         self.bytes_out = 0
         self.bundles = 0
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Normalise the rows that are asked for, and send them off."""
         if not self._answers:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.base import Consumer
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -71,7 +72,7 @@ class PatchRunsConsumer(Consumer):
         self._running: dict[int, _RunningRows] = {}
         self._ended: dict[str, tuple[tuple[Place, ...], torch.Tensor]] = {}
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Copy what lies in the ring."""
         rows, meta = bundle.entries["rows"], bundle.meta
@@ -86,7 +87,7 @@ class PatchRunsConsumer(Consumer):
             seen.positions.append(meta.positions[own])
             seen.pieces.append(piece)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """Keep what was seen, if all of it was."""
         seen = self._running.pop(request.slot, None)

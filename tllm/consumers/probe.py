@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tllm.consumers.base import Consumer
 from tllm.consumers.token_rows import TokenRows
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -79,7 +80,7 @@ class ProbeConsumer(Consumer):
         """On a thread of its own: the engine never waits for a score."""
         return [ConsumerFlow(reads=[self._read], window="background", delivery="device_lease")]
 
-    @torch.inference_mode()
+    @in_inference_mode
     def start(self, ctx: ConsumerContext) -> None:
         """Put the weights where the activations are."""
         if self._weight.shape[-1] != ctx.model.hidden_size:
@@ -95,7 +96,7 @@ class ProbeConsumer(Consumer):
         """Its scores may be asked for while it runs."""
         self._scores.begin(request)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Score the rows; only this thread waits for them."""
         rows = bundle.entries["hidden"].float()

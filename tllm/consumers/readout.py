@@ -12,6 +12,7 @@ import torch
 
 from tllm.consumers.base import Consumer
 from tllm.consumers.token_rows import TokenRows
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -111,7 +112,7 @@ class ReadoutConsumer(Consumer):
         """What is found may be asked for while it runs."""
         self._found.begin(request)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Compute, and send what was found to the host."""
         found = self.read_out(bundle.entries["rows"], bundle.reads[0].places)

@@ -13,6 +13,7 @@ import torch
 
 from tllm.consumers.base import Consumer
 from tllm.consumers.token_rows import TokenRows
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -118,7 +119,7 @@ class SignalsConsumer(Consumer):
         self._requests: Sequence[RequestInfo] = ()
         self._width = 0
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Keep what the conditions of these requests gave, and send it off every few steps."""
         meta = bundle.meta

@@ -7,7 +7,6 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from tllm.cuda_streams import CurrentStream, current_stream
 from tllm.ports import PortBundle, RequestInfo, RowMeta
 from tllm.runtime.batch import Frame, ProgramRows, together
 from tllm.runtime.columns import DECODE, PREFILL
@@ -210,7 +210,7 @@ class Dispatcher:
 
             def job() -> None:
                 # Rows that wait were copied on this stream, and no other one waits for it.
-                with nullcontext() if side is None else torch.cuda.stream(side):
+                with CurrentStream(side):
                     work()
 
             flow.owner.thread.submit(job)
@@ -220,13 +220,13 @@ class Dispatcher:
         else:
             work()
 
-    def _on_side_stream(self, owner: BoundConsumer) -> AbstractContextManager[Any]:
+    def _on_side_stream(self, owner: BoundConsumer) -> CurrentStream:
         side, ready = owner.side, owner.side_follows
         if side is None or ready is None:
-            return nullcontext()
-        ready.record(torch.cuda.current_stream(self._device))
+            return CurrentStream(None)
+        ready.record(current_stream(self._device))
         side.wait_event(ready)
-        return torch.cuda.stream(side)
+        return CurrentStream(side)
 
     def _deliver_on_side_stream(self, flow: BoundFlow, frame: Frame, rows: _Rows) -> None:
         if flow.owner.side is None:
@@ -242,14 +242,14 @@ class Dispatcher:
         side = owner.side
         if side is not None:
             ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(self._device))
+            ready.record(current_stream(self._device))
 
         def job() -> None:
             try:
                 if side is None:
                     self._deliver(flow, frame, rows)
                 else:
-                    with torch.cuda.stream(side):
+                    with CurrentStream(side):
                         side.wait_event(ready)
                         self._deliver(flow, frame, rows)
                         self._fence(frame.span)
@@ -261,7 +261,7 @@ class Dispatcher:
     def _fence(self, span: Span | None) -> None:
         if span is not None and self._device.type == "cuda":
             event = torch.cuda.Event()
-            event.record()
+            event.record(current_stream(self._device))
             span.fences.append(event)
 
     @staticmethod
@@ -423,7 +423,7 @@ class Dispatcher:
     ) -> torch.Tensor:
         """Rows of a tensor that was allocated on the compute stream, on the current one."""
         if tensor.is_cuda and flow.leaves_stream:
-            tensor.record_stream(torch.cuda.current_stream(self._device))
+            tensor.record_stream(current_stream(self._device))
         if not isinstance(where, slice):
             return tensor[self._on_device(where)]
         rows = tensor[where]

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from tllm.cuda_streams import current_stream
 from tllm.ports import (
     Action,
     Candidates,
@@ -371,8 +372,8 @@ class Context(ConsumerContext):
 
     @property
     def stream(self) -> torch.cuda.Stream | None:  # type: ignore[override]
-        """Found out when it is asked for: that costs as much as a launch."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        """Found out when it is asked for."""
+        return current_stream(self.device) if self.device.type == "cuda" else None
 
     def at(self, step: int) -> Context:
         """The context of the calls of a step. Nothing changes in it any more."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tllm.cuda_streams import current_stream
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.transfer import upload
@@ -61,7 +62,7 @@ class Program:
         if taps == self.taps:
             return rows
         # What one stream has uploaded another may not have yet.
-        stream = torch.cuda.current_stream(rows.device).cuda_stream if rows.is_cuda else 0
+        stream = current_stream(rows.device).cuda_stream if rows.is_cuda else 0
         place = self._places.get((taps, stream))
         if place is None:
             offsets = [self.ring_offsets[tap] for tap in taps]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tllm.inference_mode import in_inference_mode
 from tllm.runtime.columns import IntArray
 from tllm.runtime.latches import NEVER, Latch, Latches
 from tllm.runtime.mlp_score import mlp_score
@@ -104,7 +105,7 @@ class PromptMeans:
             at = upload(np.array(again, np.int64), self._device)
             self._latches.tables[2].index_fill_(0, at, 0.0)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def judge(self) -> None:
         """Behind the forward pass, on its stream. Safe to call again."""
         if not self._ended:

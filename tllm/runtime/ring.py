@@ -67,6 +67,10 @@ class Ring:
         overflow: `block` waits for readers, `drop` gives up the step's rows (the caller counts).
         on_move: told the new tensor whenever the ring is reallocated.
         make_progress: called while blocked, to let readers on the same thread finish.
+
+    Attributes:
+        arena: the tensor.
+        capacity: rows that it holds now.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Ring:
         self._retired: list[tuple[torch.Tensor, list[Span]]] = []
         self._head = 0
         self.arena: torch.Tensor
+        self.capacity: int
         self._allocate(rows)
 
     def _allocate(self, rows: int) -> None:
@@ -99,15 +104,10 @@ class Ring:
         arena = torch.empty((rows, self._hidden_size), dtype=self._dtype, device=self._device)
         if self._spans:
             self._retired.append((self.arena, list(self._spans)))
-        self.arena = arena
+        self.arena, self.capacity = arena, rows
         self._spans.clear()
         self._head = 0
         self._on_move(self.arena)
-
-    @property
-    def capacity(self) -> int:
-        """Rows the ring holds now."""
-        return self.arena.shape[0]
 
     @property
     def in_use(self) -> int:
@@ -129,7 +129,7 @@ class Ring:
         start: int | None = None
         while spans and spans[0].free:
             spans.popleft()
-        if not spans and rows <= len(self.arena):
+        if not spans and rows <= self.capacity:
             start = 0  # of nearly every step
         while start is None and (start := self._find(rows)) is None:
             if self.capacity < self._max_rows:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tllm.inference_mode import in_inference_mode
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.columns import Column
@@ -396,7 +397,7 @@ class Steps:
         if self._frame is not None:
             self._complete(self._frame)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def _complete(self, frame: Frame) -> None:
         if frame.undecided:  # the engine raised before it was known: no draft is anybody's
             assert frame.batch.drafts is not None

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tllm.cuda_runtime import rows_to_host
+from tllm.cuda_streams import current_stream
 from tllm.ports import HostTensor
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class PinnedCopy(HostTensor):
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)
         self._fence = torch.cuda.Event()
-        self._fence.record()
+        self._fence.record(current_stream(tensor.device))
 
     @property
     def arrived(self) -> bool:
@@ -75,7 +76,7 @@ class CopyInto(HostTensor):
             return
         rows_to_host(tensor.contiguous(), target)
         self._fence = torch.cuda.Event()
-        self._fence.record()
+        self._fence.record(current_stream(tensor.device))
 
     def wait(self) -> torch.Tensor:
         if self._fence is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tllm.cuda_streams import current_stream
 from tllm.ports import RequestInfo, ResidualWriter
 from tllm.runtime.columns import Column
 from tllm.runtime.slots import Slots
@@ -75,7 +76,7 @@ class Additions:
     def _current_stream(self) -> torch.cuda.Stream | None:
         if self._taps.device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self._taps.device)
+        return current_stream(self._taps.device)
 
     def add_writer(self, tap: TapKey, phases: tuple[int, ...]) -> TapWriter:
         """A writer for one declared `ResidualStream.write`."""

@@ -9,7 +9,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +22,8 @@ from tllm.consumers.capture.activations import Activations, CapturedRows, Reduce
 from tllm.consumers.capture.host_rows import Chunk, HostRows
 from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
+from tllm.cuda_streams import CurrentStream
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
@@ -192,7 +193,7 @@ class Capturing(Consumer):
                 self._prompt_lens[sequence_key(request)] = request.prompt_len
 
     # Tables made in inference mode can only be written in it.
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Send rows to the host, or reduce them here; on the side stream."""
         meta, rows = bundle.meta, bundle.entries["rows"]
@@ -279,7 +280,7 @@ class Capturing(Consumer):
             )
         return found
 
-    @torch.inference_mode()
+    @in_inference_mode
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Future[Any] | None:
         """A promise: the rows are still under way."""
         spec = self._specs.pop(sequence_key(request), None)
@@ -292,7 +293,7 @@ class Capturing(Consumer):
         if self._landing is not None:
             self._landing.forget()
         tensors: dict[str, torch.Tensor] = {}
-        with _on(ctx.side_stream()):
+        with CurrentStream(ctx.side_stream()):
             table = self._reductions.get((spec.kept[0], places))
             if table is not None:
                 ending.taken = taken = table.take(request, ctx)
@@ -521,7 +522,3 @@ def _label(spec: CaptureSpec) -> str:
 
 def _half_of_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-    return nullcontext() if stream is None else torch.cuda.stream(stream)

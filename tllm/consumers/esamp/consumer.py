@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-
 from tllm.consumers.base import Consumer
 from tllm.consumers.esamp.config import ESampConsumerConfig, RequestOptions
 from tllm.consumers.esamp.worker import ESampWorker
+from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     Candidates,
     ConsumerContext,
@@ -81,7 +80,7 @@ class ESampConsumer(Consumer):
         RequestOptions.parse(options)
 
     # Buffers made in inference mode can only be written in it, whatever the engine does.
-    @torch.inference_mode()
+    @in_inference_mode
     def start(self, ctx: ConsumerContext) -> None:
         """Allocate the bank, unless this is a pipeline rank without the LM head. Raises
         `ValueError` where what distillers predict cannot be brought to the LM head."""
@@ -100,7 +99,7 @@ class ESampConsumer(Consumer):
                 "guide=False and a target_site other than lm_head_in"
             )
 
-    @torch.inference_mode()
+    @in_inference_mode
     def on_weights_changed(self, ctx: ConsumerContext) -> None:
         """Distillers go on learning, through the new norm."""
         if self._worker is not None:
@@ -111,7 +110,7 @@ class ESampConsumer(Consumer):
         if self._worker is not None:
             self._worker.join(request)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Predict with the rows of the first flow, if it guides; train with the others."""
         if self._worker is None:
@@ -124,7 +123,7 @@ class ESampConsumer(Consumer):
         else:
             self._worker.train(bundle)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def guide(self, candidates: Candidates, ctx: ConsumerContext) -> None:
         """Adds `beta * (l - d)`, d being the logits of the predictions made in this step."""
         if self._worker is not None:
@@ -149,7 +148,7 @@ class ESampConsumer(Consumer):
         if self._worker is not None:
             self._worker.synchronize()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def read_stats(self) -> Mapping[str, Any]:
         """See `doc/reference/esamp-usage.md` for what each figure counts."""
         return self._worker.read_stats() if self._worker is not None else {}

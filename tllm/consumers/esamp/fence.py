@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from tllm.cuda_streams import current_stream
+
 
 class Fence:
     """Keeps readers and writers of the weights apart, on the device only.
@@ -21,12 +23,12 @@ class Fence:
     def wait_for_training(self) -> None:
         """What the current stream does next sees the last training step."""
         if self._trained is not None:
-            self._trained.wait()
+            self._trained.wait(current_stream(self._device))
 
     def trained(self) -> None:
         """The current stream's work so far includes a training step."""
         if self._trained is not None:
-            self._trained.record()
+            self._trained.record(current_stream(self._device))
 
     def synchronize(self) -> None:
         """Make the host wait for both."""

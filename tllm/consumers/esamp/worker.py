@@ -22,6 +22,7 @@ from tllm.consumers.esamp.passes import DeviceBlocks, to_device, upload
 from tllm.consumers.esamp.plan import Block, BlockShape, IntArray, plan_blocks
 from tllm.consumers.esamp.slots import UNGUIDED, Lease, SlotTable
 from tllm.consumers.esamp.stats import Statistics
+from tllm.cuda_streams import CurrentStream
 from tllm.ports import Candidates, ConsumerContext, ModelView, PortBundle, RequestInfo, RowMeta
 
 
@@ -259,7 +260,7 @@ class ESampWorker:
             self._bank.predict(rows, blocks, torch.empty_like(rows))
         torch.cuda.synchronize(self._device)
         if self._config.train:
-            with torch.cuda.stream(ctx.side_stream()):
+            with CurrentStream(ctx.side_stream()):
                 self._bank.train(rows, rows, blocks)
         torch.cuda.synchronize(self._device)
 
