@@ -17,8 +17,10 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import SyncMPClient
+from vllm.v1.engine.core_client import BackgroundResources, SyncMPClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tllm.engine.seams import uses
 
@@ -34,6 +36,16 @@ uses(
     "_send_input",
     "a call of the workers is sent without waiting for its answer",
     takes="request_type request",
+)
+uses(
+    "vllm.v1.engine.core_client",
+    "BackgroundResources",
+    "a call of the workers ends when the engine's process does, if workers outlive it",
+)
+uses(
+    "vllm.v1.engine.utils",
+    "CoreEngineProcManager",
+    "a call of the workers ends when the engine's process does, if workers outlive it",
 )
 uses("vllm.v1.engine.core_client.DPAsyncMPClient", "core_engines", "calls reach every replica")
 uses(
@@ -66,6 +78,8 @@ def ask_workers(engine: LLMEngine, method: str, args: tuple[Any, ...]) -> Callab
                 return list(answers.result(_LOOK_EVERY_S))
             except NotYet:
                 client.ensure_alive()
+                if _ended(client.resources):
+                    raise EngineDeadError from None
 
     return wait
 
@@ -79,7 +93,7 @@ async def ask_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) 
     try:
         # vLLM lets these calls wait for ever when the engine's process dies.
         while not (await asyncio.wait({answers}, timeout=_LOOK_EVERY_S))[0]:
-            if engine.errored:
+            if engine.errored or _ended(engine.engine_core.resources):
                 raise engine.dead_error
         try:
             return answers.result()
@@ -111,3 +125,15 @@ async def _goes_down(engine: AsyncLLM, within_s: float = 5.0) -> bool:
     while not engine.errored and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return bool(engine.errored)
+
+
+def _ended(resources: BackgroundResources) -> bool:
+    """Whether a process of the engine has ended.
+
+    vLLM waits for the end of a pipe that workers which are forked hold open too, until they end
+    themselves. After a pipeline stage on a GPU lost the other, NCCL kept them from it.
+    """
+    manager = resources.engine_manager
+    return isinstance(manager, CoreEngineProcManager) and not all(
+        process.is_alive() for process in manager.processes
+    )
