@@ -1023,11 +1023,15 @@ class Variant:
     def config(self, name: str) -> tuple[str, dict[str, Any]]:
         """transformers' model_type, and its config."""
         model_type, values = (CONFIGS | SURVEYED)[name]
-        changed = {key: self.width * values[key] for key in _WIDTHS if key in values}
+        changed = {key: self._wider(values[key]) for key in _WIDTHS if key in values}
         if self.dtype != torch.float32:
             # Every expert: which of two nearly equal ones is chosen would hang on rounding.
             changed |= dict.fromkeys(values.keys() & _CHOSEN_EXPERTS, 4)
         return model_type, values | changed
+
+    def _wider(self, size: int | list[int]) -> int | list[int]:
+        """Of all layers, or of each."""
+        return [self.width * each for each in size] if isinstance(size, list) else self.width * size
 
 
 _CHOSEN_EXPERTS = {"num_experts_per_tok", "moe_topk", "moe_k"}
