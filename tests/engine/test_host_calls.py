@@ -143,9 +143,9 @@ def remembering(seed):
 CASES = {
     "idle": (nothing, None, 27),
     "steered": (steered, None, 32),
-    "conditions": (condition, None, 67),
-    "conditions that remember": (remembering, None, 68),
-    "conditions that stop": (stopping, None, 78),
+    "conditions": (condition, None, 53),
+    "conditions that remember": (remembering, None, 54),
+    "conditions that stop": (stopping, None, 64),
     "every layer read": (nothing, lambda: EveryRow(LAYERS), 54),
     "one layer to memory": (captured, None, 62),
     "ESamp": (nothing, lambda: ESampConsumer(ESampConsumerConfig(width=16, rank=8)), 79),

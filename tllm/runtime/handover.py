@@ -14,8 +14,9 @@ from tllm.runtime.columns import DECODE
 from tllm.runtime.flows import BoundFlow, Roles
 from tllm.runtime.lent_rows import LentRows, apart
 from tllm.runtime.slots import Slots
+from tllm.spec.conditions import MAX_GATES
 
-_PLAIN_PORTS = {"residual_stream", "request_meta"}
+_PLAIN_PORTS = {"residual_stream", "request_meta", "signals"}
 
 
 class Handover:
@@ -36,10 +37,13 @@ class Handover:
         self.rows = group.total
         self._flow = flow
         self._group, self._slots = group, slots
+        self._device = flow.owner.context.device
         self._known = flow.owner.forgotten
         self._requests, self._index = group.owners(flow.owner, slots)
         self._parts: dict[Roles, torch.Tensor] = {}
         self._described = [r for r, (port, _) in flow.gathered.items() if port == "request_meta"]
+        self._signalled = [r for r, (port, _) in flow.gathered.items() if port == "signals"]
+        self._signals: torch.Tensor | None = None  # of which the parts are
         for roles, (port, taps) in flow.gathered.items():
             if port == "residual_stream":
                 assert own.tensor is not None
@@ -48,7 +52,7 @@ class Handover:
         self._lends = spec.delivery == "device_lease"
         self._views: dict[str, torch.Tensor] = {}
         self._entries: Mapping[str, Any] | None = None
-        if self._lends and not self._described:
+        if self._lends and not (self._described or self._signalled):
             self._entries = self._lent({})
         self._key: Mapping[str, Any] = MappingProxyType(
             {"phase": "decode"} if "phase" in spec.bundle_key else {}
@@ -70,6 +74,10 @@ class Handover:
         for port, taps in flow.gathered.values():
             if port not in _PLAIN_PORTS or not program.has_together(taps):
                 return None
+            if port == "signals" and (
+                flow.leaves_stream or not isinstance(own[0].group.place, slice)
+            ):
+                return None
         return Handover(flow, own[0], slots)
 
     def bundle(self, frame: Frame) -> PortBundle:
@@ -81,12 +89,24 @@ class Handover:
             self._requests, self._index, frame.batch.starts, self._group.sequences, frame.step
         )
         entries, key, flow = self._entries, self._key, self._flow
+        if self._signalled and (frame.signals is None or frame.signals is not self._signals):
+            self._find_signals(frame.signals)
         if entries is None:
             said = dict.fromkeys(self._described, meta)
             entries = self._lent(said) if self._lends else self._own(said)
         if self._numbered:
             key = {"engine_step_id": frame.step, **key}
         return PortBundle(entries, meta, key, flow.number, flow.flow.label, flow.reads)
+
+    def _find_signals(self, signals: torch.Tensor | None) -> None:
+        """The rows of what conditions gave, which lie in one tensor from the first condition on; no
+        numbers where another pipeline stage judges."""
+        self._signals = signals
+        if signals is None:
+            part = torch.full((self.rows, 2, MAX_GATES), torch.nan, device=self._device)
+        else:
+            part = signals[self._group.place]
+        self._parts.update(dict.fromkeys(self._signalled, part))
 
     def _lent(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
         """Entries that are rows of the ring; each is made a view once."""
