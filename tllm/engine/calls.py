@@ -78,7 +78,7 @@ def ask_workers(engine: LLMEngine, method: str, args: tuple[Any, ...]) -> Callab
                 return list(answers.result(_LOOK_EVERY_S))
             except NotYet:
                 client.ensure_alive()
-                if _ended(client.resources):
+                if has_ended(client.resources):
                     raise EngineDeadError from None
 
     return wait
@@ -93,7 +93,7 @@ async def ask_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) 
     try:
         # vLLM lets these calls wait for ever when the engine's process dies.
         while not (await asyncio.wait({answers}, timeout=_LOOK_EVERY_S))[0]:
-            if engine.errored or _ended(engine.engine_core.resources):
+            if engine.errored or has_ended(engine.engine_core.resources):
                 raise engine.dead_error
         try:
             return answers.result()
@@ -127,7 +127,7 @@ async def _goes_down(engine: AsyncLLM, within_s: float = 5.0) -> bool:
     return bool(engine.errored)
 
 
-def _ended(resources: BackgroundResources) -> bool:
+def has_ended(resources: BackgroundResources) -> bool:
     """Whether a process of the engine has ended.
 
     vLLM waits for the end of a pipe that workers which are forked hold open too, until they end
