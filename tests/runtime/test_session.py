@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
+from tllm.runtime import dispatch
 from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
 from tllm.runtime.session import Session
@@ -883,7 +884,7 @@ def test_rows_that_wait_for_an_nth_step_are_flushed_on_the_stream_they_were_copi
     engine.session.flush()
     assert list(consumer.seen.values()) == [[], []]  # of the prompt, and generated
     engine.step(a=1)
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(dispatch, "CurrentStream", on)
     monkeypatch.setattr(engine.session._consumers["positions"], "side", "its own")
     engine.session.flush()
     assert list(consumer.seen.values())[-1] == ["its own"]

@@ -8,14 +8,15 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-import vllm
+import msgspec
 from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from tllm.params import SamplingParams, plain
 from tllm.spec.request import EXTRA_ARG
 
 _SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
-_FIELDS = tuple(name for name in vllm.SamplingParams.__struct_fields__ if name != "extra_args")
+_FIELDS = tuple(name for name in VllmSamplingParams.__struct_fields__ if name != "extra_args")
 _values_of = attrgetter(*_FIELDS)
 _SEED = _FIELDS.index("seed")
 _MAX_KEPT = 1024
@@ -29,14 +30,14 @@ class CheckedParams:
     vLLM would make a deep copy of what it is given and check that, which takes as long as
     everything else that it does to take a request in. So it is made here, of vLLM's part alone,
     and vLLM is told that it has one. Parameters are flat but for a few fields; those whose flat
-    values are as others' were before, but for the seed, are not checked again, unless they bring
-    options for consumers. Of classes with fields of their own vLLM makes its own copy, as ever.
+    values are as others' were before, but for the seed, are not checked again. Of classes with
+    fields of their own vLLM makes its own copy, as ever.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[vllm.SamplingParams, list[str]]] = {}
+        self._known: dict[Any, tuple[VllmSamplingParams, list[str]]] = {}
 
-    def copy(self, params: vllm.SamplingParams, wire: Mapping[str, Any]) -> vllm.SamplingParams:
+    def copy(self, params: VllmSamplingParams, wire: Mapping[str, Any]) -> VllmSamplingParams:
         """A copy of vLLM's part that carries this. Raises what vLLM raises for parameters that are
         wrong."""
         theirs = params.extra_args or {}
@@ -44,7 +45,7 @@ class CheckedParams:
         key = _key(params) if len(extra_args) == 1 else None
         if key is None:
             own = plain(params) if type(params) is SamplingParams else copy.copy(params)
-            if type(own) is vllm.SamplingParams:
+            if type(own) is VllmSamplingParams:
                 own.extra_args = {name: theirs[name] for name in theirs if name != EXTRA_ARG}
                 own = copy.deepcopy(own)
                 extra_args = {**own.extra_args, EXTRA_ARG: wire}
@@ -53,8 +54,8 @@ class CheckedParams:
             own.__post_init__()
             return own
         known = self._known.get(key)
-        # Options of consumers are the user's own, too: vLLM looks at them in each request.
-        if known is not None and "consumers" not in wire:
+        # Options of consumers are the user's own, too.
+        if known is not None and _can_be_sent(wire.get("consumers")):
             own = _with_own(*known)
             own.extra_args = extra_args
             if own.seed is not None:
@@ -69,13 +70,23 @@ class CheckedParams:
             self._keep(key, own)
         return own
 
-    def _keep(self, key: Any, checked: vllm.SamplingParams) -> None:
+    def _keep(self, key: Any, checked: VllmSamplingParams) -> None:
         containers = _containers(checked)
         kept = _with_own(checked, containers)
         kept.extra_args = None
         if len(self._known) >= _MAX_KEPT:
             self._known.clear()  # threads may look meanwhile
         self._known[key] = kept, containers
+
+
+def _can_be_sent(options: Any) -> bool:
+    """Whether vLLM would find nothing wrong with a request's options: integers that its messages
+    cannot hold. Of what it cannot be sure here it is asked itself."""
+    try:
+        msgspec.msgpack.encode(options)
+    except (OverflowError, TypeError, ValueError):
+        return False
+    return True
 
 
 @lru_cache(maxsize=256)
@@ -86,9 +97,9 @@ def _places_of_containers(types: tuple[type, ...]) -> tuple[int, ...] | None:
     return tuple(i for i, kind in enumerate(types) if kind not in _SCALARS)
 
 
-def _key(params: vllm.SamplingParams) -> Any:
+def _key(params: VllmSamplingParams) -> Any:
     """What parameters are known by; None if they are not flat, or long."""
-    if type(params) not in (vllm.SamplingParams, SamplingParams):  # it may have fields of its own
+    if type(params) not in (VllmSamplingParams, SamplingParams):  # it may have fields of its own
         return None
     values = _values_of(params)
     types = tuple(map(type, values))
@@ -111,12 +122,12 @@ def _key(params: vllm.SamplingParams) -> Any:
     return types, tuple(flat)
 
 
-def _containers(params: vllm.SamplingParams) -> list[str]:
+def _containers(params: VllmSamplingParams) -> list[str]:
     """The fields of flat parameters that can be changed in place."""
     return [name for name in _FIELDS if type(getattr(params, name)) in (list, set)]
 
 
-def _with_own(params: vllm.SamplingParams, containers: list[str]) -> vllm.SamplingParams:
+def _with_own(params: VllmSamplingParams, containers: list[str]) -> VllmSamplingParams:
     """A copy that has these fields to itself."""
     own = copy.copy(params)
     for name in containers:

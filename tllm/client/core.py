@@ -16,8 +16,9 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import cloudpickle
-import vllm
+from vllm import PoolingParams as VllmPoolingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
@@ -344,7 +345,7 @@ class Client:
             yield from self._enter(asked.conversation, prepared)
         return prepared
 
-    def admit_now(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
+    def admit_now(self, params: VllmSamplingParams) -> VllmSamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
         nobody will look at, when all that is registered is known (`is_current`)."""
         try:
@@ -472,7 +473,7 @@ class Client:
         uses = self._uses(asked)
         if streamed and results and len(uses.unused) < len(self.consumers):
             uses.wants_tokens = True
-        generates = isinstance(params, vllm.SamplingParams)
+        generates = isinstance(params, VllmSamplingParams)
         check_acting(uses, generates=generates, streamed=streamed, generated=generated)
         groups, patch = changes
         stops, aborts = _ends(groups, params)
@@ -757,7 +758,7 @@ def _check_endings(asked: Asked, params: Any, *, streamed: bool) -> None:
     if not endings:
         return
     name = "stop_when" if endings.stop else "abort_when"
-    if not isinstance(params, vllm.SamplingParams):
+    if not isinstance(params, VllmSamplingParams):
         raise ValueError(f"{name} was given for pooling, which generates nothing; use generate()")
     if streamed:
         raise ValueError(
@@ -770,7 +771,7 @@ def _check_conversation(asked: Asked, params: Any, *, streamed: bool) -> None:
     """Refuse a conversation of a request of a kind that can have none."""
     if asked.conversation is None:
         return
-    if not isinstance(params, vllm.SamplingParams):
+    if not isinstance(params, VllmSamplingParams):
         raise ValueError(
             "conversation was given for pooling, which generates nothing; use generate()"
         )
@@ -848,7 +849,7 @@ def _ends(
     return stops, aborts
 
 
-def _pooled(params: Any, spec: RequestSpec) -> vllm.PoolingParams:
+def _pooled(params: Any, spec: RequestSpec) -> VllmPoolingParams:
     """A copy of pooling parameters that carries a spec."""
     own = (plain(params) if isinstance(params, PoolingParams) else params).clone()
     own.extra_kwargs = {**(own.extra_kwargs or {}), EXTRA_ARG: spec.to_wire()}
