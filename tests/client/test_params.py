@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import vllm
 
-from tllm import SamplingParams
+from tllm import PoolingParams, SamplingParams
 from tllm.client.checked_params import CheckedParams
 from tllm.params import asked_of
 
@@ -62,6 +63,25 @@ def test_metadata_that_cannot_travel_is_refused_by_name(metadata, says):
     assert "capture['filesystem']['metadata']" in str(refused.value)
     assert says in str(refused.value)
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (vllm.SamplingParams, "extra_args"),
+        (vllm.PoolingParams, "extra_kwargs"),
+        (SamplingParams, "extra_args"),
+        (PoolingParams, "extra_kwargs"),
+    ],
+)
+def test_what_is_asked_where_nobody_reads_it_is_refused(kind, place):
+    for field in ("stop_when", "capture", "patch"):
+        with pytest.raises(ValueError, match=rf"{place}\['{field}'\] was given.*give {field}="):
+            asked_of(kind(**{place: {field: None}}))
+    asked_of(kind(**{place: {"a_processor_of_the_users": 1}}))
+    if kind in (SamplingParams, PoolingParams):
+        with pytest.raises(ValueError, match=rf"{place}\['tllm'\] was given with tllm's class"):
+            asked_of(kind(**{place: {"tllm": {"consumers": {}}}}))
 
 
 # -- shared by threads -----------------------------------------------------------------------------
