@@ -315,6 +315,11 @@ def test_one_row_a_layer(tmp_path: Path, write: Writer):
     assert_adds(load(path), dict(enumerate(rows)))
     assert_adds(load(path, layers=[10, 11, 13, 12]), dict(zip((10, 11, 13, 12), rows, strict=True)))
     assert_adds(load(path).select([2]), {2: rows[2]})
+    counted = load(path)
+    assert counted.num_layers == counted.select([2]).scaled(2.0).num_layers == 4
+    assert load(counted.save(tmp_path / "again")).num_layers == 4
+    assert {entry.num_layers for entry in Tiers.parse(vectors=counted)} == {4}
+    assert load(path, layers=[10, 11, 13, 12]).num_layers is None
     with pytest.raises(ValueError, match=r"4 vectors that say no layer.*2 entries"):
         load(path, layers=[0, 1])
 

@@ -42,11 +42,14 @@ class SteeringModule:
             every part of tLLM takes. Hook points have their canonical names, layers count from 0.
         source: where the vectors are from: a path, or how they were made.
         metadata: what is known about them, as plain JSON values.
+        num_layers: how many layers the model must have: the vectors were rows that say no layer,
+            one for each. None where their layers were named.
     """
 
     vectors: Vectors
     source: str = "given"
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         # Checked here and not only in the readers: a module is often put together by hand.
@@ -147,8 +150,10 @@ class SteeringModule:
         return Path(path)
 
     def _header(self) -> dict[str, Any]:
+        counted = {} if self.num_layers is None else {"num_layers": self.num_layers}
         return {
             "version": FORMAT_VERSION,
+            **counted,
             "source": self.source,
             "metadata": dict(self.metadata),
             "scales": {
@@ -207,7 +212,9 @@ def from_header(
         for point, layers in vectors.items()
     }
     if "extracted" not in header:
-        return SteeringModule(scaled, header["source"], header["metadata"])
+        return SteeringModule(
+            scaled, header["source"], header["metadata"], header.get("num_layers")
+        )
     extracted = header["extracted"]
     return ExtractedModule(
         scaled,
