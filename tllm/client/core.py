@@ -553,8 +553,10 @@ class Client:
             for flow in self._flows[name]:
                 _check_media(flow, {}, field)
                 uses.add(flow, field)
+            own = consumer.place_argument
+            places = f"{own} of consumer {name!r}" if own else f"{field}['hooks']"
             for flow in consumer.request_flows(chosen, self.facts.points.num_layers):
-                self._check_places(flow, field)
+                self._check_places(flow, places)
                 _check_media(flow, chosen, field)
                 uses.add(flow, field)
         return uses
@@ -567,7 +569,7 @@ class Client:
             try:
                 self.facts.points.check(HookPoint(site), layer)
             except ValueError as error:
-                raise ValueError(f"{field}['hooks']: {error}") from None
+                raise ValueError(f"{field}: {error}") from None
         if len(self._placed) >= _MAX_PLACED:
             self._placed.clear()
         self._placed.add(flow.kind)

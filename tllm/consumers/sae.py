@@ -13,6 +13,7 @@ from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint
 from tllm.spec.probes import FeatureProbe
+from tllm.spec.reading import hook_named
 
 _CHUNK_BYTES = 64 * 2**20
 """Activations that are there at once: vLLM's memory profile knows nothing of us."""
@@ -68,7 +69,7 @@ class SaeConsumer(ReadoutConsumer):
                 "here; give the layer= and site= that it is to read"
             )
         trained_site, trained_layer = own or (site, layer)
-        point = HookPoint.parse(site or trained_site or "")
+        point = hook_named(site or trained_site or "", "site")
         self._place = point.value, trained_layer if layer is None else layer
         self._features = _listed(features, config.d_sae)
         if self._features is not None and top_k is not None:
