@@ -378,6 +378,11 @@ def test_a_number_too_large_for_float32_is_refused(tmp_path: Path):
 def test_npy_files(tmp_path: Path):
     np.save(tmp_path / "one.npy", vector(0))
     assert_adds(load(tmp_path / "one.npy", layers=2), {2: vector(0)})
+    np.savez(tmp_path / "unnamed.npz", vector(3))
+    assert_adds(load(tmp_path / "unnamed.npz", layers=3), {3: vector(3)})
+    np.savez(tmp_path / "two.npz", vector(3), vector(4))
+    with pytest.raises(ValueError, match="has the key 'arr_0', which says no layer"):
+        load(tmp_path / "two.npz")
     np.save(tmp_path / "many.npy", np.stack([vector(0), vector(1)]))
     assert_adds(load(tmp_path / "many.npy"), {0: vector(0), 1: vector(1)})
 
