@@ -398,6 +398,22 @@ def test_a_mean_is_put_at_any_position(llm, reference):
 
 
 @pytest.mark.usefixtures("nothing_kept")
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ({}, "rows is {}; give"),
+        ({"post_block": {}}, r"rows\['post_block'\] is empty; give {layer: row}"),
+        ({"post_block": {1: [1.0] * HIDDEN}, "mlp_out": {}}, r"rows\['mlp_out'\] is empty"),
+        ({"zz": {1: [1.0] * HIDDEN}}, "rows: unknown hook point 'zz'"),
+    ],
+)
+def test_means_that_say_nothing_are_refused(llm, rows, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        llm.patching.register_mean("m", rows)
+    assert llm.patching.kept() == {}
+
+
+@pytest.mark.usefixtures("nothing_kept")
 def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
     [prompt] = prompts_of([12])
     run = llm.patching.run(prompt, hooks="post_block", layers=0, name="run")

@@ -22,7 +22,7 @@ from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.patching import KEPT, KeptRows
-from tllm.spec.reading import FloatArray, numeric_array, whole_number
+from tllm.spec.reading import FloatArray, hook_named, numeric_array, whole_number
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -443,9 +443,11 @@ class PatchingControl:
             raise ValueError(f"rows is {rows!r:.60}; give {{hook: {{layer: row}}}}")
         facts = self._client.facts
         for hook, layers in rows.items():
-            point = HookPoint.parse(hook)
+            point = hook_named(hook, "rows")
             if point.has_layer and not isinstance(layers, Mapping):
                 raise ValueError(f"rows[{hook!r}] is {type(layers).__name__}; give {{layer: row}}")
+            if point.has_layer and not layers:
+                raise ValueError(f"rows[{hook!r}] is empty; give {{layer: row}}, or leave it out")
             for layer, row in layers.items() if point.has_layer else [(None, layers)]:
                 point, at = facts.points.check(point, layer)
                 with np.errstate(over="ignore"):
