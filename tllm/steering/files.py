@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 from tllm.steering.formats import gguf, sae
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
@@ -89,7 +90,7 @@ def load(
     source = f"repeng {path.model_type}" if isinstance(path, ControlVector) else str(path)
     with _said_of(source):
         wanted = None if layers is None else _layer_list(layers)
-        point = None if hook is None else HookPoint.parse(hook)
+        point = None if hook is None else hook_named(hook, "hook")
         read = _read(path, point, wanted, normalize, features)
         vectors = {} if isinstance(read, SteeringModule) else _arranged(read, point, wanted)
     if isinstance(read, SteeringModule):

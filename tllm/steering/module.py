@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, hook_named, numeric_array
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1
@@ -69,7 +69,7 @@ class SteeringModule:
         entries: dict[int, VectorEntry] = {
             layer: {"vector": direction, "scale": scale} for layer, direction in directions.items()
         }
-        return cls({str(HookPoint.parse(hook)): entries}, source, dict(metadata or {}))
+        return cls({str(hook_named(hook, "hook")): entries}, source, dict(metadata or {}))
 
     @property
     def hidden_size(self) -> int:
@@ -90,7 +90,7 @@ class SteeringModule:
         """
         vectors = self.vectors
         if hook is not None:
-            point = str(HookPoint.parse(hook))
+            point = str(hook_named(hook, "hook"))
             if point not in vectors:
                 raise ValueError(
                     f"{self.source} has no vectors for hook={point!r}; it has {', '.join(vectors)}"
