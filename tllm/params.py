@@ -351,7 +351,13 @@ def _plain(value: Any, field: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):
-        return int(value)
+        whole = int(value)
+        if not -(2**63) <= whole < 2**64:
+            raise ValueError(
+                f"{field} is beyond the 64 bits in which a number is sent to the workers; give a "
+                "smaller one, or text"
+            )
+        return whole
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, Selection):

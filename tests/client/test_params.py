@@ -54,6 +54,8 @@ def test_tensors_are_plain_numbers_and_lists():
         ({"text": b"bytes"}, "['metadata']['text'] is bytes"),
         ({"number": 1j}, "['metadata']['number'] is complex"),
         ({"thing": object()}, "['metadata']['thing'] is object"),
+        ({"n": 2**64}, "['metadata']['n'] is beyond the 64 bits"),
+        ({"n": [-(2**63) - 1]}, "['metadata']['n'][0] is beyond the 64 bits"),
         ({3: "key"}, "['metadata'] has the key 3; keys are text"),
     ],
 )
