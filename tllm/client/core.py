@@ -678,7 +678,9 @@ class Client:
         request: Prepared = output.tllm_request
         joined, lengths = request.results.joined(), request.samples.lengths
         left = request.named - self.consumers.keys()
-        attach_results(output, joined, request.captures, left, lengths, request.ended_by)
+        attach_results(
+            output, joined, request.captures, left, lengths, request.ended_by, request.patch
+        )
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):
                 consumer, key = self.consumers.get(name), (index, name)
