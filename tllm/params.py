@@ -18,7 +18,7 @@ from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
 from tllm.spec.reading import check_text
-from tllm.spec.request import Asked, wire_of
+from tllm.spec.request import EXTRA_ARG, Asked, carried_by
 from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import Tiers, parse_modules
 
@@ -206,14 +206,35 @@ def plain(params: SamplingParams | PoolingParams) -> Any:
 
 def asked_of(params: Any) -> Asked:
     """What parameters ask: our own classes' `asked`, or, in vLLM's, what stands in
-    `extra_args["tllm"]` (`extra_kwargs["tllm"]`) as plain data, under the names of our fields."""
-    if isinstance(params, _Checked):
-        assert params.asked is not None
-        return params.asked
-    if params is None or isinstance(params, VllmBeamSearchParams):  # nothing can stand in these
-        return _NOTHING
-    given = wire_of(params)
+    `extra_args["tllm"]` (`extra_kwargs["tllm"]`) as plain data, under the names of our fields.
+
+    Raises `ValueError` for what is asked in a place where nobody reads it.
+    """
+    own = params.asked if isinstance(params, _Checked) else None
+    if params is None or isinstance(params, VllmBeamSearchParams):  # nothing is carried by these
+        return _NOTHING if own is None else own
+    name, carried = carried_by(params)
+    if carried:
+        _refuse_unread(name, carried, ours=own is not None)
+    if own is not None:
+        return own
+    given = carried.get(EXTRA_ARG)
     return parse_asked(given) if given else _NOTHING
+
+
+def _refuse_unread(name: str, carried: Mapping[str, Any], *, ours: bool) -> None:
+    """Refuse our fields among what is carried beside them: vLLM ignores what it does not know."""
+    for field in ASKED_FIELDS:
+        if field in carried:
+            raise ValueError(
+                f"{name}[{field!r}] was given, where nobody reads it; give {field}= to tllm's "
+                f"class of parameters, or {name}={{{EXTRA_ARG!r}: {{{field!r}: ...}}}} to vLLM's"
+            )
+    if ours and carried.get(EXTRA_ARG):
+        raise ValueError(
+            f"{name}[{EXTRA_ARG!r}] was given with tllm's class of parameters, which has fields "
+            "for what is in it; give them there"
+        )
 
 
 def parse_asked(given: Mapping[str, Any]) -> Asked:
@@ -330,7 +351,13 @@ def _plain(value: Any, field: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):
-        return int(value)
+        whole = int(value)
+        if not -(2**63) <= whole < 2**64:
+            raise ValueError(
+                f"{field} is beyond the 64 bits in which a number is sent to the workers; give a "
+                "smaller one, or text"
+            )
+        return whole
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, Selection):

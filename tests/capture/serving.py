@@ -11,6 +11,7 @@ import signal
 
 import psutil
 import torch
+import vllm
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -115,12 +116,13 @@ async def serve(model: str, root: str) -> dict:
             break
     saved["refused"] = []
     for wrong in (
-        {"memory": MEMORY | {"positions": [99]}},
-        {"memory": {"hooks": {"post_block": [9]}}},
-        {"disc": {}},
+        params(2, {"memory": MEMORY | {"positions": [99]}}),
+        params(2, {"memory": {"hooks": {"post_block": [9]}}}),
+        params(2, {"disc": {}}),
+        vllm.SamplingParams(extra_args={"capture": {"memory": MEMORY}}),
     ):
         try:
-            await last(engine, [5, 6], params(2, wrong), "wrong")
+            await last(engine, [5, 6], wrong, "wrong")
         except ValueError as error:
             saved["refused"].append(str(error))
     await last(engine, [7], params(2, both), "after")

@@ -61,6 +61,16 @@ def test_requests_added_to_the_engine_itself_have_their_results(llm):
     assert not llm._front._running and not llm._tllm.held.num_requests
 
 
+def test_what_stands_in_extra_args_by_hand_is_refused(llm):
+    asked = vllm.SamplingParams(max_tokens=1, extra_args={"stop_when": "a monitor"})
+    [prompt] = prompts_of([7])
+    with pytest.raises(ValueError, match=r"extra_args\['stop_when'\] was given"):
+        generate(llm, [prompt], asked)
+    with pytest.raises(ValueError, match=r"extra_args\['stop_when'\] was given"):
+        llm.llm_engine.add_request("by hand", {"prompt_token_ids": prompt}, asked)
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
 @pytest.fixture
 def interruptible():
     """A process that was started in the background ignores Ctrl-C."""

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+import vllm
 
-from tllm import SamplingParams
+from tllm import PoolingParams, SamplingParams
 from tllm.client.checked_params import CheckedParams
 from tllm.params import asked_of
 
@@ -53,6 +54,8 @@ def test_tensors_are_plain_numbers_and_lists():
         ({"text": b"bytes"}, "['metadata']['text'] is bytes"),
         ({"number": 1j}, "['metadata']['number'] is complex"),
         ({"thing": object()}, "['metadata']['thing'] is object"),
+        ({"n": 2**64}, "['metadata']['n'] is beyond the 64 bits"),
+        ({"n": [-(2**63) - 1]}, "['metadata']['n'][0] is beyond the 64 bits"),
         ({3: "key"}, "['metadata'] has the key 3; keys are text"),
     ],
 )
@@ -62,6 +65,25 @@ def test_metadata_that_cannot_travel_is_refused_by_name(metadata, says):
     assert "capture['filesystem']['metadata']" in str(refused.value)
     assert says in str(refused.value)
     assert len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        (vllm.SamplingParams, "extra_args"),
+        (vllm.PoolingParams, "extra_kwargs"),
+        (SamplingParams, "extra_args"),
+        (PoolingParams, "extra_kwargs"),
+    ],
+)
+def test_what_is_asked_where_nobody_reads_it_is_refused(kind, place):
+    for field in ("stop_when", "capture", "patch"):
+        with pytest.raises(ValueError, match=rf"{place}\['{field}'\] was given.*give {field}="):
+            asked_of(kind(**{place: {field: None}}))
+    asked_of(kind(**{place: {"a_processor_of_the_users": 1}}))
+    if kind in (SamplingParams, PoolingParams):
+        with pytest.raises(ValueError, match=rf"{place}\['tllm'\] was given with tllm's class"):
+            asked_of(kind(**{place: {"tllm": {"consumers": {}}}}))
 
 
 # -- shared by threads -----------------------------------------------------------------------------

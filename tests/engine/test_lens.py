@@ -193,6 +193,9 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             llm.register_consumer(lens)
+    llm.register_consumer(LensConsumer(site="router"))
+    with pytest.raises(ValueError, match=r"^site of consumer 'lens': qwen2 has no"):
+        generate(llm, prompts_of([5]), greedy(1, consumers={"lens": {}}))
     checkpoint, more, empty = (tmp_path / name for name in ("fit.pt", "code.pt", "empty.pt"))
     torch.save({"sum": torch.eye(2), "count": 3}, checkpoint)
     torch.save({"J": {0: torch.eye(2)}, "made by": LensConsumer}, more)
@@ -209,6 +212,7 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
         ({"path": other}, "is of lens_type 'mlp_tuned_lens'; 'linear_tuned_lens' is known"),
         ({"path": tuned, "site": "post_block"}, "was fitted on pre_attn; leave site out"),
         ({"site": "lm_head_in"}, "belongs to no layer"),
+        ({"site": "zz"}, "site: unknown hook point 'zz'"),
         ({"top_k": 0}, "top_k=0 is not allowed"),
         ({"window": "background"}, "window='background' is not known"),
     ):

@@ -7,8 +7,10 @@ import torch
 
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, sampled, tokens_of
 from engine.recorder import Recorder
+from engine.reference import HIDDEN
 from tllm import SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, CpuExport, Logits, ResidualStream, Sampler
 
 HALF = {"mid": ("post_block", 1)}
@@ -78,6 +80,46 @@ class TestRegistration:
         assert outputs["not asked"].outputs[0].consumer_results == {}
         llm.wait_for_results([before])
         assert before.outputs[0].consumer_results["recorder"].status == "ok"
+
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_a_consumer_that_came_anew_says_that_rows_before_are_missing(self, llm, asked):
+        """Its result has a part of the rows, and is not given as whole."""
+        llm.register_consumer(ProbeConsumer([1.0] * HIDDEN))
+        named = {"consumers": {"probe": {}}} if asked else {}
+        start(llm, "a", prompts_of([5])[0], greedy(8, **named))
+        for _ in range(3):
+            llm.llm_engine.step()
+        llm.unregister_consumer("probe")
+        llm.register_consumer(ProbeConsumer([1.0] * HIDDEN))
+        outputs = {}
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+        result = outputs["a"].outputs[0].consumer_results["probe"]
+        assert result.status == "partial_error"
+        assert "unregistered and registered anew while the request ran" in result.error
+        assert 0 < len(result.payload.positions) < 12
+        (after,) = generate(llm, prompts_of([5]), greedy(8, **named))
+        assert after.outputs[0].consumer_results["probe"].status == "ok"
+
+    def test_a_consumer_without_results_that_came_anew_says_so_to_who_asked_for_it(self, llm):
+        class Silent(Recorder):
+            def on_request_finished(self, request, ctx):
+                """It has nothing to say."""
+
+        llm.register_consumer(Silent(flow()))
+        start(llm, "asked", prompts_of([5])[0], greedy(8, consumers={"recorder": {}}))
+        start(llm, "not asked", prompts_of([5])[0], greedy(8))
+        for _ in range(3):
+            llm.llm_engine.step()
+        llm.unregister_consumer("recorder")
+        llm.register_consumer(Silent(flow()))
+        outputs = {}
+        while llm.llm_engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+        result = outputs["asked"].outputs[0].consumer_results["recorder"]
+        assert (result.status, result.payload) == ("partial_error", None)
+        assert "registered anew" in result.error
+        assert outputs["not asked"].outputs[0].consumer_results == {}
 
     def test_a_second_consumer_of_the_same_id_is_refused(self, llm):
         llm.register_consumer(Recorder(flow()))

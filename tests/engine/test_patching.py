@@ -398,6 +398,22 @@ def test_a_mean_is_put_at_any_position(llm, reference):
 
 
 @pytest.mark.usefixtures("nothing_kept")
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ({}, "rows is {}; give"),
+        ({"post_block": {}}, r"rows\['post_block'\] is empty; give {layer: row}"),
+        ({"post_block": {1: [1.0] * HIDDEN}, "mlp_out": {}}, r"rows\['mlp_out'\] is empty"),
+        ({"zz": {1: [1.0] * HIDDEN}}, "rows: unknown hook point 'zz'"),
+    ],
+)
+def test_means_that_say_nothing_are_refused(llm, rows, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        llm.patching.register_mean("m", rows)
+    assert llm.patching.kept() == {}
+
+
+@pytest.mark.usefixtures("nothing_kept")
 def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
     [prompt] = prompts_of([12])
     run = llm.patching.run(prompt, hooks="post_block", layers=0, name="run")
@@ -452,6 +468,38 @@ def test_rows_dropped_before_a_request_began_are_told_with_its_output(llm):
         outputs += [output for output in engine.step() if output.finished]
     result = outputs[0].outputs[0].consumer_results["patching"]
     assert result.status == "error" and "dropped before the request began" in result.error
+
+
+def test_positions_that_a_sample_does_not_reach_are_told_with_its_output(llm):
+    [prompt] = prompts_of([12])
+    [free] = generate(llm, [prompt], greedy(6))
+    stop = tokens_of([free])[0][2]
+    length = tokens_of([free])[0].index(stop) + 1
+    last = 12 + length - 2  # the last token never passes the model
+    entries = [
+        {**ZERO, "positions": [last], "alpha": 0.0},
+        {**ZERO, "layer": 2, "positions": [last, last + 1, 16], "alpha": 0.0},
+    ]
+    params = greedy(6, patch=entries, stop_token_ids=[stop])
+    [output] = generate(llm, [prompt], params)
+    assert len(tokens_of([output])[0]) == length
+    result = output.outputs[0].consumer_results["patching"]
+    assert result.status == "partial_error" and "patch[0]" not in result.error
+    assert f"patch[1]['positions']: {last + 1}" in result.error
+    assert result.error.endswith(f"is that of position {last}")
+    reached = greedy(6, patch=entries)
+    assert generate(llm, [prompt], reached)[0].outputs[0].consumer_results == {}
+
+
+def test_a_position_whose_row_was_judged_last_is_reached(llm):
+    [prompt] = prompts_of([12])
+    probe = {"hook": "pre_attn", "layer": 0, "vector": [1.0] * HIDDEN}
+    always = {"probe": probe, "above": -1e9, "name": "always"}
+    asked = {"patch": [{**ZERO, "positions": [12], "alpha": 0.0}], "stop_when": always}
+    [output] = generate(llm, [prompt], greedy(6, **asked))
+    assert output.outputs[0].stop_reason == "always"
+    assert len(output.outputs[0].token_ids) == 1
+    assert "patching" not in output.outputs[0].consumer_results
 
 
 def test_a_run_waits_for_no_requests_of_others_that_it_would_lose(llm):

@@ -243,6 +243,7 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
         ({"features": [40]}, "features has 40; this autoencoder has features 0 to 39"),
         ({"features": []}, r"features=\[\] is not known"),
         ({"top_k": 0}, "top_k=0 is not allowed"),
+        ({"features": [1], "top_k": 10}, r"top_k=10 was given with features=\[1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             SaeConsumer(folder, **arguments)

@@ -12,6 +12,7 @@ from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, LAYERS, Addition
 from tllm import LLM, SamplingParams
+from tllm.steering import SteeringModule
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], list(range(20, 60)), [200, 201]]
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
@@ -341,6 +342,10 @@ GOOD = [0.0] * HIDDEN
             {"decode_steering_vectors": at(V, ("post_block", -LAYERS - 1))},
             "decode_steering_vectors['post_block'][-5]: post_block has no layer -5",
         ),
+        (
+            {"steering_vectors": {"post_block": torch.ones(LAYERS - 1, HIDDEN)}},
+            "['post_block'][0]: the vector is one of 3 rows that say no layer, and the model has 4",
+        ),
         ({"steering_vectors": at([1.0] * 7)}, "has 7 numbers; the model's hidden size is 128"),
         ({"steering_vectors": at([math.nan] * HIDDEN)}, "NaN, infinite"),
         ({"steering_vectors": {}}, "steering_vectors is empty"),
@@ -389,11 +394,19 @@ def test_a_module_is_refused_whose_factor_is_beyond_what_the_model_can_use(llm, 
     assert generate(llm, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
 
 
+def of_rows(count):
+    """A module read from an array with so many rows."""
+    layers = {i: V.numpy() for i in range(count)}
+    return SteeringModule({"post_block": layers}, num_layers=count)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (lambda s: s.set(), "nothing to steer with: give any of vectors, prefill_vectors"),
         (lambda s: s.set({"post_block": {9: V}}), "post_block has no layer 9"),
+        (lambda s: s.set({"post_block": torch.ones(5, HIDDEN)}), "one of 5 rows that say no layer"),
+        (lambda s: s.register_module("m", of_rows(3)), "one of 3 rows that say no layer"),
         (lambda s: s.register_module("", at(V)), "give a text that is not empty"),
         (lambda s: s.register_module("m", {"vectors": at(V), "wrong": 1}), "unknown fields"),
         (lambda s: s.register_module("m", None), "module 'm' is None; give {hook point: {layer"),

@@ -364,6 +364,11 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         sweep.frame  # noqa: B018
 
 
+def returned(logprobs):
+    """No metric."""
+    return logprobs
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -388,6 +393,24 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         ({"freeze": "all", "window": 2}, "window=2 was given with freeze or receivers"),
         ({"freeze": "all", "receivers": [("lm_head_in", None)]}, "leave receivers out"),
         ({"receivers": ["mlp_in"]}, "'mlp_in' is no place; give pairs such as"),
+        ({"hooks": "zz"}, "hooks: unknown hook point 'zz'"),
+        ({"hooks": 5}, "hooks: unknown hook point 5"),
+        ({"layers": "zz"}, "layers='zz': give 'all', or numbers"),
+        ({"layers": 1.5}, "layers: 1.5 is not a whole number"),
+        ({"layers": ["a"]}, "layers: 'a' is not a whole number"),
+        ({"positions": 1.5}, "positions: 1.5 is not a whole number"),
+        ({"freeze": "zz"}, "freeze: unknown hook point 'zz'"),
+        ({"freeze": 5}, "freeze: unknown hook point 5"),
+        ({"receivers": [("zz", 1)]}, "receivers: unknown hook point 'zz'"),
+        ({"receivers": 5}, "receivers=5: give a list of pairs"),
+        ({"metric": None}, "metric=None is not known; choose of logit_diff"),
+        ({"metric": [[]]}, r"metric=\[\] is not known"),
+        ({"metric": returned}, r"metric: returned returned array\(.*let it return one number"),
+        ({"answers": {}}, r"answers={} is dict, which has no order; give \(right, wrong\)"),
+        ({"answers": {5, 9}}, "answers={.*} is set, which has no order"),
+        ({"answers": [None]}, "answers: None is no token id"),
+        ({"at_once": "a"}, "at_once: 'a' is not a whole number"),
+        ({"at_once": 0}, "at_once=0 is not allowed; give 1 request or more"),
         ({"window": 0}, "window=0 is not allowed; give 1 or more layers"),
     ],
 )

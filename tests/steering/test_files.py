@@ -315,6 +315,11 @@ def test_one_row_a_layer(tmp_path: Path, write: Writer):
     assert_adds(load(path), dict(enumerate(rows)))
     assert_adds(load(path, layers=[10, 11, 13, 12]), dict(zip((10, 11, 13, 12), rows, strict=True)))
     assert_adds(load(path).select([2]), {2: rows[2]})
+    counted = load(path)
+    assert counted.num_layers == counted.select([2]).scaled(2.0).num_layers == 4
+    assert load(counted.save(tmp_path / "again")).num_layers == 4
+    assert {entry.num_layers for entry in Tiers.parse(vectors=counted)} == {4}
+    assert load(path, layers=[10, 11, 13, 12]).num_layers is None
     with pytest.raises(ValueError, match=r"4 vectors that say no layer.*2 entries"):
         load(path, layers=[0, 1])
 
@@ -373,6 +378,11 @@ def test_a_number_too_large_for_float32_is_refused(tmp_path: Path):
 def test_npy_files(tmp_path: Path):
     np.save(tmp_path / "one.npy", vector(0))
     assert_adds(load(tmp_path / "one.npy", layers=2), {2: vector(0)})
+    np.savez(tmp_path / "unnamed.npz", vector(3))
+    assert_adds(load(tmp_path / "unnamed.npz", layers=3), {3: vector(3)})
+    np.savez(tmp_path / "two.npz", vector(3), vector(4))
+    with pytest.raises(ValueError, match="has the key 'arr_0', which says no layer"):
+        load(tmp_path / "two.npz")
     np.save(tmp_path / "many.npy", np.stack([vector(0), vector(1)]))
     assert_adds(load(tmp_path / "many.npy"), {0: vector(0), 1: vector(1)})
 

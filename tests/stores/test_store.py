@@ -63,6 +63,7 @@ def test_filters_combine(mixed: Store) -> None:
     assert len(mixed.filter(model="a/model")) == 12
     assert len(mixed.filter(model="other")) == 0
     assert len(mixed.filter(layers=7)) == 0
+    assert len(mixed.filter(layers=np.int64(7))) == len(mixed.filter(layers=[])) == 0
     assert len(mixed.filter(status="partial_error")) == 0
     narrow = mixed.filter(tag="b", hook="block_output", layers=[1, 2, 50])
     assert len(narrow) == 4
@@ -75,6 +76,28 @@ def test_filters_combine(mixed: Store) -> None:
         mixed.filter(hook="nowhere")
     with pytest.raises(ValueError, match="status="):
         mixed.filter(status="done")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layers": "a"}, "layers: 'a' is not a whole number"),
+        ({"layers": [0, 1.5]}, "layers: 1.5 is not a whole number"),
+        ({"layers": True}, "layers: True is not a whole number"),
+        ({"layers": -1}, "layers=-1 has negative numbers; layers count from 0 here"),
+        ({"sample_index": "a"}, "sample_index: 'a' is not a whole number"),
+        ({"hook": 5}, "hook: unknown hook point 5"),
+        ({"tag": 5}, "tag has 5; give a text, or several"),
+        ({"request_id": ["r1", 5]}, "request_id has 5; give a text, or several"),
+        ({"model": 5}, "model has 5; give a text, or several"),
+        ({"status": [3]}, r"status=\[3\] is not known"),
+    ],
+)
+def test_filters_that_no_record_could_fit_are_refused_by_name(
+    mixed: Store, given: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixed.filter(**given)
 
 
 def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:

@@ -428,11 +428,23 @@ def rows(**changes) -> dict:
         (rows(positions=[0, 1, 2**31]), "at most 2147483647"),
         (rows(positions=[0.0, 1.0, 2.0]), "give a list of integers"),
         (rows(positions=[[0], [1], [2]]), "give a list of integers"),
+        ({("post_block", 0): rows_of("x", 1, 8)}, "post_block.0: Tensor was given; give Rows"),
     ],
 )
 def test_malformed_rows_are_refused_by_name(tmp_path: Path, arrays, message: str) -> None:
     with StoreWriter(tmp_path) as writer, pytest.raises(ValueError, match=message):
         writer.submit(Record(RecordMeta("r"), arrays))
+    assert len(stores.open(tmp_path)) == 0
+
+
+def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path) as writer:
+        with pytest.raises(ValueError, match=r"record=\{'a': 1\} is dict; give a Record"):
+            writer.submit({"a": 1})
+        with pytest.raises(ValueError, match=r"meta=\{'a': 1\} is dict; give a RecordMeta"):
+            writer.submit(Record({"a": 1}, {}))
+        with pytest.raises(ValueError, match="meta='r' is str; give a RecordMeta"):
+            writer.begin("r")
     assert len(stores.open(tmp_path)) == 0
 
 
@@ -444,6 +456,9 @@ def test_malformed_rows_are_refused_by_name(tmp_path: Path, arrays, message: str
         ({"tag": None}, "tag=None"),
         ({"sample_index": -1}, "sample_index=-1"),
         ({"prompt_len": 1.5}, "prompt_len=1.5"),
+        ({"token_ids": ["a"]}, r"token_ids=\['a'\] is not allowed; give a list of integers"),
+        ({"token_ids": [1.5]}, r"token_ids=\[1.5\] is not allowed"),
+        ({"token_ids": 7}, "token_ids=7 is not allowed"),
         ({"stage": 2, "num_stages": 2}, "stage=2 of num_stages=2"),
         ({"num_stages": 0}, "stage=0 of num_stages=0"),
         ({"status": "fine"}, "status='fine' is not allowed"),

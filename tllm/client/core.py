@@ -554,8 +554,10 @@ class Client:
             for flow in self._flows[name]:
                 _check_media(flow, {}, field)
                 uses.add(flow, field)
+            own = consumer.place_argument
+            places = f"{own} of consumer {name!r}" if own else f"{field}['hooks']"
             for flow in consumer.request_flows(chosen, self.facts.points.num_layers):
-                self._check_places(flow, field)
+                self._check_places(flow, places)
                 _check_media(flow, chosen, field)
                 uses.add(flow, field)
         return uses
@@ -568,7 +570,7 @@ class Client:
             try:
                 self.facts.points.check(HookPoint(site), layer)
             except ValueError as error:
-                raise ValueError(f"{field}['hooks']: {error}") from None
+                raise ValueError(f"{field}: {error}") from None
         if len(self._placed) >= _MAX_PLACED:
             self._placed.clear()
         self._placed.add(flow.kind)
@@ -677,7 +679,9 @@ class Client:
         request: Prepared = output.tllm_request
         joined, lengths = request.results.joined(), request.samples.lengths
         left = request.named - self.consumers.keys()
-        attach_results(output, joined, request.captures, left, lengths, request.ended_by)
+        attach_results(
+            output, joined, request.captures, left, lengths, request.ended_by, request.patch
+        )
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):
                 consumer, key = self.consumers.get(name), (index, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.patching import KEPT, KeptRows
-from tllm.spec.reading import FloatArray, numeric_array, whole_number
+from tllm.spec.reading import FloatArray, hook_named, numeric_array, one_or_several, whole_number
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -155,6 +155,8 @@ class PatchingControl:
             pairs = self._pairs(clean, corrupt)
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
+            if at_once is not None and whole_number(at_once, "at_once: ") < 1:
+                raise ValueError(f"at_once={at_once} is not allowed; give 1 request or more")
             places = tuple(self.places(hooks, layers))
             form = SweepForm(
                 places,
@@ -221,17 +223,26 @@ class PatchingControl:
     def _ways(self, freeze: Any, receivers: Any) -> PathWays | None:
         """What a sweep keeps still, and where changes arrive."""
         places: list[Place] = []
+        if not isinstance(receivers or (), Sequence):
+            raise ValueError(
+                f"receivers={receivers!r:.60}: give a list of pairs such as ('mlp_in', 3)"
+            )
         for each in receivers or ():
             if isinstance(each, str) or not isinstance(each, Sequence) or len(each) != 2:
                 raise ValueError(
                     f"receivers: {each!r:.60} is no place; give pairs such as ('mlp_in', 3)"
                 )
             hook, layer = each
-            places += self.places(hook, layer)
+            places += self.places(hook, layer, "receivers")
         return PathWays.parse(self._client.facts.points, freeze, places)
 
     def _answers(self, given: Any, count: int) -> list[Answer]:
         """Answers as token ids, for each pair of prompts."""
+        if isinstance(given, (Mapping, Set)):
+            raise ValueError(
+                f"answers={given!r:.60} is {type(given).__name__}, which has no order; give "
+                "(right, wrong), or a list with a pair for each pair of prompts"
+            )
         nested = isinstance(given, Sequence) and not isinstance(given, str)
         several = nested and given and not isinstance(given[0], (str, Number))
         each = list(given) if several else [given] * count
@@ -239,8 +250,7 @@ class PatchingControl:
             raise ValueError(f"answers has {len(each)} entries for {count} pairs of prompts")
         found = []
         for one in each:
-            tokens = [one] if isinstance(one, (str, Number)) else list(one)
-            found.append(tuple(map(self._answer, tokens)))
+            found.append(tuple(map(self._answer, one_or_several(one))))
         return found
 
     def _answer(self, given: Any) -> int:
@@ -393,23 +403,24 @@ class PatchingControl:
                 f"llm.patching.drop({name!r})"
             )
 
-    def places(self, hooks: Any, layers: Any) -> list[Place]:
-        """Hook points by layer. Raises `ValueError` for what this engine does not have."""
+    def places(self, hooks: Any, layers: Any, field: str = "hooks") -> list[Place]:
+        """Hook points by layer. Raises `ValueError` for what this engine does not have.
+
+        Args:
+            field: where the hook points were given, for messages.
+        """
         points = self._client.facts.points
-        layers = _chosen(layers, "layers")
-        if isinstance(hooks, (str, HookPoint)):
-            hooks = [hooks]
-        if not hooks:
-            raise ValueError("hooks is empty; give one hook point or more")
+        layers = _numbers(layers, "layers")
+        named = [] if hooks is None else one_or_several(hooks)
+        if not named:
+            raise ValueError(f"{field} is empty; give one hook point or more")
         found: list[Place] = []
-        for hook in hooks:
-            point = HookPoint.parse(hook)
+        for hook in named:
+            point = hook_named(hook, field)
             chosen = points.layers(point) if layers is None else layers
             if not point.has_layer:
                 chosen = [None]
-            elif isinstance(chosen, int):
-                chosen = [chosen]
-            if not list(chosen):
+            if not chosen:
                 raise ValueError(
                     points.explain_missing(point, 0) if layers is None else "layers is empty"
                 )
@@ -443,9 +454,11 @@ class PatchingControl:
             raise ValueError(f"rows is {rows!r:.60}; give {{hook: {{layer: row}}}}")
         facts = self._client.facts
         for hook, layers in rows.items():
-            point = HookPoint.parse(hook)
+            point = hook_named(hook, "rows")
             if point.has_layer and not isinstance(layers, Mapping):
                 raise ValueError(f"rows[{hook!r}] is {type(layers).__name__}; give {{layer: row}}")
+            if point.has_layer and not layers:
+                raise ValueError(f"rows[{hook!r}] is empty; give {{layer: row}}, or leave it out")
             for layer, row in layers.items() if point.has_layer else [(None, layers)]:
                 point, at = facts.points.check(point, layer)
                 with np.errstate(over="ignore"):
@@ -470,24 +483,21 @@ def _refuse_failed(output: Any) -> None:
             raise RuntimeError(f"the rows of the run are not all there: {result.error}")
 
 
-def _chosen(given: Any, field: str) -> Any:
-    """Numbers that were chosen, or None for all of them."""
-    if not isinstance(given, str):
-        return given
-    if given != "all":
+def _numbers(given: Any, field: str) -> list[int] | None:
+    """Whole numbers that were chosen, one or several, or None for all of them."""
+    if given is None or (isinstance(given, str) and given == "all"):
+        return None
+    if isinstance(given, str):
         raise ValueError(f"{field}={given!r:.60}: give 'all', or numbers")
-    return None
+    return [whole_number(number, f"{field}: ") for number in one_or_several(given)]
 
 
 def _positions(given: Any) -> tuple[int, ...] | None:
     """The positions that a sweep patches, each once; None for all."""
-    chosen = _chosen(given, "positions")
-    if chosen is None:
-        return None
-    numbers = [chosen] if isinstance(chosen, Integral) else list(chosen)
-    if not numbers:
+    chosen = _numbers(given, "positions")
+    if chosen is not None and not chosen:
         raise ValueError("positions is empty; give numbers, or leave it out for all")
-    return tuple(dict.fromkeys(whole_number(number, "positions: ") for number in numbers))
+    return None if chosen is None else tuple(dict.fromkeys(chosen))
 
 
 def _are_several(given: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, ranges
 from tllm.spec.patching import KeptRows
+from tllm.spec.reading import hook_named, one_or_several
 
 Place: TypeAlias = tuple[str, "int | None"]
 """A hook point and its layer."""
@@ -51,8 +52,9 @@ class PathWays:
         Raises `ValueError` for what is no branch, or is not in every layer, and where blocks do
         more than add branches to a stream.
         """
-        given = [freeze] if isinstance(freeze, str) else list(freeze or ())
-        chosen = list(BRANCHES) if given == ["all"] else [HookPoint.parse(one) for one in given]
+        given = [] if freeze is None else one_or_several(freeze)
+        named = BRANCHES if given == ["all"] else given
+        chosen = [hook_named(one, "freeze") for one in named]
         names = tuple(dict.fromkeys(str(one) for one in chosen))
         if names and not points.one_stream:
             raise ValueError(

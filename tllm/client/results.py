@@ -11,6 +11,7 @@ from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 
 from tllm.ports import ActionLog, Payload
 from tllm.ports.payload import cut
+from tllm.spec.patching import PATCHING, RequestPatch
 
 Status = Literal["ok", "partial_error", "error", "pending"]
 
@@ -196,6 +197,7 @@ def attach_results(
     left: Iterable[str],
     lengths: Mapping[int, int],
     ended_by: Container[str],
+    patch: RequestPatch | None = None,
 ) -> None:
     """Put results on an output: on each sample its own, on the output those of sample 0.
 
@@ -204,6 +206,7 @@ def attach_results(
         left: consumers that the request asked for by name, and that are not registered any more.
         lengths: how many tokens were generated, by sample, when it has ended.
         ended_by: names of the conditions that may have ended a sample.
+        patch: what was to be put in the place of rows.
 
     Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
     of `captures`, the consumers that the request asked to capture; `activations`, what the
@@ -223,6 +226,9 @@ def attach_results(
         completed = isinstance(sample, CompletionOutput)
         judged = completed and (sample.stop_reason in ended_by or _stopped(own, sample))
         aborted = completed and sample.finish_reason == "abort" and not judged
+        num_rows = prompt_len + max(lengths.get(index, 0) - (not judged), 0)
+        if patch is not None and (unreached := patch.unreached(num_rows)) is not None:
+            own.setdefault(PATCHING, ConsumerResult("partial_error", unreached, None))
         final = {
             # What a condition, or a controller, made of the last token counts where one of them has
             # ended the sample.

@@ -201,7 +201,7 @@ class Composer:
                 f"with any of {', '.join(TIER_FIELDS)}"
             )
         else:
-            tiers = _tiers({"vectors": spec}, None)
+            tiers = _tiers({"vectors": given}, None)
         tiers = self._checked(tiers)
         self._limited(compose([tiers]), f"module {name!r}")
         return tiers
@@ -329,6 +329,12 @@ class Composer:
             raise ValueError(
                 f"{name}: steering is not enabled in this engine; start it with "
                 "max_steering_configs=512 (the number of distinct ways of steering at once)"
+            )
+        if entry.num_layers not in (None, facts.points.num_layers):
+            raise ValueError(
+                f"{name}: the vector is one of {entry.num_layers} rows that say no layer, and the "
+                f"model has {facts.points.num_layers} layers; give a row for each layer, or say "
+                "which they are: {layer: vector}, or layers= of tllm.steering.load"
             )
         try:
             widths = facts.checked_widths(entry.point, entry.layer)
@@ -583,8 +589,9 @@ class SteeringControl:
 
         Args:
             spec: a vector spec, a mapping with any of the fields of `set`, or anything with a
-                `to_spec()` that returns one. A name that exists is defined anew: requests that
-                are added later get the new one.
+                `to_spec()` that returns one, and perhaps `num_layers`, which must be the model's
+                then. A name that exists is defined anew: requests that are added later get the new
+                one.
         """
         composer = self._client.composer
         return self._run(self._change(f"{MODULE}{name}", lambda: composer.module_of(name, spec)))

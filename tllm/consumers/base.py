@@ -38,6 +38,10 @@ class Consumer(ABC):
     #: Only requests that name it use it; else every request does that does not turn it off.
     on_request_only: bool = False
 
+    #: Its own argument that says at which hook points the rows of requests are read; "": requests
+    #: say, as `hooks`.
+    place_argument: str = ""
+
     #: Methods that `call_consumer` may call in the workers, with plain arguments and answers.
     remote_methods: Sequence[str] = ()
 

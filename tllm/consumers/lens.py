@@ -11,7 +11,7 @@ import torch
 from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers, whole_number
 from tllm.consumers.translators import SITES, Translator, TranslatorFile
 from tllm.ports import ConsumerContext, PerToken, Place
-from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 
 RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,7 +64,7 @@ class LensConsumer(ReadoutConsumer):
         if self._path is not None:
             file = TranslatorFile(self._path)
             self._fitted, own = tuple(file.layers), SITES[file.kind]
-        self._site = HookPoint.parse(own if site is None else site)
+        self._site = hook_named(own if site is None else site, "site")
         if self._path is not None and self._site.value != own:
             raise ValueError(
                 f"site={site!r}, but the lens in path={str(path)!r} was fitted on {own}; leave "

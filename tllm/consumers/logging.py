@@ -22,7 +22,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import require_one_of
-from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class LoggingConsumer(Consumer):
         if every_n_steps < 0:
             raise ValueError(f"every_n_steps={every_n_steps} must be 0 (no line) or more")
         self.consumer_id = consumer_id
-        point = HookPoint.parse(site)
+        point = hook_named(site, "site")
         self._site = point.value
         self._layers = parse_layers(layers) if point.has_layer else (None,)
         self._every_n_steps = every_n_steps

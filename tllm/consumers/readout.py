@@ -47,6 +47,7 @@ class ReadoutConsumer(Consumer):
     """
 
     on_request_only = True
+    place_argument = "site"
     remote_methods = ("so_far",)
 
     #: What a request may say beside `enabled` and `positions`.

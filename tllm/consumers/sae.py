@@ -13,10 +13,12 @@ from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint
 from tllm.spec.probes import FeatureProbe
+from tllm.spec.reading import hook_named
 
 _CHUNK_BYTES = 64 * 2**20
 """Activations that are there at once: vLLM's memory profile knows nothing of us."""
 
+_TOP_K = 10
 NO_FEATURE = -1
 """In the place of a feature where fewer are active than there is room for."""
 
@@ -36,8 +38,8 @@ class SaeConsumer(ReadoutConsumer):
         path: a folder as SAELens saves it, with `cfg.json` and `sae_weights.safetensors`.
         layer, site: where it reads, unless where it was trained. `ValueError` for a hook of
             training that we do not have, unless both are given.
-        top_k: features for each token.
-        features: these ones, instead of the most active.
+        top_k: features for each token, 10 unless told.
+        features: these ones, instead of the most active. `top_k` is left out then.
         positions, window: see `ReadoutConsumer`.
         consumer_id: its name, for a second one in the same engine.
     """
@@ -50,7 +52,7 @@ class SaeConsumer(ReadoutConsumer):
         *,
         layer: int | None = None,
         site: str | None = None,
-        top_k: int = 10,
+        top_k: int | None = None,
         features: int | Sequence[int] | None = None,
         positions: Any = "all",
         window: ReadoutWindow = "out_of_band",
@@ -67,10 +69,15 @@ class SaeConsumer(ReadoutConsumer):
                 "here; give the layer= and site= that it is to read"
             )
         trained_site, trained_layer = own or (site, layer)
-        point = HookPoint.parse(site or trained_site or "")
+        point = hook_named(site or trained_site or "", "site")
         self._place = point.value, trained_layer if layer is None else layer
         self._features = _listed(features, config.d_sae)
-        self._top_k = whole_number("top_k", top_k)
+        if self._features is not None and top_k is not None:
+            raise ValueError(
+                f"top_k={top_k!r} was given with features={list(self._features)}, which are all "
+                "given; leave one of them out"
+            )
+        self._top_k = whole_number("top_k", _TOP_K if top_k is None else top_k)
         if self._features is None:
             self._top_k = min(self._top_k, config.d_sae)
 

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tllm.spec.reading import one_or_several
+
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 Answer: TypeAlias = tuple[int, ...]
@@ -42,10 +44,10 @@ class Measures:
     @classmethod
     def parse(cls, metric: Any, answers: Sequence[Answer] | None) -> Measures:
         """Metrics as users write them: a name, a function, or a list of these."""
-        given = [metric] if isinstance(metric, str) or callable(metric) else list(metric)
+        given = [metric] if callable(metric) else one_or_several(metric)
         found: dict[str, Callable[[FloatArray], float] | None] = {}
         for each in given:
-            if not callable(each) and each not in METRICS:
+            if not callable(each) and (not isinstance(each, str) or each not in METRICS):
                 raise ValueError(
                     f"metric={each!r} is not known; choose of {', '.join(METRICS)}, or give a "
                     "function of the log-probabilities [vocab]"
@@ -87,7 +89,7 @@ class Measures:
     ) -> float:
         own = self.metrics[name]
         if own is not None:
-            return float(own(logprobs))
+            return _one_number(own(logprobs), name)
         if name == "kl":
             p, q = clean.astype(np.float64), logprobs.astype(np.float64)
             return float((np.exp(p) * (p - q)).sum())
@@ -110,6 +112,17 @@ class Measures:
     def _difference(self, logprobs: FloatArray, pair: int) -> float:
         right, wrong = self._answers(logprobs, pair)[:2].astype(np.float64)
         return float(right - wrong)
+
+
+def _one_number(given: Any, name: str) -> float:
+    """What a metric of the user's returned."""
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"metric: {name} returned {given!r:.60}; let it return one number for the "
+            "log-probabilities [vocab] that it is given"
+        ) from None
 
 
 def _name_of(metric: Any) -> str:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from tllm.ports.base import Phase, Place, PortRead, PortWrite, require_one_of
-from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import whole_number
+from tllm.spec.reading import hook_named, whole_number
 
 
 class ResidualStream:
@@ -56,7 +55,7 @@ class ResidualStream:
         The vectors are given per request through `ctx.writer(role)`; a request that has none
         is not touched.
         """
-        point = HookPoint.parse(site)
+        point = hook_named(site, "site")
         require_one_of("phase", phase, get_args(Phase))
         return PortWrite(
             "residual_stream",
@@ -68,7 +67,7 @@ class ResidualStream:
 
 
 def _place(site: str, layer: int | None) -> Place:
-    point = HookPoint.parse(site)
+    point = hook_named(site, "site")
     if point.has_layer and layer is None:
         raise ValueError(f"{point} needs a layer; give its index, negative from the end")
     return point.value, whole_number(layer, "layer=") if point.has_layer else None

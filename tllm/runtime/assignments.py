@@ -22,6 +22,7 @@ from tllm.spec.groups import (
     configurations,
     steering_stretches,
 )
+from tllm.spec.patching import PATCHING
 from tllm.spec.selection import END, Intervals, intersected, stretch_starts
 
 logger = logging.getLogger(__name__)
@@ -235,8 +236,8 @@ class Assignments:
                 sequence.patched = self._patching.acquire(sequence.patch, info.prompt_len)
             except ValueError as error:  # rows were dropped meanwhile
                 logger.error("request %s is not patched: %s", info.request_id, error)
-                self.not_patched += "patching" not in sequence.errors
-                self._note_failed(sequence, "patching", error)
+                self.not_patched += PATCHING not in sequence.errors
+                self._note_failed(sequence, PATCHING, error)
         return sequence.patched.starts if sequence.patched is not None else []
 
     def _note_failed(self, sequence: RunningSequence, what: str, error: ValueError) -> None:

@@ -138,6 +138,9 @@ class RegisteredConsumers:
         owner.thread.close()
         owner.export_thread.close()
         self._remove_writers(owner)
+        for sequence in self.slots:
+            if owner.serves(sequence):
+                sequence.left.add(consumer_id)
         del self.by_id[consumer_id]
         self.controllers.forget(consumer_id)
 

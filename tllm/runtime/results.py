@@ -25,6 +25,11 @@ PENDING: dict[str, Any] = {"status": "pending", "error": None, "payload": None}
 #: Results nobody came for are forgotten beyond this many prompts.
 _MAX_KEPT = 65536
 
+_CAME_ANEW = (
+    "the consumer was unregistered and registered anew while the request ran, so that rows before "
+    "that are missing; register another under an id of its own"
+)
+
 _DROPPED = (
     "{rows} rows were dropped because the capture ring was full; capture less at once, raise "
     "max_capture_mib, or start the engine with overflow='block'"
@@ -89,6 +94,8 @@ class Results:
                     late.setdefault(owner.id, []).append(info)
                 else:
                     result = self._ask(owner, info, step)
+                    if result is None and owner.id in sequence.left & sequence.consumers.keys():
+                        result = RequestResult(None)
                     if result is not None:
                         results[owner.id] = result
             owner.forget(sequence.info.slot)
@@ -237,6 +244,8 @@ def _error(fault: BaseException, what: str = "") -> dict[str, Any]:
 
 
 def _missing(sequence: RunningSequence, consumer_id: str) -> str | None:
-    """Which rows that a consumer wanted were given up."""
+    """Why a consumer has not all the rows that it wanted; None where it has."""
     rows = sequence.dropped.get(consumer_id)
-    return _DROPPED.format(rows=rows) if rows else None
+    dropped = _DROPPED.format(rows=rows) if rows else None
+    came_anew = _CAME_ANEW if consumer_id in sequence.left else None
+    return "; ".join(filter(None, (dropped, came_anew))) or None

@@ -81,6 +81,8 @@ class RunningSequence:
     """Consumers that cannot do what it asks: they are never told of it."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows that were given up, by the id of the consumer that asked for them."""
+    left: set[str] = field(default_factory=set)
+    """Consumers that were unregistered while they served it. One may have come anew since."""
     token_ids: tuple[int, ...] | None = None
     """All tokens, once it has ended and they are known."""
     ended: bool = False

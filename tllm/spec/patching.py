@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from tllm.spec.changes import Changes
-from tllm.spec.hooks import HEAD_POINTS, HookPoint
+from tllm.spec.hooks import HEAD_POINTS, HookPoint, ranges
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
 from tllm.spec.reading import (
     FloatArray,
@@ -33,6 +33,12 @@ _MOST_SEEDS = 2**63
 
 KEPT = "kept:"
 """The beginning of the keys under which the workers say which rows they keep."""
+
+PATCHING = "patching"
+"""Under which results say what of a patch was not done."""
+
+_TOLD = 4
+"""Runs of positions that a message names."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +249,20 @@ class RequestPatch:
     def in_prompt(self, media: PromptMedia) -> RequestPatch:
         """See `Patch.in_prompt`."""
         return RequestPatch(tuple(entry.in_prompt(media) for entry in self.entries))
+
+    def unreached(self, num_rows: int) -> str | None:
+        """What was not done in a sample of which so many rows were computed; None for nothing."""
+        told = [
+            f"{entry.name}['positions']: {ranges(beyond, _TOLD)}"
+            for entry in self.entries
+            if (beyond := sorted(p for p in entry.positions if p >= num_rows))
+        ]
+        if not told:
+            return None
+        return (
+            f"the sample ended before positions that were to be patched ({'; '.join(told)}): the "
+            f"last row that was computed is that of position {num_rows - 1}"
+        )
 
 
 @dataclass(frozen=True)

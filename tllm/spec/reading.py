@@ -46,6 +46,12 @@ def check_text(given: str, name: str) -> None:
         raise ValueError(f"{name}={given!r:.60} has lone surrogates; leave them out") from None
 
 
+def one_or_several(given: Any) -> list[Any]:
+    """What may be one value, or several in a list; a text is one."""
+    alone = isinstance(given, str) or not isinstance(given, Iterable)
+    return [given] if alone else list(given)
+
+
 def hook_named(hook: Any, name: str) -> HookPoint:
     """The hook point of a name."""
     try:

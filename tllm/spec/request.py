@@ -281,6 +281,12 @@ def wire_of(params: Any) -> Mapping[str, Any]:
     """What sampling or pooling parameters carry for tLLM, as plain data."""
     if params is None:
         return {}
-    name = "extra_args" if hasattr(params, "extra_args") else "extra_kwargs"
-    found: Mapping[str, Any] = (getattr(params, name) or {}).get(EXTRA_ARG, {})
+    found: Mapping[str, Any] = carried_by(params)[1].get(EXTRA_ARG, {})
     return found
+
+
+def carried_by(params: Any) -> tuple[str, Mapping[str, Any]]:
+    """The field in which sampling or pooling parameters carry what vLLM does not know, and what is
+    in it."""
+    name = "extra_args" if hasattr(params, "extra_args") else "extra_kwargs"
+    return name, getattr(params, name) or {}

@@ -58,6 +58,8 @@ class SteeringEntry:
         coefficients: what is done with it.
         positions: which tokens.
         when: the condition on which it steers; None: always.
+        num_layers: how many the model must have: `layer` is the row's place in an array with one
+            for each. None where the layer was named.
     """
 
     name: str
@@ -67,6 +69,7 @@ class SteeringEntry:
     coefficients: OperationForm
     positions: Selection
     when: Condition | None = None
+    num_layers: int | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -206,7 +209,9 @@ def parse_modules(given: Any, name: str = "steering_module_ref") -> tuple[tuple[
 
 
 def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
+    counted: int | None = None
     if hasattr(given, "to_spec"):
+        counted = given.num_layers if hasattr(given, "num_layers") else None
         given = given.to_spec()
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -229,27 +234,36 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
                 yield _entry(entry, f"{of_hook}", point, None, method)
             continue
         by_layer = [*_by_layer(layers, of_hook)]
+        num_layers = counted if isinstance(layers, Mapping) else len(by_layer)
         if method == "add" and (rows := stacked_rows([each for _, each in by_layer])) is not None:
-            yield from _added(rows, [layer for layer, _ in by_layer], point, of_hook)
+            numbers = [layer for layer, _ in by_layer]
+            yield from _added(rows, numbers, point, of_hook, num_layers)
             continue
         for layer, at_layer in by_layer:
             for entry in _listed(at_layer):
-                yield _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
+                made = _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
+                yield made if num_layers is None else replace(made, num_layers=num_layers)
 
 
 def _added(
-    rows: FloatArray, layers: Sequence[int], point: HookPoint, of_hook: str
+    rows: FloatArray,
+    layers: Sequence[int],
+    point: HookPoint,
+    of_hook: str,
+    num_layers: int | None,
 ) -> Iterator[SteeringEntry]:
     """Entries that add vectors, and say nothing but these: read together, since they are many.
 
     Args:
         rows: `[layers, hidden]`, finite.
+        num_layers: of each entry.
     """
     rows.setflags(write=False)
     largest = np.maximum(rows.max(1), -rows.min(1)).tolist()
     for layer, row, most in zip(layers, rows, largest, strict=True):
         name = f"{of_hook}[{layer}]"
-        entry = SteeringEntry(name, point, layer, row, adding(1.0), EVERYWHERE)
+        adds = adding(1.0)
+        entry = SteeringEntry(name, point, layer, row, adds, EVERYWHERE, num_layers=num_layers)
         vars(entry)["largest"] = most  # as the property would find
         yield entry
 

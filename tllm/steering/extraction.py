@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 from tllm.spec.selection import Selection
 from tllm.steering.directions import NoDirectionError, find_direction, finder_named
 from tllm.steering.module import ExtractedModule, VectorEntry
@@ -136,7 +137,7 @@ def rows_of_prompts(
     """The hook point, and the rows of the prompts of both sides; the arguments are those of
     `extract`, and a `ValueError` says which of them are not."""
     finder_named(method)
-    point = HookPoint.parse(hook)
+    point = hook_named(hook, "hook")
     if not point.has_layer:
         raise ValueError(f"hook={hook!r} belongs to no layer; choose one that does")
     if Selection.parse(positions).phase == "generation":

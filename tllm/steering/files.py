@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 from tllm.steering.formats import gguf, sae
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
@@ -69,8 +71,8 @@ def load(
             From a file that does name hook points, only the vectors for this one.
         layers: from a file that numbers its vectors, only those of these layers. For an array
             `[hidden]`, the layers it goes to; for `[layers, hidden]`, the layer of each row, as
-            many as there are rows (row i is layer i if not given, when there are two or more).
-            Counted from 0.
+            many as there are rows (row i is layer i if not given, when there are two or more; it
+            can be used with models of as many layers then). Counted from 0.
         scale: multiplies the scale of every vector.
         normalize: give every vector unit length; of a sparse autoencoder, every row.
         features: of a sparse autoencoder, which decoder rows: one, several, or
@@ -88,13 +90,13 @@ def load(
     source = f"repeng {path.model_type}" if isinstance(path, ControlVector) else str(path)
     with _said_of(source):
         wanted = None if layers is None else _layer_list(layers)
-        point = None if hook is None else HookPoint.parse(hook)
+        point = None if hook is None else hook_named(hook, "hook")
         read = _read(path, point, wanted, normalize, features)
         vectors = {} if isinstance(read, SteeringModule) else _arranged(read, point, wanted)
     if isinstance(read, SteeringModule):
         module = read
     else:
-        module = SteeringModule(vectors, source, read.metadata)
+        module = SteeringModule(vectors, source, read.metadata, _counted(read.stack, wanted))
     if isinstance(read, SteeringModule) or read.stack is None:
         module = module.select(wanted, point)
     if normalize and features is None:
@@ -189,10 +191,21 @@ def _arranged(read: Contents, hook: HookPoint | None, layers: list[int] | None) 
     return vectors
 
 
-def _from_stack(stack: Any, hook: HookPoint, layers: list[int] | None) -> Iterable[Placed]:
+def _counted(stack: Any, layers: list[int] | None) -> int | None:
+    """How many rows say no layer, and are one for each."""
+    return None if stack is None or layers is not None else len(_squeezed(stack))
+
+
+def _squeezed(stack: Any) -> npt.NDArray[Any]:
+    """An array without dimensions of length 1 before `[layers, hidden]`."""
     array = np.asarray(stack)
     while array.ndim > 2 and array.shape[0] == 1:
         array = array[0]
+    return array
+
+
+def _from_stack(stack: Any, hook: HookPoint, layers: list[int] | None) -> Iterable[Placed]:
+    array = _squeezed(stack)
     if array.ndim == 1:
         array = array[None]
         rows = 1

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import FloatArray, numeric_array
+from tllm.spec.reading import FloatArray, hook_named, numeric_array
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1
@@ -42,11 +42,14 @@ class SteeringModule:
             every part of tLLM takes. Hook points have their canonical names, layers count from 0.
         source: where the vectors are from: a path, or how they were made.
         metadata: what is known about them, as plain JSON values.
+        num_layers: how many layers the model must have: the vectors were rows that say no layer,
+            one for each. None where their layers were named.
     """
 
     vectors: Vectors
     source: str = "given"
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         # Checked here and not only in the readers: a module is often put together by hand.
@@ -66,7 +69,7 @@ class SteeringModule:
         entries: dict[int, VectorEntry] = {
             layer: {"vector": direction, "scale": scale} for layer, direction in directions.items()
         }
-        return cls({str(HookPoint.parse(hook)): entries}, source, dict(metadata or {}))
+        return cls({str(hook_named(hook, "hook")): entries}, source, dict(metadata or {}))
 
     @property
     def hidden_size(self) -> int:
@@ -87,7 +90,7 @@ class SteeringModule:
         """
         vectors = self.vectors
         if hook is not None:
-            point = str(HookPoint.parse(hook))
+            point = str(hook_named(hook, "hook"))
             if point not in vectors:
                 raise ValueError(
                     f"{self.source} has no vectors for hook={point!r}; it has {', '.join(vectors)}"
@@ -147,8 +150,10 @@ class SteeringModule:
         return Path(path)
 
     def _header(self) -> dict[str, Any]:
+        counted = {} if self.num_layers is None else {"num_layers": self.num_layers}
         return {
             "version": FORMAT_VERSION,
+            **counted,
             "source": self.source,
             "metadata": dict(self.metadata),
             "scales": {
@@ -207,7 +212,9 @@ def from_header(
         for point, layers in vectors.items()
     }
     if "extracted" not in header:
-        return SteeringModule(scaled, header["source"], header["metadata"])
+        return SteeringModule(
+            scaled, header["source"], header["metadata"], header.get("num_layers")
+        )
     extracted = header["extracted"]
     return ExtractedModule(
         scaled,

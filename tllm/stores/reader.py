@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import torch
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named, one_or_several, whole_number
 from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype
 from tllm.stores.catalog import (
     PIECE_SCHEMA,
@@ -267,14 +268,17 @@ class Store:
         only these arrays; `lm_head_in` has no layer, and no `layers` choose it.
 
         Raises:
-            ValueError: an unknown hook point or status.
+            ValueError: an unknown hook point or status, or what is no layer, number or text.
         """
         table, kept = self._table, self._candidates
         for name, wanted in (("tag", tag), ("request_id", request_id), ("model", model)):
             if wanted is not None:
-                values = [wanted] if isinstance(wanted, str) else list(wanted)
+                values = one_or_several(wanted)
+                if other := [value for value in values if not isinstance(value, str)]:
+                    raise ValueError(f"{name} has {other[0]!r:.60}; give a text, or several")
                 kept = kept[self._is_in(name, values)[kept]]
         if sample_index is not None:
+            whole_number(sample_index, "sample_index: ")
             kept = kept[(table.heads["sample_index"].to_numpy() == sample_index)[kept]]
         keys = self._keys
         if hook is not None or layers is not None:
@@ -287,8 +291,8 @@ class Store:
             kept = kept[has[kept]]
         statuses = self._statuses
         if status is not None:
-            given = [status] if isinstance(status, str) else list(status)
-            if unknown := sorted(set(given) - set(STATUSES)):
+            given = one_or_several(status)
+            if unknown := [each for each in given if each not in STATUSES]:
                 raise ValueError(
                     f"status={unknown} is not known; give one or more of {', '.join(STATUSES)}"
                 )
@@ -512,11 +516,15 @@ class Store:
     ) -> frozenset[int]:
         hooks: set[str] | None = None
         if hook is not None:
-            given = [hook] if isinstance(hook, (str, HookPoint)) else list(hook)
-            hooks = {HookPoint.parse(point).value for point in given}
+            hooks = {hook_named(point, "hook").value for point in one_or_several(hook)}
         numbers = None
         if layers is not None:
-            numbers = {layers} if isinstance(layers, int) else set(layers)
+            numbers = {whole_number(layer, "layers: ") for layer in one_or_several(layers)}
+            if any(layer < 0 for layer in numbers):
+                raise ValueError(
+                    f"layers={layers!r:.60} has negative numbers; layers count from 0 here, since "
+                    "a store does not know how many a model has"
+                )
         return frozenset(
             code
             for code, (name, layer) in enumerate(self._table.piece_keys[0])

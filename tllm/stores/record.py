@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
+from operator import index
 from typing import Any, Literal, NamedTuple, get_args
 from uuid import uuid4
 
@@ -144,7 +145,7 @@ class RecordMeta:
         }
         fill["record_id"] = fill["record_id"] or _new_id()
         fill["created"] = fill["created"] or utc_now()
-        fill["token_ids"] = tuple(map(int, self.token_ids))
+        fill["token_ids"] = _whole_numbers("token_ids", self.token_ids)
         for name in ("sample_index", "prompt_len", "stage", "num_stages"):
             value = getattr(self, name)
             if (
@@ -327,8 +328,10 @@ def checked_positions(
 
 
 def checked_arrays(record: Record) -> list[CheckedStack]:
-    """All arrays of a record; `ValueError` when one is not fit, is given twice, or does not follow
-    the one before."""
+    """All arrays of a record; `ValueError` for what is no record, and when an array is not fit, is
+    given twice, or does not follow the one before."""
+    if not isinstance(record, Record):
+        raise ValueError(f"record={record!r:.60} is {type(record).__name__}; give a Record")
     if isinstance(record.arrays, Mapping):
         return _checked_singles(record.arrays)
     pieces = [record.arrays] if isinstance(record.arrays, StackedRows) else record.arrays
@@ -356,6 +359,8 @@ def _checked_singles(
     positions: dict[int, PositionArray] = {}
     for (hook, layer), rows in arrays.items():
         key = ArrayKey.of(hook, layer)
+        if not isinstance(rows, Rows):
+            raise ValueError(f"{key.name}: {type(rows).__name__} was given; give Rows")
         if key in checked:
             raise ValueError(f"{key.name} is given twice, once by its alias; give it once")
         known = positions.get(id(rows.positions))
@@ -385,6 +390,13 @@ def require_status(status: str, error: str) -> None:
             f"error={error!r} does not go with status={status!r}; a partial_error says in error "
             "what is missing, and ok has none"
         )
+
+
+def _whole_numbers(name: str, given: Any) -> tuple[int, ...]:
+    try:
+        return tuple(map(index, given))
+    except TypeError:
+        raise ValueError(f"{name}={given!r:.60} is not allowed; give a list of integers") from None
 
 
 def require_json(name: str, value: Mapping[str, Any]) -> str:

@@ -628,6 +628,8 @@ class StoreWriter:
 
     def _begin(self, meta: RecordMeta) -> tuple[Recording | None, Future[Published]]:
         """Claim a record's identity; no recording when it may not be written."""
+        if not isinstance(meta, RecordMeta):
+            raise ValueError(f"meta={meta!r:.60} is {type(meta).__name__}; give a RecordMeta")
         future: Future[Published] = Future()
         try:
             claim = self._ledger.claim(meta, future)

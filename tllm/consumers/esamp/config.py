@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from tllm.ports.base import require_one_of
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named
 
 Scope = Literal["prompt", "request", "shared"]
 OnFull = Literal["grow", "unguided"]
@@ -124,8 +125,8 @@ class ESampConsumerConfig:
         object.__setattr__(self, "betas", tuple(betas))
 
     def _check_sites(self) -> None:
-        source = HookPoint.parse(self.source_site)
-        target = HookPoint.parse(self.target_site)
+        source = hook_named(self.source_site, "source_site")
+        target = hook_named(self.target_site, "target_site")
         object.__setattr__(self, "source_site", source.value)
         object.__setattr__(self, "target_site", target.value)
         if self.guide and target not in _PROJECTABLE:

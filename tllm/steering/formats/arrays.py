@@ -15,11 +15,15 @@ from tllm.steering.module import FORMAT, SteeringModule, from_header
 
 NUMPY_MAGIC = b"\x93NUMPY"
 
+_UNNAMED = "arr_0"
+"""What `np.savez(path, array)` calls the first array that is given without a name."""
+
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 
 def read_numpy(path: Path) -> Contents:
-    """Read a `.npy` file, `[hidden]` or `[layers, hidden]`, or an `.npz` file of named arrays."""
+    """Read a `.npy` file, `[hidden]` or `[layers, hidden]`, or an `.npz` file of named arrays, or
+    of one to which `np.savez` gave a name."""
     try:
         loaded: Any = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):
@@ -32,7 +36,7 @@ def read_numpy(path: Path) -> Contents:
             f"numpy cannot read it without pickles, which may run any code: {error}; save arrays "
             "of floating-point numbers"
         ) from None
-    return from_saved(arrays)
+    return from_saved(arrays[_UNNAMED] if [*arrays] == [_UNNAMED] else arrays)
 
 
 def read_torch(path: Path) -> Contents:
