@@ -15,7 +15,12 @@ from tllm.engine.bulk import Bulk, BulkItem
 from tllm.logprobs.query import WHOLE
 from tllm.logprobs.transport import CONSUMER, Address, Arena
 
-_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+_ONE_TOKEN: dict[str, Any] = {
+    "max_tokens": 1,
+    "temperature": 0.0,
+    "ignore_eos": True,
+    "detokenize": False,
+}
 
 
 class DrivenLanes:

@@ -269,9 +269,10 @@ class Steady:
         }
         self.session.steering.put({f"vector {way}": one for way in range(ways)}, operations)
         self._specs: dict[str, Any] = {}
-        sequences = getattr(self.session, "sequences", None)
-        self._start_one = sequences.start if sequences else self.session.start_sequence
-        self._finish_one = sequences.finish if sequences else self.session.finish_sequence
+        session: Any = self.session  # of older commits, too
+        sequences = getattr(session, "sequences", None)
+        self._start_one = sequences.start if sequences else session.start_sequence
+        self._finish_one = sequences.finish if sequences else session.finish_sequence
         self.names = [f"request {number}" for number in range(self.batch)]
         for number, name in enumerate(self.names):
             steering: tuple[Any, ...] = ()

@@ -119,7 +119,13 @@ class Lens:
                 at = torch.tensor(prompts.positions[low : low + size], device=_DEVICE)
                 rows = torch.arange(len(at), device=_DEVICE)
 
-                def patch(stream: torch.Tensor, at=at, rows=rows, name=name, **_: Any) -> Any:
+                def patch(
+                    stream: torch.Tensor,
+                    at: torch.Tensor = at,
+                    rows: torch.Tensor = rows,
+                    name: str = name,
+                    **_: Any,
+                ) -> torch.Tensor:
                     stream[rows, at] = cache[name][0, at]
                     return stream
 

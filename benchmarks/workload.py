@@ -196,7 +196,7 @@ def _esamp(shape: str, base: Workload, arrivals: float) -> list[Benchmark]:
     ]
 
 
-def _decided(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
+def _decided(shape: str, prompts: int, **sizes: Any) -> list[Benchmark]:
     engine = {"max_num_seqs": 2 * prompts, "max_model_len": _LONGEST}
     work = Workload(prompts=prompts, samples=1, engine=engine, **sizes)
     variants: tuple[Variant, ...] = ("decide-same-step", "decide-next-step", "decide-background")
@@ -219,7 +219,7 @@ STEERED = {
 }
 
 
-def _steered(shape: str, prompts: int, **sizes: int) -> list[Benchmark]:
+def _steered(shape: str, prompts: int, **sizes: Any) -> list[Benchmark]:
     engine = {"max_num_seqs": 2 * prompts, "max_model_len": _LONGEST}
     many = Workload(prompts=prompts, samples=1, engine=engine, **sizes)
     twice = Workload(prompts=2 * prompts, samples=1, engine=engine, **sizes)
