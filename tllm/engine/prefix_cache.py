@@ -62,6 +62,11 @@ class BlockKeys:
         self._first = next((start for start, done in changes if done), None)
         self._chain: list[Any] = []
 
+    def begin(self, request: Request) -> None:
+        """Put these keys in the place of the plain ones, which a new request has already."""
+        self._chain = list(request.block_hashes)
+        request.block_hashes[:] = [self._key(plain, i) for i, plain in enumerate(self._chain)]
+
     def __call__(self, request: Request) -> list[Any]:
         """The hashes of the blocks that have become full."""
         known = len(request.block_hashes)
@@ -101,11 +106,12 @@ def apply(request: Request, spec: RequestSpec, changes: Changes, block_size: int
         # Changed rows change the cache: nobody else may read these blocks, nor this request those
         # of others. Of a streamed prompt, which tokens were generated is known to it alone.
         request.cache_salt = f"{request.cache_salt or ''}tllm-{uuid.uuid4().hex}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
     hasher = request._block_hasher
     if changed and hasher is not None:
-        request._block_hasher = BlockKeys(hasher, block_size, changes)
-    request.block_hashes.clear()
-    request.update_block_hashes()
+        request._block_hasher = keys = BlockKeys(hasher, block_size, changes)
+        keys.begin(request)
 
 
 def _same_in_all_phases(spec: RequestSpec) -> bool:
