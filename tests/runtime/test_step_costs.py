@@ -13,7 +13,8 @@ AT_MOST = {
     "steered by position": {"calls": 13, **NOTHING},
     "captured, one layer": {"calls": 29, **NOTHING},
     "captured, all layers": {"calls": 29, **NOTHING},
-    "captured to memory": {"calls": 36, "uploads": 0, "operators": 1},
+    # Two of the calls find inference mode on, in the place of twelve of torch's.
+    "captured to memory": {"calls": 38, "uploads": 0, "operators": 1},
     "captured and steered": {"calls": 29, **NOTHING},
     # Two of the operators find out whether what is written are numbers.
     "written by a consumer": {"calls": 40, "uploads": 0, "operators": 4},
