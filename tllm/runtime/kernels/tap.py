@@ -1060,22 +1060,10 @@ class _SequenceLatch:
         """A gate holds for the row."""
         self.cells[0, number] = min(int(self.cells[0, number]), self.position)
         if scope == NEXT:
-            word, bit = self._held(number, self.position)
-            word |= bit
-
-    def recalled(self, number: int, scope: int) -> bool:
-        """Whether a gate held for an earlier token, as its scope asks."""
-        if scope != NEXT:
-            return int(self.cells[0, number]) < self.position
-        if not self.position:
-            return False
-        word, bit = self._held(number, self.position - 1)
-        return bool(int(word) & bit)
-
-    def _held(self, number: int, position: int) -> tuple[torch.Tensor, int]:
-        start = int(self.cells[1, number]) + position // 32
-        bit = 1 << position % 32
-        return _at(self.at_stage["HELD"] + 4 * start, torch.int32, 1), bit - (bit >> 31 << 32)
+            start = int(self.cells[1, number]) + self.position // 32
+            bit = 1 << self.position % 32
+            word = _at(self.at_stage["HELD"] + 4 * start, torch.int32, 1)
+            word |= bit - (bit >> 31 << 32)
 
 
 def _latch_of(planned: IntArray, at_stage: dict[str, int]) -> _SequenceLatch | None:
@@ -1241,14 +1229,37 @@ def _shares(
         words: `Operation.GATE` of the operations.
         rows: which rows of the plan they are done to.
     """
-    share = torch.ones(len(rows))
+    share = np.ones(len(rows), np.float32)
     gates = words % KIND_UNIT
-    for i in gates.nonzero()[0].tolist():
-        gate, each = int(gates[i]), int(rows[i])
-        scope, number = gate // SCOPE_UNIT, gate % SCOPE_UNIT - 1
-        if not scope:
-            share[i] = _state_at(at_stage["GATE_STATE"], int(tokens[each]))[0, number]
-        else:
-            latch = _latch_of(planned[:, each], at_stage)
-            share[i] = float(latch is not None and latch.recalled(number, scope))
-    return share
+    gated = gates.nonzero()[0]
+    if len(gated):
+        rows, scope, number = rows[gated], gates[gated] // SCOPE_UNIT, gates[gated] % SCOPE_UNIT - 1
+        now = scope == 0
+        if now.any():
+            of = tokens[rows[now]]
+            state = _words(at_stage["GATE_STATE"], int(of.max()) + 1, 2, MAX_GATES)
+            share[gated[now]] = state.view(np.float32)[of, 0, number[now]]
+        if not now.all():
+            later = planned[:, rows[~now]]
+            share[gated[~now]] = _remembered(later, number[~now], scope[~now], at_stage)
+    return torch.from_numpy(share)
+
+
+def _remembered(
+    planned: IntArray, number: IntArray, scope: IntArray, at_stage: dict[str, int]
+) -> npt.NDArray[np.bool_]:
+    """Of each row, whether its gate of that number held for an earlier token of the sequence, as
+    the gate's scope asks; not where nothing is remembered of the sequence."""
+    row, position = planned[Column.GATE.plan_row], planned[Column.POSITION.plan_row]
+    recalled = row >= 0
+    if recalled.any():
+        cells = _words(at_stage["LATCHES"], int(row.max()) + 1, 2, MAX_GATES)
+        first, held_at = cells[row.clip(0), 0, number], cells[row.clip(0), 1, number]
+        before = recalled & (scope == NEXT) & (position > 0)
+        recalled &= np.where(scope == NEXT, before, first < position)
+        if before.any():
+            previous = position[before] - 1
+            at = held_at[before] + previous // 32
+            words = _words(at_stage["HELD"], int(at.max()) + 1)[at]
+            recalled[before] = (words >> previous % 32 & 1).astype(bool)
+    return recalled
