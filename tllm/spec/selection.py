@@ -58,6 +58,16 @@ class Criteria:
         named = self.positions or self.ranges or self.windows
         return bool(named or self.token_ids or self.media)
 
+    @property
+    def of_prompt(self) -> bool:
+        """Whether they are met by tokens of the prompt alone, however long it is."""
+        return bool(self) and not (
+            self.windows
+            or self.token_ids
+            or any(position >= 0 for position in self.positions)
+            or any(stop is None or stop >= 0 for _, stop in self.ranges)
+        )
+
     def in_prompt(self, media: PromptMedia) -> Criteria:
         """These criteria with the positions of the items that they name."""
         if not self.media:
@@ -190,6 +200,13 @@ class Selection:
             return self
         include, exclude = self.include.in_prompt(media), self.exclude.in_prompt(media)
         return replace(self, include=include, exclude=exclude)
+
+    @property
+    def phases(self) -> frozenset[SelectedPhase]:
+        """The phases, `prompt` and `generation`, of which it may mean tokens."""
+        both: tuple[SelectedPhase, ...] = ("prompt", "generation")
+        own = {self.phase} if self.phase != "any" else {*both}
+        return frozenset(own - {"generation"} if self.include.of_prompt else own)
 
     @property
     def depends_on_generated_tokens(self) -> bool:
