@@ -40,7 +40,9 @@ class Asking(msgspec.Struct, kw_only=True):
 
     Attributes:
         consumers: by consumer id, e.g. `{"esamp": {"beta": 0.3}}`; `{"enabled": False}` turns a
-            consumer off for the request. Checked by `generate`, when the consumers are known.
+            consumer off for the request. Options are plain data: numbers, text, lists and mappings,
+            and arrays, which are given on as lists. Checked by `generate`, when the consumers are
+            known.
         capture: what to capture, by the consumer that it goes to, e.g.
             `{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}`. Results are
             the output's `activations` and `capture_results`.
@@ -264,7 +266,7 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
                 f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "
                 "such as {'enabled': False}"
             )
-        consumers[name] = dict(options)
+        consumers[_key(name, "consumers")] = _plain(options, f"consumers[{name!r}]")
     capture = given.get("capture")
     captures = {} if capture is None else captured(capture)
     for name in captures.keys() & consumers.keys():

@@ -38,6 +38,31 @@ def test_numbers_of_numpy_are_plain_numbers():
     assert captured(positions=np.arange(3))["positions"] == [0, 1, 2]
 
 
+def test_options_of_consumers_are_plain_data():
+    """An array, or a number of NumPy's, ends the engine on its way to a worker of its own."""
+    options = {"beta": np.float32(0.5), "layers": np.arange(2), "row": torch.ones(2), "at": (1,)}
+    params = SamplingParams(consumers={"mine": {**options, "positions": range(2)}})
+    plain = {"beta": 0.5, "layers": [0, 1], "row": [1.0, 1.0], "at": [1], "positions": [0, 1]}
+    found = params.asked.consumers["mine"]
+    assert found == plain
+    assert [*map(type, found.values())] == [*map(type, plain.values())]
+
+
+@pytest.mark.parametrize(
+    ("consumers", "says"),
+    [
+        ({"mine": {"judge": len}}, "consumers['mine']['judge'] is builtin_function_or_method"),
+        ({"mine": {3: 1}}, "consumers['mine'] has the key 3; keys are text"),
+        ({3: {}}, "consumers has the key 3; keys are text"),
+        ({"mine": {"text": "\ud800"}}, "consumers['mine']['text']='\\ud800' has lone surrogates"),
+    ],
+)
+def test_options_that_cannot_travel_are_refused_by_name(consumers, says):
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(consumers=consumers)
+    assert says in str(refused.value)
+
+
 def test_tensors_are_plain_numbers_and_lists():
     positions = torch.tensor([4, -1])
     assert captured(positions=positions)["positions"] == [4, -1]

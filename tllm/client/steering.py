@@ -223,7 +223,7 @@ class Composer:
         """A monitor that somebody defines."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"monitor name {name!r}: give a text that is not empty")
-        check_text(name, "monitor name")
+        name = check_text(name, "monitor name")
         condition = parse_condition(given, f"monitor {name!r}")
         found = self._found(condition)
         if isinstance(found, (NamedCondition, FeatureCondition)):

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
+from tllm.spec.reading import own_numbers
 
 SelectedPhase = Literal["any", "prompt", "generation"]
 
@@ -137,7 +138,7 @@ class Selection:
                     f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
                 )
             given = _NAMED[given]
-        given = _own_numbers(given)
+        given = own_numbers(given)
         if isinstance(given, Iterable) and not isinstance(given, Mapping):
             listed = list(given)
             if not listed:
@@ -352,16 +353,11 @@ def _token_ids(given: Any, name: str) -> list[int]:
     return sorted(set(ids))
 
 
-def _own_numbers(given: Any) -> Any:
-    """An array's or a tensor's numbers as Python's own; anything else as it is."""
-    return given.tolist() if hasattr(given, "tolist") else given
-
-
 def _whole_numbers(given: Any, name: str) -> list[int]:
-    given = _own_numbers(given)
+    given = own_numbers(given)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give a list of whole numbers")
-    numbers = list(map(_own_numbers, given))
+    numbers = list(map(own_numbers, given))
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise ValueError(f"{name}: {number!r} is not a whole number")
