@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,34 @@ def test_what_is_asked_where_nobody_reads_it_is_refused(kind, place):
 
 
 # -- shared by threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda params, **fields: msgspec.structs.replace(params, **fields),
+        lambda params, **fields: SamplingParams(**{**msgspec.structs.asdict(params), **fields}),
+    ],
+)
+def test_parameters_made_of_others_ask_what_their_own_fields_say(changed):
+    params = SamplingParams(steering_vectors={"post_block": {1: [1.0, 2.0]}}, seed=1)
+    [entry] = changed(params, steering_vectors={"post_block": {1: [3.0, 4.0]}}).asked.steering.own
+    assert entry.vector.tolist() == [3.0, 4.0]
+    assert changed(params, steering_vectors=None).asked.steering is None
+    both = changed(params, stop_when="monitor")
+    assert both.asked.steering.own
+    assert both.asked.steering.endings
+    for same in (changed(params, seed=2), pickle.loads(pickle.dumps(params)), params.clone()):
+        assert [entry.vector.tolist() for entry in same.asked.steering.own] == [[1.0, 2.0]]
+    assert changed(params, seed=2).asked is params.asked, "nothing is read twice"
+
+
+def test_what_is_refused_when_it_is_set_is_not_set():
+    given = {"post_block": {1: [1.0, 2.0]}}
+    params = SamplingParams(steering_vectors=given)
+    with pytest.raises(ValueError, match="is 3; give a list of numbers"):
+        params.steering_vectors = {"post_block": {1: 3}}
+    assert params.steering_vectors is given
 
 
 def test_threads_that_share_parameters_ask_the_same_and_change_nothing():
