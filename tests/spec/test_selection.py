@@ -147,6 +147,9 @@ def test_positions_may_be_a_tensor():
     positions = torch.tensor([2, -1])
     for form in (positions, list(positions), {"positions": positions}):
         assert Selection.parse(form) == listed
+    ranges = torch.tensor([[0, 3], [-4, -1]])
+    assert Selection.parse({"ranges": ranges}) == Selection.parse({"ranges": ranges.tolist()})
+    assert Selection.parse({"ranges": list(ranges)}) == Selection.parse({"ranges": ranges.tolist()})
     with pytest.raises(ValueError, match="where=3 is int; give one of all"):
         Selection.parse(torch.tensor(3), "where")
 

@@ -370,7 +370,7 @@ def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give a list of [start, stop]")
     pairs: list[tuple[int | None, int | None]] = []
-    for pair in given:
+    for pair in map(own_numbers, given):
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(f"{name}: {pair!r} is not [start, stop]; None is an open end")
         numbers = _whole_numbers([edge for edge in pair if edge is not None], name)
