@@ -210,6 +210,7 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
     more = weights_of("standard") | {"W_skip": torch.ones(2)}
     less = {name: w for name, w in weights_of("standard").items() if name != "b_enc"}
     other = weights_of("standard") | {"b_enc": torch.zeros(3)}
+    broken = weights_of("standard") | {"b_enc": torch.full((40,), torch.nan)}
     plain = CONFIGS["standard"]
     for number, (config, weights, message) in enumerate(
         (
@@ -221,6 +222,7 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
             (plain | {"d_sae": "many"}, None, "d_sae='many'; a whole number was expected"),
             (plain, more, "not known is W_skip"),
             (plain, less, "missing is b_enc"),
+            (plain, broken, "b_enc has numbers that are NaN"),
             (plain, other, r"b_enc has shape \[3\], and cfg.json says d_in=128, d_sae=40"),
         )
     ):
