@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -40,7 +43,9 @@ class Asking(msgspec.Struct, kw_only=True):
 
     Attributes:
         consumers: by consumer id, e.g. `{"esamp": {"beta": 0.3}}`; `{"enabled": False}` turns a
-            consumer off for the request. Checked by `generate`, when the consumers are known.
+            consumer off for the request. Options are plain data: numbers, text, lists and mappings,
+            and arrays, which are given on as lists. Checked by `generate`, when the consumers are
+            known.
         capture: what to capture, by the consumer that it goes to, e.g.
             `{"memory": {"hooks": {"post_block": [12]}, "positions": "last_prompt"}}`. Results are
             the output's `activations` and `capture_results`.
@@ -110,13 +115,16 @@ class _Checked:
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
-        if self.asked is None:
-            self.asked = _asked_in(self)
+        # Parameters that were made of others have what these asked, and perhaps other fields.
+        given = _given_in(self)
+        if self.asked is None or not _same(self.asked.given, given):
+            self.asked = _asked_in(given)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
         if name in ASKED_FIELDS:
-            self.asked = _asked_in(self)
+            fields = zip(ASKED_FIELDS, _given_in(self), strict=True)
+            self.asked = _asked_in([value if field == name else own for field, own in fields])
+        super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: Any) -> Any:
         # What is asked of us never changes, and is shared.
@@ -264,7 +272,7 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
                 f"consumers[{name!r}] is {type(options).__name__}; give a mapping of options, "
                 "such as {'enabled': False}"
             )
-        consumers[name] = dict(options)
+        consumers[_key(name, "consumers")] = _plain(options, f"consumers[{name!r}]")
     capture = given.get("capture")
     captures = {} if capture is None else captured(capture)
     for name in captures.keys() & consumers.keys():
@@ -287,12 +295,20 @@ def parse_asked(given: Mapping[str, Any]) -> Asked:
     return Asked({**consumers, **captures}, tuple(captures), steering, patched, conversation)
 
 
-_NOTHING = Asked()
+_NOTHING = Asked(given=(None,) * len(ASKED_FIELDS))
+_given_in = attrgetter(*ASKED_FIELDS)
 
 
-def _asked_in(params: Any) -> Asked:
-    given = {name: value for name in ASKED_FIELDS if (value := getattr(params, name)) is not None}
-    return parse_asked(given) if given else _NOTHING
+def _asked_in(given: Sequence[Any]) -> Asked:
+    """What is asked by values of our fields."""
+    fields = zip(ASKED_FIELDS, given, strict=True)
+    asked = {name: value for name, value in fields if value is not None}
+    return replace(parse_asked(asked), given=tuple(given)) if asked else _NOTHING
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether two sequences are of the same objects."""
+    return len(left) == len(right) and all(map(operator.is_, left, right))
 
 
 def _values_of(params: Any) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -36,6 +38,31 @@ def test_numbers_of_numpy_are_plain_numbers():
     plain = {"whole": 3, "real": 0.5, "one": 7, "flag": True}
     assert captured(metadata=given)["metadata"] == plain
     assert captured(positions=np.arange(3))["positions"] == [0, 1, 2]
+
+
+def test_options_of_consumers_are_plain_data():
+    """An array, or a number of NumPy's, ends the engine on its way to a worker of its own."""
+    options = {"beta": np.float32(0.5), "layers": np.arange(2), "row": torch.ones(2), "at": (1,)}
+    params = SamplingParams(consumers={"mine": {**options, "positions": range(2)}})
+    plain = {"beta": 0.5, "layers": [0, 1], "row": [1.0, 1.0], "at": [1], "positions": [0, 1]}
+    found = params.asked.consumers["mine"]
+    assert found == plain
+    assert [*map(type, found.values())] == [*map(type, plain.values())]
+
+
+@pytest.mark.parametrize(
+    ("consumers", "says"),
+    [
+        ({"mine": {"judge": len}}, "consumers['mine']['judge'] is builtin_function_or_method"),
+        ({"mine": {3: 1}}, "consumers['mine'] has the key 3; keys are text"),
+        ({3: {}}, "consumers has the key 3; keys are text"),
+        ({"mine": {"text": "\ud800"}}, "consumers['mine']['text']='\\ud800' has lone surrogates"),
+    ],
+)
+def test_options_that_cannot_travel_are_refused_by_name(consumers, says):
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(consumers=consumers)
+    assert says in str(refused.value)
 
 
 def test_tensors_are_plain_numbers_and_lists():
@@ -87,6 +114,34 @@ def test_what_is_asked_where_nobody_reads_it_is_refused(kind, place):
 
 
 # -- shared by threads -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda params, **fields: msgspec.structs.replace(params, **fields),
+        lambda params, **fields: SamplingParams(**{**msgspec.structs.asdict(params), **fields}),
+    ],
+)
+def test_parameters_made_of_others_ask_what_their_own_fields_say(changed):
+    params = SamplingParams(steering_vectors={"post_block": {1: [1.0, 2.0]}}, seed=1)
+    [entry] = changed(params, steering_vectors={"post_block": {1: [3.0, 4.0]}}).asked.steering.own
+    assert entry.vector.tolist() == [3.0, 4.0]
+    assert changed(params, steering_vectors=None).asked.steering is None
+    both = changed(params, stop_when="monitor")
+    assert both.asked.steering.own
+    assert both.asked.steering.endings
+    for same in (changed(params, seed=2), pickle.loads(pickle.dumps(params)), params.clone()):
+        assert [entry.vector.tolist() for entry in same.asked.steering.own] == [[1.0, 2.0]]
+    assert changed(params, seed=2).asked is params.asked, "nothing is read twice"
+
+
+def test_what_is_refused_when_it_is_set_is_not_set():
+    given = {"post_block": {1: [1.0, 2.0]}}
+    params = SamplingParams(steering_vectors=given)
+    with pytest.raises(ValueError, match="is 3; give a list of numbers"):
+        params.steering_vectors = {"post_block": {1: 3}}
+    assert params.steering_vectors is given
 
 
 def test_threads_that_share_parameters_ask_the_same_and_change_nothing():

@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -269,6 +270,18 @@ def diced(llm: LLM, prompt: object) -> object:
     return *ended, result.error, result.payload.notes
 
 
+def unsent(llm: LLM, prompt: object) -> int:
+    """How many requests are left of one that cannot be sent to a process of the engine's own."""
+    params = SamplingParams(
+        max_tokens=1, detokenize=False, extra_args={"theirs": object()}, logprobs=0
+    )
+    for n in (1, 2):
+        params.n = n
+        with suppress(TypeError):
+            llm.generate([prompt], params, use_tqdm=False)
+    return llm.llm_engine.get_num_unfinished_requests()
+
+
 READERS = {
     "early": ResidualStream.read(layer=0, site="post_block"),
     "late": ResidualStream.read(site="lm_head_in"),
@@ -334,6 +347,7 @@ def main(model: str, path: str, options: str) -> None:
         ),
         "signals": [o.outputs[0].signals for o in during],
         "ended": ended,
+        "unsent": unsent(llm, prompts[0]),
         "diced": diced(llm, prompts[0]),
         "tokens": [[list(o.outputs[0].token_ids) for o in run] for run in (before, during, after)],
         "errors": [r.error for o in during for r in o.consumer_results.values() if r.error],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,7 +166,7 @@ def test_many_rows_go_through_the_head_in_parts(llm, expected, monkeypatch):
 
 
 def test_what_a_request_cannot_have_is_refused_before_it_runs(llm, jacobian):
-    llm.register_consumer(LensConsumer([0, 2], top_k=3))
+    llm.register_consumer(LensConsumer(np.array([0, 2]), top_k=np.int64(3)))
     llm.register_consumer(LensConsumer(path=jacobian, consumer_id="second"))
     for options, message in (
         ({"lens": {"layers": [1]}}, "registered with layers 0, 2; choose of these"),
@@ -178,6 +179,9 @@ def test_what_a_request_cannot_have_is_refused_before_it_runs(llm, jacobian):
     ):
         with pytest.raises(ValueError, match=message):
             generate(llm, prompts_of([5]), greedy(2, consumers=options))
+    options = {"lens": {"layers": np.array([2]), "top_k": np.int64(2), "positions": np.arange(3)}}
+    [output] = generate(llm, prompts_of([5]), greedy(2, consumers=options))
+    assert output.consumer_results["lens"].payload["token_ids"].values.shape == (3, 1, 2)
 
 
 def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):

@@ -254,6 +254,7 @@ def check(saved, mode, reference):
     check_ended(saved["ended"], reference)
     check_mixed(saved["mixed"], reference)
     check_diced(saved["diced"], mode, reference)
+    assert saved["unsent"] == 0
     assert all(worker["running_sequences"] == 0 for worker in saved["stats"])
     in_process = mode == "compiled"
     assert saved["dead"] == (None if in_process else "EngineDeadError")

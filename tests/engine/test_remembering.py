@@ -210,6 +210,15 @@ def test_monitors_and_modules_remember(llm, reference):
             {
                 "steering_vectors": at(
                     ("post_block", 1),
+                    {"vector": V, "positions": [-1], "when": {**WHEN, "over": "prompt_mean"}},
+                )
+            },
+            "the tokens after the prompt, but the entry is for tokens of the prompt",
+        ),
+        (
+            {
+                "steering_vectors": at(
+                    ("post_block", 1),
                     {"vector": V, "when": {"all": [{**WHEN, "scope": "next"}, WHEN]}},
                 )
             },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -176,7 +177,9 @@ def test_chosen_features_of_sequences_that_are_preempted(tight_llm, truth, tmp_p
     monkeypatch.setattr("tllm.consumers.sae._CHUNK_BYTES", 4 * FEATURES * 3)  # three rows at once
     for name in ("standard", "topk"):
         folder = saved(tmp_path / name, CONFIGS[name])
-        tight_llm.register_consumer(SaeConsumer(folder, features=[9, 2, 31], consumer_id=name))
+        tight_llm.register_consumer(
+            SaeConsumer(folder, features=np.array([9, 2, 31]), consumer_id=name)
+        )
     wanted = {"standard": {"positions": "all_generated"}, "topk": {}}
     prompts = prompts_of([33] * (3 if INTERPRETED else 7), seed=7)
     outputs = generate(tight_llm, prompts, greedy(3 if INTERPRETED else 40, consumers=wanted))
@@ -207,6 +210,7 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
     more = weights_of("standard") | {"W_skip": torch.ones(2)}
     less = {name: w for name, w in weights_of("standard").items() if name != "b_enc"}
     other = weights_of("standard") | {"b_enc": torch.zeros(3)}
+    broken = weights_of("standard") | {"b_enc": torch.full((40,), torch.nan)}
     plain = CONFIGS["standard"]
     for number, (config, weights, message) in enumerate(
         (
@@ -218,6 +222,7 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
             (plain | {"d_sae": "many"}, None, "d_sae='many'; a whole number was expected"),
             (plain, more, "not known is W_skip"),
             (plain, less, "missing is b_enc"),
+            (plain, broken, "b_enc has numbers that are NaN"),
             (plain, other, r"b_enc has shape \[3\], and cfg.json says d_in=128, d_sae=40"),
         )
     ):
@@ -243,6 +248,7 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
         ({"features": [40]}, "features has 40; this autoencoder has features 0 to 39"),
         ({"features": []}, r"features=\[\] is not known"),
         ({"top_k": 0}, "top_k=0 is not allowed"),
+        ({"layer": 1.5}, "layer 1.5 is not a whole number"),
         ({"features": [1], "top_k": 10}, r"top_k=10 was given with features=\[1\]"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -343,7 +349,7 @@ class FeatureGate:
         self.edge = float(self.score(states[PLACE]).median()) + 0.01
         self.edges = [self.edge, self.edge + 9.0]
         edge = self.edges if side == "between" else self.edge
-        self.when = {"probe": {"sae": name, "feature": feature}, side: edge, "name": name}
+        self.when = {"probe": {"sae": name, "feature": np.int64(feature)}, side: edge, "name": name}
         if soft:
             self.when["soft"] = soft
 

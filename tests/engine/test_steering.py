@@ -11,7 +11,7 @@ import torch.utils._triton
 from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, LAYERS, Addition
-from tllm import LLM, SamplingParams
+from tllm import LLM, PoolingParams, SamplingParams
 from tllm.steering import SteeringModule
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], list(range(20, 60)), [200, 201]]
@@ -136,6 +136,26 @@ def test_positions_of_the_request_hold_for_its_modules_too(llm, reference):
     for prompt, tokens in zip(PROMPTS, generate(llm, PROMPTS, asked), strict=True):
         n = len(prompt)
         assert tokens == reference.greedy(prompt, TOKENS, [Addition(AT, V, n - 1, n)])
+
+
+def test_positions_at_which_a_module_steers_nothing_are_refused(llm, reference):
+    llm.steering.register_module("decode", {"decode_vectors": at(V)})
+    llm.steering.register_module("both", {"decode_vectors": at(W), "prefill_vectors": at(V)})
+    asked = {"steering_module_ref": ["both", "decode"], "steering_positions": "last_prompt"}
+    with pytest.raises(ValueError, match="steering_positions: the module 'decode' steers no token"):
+        generate(llm, [PROMPTS[0]], asked)
+    asked["steering_module_ref"] = "both"
+    n = len(PROMPTS[0])
+    steered = reference.greedy(PROMPTS[0], TOKENS, [Addition(AT, V, n - 1, n)])
+    assert generate(llm, [PROMPTS[0]], asked) == [steered]
+    where = {"decode_vectors": at(V), "positions": "last_prompt"}
+    with pytest.raises(ValueError, match="for generated tokens, steers no token"):
+        llm.steering.register_module("never", where)
+    with pytest.raises(ValueError, match="for generated tokens, steers no token"):
+        llm.steering.set(**where)
+    pooled = PoolingParams(task="embed", decode_steering_vectors=at(V))
+    with pytest.raises(ValueError, match="and was given for pooling, which generates nothing"):
+        llm.llm_engine.add_request("pooled", {"prompt_token_ids": PROMPTS[0]}, pooled)
 
 
 def test_global_steering_is_set_merged_replaced_and_cleared(llm, reference):
@@ -328,6 +348,7 @@ def test_unused_vectors_make_room_and_used_ones_do_not(narrow, reference):
 
 
 GOOD = [0.0] * HIDDEN
+LAST = {"positions": [-1]}
 
 
 @pytest.mark.parametrize(
@@ -362,6 +383,19 @@ GOOD = [0.0] * HIDDEN
             "17 clamps (operations on a component) at 'post_block' of layer 1; at most 16",
         ),
         ({"steering_positions": "last_prompt"}, "nothing to steer with was given"),
+        (
+            {"decode_steering_vectors": at({"vector": V, "positions": "last_prompt"})},
+            "decode_steering_vectors['post_block'][1], for generated tokens, steers no token at "
+            "the positions that it was given, by itself or for all entries: they are of the prompt",
+        ),
+        (
+            {"prefill_steering_vectors": at(V), "steering_positions": "all_generated"},
+            "prefill_steering_vectors['post_block'][1], for tokens of the prompt, steers no token",
+        ),
+        (
+            {"steering_vectors": at({"vector": V, "positions": {"phase": "generation", **LAST}})},
+            "negative ones count from the end of the prompt, and the phase is 'generation'",
+        ),
         (
             {"steering_vectors": at({"vector": [1e30, *GOOD[1:]], "scale": 1e30})},
             "steering_vectors['post_block'][1] adds up to 1e+60 to the numbers of a row",

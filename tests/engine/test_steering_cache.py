@@ -12,6 +12,7 @@ from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, VOCAB
 from tllm import LLM, SamplingParams
+from tllm.spec.selection import Selection
 
 TURNS = 14 if os.environ["TLLM_TEST_RUNNER"] == "v1" else 1
 """Of 24 requests. Interpreted kernels are slow, and the rules are the scheduler's."""
@@ -42,14 +43,14 @@ class Traffic:
     def tokens(self, count):
         return [self.pick.randrange(2, VOCAB) for _ in range(count)]
 
-    def entry(self):
+    def entry(self, phases):
         vector = self.pick.choice(VECTORS)
         method = self.pick.choice(["add", "add", "norm_match", "ablate"])
         entry = {"vector": vector, "method": method}
         if method == "norm_match":
             entry["scale"] = 0.5
         if self.pick.random() < 0.25:
-            entry["positions"] = self.pick.choice(
+            positions = self.pick.choice(
                 [
                     "last_prompt",
                     "all_generated",
@@ -60,22 +61,25 @@ class Traffic:
                     {"phase": "generation", "exclude": {"token_ids": range(0, VOCAB, 4)}},
                 ]
             )
+            if phases & Selection.parse(positions).phases:
+                entry["positions"] = positions
         return entry
 
-    def tier(self):
+    def tier(self, *phases):
         point = self.pick.choice(["post_block", "pre_attn", "attn_in", "mlp_out"])
-        return {point: {self.pick.randrange(3): self.entry()}}
+        entry = self.entry({*phases} or {"prompt", "generation"})
+        return {point: {self.pick.randrange(3): entry}}
 
     def steering(self):
         kind = self.pick.choice(["none", "base", "prefill", "decode", "module", "several"])
         return {
             "none": dict,
             "base": lambda: {"steering_vectors": self.tier()},
-            "prefill": lambda: {"prefill_steering_vectors": self.tier()},
-            "decode": lambda: {"decode_steering_vectors": self.tier()},
+            "prefill": lambda: {"prefill_steering_vectors": self.tier("prompt")},
+            "decode": lambda: {"decode_steering_vectors": self.tier("generation")},
             "module": lambda: {"steering_module_ref": ("module", self.pick.choice([0, 1, -1]))},
             "several": lambda: {
-                "decode_steering_vectors": self.tier(),
+                "decode_steering_vectors": self.tier("generation"),
                 "steering_clamps": {
                     "post_block": {1: {"vector": self.pick.choice(VECTORS), "value": 1.0}}
                 },

@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig, from_options
@@ -100,3 +101,9 @@ def test_spec_strings_set_the_configuration_and_refuse_what_it_lacks():
     assert from_options(beta=0.3, rank=32).config == ESampConsumerConfig(beta=0.3, rank=32)
     with pytest.raises(ValueError, match=r"no options \['rnk'\].*rank"):
         from_options(rnk=32)
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = ESampConsumerConfig(rank=np.int64(8), beta=np.float32(0.5), lr=np.float32(0.25))
+    assert (config.rank, config.beta, config.lr) == (8, 0.5, 0.25)
+    assert type(config.rank) is int

@@ -16,6 +16,7 @@ from fuzz.asks import Ask
 from fuzz.controllers import controlled, controllers
 from fuzz.gates import gate_all, remembers
 from fuzz.patches import patch
+from tllm.spec.selection import Selection
 
 VECTORS = [
     (np.random.default_rng(seed).standard_normal(HIDDEN) * 0.4).astype(np.float32)
@@ -157,8 +158,15 @@ def _overlap(pick: Random, ask: Ask) -> None:
 # -- steering ------------------------------------------------------------------------------------
 
 
-def _entry(pick: Random, ask: Ask, clamp: bool) -> dict[str, Any]:
-    vector = pick.choice(VECTORS)
+def _steers(field: str, where: Any) -> bool:
+    """Whether a field steers any token at these positions; it is refused where it does not."""
+    phases = Selection.parse(where).phases
+    kind = {"prefill": {"prompt"}, "decode": {"generation"}}.get(field.split("_")[0], phases)
+    return bool(kind & phases)
+
+
+def _entry(pick: Random, ask: Ask, field: str) -> dict[str, Any]:
+    vector, clamp = pick.choice(VECTORS), "clamps" in field
     entries: list[dict[str, Any]] = (
         [{"min": -0.5, "max": 0.5}, {"value": 1.0, "strength": 0.5}, {"max": 0.0}]
         if clamp
@@ -178,26 +186,27 @@ def _entry(pick: Random, ask: Ask, clamp: bool) -> dict[str, Any]:
         return entry
     if len(ask.selections) < 3:  # more ways of choosing tokens than an engine takes are refused
         ask.selections.append(positions(pick, ask))
-    return entry | {"positions": pick.choice(ask.selections)}
+    where = pick.choice(ask.selections)
+    return entry | {"positions": where} if _steers(field, where) else entry
 
 
-def tier(pick: Random, ask: Ask, clamp: bool = False) -> dict[str, Any]:
+def tier(pick: Random, ask: Ask, field: str = "steering_vectors") -> dict[str, Any]:
     """Entries at one or two hook points."""
     points = pick.sample(
         [point for point in ask.points if point not in WITHOUT_LAYER], pick.randint(1, 2)
     )
     found: dict[str, Any] = {}
     for point in points:
-        entries = [_entry(pick, ask, clamp) for _ in range(pick.randint(1, 2))]
+        entries = [_entry(pick, ask, field) for _ in range(pick.randint(1, 2))]
         found[point] = {pick.randrange(-LAYERS, LAYERS): entries}
     if pick.random() < 0.2:
-        found[pick.choice(WITHOUT_LAYER)] = _entry(pick, ask, clamp)
+        found[pick.choice(WITHOUT_LAYER)] = _entry(pick, ask, field)
     return found
 
 
 def _steer(field: str) -> Callable[[Random, Ask], None]:
     def draw(pick: Random, ask: Ask) -> None:
-        ask.options[field] = tier(pick, ask, clamp="clamps" in field)
+        ask.options[field] = tier(pick, ask, field)
 
     return draw
 
@@ -210,7 +219,9 @@ def _module(pick: Random, ask: Ask) -> None:
 
 def _where(pick: Random, ask: Ask) -> None:
     if ask.steered and not remembers(ask.options):  # which may be refused for a prompt's tokens
-        ask.options["steering_positions"] = positions(pick, ask)
+        where = positions(pick, ask)
+        if all(_steers(field, where) for field in ask.options):
+            ask.options["steering_positions"] = where
 
 
 # -- consumers -----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from capture.truth import POINTS, WITHOUT_LAYER
 from engine.reference import HIDDEN, LAYERS
 
 from fuzz.asks import Ask
+from tllm.spec.selection import Selection
 
 Places = list[tuple[str, int | None]]
 IN_LAYERS: Places = [
@@ -157,9 +158,7 @@ def gate(
 def _of_prompt(entry: Mapping[str, Any]) -> bool:
     """Whether it may be for tokens of the prompt alone."""
     where = entry.get("positions")
-    if isinstance(where, Mapping):
-        return where.get("phase") == "prompt"
-    return where in ("all_prompt", "last_prompt")
+    return where is not None and "generation" not in Selection.parse(where).phases
 
 
 def remembers(options: Mapping[str, Any]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from tllm.spec.conditions import GateNumbers, parse_condition
+from tllm.spec.conversations import RequestConversation
 
 
 def _when(**more):
@@ -19,3 +22,11 @@ def test_a_term_that_is_given_twice_is_joined_once():
         *_, gate = numbers.gates([joint])
         assert gate.number == joint
         assert gate.terms == (0, 1)
+
+
+def test_names_are_texts_that_can_be_sent():
+    """A text of NumPy's ends the request that has it on its way to the engine's process."""
+    condition = parse_condition(_when(name=np.str_("sad")), "when")
+    conversation = RequestConversation.parse({"id": np.str_("chat"), "key": "k" * 16})
+    assert (condition.name, conversation.id) == ("sad", "chat")
+    assert type(condition.name) is type(conversation.id) is str

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from tllm.spec.media import PromptMedia
 from tllm.spec.patching import PatchUse, RequestPatch, check_patch_positions, noise_rows
@@ -58,6 +59,11 @@ def test_patches_of_images_that_cannot_be(given, says):
     with pytest.raises(ValueError) as refused:
         patch(**given).in_prompt(IMAGES)
     assert says in str(refused.value)
+
+
+def test_positions_may_be_a_tensor():
+    [given] = patch(positions=torch.tensor([3, -1]), mask=np.arange(2)).entries
+    assert (given.positions, given.mask) == ((3, -1), (0, 1))
 
 
 def test_a_position_that_is_named_from_both_ends_is_refused():

@@ -123,11 +123,33 @@ def test_names_and_lists(name, positions):
     assert found == list(positions)
 
 
+@pytest.mark.parametrize(
+    ("given", "phases"),
+    [
+        ("all", {"prompt", "generation"}),
+        ("last_prompt", {"prompt"}),
+        ("all_generated", {"generation"}),
+        ([-1, 0], {"prompt", "generation"}),
+        ({"ranges": [[-4, -1]]}, {"prompt"}),
+        ({"ranges": [[-4, None]]}, {"prompt", "generation"}),
+        ({"image": 0}, {"prompt"}),
+        ({"positions": [-1], "token_ids": [3]}, {"prompt", "generation"}),
+        ({"phase": "generation", "positions": [-1]}, set()),
+        ({"exclude": {"positions": [-1]}}, {"prompt", "generation"}),
+    ],
+)
+def test_the_phases_of_what_may_be_meant(given, phases):
+    assert Selection.parse(given).phases == phases
+
+
 def test_positions_may_be_a_tensor():
     listed = Selection.parse([2, -1])
     positions = torch.tensor([2, -1])
     for form in (positions, list(positions), {"positions": positions}):
         assert Selection.parse(form) == listed
+    ranges = torch.tensor([[0, 3], [-4, -1]])
+    assert Selection.parse({"ranges": ranges}) == Selection.parse({"ranges": ranges.tolist()})
+    assert Selection.parse({"ranges": list(ranges)}) == Selection.parse({"ranges": ranges.tolist()})
     with pytest.raises(ValueError, match="where=3 is int; give one of all"):
         Selection.parse(torch.tensor(3), "where")
 

@@ -436,7 +436,7 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         written.append(text)
         return float(mood(text) == "happy")
 
-    module = mood_module.select(3)
+    module = mood_module.select(np.int64(3))
     swept = sweep(llm, module, [0.0, 4.0], prompts, happy, texts=texts, max_tokens=24)
     plain, strong = swept.rows
     assert [row.strength for row in swept.rows] == [0.0, 4.0]

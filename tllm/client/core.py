@@ -314,6 +314,7 @@ class Client:
         asked = asked_of(params) if asked is None else asked
         _check_endings(asked, params, streamed=streamed)
         _check_conversation(asked, params, streamed=streamed)
+        _check_pooled(asked, params)
         groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
@@ -783,6 +784,18 @@ def _check_conversation(asked: Asked, params: Any, *, streamed: bool) -> None:
         raise ValueError(
             "conversation was given for a prompt that is streamed; give the whole prompt at once"
         )
+
+
+def _check_pooled(asked: Asked, params: Any) -> None:
+    """Refuse steering of generated tokens alone where none are generated."""
+    if asked.steering is None or not isinstance(params, VllmPoolingParams):
+        return
+    for phase, entry in asked.steering.own.by_phase():
+        if phase == "decode" or not entry.steers_in("prefill"):
+            raise ValueError(
+                f"{entry.name} steers generated tokens alone, and was given for pooling, which "
+                "generates nothing; use steering_vectors or steering_clamps, and other positions"
+            )
 
 
 def _converses(asked: Asked, groups: Sequence[SteeringGroup]) -> bool:

@@ -22,7 +22,14 @@ from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.patching import KEPT, KeptRows
-from tllm.spec.reading import FloatArray, hook_named, numeric_array, one_or_several, whole_number
+from tllm.spec.reading import (
+    FloatArray,
+    hook_named,
+    numeric_array,
+    one_or_several,
+    own_numbers,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -214,6 +221,7 @@ class PatchingControl:
         most = max(splits[HookPoint(point), layer].num_heads for point, layer in places)
         if isinstance(given, str) and given == "all":
             return tuple(range(most))
+        given = own_numbers(given)
         heads = [given] if type(given) is int else given
         plain = isinstance(heads, Sequence) and not isinstance(heads, (str, bytes))
         if not plain or not heads or not all(type(h) is int and 0 <= h < most for h in heads):

@@ -43,7 +43,7 @@ from tllm.spec.packed_vectors import PackedVectors
 from tllm.spec.probes import FindFeature
 from tllm.spec.reading import FloatArray, check_text
 from tllm.spec.selection import Selection
-from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, SteeringPhase, Tiers
+from tllm.spec.tiers import SELECTED_PHASES, TIER_FIELDS, SteeringEntry, SteeringPhase, Tiers
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -52,8 +52,11 @@ GLOBAL, MODULE, MONITOR = "steering", "module:", "monitor:"
 """Keys under which the workers keep global steering, and the beginnings of those of modules and of
 monitors."""
 
-_PHASES: Mapping[SteeringPhase, str] = {"any": "any", "prefill": "prompt", "decode": "generation"}
-"""As a selection calls them."""
+_OF_PHASE = {
+    "any": "",
+    "prefill": ", for tokens of the prompt,",
+    "decode": ", for generated tokens,",
+}
 
 
 @dataclass(frozen=True)
@@ -220,7 +223,7 @@ class Composer:
         """A monitor that somebody defines."""
         if not isinstance(name, str) or not name:
             raise ValueError(f"monitor name {name!r}: give a text that is not empty")
-        check_text(name, "monitor name")
+        name = check_text(name, "monitor name")
         condition = parse_condition(given, f"monitor {name!r}")
         found = self._found(condition)
         if isinstance(found, (NamedCondition, FeatureCondition)):
@@ -258,6 +261,7 @@ class Composer:
                 composed = asked.groups
             else:
                 at = [tiers.at(asked.positions) for tiers in modules]
+                _check_modules(asked, at)
                 composed = compose([self.everywhere, *at, own], endings)
             composed = self._limited(composed, "the request with global steering")
             self._composed[asked] = composed
@@ -340,6 +344,12 @@ class Composer:
             widths = facts.checked_widths(entry.point, entry.layer)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        if not entry.steers_in(phase):
+            raise ValueError(
+                f"{name}{_OF_PHASE[phase]} steers no token at the positions that it was given, by "
+                f"itself or for all entries: {_phases_of(entry.positions)}; give other positions, "
+                "or the entry in another field"
+            )
         if entry.when is not None:
             self._check_condition(self._located(entry), phase)
         if entry.vector.shape[-1] not in widths:
@@ -354,9 +364,9 @@ class Composer:
         facts, when, name = self.facts, entry.when, entry.name
         assert facts is not None
         assert when is not None
-        generated = "generation" in (entry.positions.phase, _PHASES[phase])
+        generated = "generation" in (entry.positions.phase, SELECTED_PHASES[phase])
         check_order(when, entry.point, entry.layer, facts.points, name, generated=generated)
-        if when.memory.of_prompt and "prompt" in (entry.positions.phase, _PHASES[phase]):
+        if when.memory.of_prompt and (phase == "prefill" or not entry.steers_in("decode")):
             raise ValueError(
                 f"{name}: its condition has over={when.memory.over!r} and decides on the tokens "
                 "after the prompt, but the entry is for tokens of the prompt; give "
@@ -691,6 +701,24 @@ def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:
         raise ValueError(f"nothing to steer with: give any of {', '.join(TIER_FIELDS)}")
     tiers = Tiers.parse(**given)
     return tiers if positions is None else tiers.at(Selection.parse(positions))
+
+
+def _check_modules(asked: RequestSteering, modules: Sequence[Tiers]) -> None:
+    """Refuse positions of a request at which a module that it names steers nothing."""
+    for (name, _), tiers in zip(asked.modules, modules, strict=True):
+        if not any(entry.steers_in(phase) for phase, entry in tiers.by_phase()):
+            raise ValueError(
+                f"steering_positions: the module {name!r} steers no token there: "
+                f"{_phases_of(asked.positions)}; give other positions, or leave them out"
+            )
+
+
+def _phases_of(positions: Selection) -> str:
+    """Of what phases the tokens are that positions may mean, in words."""
+    phases = positions.phases
+    if len(phases) == 1:
+        return f"they are of {'the prompt' if 'prompt' in phases else 'generated tokens'} alone"
+    return "negative ones count from the end of the prompt, and the phase is 'generation'"
 
 
 def _without_places_of(tiers: Tiers, other: Tiers) -> Tiers:

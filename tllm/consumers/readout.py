@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +26,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import Ranks, require_one_of
+from tllm.spec.reading import own_numbers
 from tllm.spec.selection import Selection
 
 ReadoutWindow = Literal["out_of_band", "same_step"]
@@ -170,14 +172,16 @@ class ReadoutConsumer(Consumer):
 
 def whole_number(name: str, given: Any, most: int | None = None) -> int:
     """`given`, if it is a whole number from 1 on."""
-    if type(given) is not int or given < 1 or (most is not None and given > most):
+    whole = isinstance(given, Integral) and not isinstance(given, bool)
+    if not whole or given < 1 or (most is not None and given > most):
         allowed = "from 1 on" if most is None else f"from 1 to {most}"
         raise ValueError(f"{name}={given!r} is not allowed; give a whole number {allowed}")
-    return given
+    return int(given)
 
 
 def chosen_layers(name: str, given: Any, num_layers: int) -> tuple[int, ...]:
     """Layers as users write them, counted from the start: `"all"`, an index, or a list of them."""
+    given = own_numbers(given)
     if given == "all":
         return tuple(range(num_layers))
     listed = [given] if type(given) is int else given

@@ -13,7 +13,7 @@ from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint
 from tllm.spec.probes import FeatureProbe
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import hook_named, layer_numbered, own_numbers
 
 _CHUNK_BYTES = 64 * 2**20
 """Activations that are there at once: vLLM's memory profile knows nothing of us."""
@@ -68,6 +68,8 @@ class SaeConsumer(ReadoutConsumer):
                 f"path={str(path)!r} was trained on {config.hook_name!r}, which is no hook point "
                 "here; give the layer= and site= that it is to read"
             )
+        if layer is not None:
+            layer = layer_numbered(layer, "SaeConsumer")
         trained_site, trained_layer = own or (site, layer)
         point = hook_named(site or trained_site or "", "site")
         self._place = point.value, trained_layer if layer is None else layer
@@ -190,6 +192,7 @@ def _listed(features: Any, count: int) -> tuple[int, ...] | None:
     """Chosen features, each once."""
     if features is None:
         return None
+    features = own_numbers(features)
     listed = [features] if type(features) is int else features
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise ValueError(f"features={features!r} is not known; give a feature, or a list of them")

@@ -179,6 +179,11 @@ class SparseAutoencoder:
                     f"path={str(folder)!r}: {name} has shape {list(tensor.shape)}, and cfg.json "
                     f"says d_in={config.d_in}, d_sae={config.d_sae}"
                 )
+            if tensor.isnan().any():
+                raise ValueError(
+                    f"path={str(folder)!r}: {name} has numbers that are NaN, so that no feature "
+                    "would be known; give a file that was saved whole"
+                )
         scale = None
         if config.scaled_by_decoder:
             if "W_dec" not in found:

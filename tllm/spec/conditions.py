@@ -22,6 +22,7 @@ from tllm.spec.reading import (
     float_array,
     hook_named,
     layer_numbered,
+    own_numbers,
     scalar,
 )
 
@@ -573,7 +574,7 @@ def parse_condition(given: Any, field: str, depth: int = 0) -> Condition:
     name = given.get("name", "")
     if not isinstance(name, str) or ("name" in given and not name):
         raise ValueError(f"{field}['name']={name!r} is no name; give a text that is not empty")
-    check_text(name, f"{field}['name']")
+    name = check_text(name, f"{field}['name']")
     if kinds == ["probe"]:
         return _probe_condition(given, field, name, memory)
     [kind] = kinds
@@ -654,7 +655,7 @@ def _feature_condition(
 ) -> FeatureCondition:
     probe, inner = given["probe"], f"{field}['probe']"
     allow_keys(probe, {"sae", "feature"}, inner, "a probe that is a feature of an autoencoder")
-    sae, feature = probe["sae"], probe.get("feature")
+    sae, feature = probe["sae"], own_numbers(probe.get("feature"))
     if not isinstance(sae, str) or not sae:
         raise ValueError(
             f"{inner}['sae']={sae!r:.60} is no name; give the consumer_id of an SaeConsumer that "
@@ -662,7 +663,7 @@ def _feature_condition(
         )
     if type(feature) is not int or feature < 0:
         raise ValueError(f"{inner}['feature']={feature!r:.60}; give the number of a feature")
-    return FeatureCondition(field, name, sae, feature, _range(given, field), memory)
+    return FeatureCondition(field, name, str(sae), feature, _range(given, field), memory)
 
 
 def _range(given: Mapping[str, Any], field: str) -> Edges:

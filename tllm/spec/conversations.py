@@ -59,7 +59,7 @@ class RequestConversation:
                 f"{_FIELD}['id']={name!r:.60} is no name; give a text of 1 to {_LONGEST_TEXT} "
                 "characters"
             )
-        check_text(name, f"{_FIELD}['id']")
+        name = check_text(name, f"{_FIELD}['id']")
         if not isinstance(key, str) or not _SHORTEST_KEY <= len(key) <= _LONGEST_TEXT:
             raise ValueError(
                 f"{_FIELD}['key'] must be a secret text of {_SHORTEST_KEY} to {_LONGEST_TEXT} "

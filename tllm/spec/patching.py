@@ -20,6 +20,7 @@ from tllm.spec.reading import (
     allow_keys,
     hook_named,
     numeric_array,
+    own_numbers,
     scalar,
     whole_number,
 )
@@ -426,6 +427,7 @@ def _parts(given: Mapping[str, Any], key: str, name: str, kind: str) -> tuple[in
 
 
 def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ...]:
+    given = own_numbers(given)
     if isinstance(given, Integral) and not isinstance(given, bool):
         given = [given]
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):

@@ -38,12 +38,19 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
 
 
-def check_text(given: str, name: str) -> None:
-    """Refuse a text with lone surrogates, as JSON may have it: it cannot be sent to a worker."""
+def check_text(given: str, name: str) -> str:
+    """The text, as Python's own: NumPy has another. Refuses one with lone surrogates, as JSON may
+    have it. Neither can be sent to a worker."""
     try:
         given.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name}={given!r:.60} has lone surrogates; leave them out") from None
+    return str(given)
+
+
+def own_numbers(given: Any) -> Any:
+    """The numbers of an array or a tensor as Python's own; anything else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
 
 
 def one_or_several(given: Any) -> list[Any]:
@@ -138,7 +145,7 @@ def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:
     """A list, an array, or a tensor on any device, as an array of integers or floating-point
     numbers; `ValueError` naming the field for anything else. It may share the memory of `given`."""
     if isinstance(given, (str, bytes)) or not isinstance(given, (Iterable, np.ndarray)):
-        raise ValueError(f"{name} is {given!r}; give a list of numbers, an array or a tensor")
+        raise ValueError(f"{name} is {given!r:.60}; give a list of numbers, an array or a tensor")
     try:
         if hasattr(given, "detach"):
             given = given.detach().cpu()

@@ -29,6 +29,7 @@ class Asked:
         captures: the consumers whose results are capture results.
         steering, patch: None for nothing.
         conversation: the one that it names.
+        given: what it was read of, as the user's parameters have it.
     """
 
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -36,6 +37,7 @@ class Asked:
     steering: RequestSteering | None = None
     patch: RequestPatch | None = None
     conversation: RequestConversation | None = None
+    given: tuple[Any, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def steered_media(self) -> list[tuple[str, MediaItem]]:

@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
+from tllm.spec.reading import own_numbers
 
 SelectedPhase = Literal["any", "prompt", "generation"]
 
@@ -57,6 +58,16 @@ class Criteria:
     def __bool__(self) -> bool:
         named = self.positions or self.ranges or self.windows
         return bool(named or self.token_ids or self.media)
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether they are met by tokens of the prompt alone, however long it is."""
+        return bool(self) and not (
+            self.windows
+            or self.token_ids
+            or any(position >= 0 for position in self.positions)
+            or any(stop is None or stop >= 0 for _, stop in self.ranges)
+        )
 
     def in_prompt(self, media: PromptMedia) -> Criteria:
         """These criteria with the positions of the items that they name."""
@@ -127,7 +138,7 @@ class Selection:
                     f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
                 )
             given = _NAMED[given]
-        given = _own_numbers(given)
+        given = own_numbers(given)
         if isinstance(given, Iterable) and not isinstance(given, Mapping):
             listed = list(given)
             if not listed:
@@ -190,6 +201,13 @@ class Selection:
             return self
         include, exclude = self.include.in_prompt(media), self.exclude.in_prompt(media)
         return replace(self, include=include, exclude=exclude)
+
+    @property
+    def phases(self) -> frozenset[SelectedPhase]:
+        """The phases, `prompt` and `generation`, of which it may mean tokens."""
+        both: tuple[SelectedPhase, ...] = ("prompt", "generation")
+        own = {self.phase} if self.phase != "any" else {*both}
+        return frozenset(own - {"generation"} if self.include.of_prompt else own)
 
     @property
     def depends_on_generated_tokens(self) -> bool:
@@ -335,16 +353,11 @@ def _token_ids(given: Any, name: str) -> list[int]:
     return sorted(set(ids))
 
 
-def _own_numbers(given: Any) -> Any:
-    """An array's or a tensor's numbers as Python's own; anything else as it is."""
-    return given.tolist() if hasattr(given, "tolist") else given
-
-
 def _whole_numbers(given: Any, name: str) -> list[int]:
-    given = _own_numbers(given)
+    given = own_numbers(given)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give a list of whole numbers")
-    numbers = list(map(_own_numbers, given))
+    numbers = list(map(own_numbers, given))
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise ValueError(f"{name}: {number!r} is not a whole number")
@@ -357,7 +370,7 @@ def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give a list of [start, stop]")
     pairs: list[tuple[int | None, int | None]] = []
-    for pair in given:
+    for pair in map(own_numbers, given):
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
             raise ValueError(f"{name}: {pair!r} is not [start, stop]; None is an open end")
         numbers = _whole_numbers([edge for edge in pair if edge is not None], name)

@@ -27,7 +27,7 @@ from tllm.spec.reading import (
     stacked_rows,
     whole_number,
 )
-from tllm.spec.selection import EVERYWHERE, Selection
+from tllm.spec.selection import EVERYWHERE, SelectedPhase, Selection
 
 SteeringPhase = Literal["any", "prefill", "decode"]
 
@@ -41,6 +41,13 @@ TIER_FIELDS: Mapping[str, tuple[str, SteeringPhase, str]] = {
 }
 """The fields in which steering is given: attribute of `Tiers`, phase, and method of entries that
 name none."""
+
+SELECTED_PHASES: Mapping[SteeringPhase, SelectedPhase] = {
+    "any": "any",
+    "prefill": "prompt",
+    "decode": "generation",
+}
+"""Phases as a selection calls them."""
 
 _PACKED_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """numpy has no bfloat16: its bits are the upper half of a float32's."""
@@ -92,6 +99,11 @@ class SteeringEntry:
         """The most that it may add to a number of a row whose norm is at most 1."""
         return self.coefficients.reach(self.largest)
 
+    def steers_in(self, phase: SteeringPhase) -> bool:
+        """Whether any token of a phase may be meant."""
+        phases = self.positions.phases
+        return bool(phases) if phase == "any" else SELECTED_PHASES[phase] in phases
+
     def check_numbers(self, max_value: float, max_reach: float) -> None:
         """Refuse numbers that a model cannot use.
 
@@ -128,6 +140,13 @@ class Tiers:
     def __iter__(self) -> Iterator[SteeringEntry]:
         for tier in (*self.vectors.values(), *self.clamps.values()):
             yield from tier
+
+    def by_phase(self) -> Iterator[tuple[SteeringPhase, SteeringEntry]]:
+        """Each entry with the phase of its tier."""
+        for phases in (self.vectors, self.clamps):
+            for phase, tier in phases.items():
+                for entry in tier:
+                    yield phase, entry
 
     @property
     def key(self) -> Hashable:

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import FloatArray, hook_named, numeric_array
+from tllm.spec.reading import FloatArray, hook_named, numeric_array, one_or_several, whole_number
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1
@@ -97,7 +97,7 @@ class SteeringModule:
                 )
             vectors = {point: vectors[point]}
         if layers is not None:
-            wanted = [layers] if isinstance(layers, int) else list(layers)
+            wanted = [whole_number(each, "layers: ") for each in one_or_several(layers)]
             missing = sorted(set(wanted) - {layer for each in vectors.values() for layer in each})
             if missing or not wanted:
                 raise ValueError(

@@ -27,6 +27,7 @@ from tllm.verify.steered import (
     arrays_for,
     changes,
     given_for,
+    phase_of,
 )
 
 MAX_TOKENS = 5
@@ -184,6 +185,8 @@ def steered_batch(
         method, given = METHODS[number % len(METHODS)]
         kind = "clamps" if method == "clamp" else "vectors"
         positions = list(POSITIONS)[number % len(POSITIONS)]
+        if phase != "any" and phase_of(positions) not in ("any", phase):
+            positions = "all"
         size = (sizes or {}).get(place, 1.0)
         direction = size * vector * torch.randn(len(vector), generator=generator)
         return Steered(

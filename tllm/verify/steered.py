@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tllm.ports import Phase
+from tllm.spec.selection import Selection
 from tllm.verify.gated import Judged
 from tllm.verify.reference import Change, Layer, Steers
 
@@ -48,6 +49,15 @@ POSITIONS: dict[str, tuple[Any, Callable[[int, int, int], bool]]] = {
     ),
 }
 """As users write it, and whether a position is meant: (position, prompt length, token)."""
+
+
+def phase_of(positions: str) -> Phase:
+    """The phase that all tokens are of which some of `POSITIONS` mean; `any` where of both."""
+    phases = Selection.parse(POSITIONS[positions][0]).phases
+    if len(phases) > 1:
+        return "any"
+    return "prefill" if "prompt" in phases else "decode"
+
 
 METHODS: tuple[tuple[str, dict[str, float]], ...] = (
     ("add", {"scale": 1.5}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from tllm.ports.base import require_one_of
@@ -23,15 +24,16 @@ _PROJECTABLE = (
 )
 
 
-def _require_integer(name: str, given: object, least: int | None = None) -> None:
-    if isinstance(given, bool) or not isinstance(given, int):
+def _require_integer(name: str, given: object, least: int | None = None) -> int:
+    if isinstance(given, bool) or not isinstance(given, Integral):
         raise ValueError(f"{name}={given!r} is not allowed; it must be an integer")
     if least is not None and given < least:
         raise ValueError(f"{name}={given!r} is not allowed; it must be {least} or more")
+    return int(given)
 
 
 def _require_number(name: str, given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not math.isfinite(given):
+    if isinstance(given, bool) or not isinstance(given, Real) or not math.isfinite(given):
         raise ValueError(f"{name}={given!r} is not allowed; it must be a finite number")
     return float(given)
 
@@ -89,14 +91,14 @@ class ESampConsumerConfig:
 
     def __post_init__(self) -> None:
         for name in ("source_layer", "target_layer", "seed"):
-            _require_integer(name, getattr(self, name))
+            object.__setattr__(self, name, _require_integer(name, getattr(self, name)))
         for name in ("rank", "train_every_n_steps", "slots", "width"):
-            _require_integer(name, getattr(self, name), least=1)
+            object.__setattr__(self, name, _require_integer(name, getattr(self, name), least=1))
         for name in ("persist", "guide", "train", "cuda_graph"):
             _require_bool(name, getattr(self, name))
         require_one_of("scope", self.scope, get_args(Scope))
         require_one_of("on_full", self.on_full, get_args(OnFull))
-        _require_number("beta", self.beta)
+        object.__setattr__(self, "beta", _require_number("beta", self.beta))
         for name in ("lr", "eps"):
             if _require_number(name, getattr(self, name)) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; it must be > 0")
