@@ -43,6 +43,7 @@ from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
 from tllm.params import PoolingParams, asked_of, plain
 from tllm.ports import ConsumerFlow
+from tllm.ports.payload import reason_of
 from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.conditions import signal_names
@@ -692,7 +693,7 @@ class Client:
                     consumer.on_result(output, index, result)
                 except Exception as error:
                     logger.exception("consumer %r raised in on_result", name)
-                    text = f"{type(error).__name__}: {error}"
+                    text = reason_of(error)
                     set_result(output, sample, name, replace(result, status="error", error=text))
 
 
