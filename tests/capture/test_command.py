@@ -107,6 +107,10 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
     status, text = here(arguments(["hello", {"no": 1}], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: give a text, or an object" in text
+    same = [{"id": text, "prompt": "hello"} for text in ("\u00e9", "e\u0301")]
+    status, text = here(arguments(same, "--hooks", "post_block:1"))
+    assert status == 2
+    assert "line 2: the id '\u00e9' is that of line 1 too" in text
     status, text = here(arguments([], "--hooks", "middle:1"))
     assert status == 2
     assert "unknown hook point 'middle'" in text

@@ -74,3 +74,15 @@ def test_methods_that_stand_before_vllms_are_called_as_they_are(name):
     ours, theirs = getattr(LLM, name), getattr(vllm.LLM, name)
     assert ours is not theirs
     assert inspect.signature(ours) == inspect.signature(theirs)
+
+
+@pytest.mark.parametrize("given", [-1, float("nan"), "10", True])
+def test_a_time_that_no_result_can_be_waited_for_is_refused(given):
+    with pytest.raises(ValueError, match=r"result_timeout_s=.*; give a number of seconds"):
+        LLM("nowhere", result_timeout_s=given)
+
+
+@pytest.mark.parametrize("name", ["consumers", "capture_consumers"])
+def test_a_specification_alone_is_not_read_as_its_letters(name):
+    with pytest.raises(ValueError, match="unknown consumer 'nobody' in 'nobody:x=1'"):
+        LLM("nowhere", **{name: "nobody:x=1"})

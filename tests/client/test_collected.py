@@ -1,11 +1,12 @@
 """Results of pipeline stages become one, or the user is told."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tllm.client.results import Collected
+from tllm.client.results import Collected, attach_results
 from tllm.ports import Payload, PerToken
 
 
@@ -59,3 +60,37 @@ def test_results_that_differ_and_cannot_be_joined_are_not_lost_in_silence(first,
 
 def test_equal_scores_are_one():
     assert joined(scores(1, 2), scores(1, 2)).status == "ok"
+
+
+class Broken(Payload):
+    """Raises in the user's process."""
+
+    def joined(self, other):
+        raise KeyError("joined")
+
+    def with_prompt_of(self, first):
+        raise ZeroDivisionError("first")
+
+    def up_to(self, num_tokens):
+        raise IndexError("cut")
+
+
+def test_a_payload_that_cannot_be_joined_is_an_error_of_its_own():
+    result = joined(Broken(), Broken())
+    assert (result.status, result.payload) == ("error", None)
+    assert result.error == "its result cannot be given: KeyError: 'joined'"
+
+
+def test_a_payload_that_raises_in_the_users_process_is_an_error_of_its_own():
+    said = [{"status": "ok", "error": None, "payload": payload} for payload in (Broken(), 7)]
+    collected = Collected()
+    for sample in (0, 1):
+        collected.add(0, {sample: dict(zip(("broken", "good"), said, strict=True))})
+    samples = [SimpleNamespace(index=i) for i in (0, 1)]
+    output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=samples)
+    attach_results(output, collected.joined(), (), (), {0: 3, 1: 3}, ())
+    for sample, why in zip(samples, ("IndexError: cut", "ZeroDivisionError: first"), strict=True):
+        broken, good = sample.consumer_results["broken"], sample.consumer_results["good"]
+        assert (broken.status, broken.payload) == ("error", None)
+        assert broken.error == f"its result cannot be given: {why}"
+        assert (good.status, good.payload) == ("ok", 7)

@@ -126,6 +126,11 @@ class TestRegistration:
         with pytest.raises(ValueError, match=r"recorder.*another consumer_id"):
             llm.register_consumer(Recorder(flow()))
 
+    @pytest.mark.parametrize("name", ["memory", "signals", "patching"])
+    def test_a_consumer_by_the_name_of_results_of_ours_is_refused(self, llm, name):
+        with pytest.raises(ValueError, match=rf"Recorder has consumer_id='{name}'.*another"):
+            llm.register_consumer(Recorder(flow(), consumer_id=name))
+
     def test_an_id_is_free_again_after_unregistering(self, llm, reference):
         llm.unregister_consumer(llm.register_consumer(Recorder(flow())))
         recorder = llm.register_consumer(Recorder(flow()))

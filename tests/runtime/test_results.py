@@ -85,6 +85,18 @@ def test_a_cancelled_or_broken_promise_is_an_error_of_its_own():
     assert found["c"] == {"status": "ok", "error": None, "payload": "here"}
 
 
+def test_an_error_whose_message_raises_is_told():
+    class WordlessError(Exception):
+        def __str__(self):
+            return 7
+
+    promise = Future()
+    promise.set_exception(WordlessError())
+    results = results_of({"mine": promise})
+    said = results.pop(["prompt"], 0)["prompt"][0]["mine"]
+    assert said["error"] == "WordlessError, whose message raised TypeError"
+
+
 def test_a_payload_that_cannot_be_pickled_is_an_error_of_its_own():
     class Sneaky:
         def __reduce__(self):
@@ -111,6 +123,25 @@ def test_rows_of_tokens_ahead_of_the_end_are_cut_and_a_cut_that_fails_is_one_err
     found = popped(results)
     assert found["good"]["payload"].positions.tolist() == [0, 1, 2]
     assert found["bad"] == {"status": "error", "error": "ZeroDivisionError: mine", "payload": None}
+
+
+@pytest.mark.parametrize(
+    ("positions", "values", "message"),
+    [
+        ([0, 1, 2], np.arange(5), r"positions of shape \(3,\).*5 values"),
+        (np.zeros((2, 2), np.int32), np.arange(2), r"positions of shape \(2, 2\).*2 values"),
+        ([0, 1], 3.0, r"positions of shape \(2,\).*and float;"),
+        ([0.5, 1.0], np.arange(2), "float64"),
+    ],
+)
+def test_values_of_tokens_that_do_not_fit_their_positions_are_refused(positions, values, message):
+    with pytest.raises(ValueError, match=message):
+        PerToken(positions, values)
+
+
+def test_a_result_has_one_of_the_statuses():
+    with pytest.raises(ValueError, match=r"status='fine'.*ok, partial_error, error"):
+        RequestResult(1, "fine", "all went well")
 
 
 def test_later_ranks_say_only_how_it_went():

@@ -192,6 +192,18 @@ def test_ids_that_are_equal_in_unicode_are_one_record(tmp_path: Path) -> None:
     assert len(stores.open(tmp_path)) == 1
 
 
+def test_ids_that_are_equal_in_unicode_are_found_as_one(tmp_path: Path) -> None:
+    decomposed = unicodedata.normalize("NFD", "é")
+    with StoreWriter(tmp_path) as writer:
+        writer.submit(record_of(decomposed, tag=decomposed))
+    store = stores.open(tmp_path)
+    for text in ("é", decomposed):
+        assert store.record(text, tag=text).request_id == "é"
+        assert len(store.filter(request_id=[text], tag=text)) == 1
+        assert store.has(text, tag=text)
+        assert store.request_ids(tag=text) == {"é"}
+
+
 def test_hostile_ids_stay_below_the_root(tmp_path: Path) -> None:
     root = tmp_path / "root"
     names = ["../../x", "/etc/passwd", "..", ".", "", "con", "a" * 1000, "a/b", "a%2fb", "A", "a"]

@@ -100,6 +100,13 @@ def test_filters_that_no_record_could_fit_are_refused_by_name(
         mixed.filter(**given)
 
 
+def test_a_question_for_what_is_no_text_is_refused(mixed: Store) -> None:
+    with pytest.raises(ValueError, match="request_id has 5; give a text"):
+        mixed.has(5)
+    with pytest.raises(ValueError, match="tag has 7; give a text"):
+        mixed.request_ids(tag=7)
+
+
 def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:
     with pytest.raises(StoreError, match=r"has no post_block.9; its arrays are: .*post_block.0"):
         mixed[0].tensor("post_block", 9)

@@ -20,6 +20,7 @@ from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import json_lines
+from tllm.stores.format import normal_text
 
 NAME = "filesystem"
 
@@ -113,7 +114,7 @@ def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
     if isinstance(entry, str):
         return name, entry
     if isinstance(entry, dict):
-        name = str(entry.get("id", name))
+        name = normal_text(str(entry.get("id", name)))  # as it will be in the store
         if isinstance(entry.get("prompt"), str):
             return name, entry["prompt"]
         tokens = entry.get("prompt_token_ids")

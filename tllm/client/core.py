@@ -10,7 +10,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -43,6 +43,7 @@ from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
 from tllm.params import PoolingParams, asked_of, plain
 from tllm.ports import ConsumerFlow
+from tllm.ports.payload import reason_of
 from tllm.registry import available_consumers, check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.conditions import signal_names
@@ -50,14 +51,14 @@ from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import GroupUse, SteeringGroup, gates_of, use_of_conversation
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MediaItem, PromptMedia
-from tllm.spec.patching import KEPT, PatchUse, check_patch_positions
+from tllm.spec.patching import KEPT, PATCHING, PatchUse, check_patch_positions
 from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
 logger = logging.getLogger(__name__)
 
 #: Consumers of every engine, made when a request names them for the first time.
-BUILT_IN: Mapping[str, Callable[[], Consumer]] = {
+BUILT_IN: Mapping[str, type[MemoryConsumer | SignalsConsumer]] = {
     "memory": MemoryConsumer,
     SignalsConsumer.consumer_id: SignalsConsumer,
 }
@@ -123,7 +124,7 @@ class Client:
         self._versions: dict[str, int] = {}
         self._shown: memoryview | None = None
         for i, consumer in enumerate(self._waiting):
-            check(consumer)
+            _check(consumer)
             if consumer.consumer_id in [other.consumer_id for other in self._waiting[:i]]:
                 raise ValueError(_taken(consumer.consumer_id))
 
@@ -260,7 +261,7 @@ class Client:
 
     def register(self, consumer: Consumer) -> Steps[Consumer]:
         """Add a consumer now."""
-        check(consumer)
+        _check(consumer)
         yield ALONE
         yield from self.current()
         if consumer.consumer_id in self.consumers or not (yield from self._add(consumer, False)):
@@ -693,8 +694,19 @@ class Client:
                     consumer.on_result(output, index, result)
                 except Exception as error:
                     logger.exception("consumer %r raised in on_result", name)
-                    text = f"{type(error).__name__}: {error}"
+                    text = reason_of(error)
                     set_result(output, sample, name, replace(result, status="error", error=text))
+
+
+def _check(consumer: Any) -> None:
+    """Refuse what cannot be registered, and what has the name of other results of ours."""
+    check(consumer)
+    name = consumer.consumer_id
+    if name == PATCHING or not isinstance(consumer, BUILT_IN.get(name, Consumer)):
+        raise ValueError(
+            f"{type(consumer).__name__} has consumer_id={name!r}, by which outputs have results of "
+            "tLLM's own; give it another consumer_id"
+        )
 
 
 def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import wraps
+from numbers import Real
 from typing import Any, ParamSpec, TypeVar, Unpack
 
 import vllm
@@ -23,6 +24,7 @@ from tllm.engine.front import OfflineFront, RefusedError, front_ends_of, handle_
 from tllm.engine.options import attach_to_config, check_attached, engine_arguments
 from tllm.params import asked_of
 from tllm.registry import Registry
+from tllm.spec.reading import one_or_several
 from tllm.spec.request import Asked
 
 _P = ParamSpec("_P")
@@ -77,8 +79,8 @@ class LLM(Attached, OfflineFront, vllm.LLM):
 
     def __init__(self, model: str, **given: Unpack[LLMArguments]) -> None:
         ours, options, theirs = split(given)
-        result_timeout_s = ours.pop("result_timeout_s", RESULT_TIMEOUT_S)
         chosen, capturing = _chosen(**ours)
+        result_timeout_s = ours.get("result_timeout_s", RESULT_TIMEOUT_S)
         client = Client(chosen, capturing)
         arguments = engine_arguments(theirs, options, chosen)
         with limits.told(arguments["additional_config"]):
@@ -183,7 +185,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         result_timeout_s: float = RESULT_TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        chosen, capturing = _chosen(consumers, capture_consumers)
+        chosen, capturing = _chosen(consumers, capture_consumers, result_timeout_s)
         attach_to_config(vllm_config, chosen)
         with limits.told(vllm_config.additional_config):
             super().__init__(vllm_config, executor_in_place_of(executor_class), *args, **kwargs)
@@ -282,7 +284,7 @@ def attach(
         return found  # type: ignore[no-any-return]
     check_attached(engine.vllm_config)
     handle = Attached()
-    chosen, capturing = _chosen(consumers, capture_consumers)
+    chosen, capturing = _chosen(consumers, capture_consumers, result_timeout_s)
     if isinstance(engine, vllm.LLMEngine):
         client = Client(chosen, capturing)
         sync = SyncClient(engine, client, result_timeout_s)
@@ -317,9 +319,17 @@ def _refuse_captures(asked: Asked, why: str) -> None:
 
 
 def _chosen(
-    consumers: Iterable[Consumer | str] = (), capture_consumers: Iterable[Consumer | str] = ()
+    consumers: Iterable[Consumer | str] = (),
+    capture_consumers: Iterable[Consumer | str] = (),
+    result_timeout_s: float | None = None,
 ) -> tuple[list[Consumer], list[str]]:
-    """All consumers of a new engine, and the ids of those whose results are capture results."""
-    capturing = list(map(made, capture_consumers))
-    chosen = [*_registry.all(), *map(made, consumers), *capturing]
+    """All consumers of a new engine, and the ids of those whose results are capture results;
+    refuses a time that no result could be waited for."""
+    if result_timeout_s is not None:
+        number = isinstance(result_timeout_s, Real) and not isinstance(result_timeout_s, bool)
+        if not number or not result_timeout_s >= 0:  # NaN neither
+            given = f"result_timeout_s={result_timeout_s!r:.60}"
+            raise ValueError(f"{given}; give a number of seconds, 0 or more")
+    capturing = list(map(made, one_or_several(capture_consumers)))
+    chosen = [*_registry.all(), *map(made, one_or_several(consumers)), *capturing]
     return chosen, [consumer.consumer_id for consumer in capturing]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,8 +11,10 @@ import cloudpickle
 from vllm.outputs import CompletionOutput, PoolingRequestOutput, RequestOutput
 
 from tllm.ports import ActionLog, Payload
-from tllm.ports.payload import cut
+from tllm.ports.payload import cut, reason_of
 from tllm.spec.patching import PATCHING, RequestPatch
+
+logger = logging.getLogger(__name__)
 
 Status = Literal["ok", "partial_error", "error", "pending"]
 
@@ -147,7 +150,10 @@ def _joined(parts: list[Mapping[str, Any]]) -> ConsumerResult:
     errors = dict.fromkeys(part["error"] for part in parts if part["error"])
     payload, left_out = None, False
     for part in parts:
-        payload, complete = _with(payload, part["payload"])
+        try:
+            payload, complete = _with(payload, part["payload"])
+        except Exception as fault:
+            return _broken(fault)
         left_out = left_out or not complete
     if left_out:
         status = max(status, "partial_error", key=_WORST.index)
@@ -166,6 +172,12 @@ def _with(payload: Any, other: Any) -> tuple[Any, bool]:
         joined = {key: value for key, (value, _) in pairs.items()}
         return {**payload, **joined}, all(complete for _, complete in pairs.values())
     return payload, cloudpickle.dumps(payload) == cloudpickle.dumps(other)
+
+
+def _broken(fault: Exception) -> ConsumerResult:
+    """The result whose payload raised: one consumer's mistake, and no other result's."""
+    logger.error("the payload of a consumer's result raised", exc_info=fault)
+    return ConsumerResult("error", f"its result cannot be given: {reason_of(fault)}", None)
 
 
 def samples_of(output: RequestOutput | PoolingRequestOutput) -> list[tuple[int, Any]]:
@@ -301,14 +313,17 @@ def _final(
     """With the prompt rows of sample 0 where they are shared, and without rows of tokens that were
     computed ahead of the sequence's end."""
     payload, problems = result.payload, [result.error]
-    if isinstance(payload, Payload) and first is not None and first is not result:
-        payload = payload.with_prompt_of(first.payload)
-        if first.status not in ("ok", result.status) or first.error != result.error:
-            problems.append(
-                first.error and f"of sample 0, whose prompt rows these are: {first.error}"
-            )
-    payload = cut(payload, num_tokens)
-    problems.append(payload.problem if isinstance(payload, Payload) else None)
+    try:
+        if isinstance(payload, Payload) and first is not None and first is not result:
+            payload = payload.with_prompt_of(first.payload)
+            if first.status not in ("ok", result.status) or first.error != result.error:
+                problems.append(
+                    first.error and f"of sample 0, whose prompt rows these are: {first.error}"
+                )
+        payload = cut(payload, num_tokens)
+        problems.append(payload.problem if isinstance(payload, Payload) else None)
+    except Exception as fault:
+        return _broken(fault)
     if aborted and payload is not None:
         problems.append("the request was aborted; this is what was captured until then")
     status: Status = result.status

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,14 @@ class Payload:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+def reason_of(error: BaseException) -> str:
+    """An error's type and message. A message that cannot be made is no second error."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as fault:
+        return f"{type(error).__name__}, whose message raised {type(fault).__name__}"
+
+
 def in_order(positions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     """The order in which positions ascend, and of equal ones the last only: when the prompt of a
     sequence grows, the engine may drop a token, and compute another at its position."""
@@ -83,6 +91,11 @@ class RequestResult:
     status: ResultStatus = "ok"
     error: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.status not in get_args(ResultStatus):
+            allowed = ", ".join(get_args(ResultStatus))
+            raise ValueError(f"RequestResult(status={self.status!r:.60}): give one of {allowed}")
+
 
 @dataclass(frozen=True, eq=False)
 class PerToken(Payload):
@@ -101,6 +114,18 @@ class PerToken(Payload):
     values: Any
 
     def __post_init__(self) -> None:
+        given = np.asarray(self.positions)
+        try:
+            count: int | None = len(self.values)
+        except TypeError:  # one number, also as an array of no dimensions
+            count = None
+        whole = given.dtype.kind in "iu" or not given.size
+        if given.ndim != 1 or not whole or count != len(given):
+            values = type(self.values).__name__ if count is None else f"{count} values"
+            raise ValueError(
+                f"PerToken has positions of shape {given.shape} and type {given.dtype}, and "
+                f"{values}; give whole numbers [rows], and as many values [rows, ...]"
+            )
         if (np.diff(self.positions) <= 0).any():
             order = in_order(self.positions)
             object.__setattr__(self, "positions", self.positions[order])

@@ -22,6 +22,7 @@ from tllm.ports import (
     Stop,
     TakenAction,
 )
+from tllm.ports.payload import reason_of
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.columns import IntArray
 from tllm.runtime.decided_steering import DecidedGroups, DecidedSteering, NamedSteering
@@ -354,7 +355,7 @@ class Controllers:
         """`decide` raised: the requests of the bundle will hear of it, before the next step."""
         counts = self._counts[owner.id]
         counts.raised += 1
-        text = f"{type(error).__name__}: {error}"
+        text = reason_of(error)
         found = map(self._running, bundle.meta.requests)
         failed = [(sequence.engine_id, owner.id, text) for sequence in found if sequence]
         with self._lock:

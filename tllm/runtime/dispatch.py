@@ -16,6 +16,7 @@ import torch
 
 from tllm.cuda_streams import CurrentStream, current_stream
 from tllm.ports import PortBundle, RequestInfo, RowMeta
+from tllm.ports.payload import reason_of
 from tllm.runtime.batch import Frame, ProgramRows, together
 from tllm.runtime.columns import DECODE, PREFILL
 from tllm.runtime.controllers import Controllers
@@ -130,7 +131,7 @@ class Dispatcher:
         """Detach a consumer because of an error; any later one of its is the same mistake."""
         if not owner.alive:
             return
-        owner.error = f"{type(error).__name__}: {error}"
+        owner.error = reason_of(error)
         logger.error(
             "consumer %r raised and is detached; generation goes on without it.\n%s",
             owner.id,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tllm.ports import RequestInfo, RequestResult
-from tllm.ports.payload import cut
+from tllm.ports.payload import cut, reason_of
 from tllm.runtime.controllers import ControlledSequence
 from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import BoundConsumer
@@ -239,7 +239,7 @@ def sendable(found: PromptResults) -> PromptResults:
 
 
 def _error(fault: BaseException, what: str = "") -> dict[str, Any]:
-    text = f"{what}{type(fault).__name__}: {fault}"
+    text = f"{what}{reason_of(fault)}"
     return {"status": "error", "error": text, "payload": None}
 
 

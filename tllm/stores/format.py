@@ -134,6 +134,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 # -- names -----------------------------------------------------------------------------------------
 
 
+def normal_text(text: str) -> str:
+    """`text` in Unicode's normal form C, in which all texts of a store are."""
+    return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
 def checked_text(field: str, text: str) -> str:
     """`text` in Unicode's normal form C.
 
@@ -144,7 +149,7 @@ def checked_text(field: str, text: str) -> str:
         raise ValueError(f"{field}={text!r} is not allowed; give a string")
     if text.isascii() and text.isprintable() and len(text) <= MAX_TEXT_BYTES:
         return text
-    normal = unicodedata.normalize("NFC", text)
+    normal = normal_text(text)
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in normal):
         raise ValueError(
             f"{field}={text!r} has control characters or lone surrogates; leave them out"

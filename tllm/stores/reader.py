@@ -33,6 +33,7 @@ from tllm.stores.format import (
     TORCH_DTYPES,
     PieceEntry,
     SidecarLine,
+    normal_text,
     require_marker,
     root_path,
     to_numpy,
@@ -262,7 +263,8 @@ class Store:
         model: str | None = None,
         status: Status | Iterable[Status] | None = None,
     ) -> Store:
-        """Those records that fit all that is given; one value or several of each.
+        """Those records that fit all that is given; one value or several of each. Texts that
+        Unicode calls equal are one.
 
         With `hook` or `layers`, records without such an array are left out, and the others show
         only these arrays; `lm_head_in` has no layer, and no `layers` choose it.
@@ -273,9 +275,7 @@ class Store:
         table, kept = self._table, self._candidates
         for name, wanted in (("tag", tag), ("request_id", request_id), ("model", model)):
             if wanted is not None:
-                values = one_or_several(wanted)
-                if other := [value for value in values if not isinstance(value, str)]:
-                    raise ValueError(f"{name} has {other[0]!r:.60}; give a text, or several")
+                values = [_text(name, value, ", or several") for value in one_or_several(wanted)]
                 kept = kept[self._is_in(name, values)[kept]]
         if sample_index is not None:
             whole_number(sample_index, "sample_index: ")
@@ -334,17 +334,19 @@ class Store:
         Ask for each sample on its own when requests have several. Fast: a look-up in a table that
         is made at the first call.
         """
+        wanted = None if tag is None else _text("tag", tag)
         return any(
-            (tag is None or tag == t) and (sample_index is None or sample_index == s)
-            for t, s in self._by_request(status).get(request_id, ())
+            (tag is None or wanted == t) and (sample_index is None or sample_index == s)
+            for t, s in self._by_request(status).get(_text("request_id", request_id), ())
         )
 
     def request_ids(self, *, tag: str | None = None, status: Status = "ok") -> set[str]:
-        """The request ids of all records of a status (and a tag)."""
+        """The request ids of all records of a status (and a tag), in Unicode's normal form C."""
+        wanted = None if tag is None else _text("tag", tag)
         return {
             request_id
             for request_id, found in self._by_request(status).items()
-            if tag is None or any(tag == t for t, _ in found)
+            if tag is None or any(wanted == t for t, _ in found)
         }
 
     def names(self) -> dict[str, list[Any]]:
@@ -547,6 +549,13 @@ class Store:
             by_request = found[STATUSES[table.status[record]]]
             by_request.setdefault(request_id, []).append((tag, sample))
         return found
+
+
+def _text(name: str, given: Any, or_several: str = "") -> str:
+    """A text that was asked for, as it is in a store."""
+    if not isinstance(given, str):
+        raise ValueError(f"{name} has {given!r:.60}; give a text{or_several}")
+    return normal_text(given)
 
 
 def open_store(root: str | os.PathLike[str]) -> Store:
