@@ -32,7 +32,7 @@ def command(
         options: fields of `EngineOptions` that were given.
     """
     for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
-        if any(each.partition("=")[0] == flag for each in more):
+        if any(_flag_of(each) == flag for each in more):
             raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
     specs = (*settings.consumers, *settings.capture_consumers)
     eager = {"enforce_eager": "--enforce-eager" in more}
@@ -50,6 +50,13 @@ def command(
         _PLUGINS: ",".join(dict.fromkeys(allowed)),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def _flag_of(argument: str) -> str:
+    """The flag that vLLM reads in an argument: `--worker_cls=x` and `--additional-config.x=1` are
+    `--worker-cls` and `--additional-config` there."""
+    name, _, _ = argument.partition("=")
+    return name.partition(".")[0].replace("_", "-")
 
 
 def modules_of(given: Sequence[str]) -> dict[str, str]:
