@@ -77,6 +77,15 @@ def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
     assert "there before 3 prompts" in text
     rows = 3 * (13 + 7)
     assert f"rows {rows} (" in text
+    # Other rows of the same prompts are no job to go on with.
+    for other, sentence in (
+        (("--hooks", "post_block:2"), "5 of these prompts with the tag 'run', and 5 of them lack"),
+        (("--hooks", "attn_out:all"), "lack attn_out, which is asked for now; give another --tag"),
+        (("--hooks", "post_block:1", "--reduction", "mean"), "the reduction 'none', and 'mean'"),
+    ):
+        status, text = here(arguments(lines, *other, "--tag", "run"))
+        assert status == 2
+        assert sentence in text
     store = tllm.stores.open(tmp_path / "store")
     assert sorted(record.request_id for record in store) == [f"p{i}" for i in range(5)]
     for record, prompt in ((store.record(f"p{i}"), p) for i, p in enumerate(prompts)):
@@ -111,9 +120,24 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
     status, text = here(arguments(same, "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: the id '\u00e9' is that of line 1 too" in text
+    both = {"prompt": "hello", "prompt_token_ids": [1, 2]}
+    status, text = here(arguments([{"id": None, "prompt": "a"}, both], "--hooks", "post_block:1"))
+    assert status == 2
+    assert "line 2: both 'prompt' and 'prompt_token_ids' were given; give one" in text
+    status, text = here(arguments([], "--hooks", "post_block:1"))
+    assert status == 2
+    assert "has no prompts" in text
     status, text = here(arguments([], "--hooks", "middle:1"))
     assert status == 2
     assert "unknown hook point 'middle'" in text
+    for positions, sentence in (
+        ("0,x", "--positions '0,x': give whole numbers with commas between"),
+        ("[1,", "--positions '[1,' is no JSON: "),
+        ("", "capture['positions']='' is not known"),
+    ):
+        status, text = here(arguments([], "--hooks", "post_block:1", "--positions", positions))
+        assert status == 2
+        assert sentence in text
     status, text = here([*arguments(["hello"], "--hooks", "post_block:1"), "--model", "no-model"])
     assert status == 2
     assert "no engine with the model 'no-model': " in text

@@ -402,7 +402,15 @@ def test_the_examples_for_production_are_commands_that_vllm_takes(example, monke
     assert {each for each in rest if each.startswith("-")} <= {"--host", "--port"}
 
 
-@pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls=x", "--additional-config"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("--worker-cls", "--scheduler-cls=x", "--additional-config"),
+        # Other ways in which vLLM takes them.
+        *("--worker_cls", "--scheduler_cls=x", "--additional-config.tllm.hook_points=1"),
+        *("--additional_config.x", "--worker-cl", "--sched"),
+    ],
+)
 def test_flags_that_are_ours_are_refused(flag):
     with pytest.raises(ValueError, match="tllm serve gives it itself"):
         serve.command("MODEL", [flag], ServerSettings(), {})

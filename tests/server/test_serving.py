@@ -502,6 +502,38 @@ def test_scores_stream_in_chats_and_responses_too(client):
     assert decoded(payload["values"])[: len(values)].tolist() == values
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_a_patch_that_was_never_reached_is_told(server, route, stream):
+    """Nobody listed it among consumers or captures. What was reached is not spoken of."""
+    zero = {"hook": "post_block", "layer": 2, "source": {"zero": True}}
+    given = {"responses": {"input": PROMPT}, "completions": {"prompt": [PROMPT, PROMPT], "n": 2}}
+    given["chat/completions"] = {"messages": [{"role": "user", "content": PROMPT}], "n": 2}
+    length = "max_output_tokens" if route == "responses" else "max_tokens"
+    body = {"model": "demo", length: 100, "seed": 1, "stream": stream, **given[route]}
+
+    def told(position):
+        patch = [{**zero, "positions": [position]}]
+        stop = [" ", "e", "a", "."]
+        answer = server.post(f"/v1/{route}", body | {"patch": patch, "stop": stop})
+        assert answer.status_code == 200
+        if not stream:
+            whole = answer.json()
+            return [whole, *whole.get("choices", ())]
+        lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+        last = json.loads(lines[-1].removeprefix("data: "))
+        return [last["response"]] if route == "responses" else [last, *last.get("samples", ())]
+
+    found = told(90)
+    assert len(found) == {"responses": 1, "completions": 5, "chat/completions": 3}[route]
+    for each in found:
+        result = each["consumer_results"]["patching"]
+        assert result["status"] == "partial_error"
+        assert "patch[0]['positions']: 90" in result["error"]
+    for each in told(1):
+        assert not each.keys() & {"consumer_results", "capture_results", "samples"}
+
+
 def test_preempted_requests_have_all_their_rows(server, model):
     """Eight requests of 7 blocks each, and 31 blocks for all of them."""
     asked = {"memory": {"hooks": {"post_block": [1]}, "positions": "all"}}

@@ -303,6 +303,8 @@ def sweep(
             all_clean, all_corrupt, answers = sweeping.read_pairs(pairs)
         elif clean is None or corrupt is None:
             raise ValueError("give --clean and --corrupt, or --pairs")
+        elif right is None and wrong is not None:
+            raise ValueError("--wrong was given without --right; give the right next token too")
         else:
             all_clean, all_corrupt = [clean], [corrupt]
             given = [each for each in (right, wrong) if each is not None]
@@ -456,10 +458,13 @@ def _numbers(option: str, text: str) -> list[int]:
 
 def _positions(text: str) -> Any:
     """Positions as a command line gives them."""
-    if text[:1] in "[{":
-        return json.loads(text)
+    if text.startswith(("[", "{")):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--positions {text!r} is no JSON: {error}") from None
     if text[:1].isdigit() or text[:1] == "-":
-        return [int(position) for position in text.split(",")]
+        return _numbers("--positions", text)
     return text
 
 

@@ -87,8 +87,10 @@ class Summary:
 def run(job: Job, console: Console) -> Summary:
     """Capture what is not in the store yet."""
     prompts = list(_read(job.inputs))
+    if not prompts:
+        raise ValueError(f"input {str(job.inputs)!r} has no prompts; give one or more, each a line")
     summary = Summary()
-    done = _done(job)
+    done = _done(job, [name for name, _ in prompts])
     left = [(name, prompt) for name, prompt in prompts if name not in done]
     summary.skipped = len(prompts) - len(left)
     if left:
@@ -114,7 +116,12 @@ def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
     if isinstance(entry, str):
         return name, entry
     if isinstance(entry, dict):
-        name = normal_text(str(entry.get("id", name)))  # as it will be in the store
+        if (given := entry.get("id")) is not None:
+            name = normal_text(str(given))  # as it will be in the store
+        if "prompt" in entry and "prompt_token_ids" in entry:
+            raise ValueError(
+                f"{path}, line {number}: both 'prompt' and 'prompt_token_ids' were given; give one"
+            )
         if isinstance(entry.get("prompt"), str):
             return name, entry["prompt"]
         tokens = entry.get("prompt_token_ids")
@@ -125,11 +132,40 @@ def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
     )
 
 
-def _done(job: Job) -> set[str]:
-    """Ids of the records that are in the store and whole."""
+def _done(job: Job, names: list[str]) -> set[str]:
+    """Those ids whose records are in the store and whole. Raises `ValueError` where these lack what
+    is asked now: nobody who asks for other rows shall get none in silence."""
     if not job.out.is_dir() or not any(job.out.iterdir()):
         return set()
-    return tllm.stores.open(job.out).request_ids(tag=job.tag)
+    store = tllm.stores.open(job.out)
+    done = store.request_ids(tag=job.tag).intersection(names)
+    found = store.filter(tag=job.tag, request_id=done, status="ok")
+    there = found.keys()
+    if not there:
+        return done
+    some_rows = len(found.filter(hook={key.hook for key in there}))
+    spec = CaptureSpec.parse(job.capture, "capture")
+    for hook, layers in spec.hooks:
+        # Which layers a range has, and where negative ones are, a store does not know.
+        listed: list[int | None] = []
+        if isinstance(layers, tuple):
+            listed = [layer for layer in layers if layer >= 0]
+        for layer in listed or [None]:
+            lacking = some_rows - len(found.filter(hook=hook, layers=layer))
+            if lacking:
+                place = hook if layer is None else f"{hook}:{layer}"
+                raise ValueError(
+                    f"out {str(job.out)!r} has records of {len(done)} of these prompts with the "
+                    f"tag {job.tag!r}, and {lacking} of them lack {place}, which is asked for now; "
+                    "give another --tag or --out"
+                )
+    if (reduction := found[0].reduction) != spec.reduction:
+        raise ValueError(
+            f"out {str(job.out)!r} has records of these prompts with the tag {job.tag!r} and the "
+            f"reduction {reduction!r}, and {spec.reduction!r} is asked for now; give another --tag "
+            "or --out"
+        )
+    return done
 
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:

@@ -32,7 +32,7 @@ def command(
         options: fields of `EngineOptions` that were given.
     """
     for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
-        if any(each.partition("=")[0] == flag for each in more):
+        if any(flag.startswith(given) for each in more if len(given := _flag_of(each)) > 2):
             raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
     specs = (*settings.consumers, *settings.capture_consumers)
     eager = {"enforce_eager": "--enforce-eager" in more}
@@ -50,6 +50,16 @@ def command(
         _PLUGINS: ",".join(dict.fromkeys(allowed)),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def _flag_of(argument: str) -> str:
+    """The flag that vLLM reads in an argument, or its beginning, which is enough there:
+    `--worker_cls=x` and `--additional-config.x=1` are `--worker-cls` and `--additional-config`.
+    Empty where an argument is none."""
+    name, _, _ = argument.partition("=")
+    if not name.startswith("--"):
+        return ""
+    return name.partition(".")[0].replace("_", "-")
 
 
 def modules_of(given: Sequence[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from tllm.runtime.programs import Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
 from tllm.runtime.steering import Choice, Steering
 from tllm.spec.groups import (
+    STEERING,
     Configuration,
     Stretches,
     TokenChoice,
@@ -189,8 +190,8 @@ class Assignments:
                 rows[groups] = self._steering.acquire(groups)
         except ValueError as error:  # the engine is told so late only what nobody could see before
             logger.error("request %s is not steered: %s", info.request_id, error)
-            self.not_steered += "steering" not in sequence.errors
-            self._note_failed(sequence, "steering", error)
+            self.not_steered += STEERING not in sequence.errors
+            self._note_failed(sequence, STEERING, error)
             return []
         found = [
             (start, self._choice(sequence, applied))

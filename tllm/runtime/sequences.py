@@ -18,6 +18,7 @@ from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
+from tllm.spec.groups import STEERING
 from tllm.spec.request import RequestSpec
 from tllm.spec.turns import StepTurns
 
@@ -86,7 +87,7 @@ class RunningSequences:
             self.consumers.ask(sequence, owner)
         self.assignments.assign(sequence)
         # Of rows that have no steering row nothing is judged: what stands there is another's.
-        if spec.steering and "steering" not in sequence.errors:
+        if spec.steering and STEERING not in sequence.errors:
             self.relay.ask(info.slot, (use.digest for use in spec.steering))
             asked = spec.judged_in_prompt, spec.judged_generated
             if any(asked) and self.relay.is_last:  # the engine hears that stage

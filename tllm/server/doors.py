@@ -25,6 +25,8 @@ from tllm.server.live import LiveScores, StreamScores
 from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
+from tllm.spec.groups import STEERING
+from tllm.spec.patching import PATCHING
 from tllm.spec.request import EXTRA_ARG
 from tllm.spec.tiers import parse_modules
 
@@ -33,6 +35,8 @@ _BACKGROUND_S = 10.0
 _DONE = "data: [DONE]"
 _STEERING_FIELDS = ("steering_vectors", "steering_clamps")
 _RESULTS = ("capture_results", "consumer_results")
+_NOT_DONE = (PATCHING, STEERING)
+"""Under which the engine says what of a request was not done: no consumers that one could list."""
 _TYPES = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
     HTTPStatus.FORBIDDEN: "PermissionDeniedError",
@@ -155,13 +159,15 @@ class Door:
                 turns = self._streamed_turns(response, watch, wanted)
                 return turns if watch.eager else await _begun(turns, watch)
             await watch.begin()
-        if not wanted:
+        if watch.beams is not None:
             return response
         if isinstance(response, AsyncGenerator):
             num_samples = getattr(request, "n", None) or 1
             refusals = RefusedChoices(watch, num_samples, request.model)
             return self._streamed_choices(response, outputs, wanted, num_samples, refusals)
         samples = self._samples(outputs, wanted)
+        if not any(samples):
+            return response
         if in_turns:
             return _with_turns(response, samples)
         for choice, results in zip(response.choices, samples, strict=True):
@@ -250,11 +256,13 @@ class Door:
         return {"steering_module_ref": module}
 
     def _samples(self, noted: Mapping[str, Any], wanted: list[str]) -> list[dict[str, Any]]:
-        """The results of each sample of each prompt, in the order of choices."""
+        """The results of each sample of each prompt, in the order of choices: those of the
+        consumers that are wanted, and what of the request was not done."""
+        told = {*wanted, *_NOT_DONE}
         found = []
         for output in noted.values():
             for sample in () if output is None else sorted(output.outputs, key=lambda s: s.index):
-                results = {k: v for k, v in sample.consumer_results.items() if k in wanted}
+                results = {k: v for k, v in sample.consumer_results.items() if k in told}
                 captures = {k: v for k, v in results.items() if k in sample.capture_results}
                 others = {k: v for k, v in results.items() if k not in captures}
                 named = dict(zip(_RESULTS, (captures, others), strict=True))
@@ -275,8 +283,8 @@ class Door:
         num_samples: int,
         refusals: RefusedChoices,
     ) -> AsyncGenerator[str, None]:
-        """The events, and before the last one what came of the request, as an event without
-        choices. None after an error."""
+        """The events, and before the last one what came of the request, if anything did, as an
+        event without choices. None after an error."""
         first: dict[str, Any] = {}
         failed = False
         scores = StreamScores(self._live, noted, wanted)
@@ -289,9 +297,10 @@ class Door:
                 yield f"data: {json.dumps(refused)}\n\n"
             if event.startswith(_DONE) and first and not failed:
                 samples = self._samples(noted, wanted)
-                last = {name: first[name] for name in ("id", "object", "created", "model")}
-                last |= {"choices": [], **(samples[0] if samples else {}), "samples": samples}
-                yield f"data: {json.dumps(last)}\n\n"
+                if any(samples):
+                    last = {name: first[name] for name in ("id", "object", "created", "model")}
+                    last |= {"choices": [], **samples[0], "samples": samples}
+                    yield f"data: {json.dumps(last)}\n\n"
             yield await scores.beside(event, num_samples)
 
     async def _streamed_turns(
@@ -308,7 +317,7 @@ class Door:
                 return
             finally:
                 WATCH.reset(token)
-            if event.type == "response.completed" and wanted:
+            if event.type == "response.completed":
                 _with_turns(event.response, self._samples(noted, wanted))
             elif event.type == "response.output_text.delta":
                 given = await scores.of(len(noted) - 1, 0)
@@ -415,8 +424,8 @@ def _put(results: Mapping[str, Any], target: Any) -> None:
 
 def _with_turns(response: Any, turns: list[dict[str, Any]]) -> Any:
     """An answer with the results of its last turn, and of all where the model called tools."""
-    if turns:
+    if any(turns):
         _put(turns[-1], response)
-    if len(turns) > 1:
-        response.turns = turns
+        if len(turns) > 1:
+            response.turns = turns
     return response

@@ -27,6 +27,8 @@ from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import EVERYWHERE, Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
 
+STEERING = "steering"
+"""Under which results say that a request was not steered as it asked."""
 _JUDGED, _OF_PROMPT = "judged:", "of_prompt:"
 """What the digests of groups begin with that change nothing: those whose conditions end a request,
 and those whose conditions decide on the tokens after the prompt."""
