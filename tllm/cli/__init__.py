@@ -91,6 +91,13 @@ def serve(
     allow_consumers: Annotated[
         bool, typer.Option(help="Let requests give options to consumers.")
     ] = True,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, an argument of tllm.LLM that vLLM has not, such as "
+            "max_steering_configs=64; repeatable."
+        ),
+    ] = None,
     limits: Annotated[
         Path | None, typer.Option(help="A JSON file with what callers may ask, by API key.")
     ] = None,
@@ -116,7 +123,7 @@ def serve(
             limits=serving.limits_file(limits),
             max_body_mib=max_body_mib,
         )
-        options: dict[str, Any] = {}
+        options = serving.engine_options(map(_argument, engine_arg or ()))
         if hook_points is not None:
             points = tuple(hook_points.split(","))
             options["hook_points"] = "all" if points == ("all",) else points
@@ -162,9 +169,13 @@ def verify(
 ) -> None:
     """Compare rows, tokens and steering of a model with plain transformers, in mixed batches.
 
-    Further options are those of vLLM's engine, such as --tensor-parallel-size 2. The exit status is
-    0 if everything was compared and nothing differs, 1 if something differs, 2 if it could not be
-    carried out, 3 if something could not be compared.
+    Further options are those of vLLM's engine, such as --tensor-parallel-size 2.
+
+    The exit status is
+    0 if everything was compared and nothing differs,
+    1 if something differs,
+    2 if it could not be carried out,
+    3 if something could not be compared.
     """
     from tllm.verify.job import VerifyJob, run
 
