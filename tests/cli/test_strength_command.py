@@ -15,7 +15,7 @@ from tllm.steering import SteeringModule
 def asked(tmp_path):
     """What is right up to the model, which is none."""
     path = tmp_path / "mood.safetensors"
-    SteeringModule.from_directions({3: np.ones(8)}).save(path)
+    SteeringModule({"post_block": {3: np.ones(8)}}).save(path)
     return {
         "--vectors": str(path),
         "--strengths": "-1,0,1",
