@@ -248,7 +248,7 @@ def capture(
             layout=layout,  # type: ignore[arg-type]
             max_tokens=max_tokens,
             batch=batch,
-            engine=dict(map(_argument, engine_arg or ())),
+            engine=_engine_arguments(engine_arg, "capture_consumers", "result_timeout_s"),
         )
         summary = capturing.run(job, console)
     except Exception as error:  # of whatever kind, also an engine's
@@ -333,7 +333,7 @@ def sweep(
             "freeze": () if freeze is None else freeze.split(","),
             "receivers": () if receivers is None else _places("--receivers", receivers),
         }
-        engine = dict(map(_argument, engine_arg or ()))
+        engine = _engine_arguments(engine_arg)
         found, texts = sweeping.run(model, engine, asked, console)
         sweeping.render(found, texts, top, console)
         if out is not None:
@@ -418,7 +418,7 @@ def strength_sweep(
             out=out,
             plot=plot,
             max_perplexity_ratio=max_perplexity_ratio,
-            engine=dict(map(_argument, engine_arg or ())),
+            engine=_engine_arguments(engine_arg),
         )
         swept = strengthening.run(job, console)
         strengthening.render(swept, job, console)
@@ -472,6 +472,15 @@ def _positions(text: str) -> Any:
     if text[:1].isdigit() or text[:1] == "-":
         return [int(position) for position in text.split(",")]
     return text
+
+
+def _engine_arguments(given: list[str] | None, *taken: str) -> dict[str, Any]:
+    """What `--engine-arg` says; `ValueError` for those that the command itself gives."""
+    arguments = dict(map(_argument, given or ()))
+    for name in ("model", *taken):
+        if name in arguments:
+            raise ValueError(f"--engine-arg {name!r} is the command's own; leave it out")
+    return arguments
 
 
 def _argument(text: str) -> tuple[str, Any]:
