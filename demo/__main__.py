@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from itertools import zip_longest
 from random import Random
 
@@ -31,6 +31,7 @@ STRONG = 6.0
 
 def main() -> int:
     """The demo; 1 when ESamp learned nothing."""
+    ArgumentParser(prog="python -m demo", description=__doc__).parse_args()
     began = time.monotonic()
     arguments = starter.parse_arguments(
         ["--model-name", str(starter.DEMO_MODEL), "--dtype", "float32", "--max-new-tokens", "48"]

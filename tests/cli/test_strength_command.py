@@ -15,7 +15,7 @@ from tllm.steering import SteeringModule
 def asked(tmp_path):
     """What is right up to the model, which is none."""
     path = tmp_path / "mood.safetensors"
-    SteeringModule.from_directions({3: np.ones(8)}).save(path)
+    SteeringModule({"post_block": {3: np.ones(8)}}).save(path)
     return {
         "--vectors": str(path),
         "--strengths": "-1,0,1",
@@ -61,6 +61,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
         ({"--layers": "2"}, "has vectors for the layers [3]"),
         ({"--features": "2"}, "features= is for sparse autoencoders"),
         ({"--engine-arg": "dtype"}, "--engine-arg 'dtype' is not NAME=VALUE"),
+        ({"--engine-arg": "model=x"}, "--engine-arg 'model' is the command's own; leave it out"),
         ({}, "no engine with the model 'no-model': "),
     ):
         given = {name: str(value) for name, value in (asked | changed).items() if value is not None}

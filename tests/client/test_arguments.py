@@ -64,6 +64,12 @@ def test_the_capture_ring_may_take_a_share_of_the_device_unless_told():
         EngineOptions(max_capture_mib=0)
 
 
+def test_the_capture_ring_begins_within_its_limit():
+    """It began with 64 MiB, whatever the limit was."""
+    assert EngineOptions(max_capture_mib=8).first_capture_bytes == 8 * 2**20
+    assert EngineOptions(capture_mib=4096).first_capture_bytes == 4096 * 2**20
+
+
 def test_an_argument_that_nobody_knows_is_refused():
     with pytest.raises(TypeError, match="capture_mb"):
         LLM("nowhere", capture_mb=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -15,9 +16,13 @@ from typing import Any
 
 import pytest
 
+from tllm.client.arguments import OurArguments
+from tllm.engine.options import EngineOptions
+
 ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+_LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _PATH = re.compile(r"`((?:tllm|doc|tests|demo|examples|benchmarks)/[\w./-]*)`")
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "doc").rglob("*.md"))]
@@ -87,7 +92,9 @@ def run(processes: Any, tmp_path: Path) -> Callable[[Path], str]:
         "doc/guides/patching.md",
         "doc/guides/speculative-decoding.md",
         "doc/guides/steering.md",
+        "doc/reference/esamp-usage.md",
         "doc/reference/port-catalog.md",
+        "doc/reference/store-format.md",
     ],
 )
 def test_the_code_of_a_document_runs_from_top_to_bottom(
@@ -112,10 +119,39 @@ def test_an_example_runs(script: Path, run: Callable[[Path], str]) -> None:
     assert run(script)
 
 
+def test_every_example_is_listed():
+    listed = _PATH.findall((ROOT / "doc" / "README.md").read_text())
+    examples = (ROOT / "examples").glob("[!_]*")
+    found = {path.relative_to(ROOT).as_posix() for path in examples}
+    assert {path.rstrip("/") for path in listed if path.startswith("examples/")} == found
+
+
+def test_the_arguments_of_an_engine_are_listed_with_their_defaults():
+    text = (ROOT / "doc" / "reference" / "arguments.md").read_text().partition("## Environment")[0]
+    rows = [row.split("|")[1:3] for row in re.findall(r"^\| `.*$", text, re.MULTILINE)]
+    names = [re.findall(r"`(\w+)`", row[0]) for row in rows]
+    assert sorted(name for those in names for name in those) == sorted(OurArguments.__annotations__)
+    for field in dataclasses.fields(EngineOptions):
+        (default,) = (row[1] for row, those in zip(rows, names, strict=True) if field.name in those)
+        shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+        assert shown in default or field.default is None
+
+
+def _leads_to(path: Path, heading: str) -> bool:
+    """Whether a file is there, with the heading if one is named, as GitHub names it."""
+    if not heading or not path.exists():
+        return path.exists()
+    titles = _HEADING.findall(path.read_text())
+    return heading in {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_links_and_paths_lead_somewhere(document: Path) -> None:
     text = document.read_text()
-    links = {link: (document.parent / link).exists() for link in _LINK.findall(text)}
+    links = {
+        f"{link}#{heading}": _leads_to(document.parent / link if link else document, heading)
+        for link, heading in _LINK.findall(text)
+    }
     paths = {path: (ROOT / path).exists() for path in _PATH.findall(text)}
     missing = [name for name, exists in {**links, **paths}.items() if not exists]
     assert not missing

@@ -54,7 +54,10 @@ def test_another_worker_or_scheduler_is_refused_by_name(tiny_model, name):
     [
         ({"overflow": "spill"}, r"overflow='spill'.*block, drop"),
         ({"capture_mib": 0}, r"capture_mib=0 must be 1 or more"),
+        ({"capture_mib": "64"}, r"capture_mib='64' is not a whole number"),
+        ({"max_steering_configs": 2.5}, r"max_steering_configs=2.5 is not a whole number"),
         ({"fuse_norms": "no"}, r"fuse_norms='no' must be True or False"),
+        ({"enable_steering": "no"}, r"enable_steering='no' must be True or False"),
         ({"hook_points": ["middle"]}, r"'middle'.*post_block"),
     ],
 )

@@ -132,7 +132,7 @@ class TestDeliveryThread:
             thread.submit(lambda i=i: done.append((i, threading.current_thread().name)))
         thread.drain()
         assert done == [(i, "jobs") for i in range(50)]
-        assert not thread.busy
+        assert not thread.waiting
         thread.close()
 
     def test_waiting_for_one_returns_when_a_job_has_ended(self):

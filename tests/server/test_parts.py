@@ -376,6 +376,16 @@ def test_a_dry_run_prints_the_command():
     assert "secret" not in result.output
 
 
+def test_a_server_takes_the_options_of_our_engine(invoke):
+    """Refusals told the reader of an answer to raise what a server could not be given."""
+    given = ["--engine-arg", "max_patch_mib=8", "--engine-arg", "enable_steering=false"]
+    status, said, _ = invoke("serve", "MODEL", *given, "--dry-run")
+    assert not status
+    words = shlex.split(said)
+    options = json.loads(words[words.index("--additional-config") + 1])["tllm"]
+    assert (options["max_patch_mib"], options["max_steering_configs"]) == (8, 0)
+
+
 @pytest.mark.parametrize("example", ["Dockerfile", "tllm.service"])
 def test_the_examples_for_production_are_commands_that_vllm_takes(example, monkeypatch, tmp_path):
     text = (ROOT / "examples" / "serving" / example).read_text().replace("\\\n", " ")
@@ -435,6 +445,11 @@ def test_modules_are_given_as_name_and_path(tmp_path):
         (["--admin-api-key", ""], "--admin-api-key is empty; give a key, or leave it out"),
         (["--consumer", "x:[/y]=1"], "unknown consumer 'x' in 'x:[/y]=1'"),
         (["--consumer", "logging", "--consumer", "logging"], "two consumers are called 'logging'"),
+        (
+            ["--engine-arg", "max_num_seqs=4"],
+            "'max_num_seqs' is not known; give one of capture_mib",
+        ),
+        (["--engine-arg", "capture_mib=much"], "capture_mib='much' is not a whole number"),
         (["--max-body-mib", "0"], "'--max-body-mib': Input should be greater"),
     ],
 )

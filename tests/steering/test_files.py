@@ -680,7 +680,7 @@ def test_a_header_that_was_changed_is_refused(tmp_path: Path, change: Any, messa
 
 
 def test_metadata_that_is_not_json_cannot_be_saved(tmp_path: Path):
-    module = SteeringModule.from_directions({1: vector(0)}, metadata={"model": object()})
+    module = SteeringModule({"post_block": {1: vector(0)}}, metadata={"model": object()})
     with pytest.raises(ValueError, match="keep it to strings"):
         module.save(tmp_path / "m")
 
@@ -795,7 +795,7 @@ def test_a_module_takes_no_entry_for_something_else(entry: Any, says: str):
 
 def test_a_module_takes_tensors_of_every_kind():
     given = torch.from_numpy(vector(0)).bfloat16()
-    assert_adds(SteeringModule.from_directions({3: given}), {3: given.float().numpy()})
+    assert_adds(SteeringModule({"post_block": {3: given}}), {3: given.float().numpy()})
 
 
 def test_an_unknown_hook_is_refused(tmp_path: Path):

@@ -91,6 +91,13 @@ def serve(
     allow_consumers: Annotated[
         bool, typer.Option(help="Let requests give options to consumers.")
     ] = True,
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=VALUE, an argument of tllm.LLM that vLLM has not, such as "
+            "max_steering_configs=64; repeatable."
+        ),
+    ] = None,
     limits: Annotated[
         Path | None, typer.Option(help="A JSON file with what callers may ask, by API key.")
     ] = None,
@@ -116,7 +123,7 @@ def serve(
             limits=serving.limits_file(limits),
             max_body_mib=max_body_mib,
         )
-        options: dict[str, Any] = {}
+        options = serving.engine_options(map(_argument, engine_arg or ()))
         if hook_points is not None:
             points = tuple(hook_points.split(","))
             options["hook_points"] = "all" if points == ("all",) else points
@@ -162,9 +169,13 @@ def verify(
 ) -> None:
     """Compare rows, tokens and steering of a model with plain transformers, in mixed batches.
 
-    Further options are those of vLLM's engine, such as --tensor-parallel-size 2. The exit status is
-    0 if everything was compared and nothing differs, 1 if something differs, 2 if it could not be
-    carried out, 3 if something could not be compared.
+    Further options are those of vLLM's engine, such as --tensor-parallel-size 2.
+
+    The exit status is
+    0 if everything was compared and nothing differs,
+    1 if something differs,
+    2 if it could not be carried out,
+    3 if something could not be compared.
     """
     from tllm.verify.job import VerifyJob, run
 
@@ -237,7 +248,7 @@ def capture(
             layout=layout,  # type: ignore[arg-type]
             max_tokens=max_tokens,
             batch=batch,
-            engine=dict(map(_argument, engine_arg or ())),
+            engine=_engine_arguments(engine_arg, "capture_consumers", "result_timeout_s"),
         )
         summary = capturing.run(job, console)
     except Exception as error:  # of whatever kind, also an engine's
@@ -324,7 +335,7 @@ def sweep(
             "freeze": () if freeze is None else freeze.split(","),
             "receivers": () if receivers is None else _places("--receivers", receivers),
         }
-        engine = dict(map(_argument, engine_arg or ()))
+        engine = _engine_arguments(engine_arg)
         found, texts = sweeping.run(model, engine, asked, console)
         sweeping.render(found, texts, top, console)
         if out is not None:
@@ -409,7 +420,7 @@ def strength_sweep(
             out=out,
             plot=plot,
             max_perplexity_ratio=max_perplexity_ratio,
-            engine=dict(map(_argument, engine_arg or ())),
+            engine=_engine_arguments(engine_arg),
         )
         swept = strengthening.run(job, console)
         strengthening.render(swept, job, console)
@@ -466,6 +477,15 @@ def _positions(text: str) -> Any:
     if text[:1].isdigit() or text[:1] == "-":
         return _numbers("--positions", text)
     return text
+
+
+def _engine_arguments(given: list[str] | None, *taken: str) -> dict[str, Any]:
+    """What `--engine-arg` says; `ValueError` for those that the command itself gives."""
+    arguments = dict(map(_argument, given or ()))
+    for name in ("model", *taken):
+        if name in arguments:
+            raise ValueError(f"--engine-arg {name!r} is the command's own; leave it out")
+    return arguments
 
 
 def _argument(text: str) -> tuple[str, Any]:

@@ -7,13 +7,15 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tllm.cli.files import check_there
+from tllm.client.arguments import split
 from tllm.engine import launch
-from tllm.engine.options import CONFIG_KEY, engine_arguments
+from tllm.engine.options import CONFIG_KEY, EngineOptions, engine_arguments
 from tllm.registry import consumer_from_spec
 from tllm.server.limits import parse_limits
 from tllm.server.settings import VARIABLE, ServerSettings
@@ -60,6 +62,20 @@ def _flag_of(argument: str) -> str:
     if not name.startswith("--"):
         return ""
     return name.partition(".")[0].replace("_", "-")
+
+
+def engine_options(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Options of tLLM's engine, from `--engine-arg`."""
+    allowed = sorted(
+        {f.name for f in fields(EngineOptions)} - {"hook_points"} | {"enable_steering"}
+    )
+    arguments = dict(given)
+    if unknown := sorted(arguments.keys() - set(allowed)):
+        raise ValueError(
+            f"--engine-arg {unknown[0]!r} is not known; give one of {', '.join(allowed)}; what "
+            "vLLM takes is given as to vllm serve, hook points and consumers by their own options"
+        )
+    return split(arguments)[1]
 
 
 def modules_of(given: Sequence[str]) -> dict[str, str]:

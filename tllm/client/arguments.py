@@ -78,7 +78,10 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
         for name, value in given.items()
         if name in ours and name not in _OF_THE_CLIENT and value is not None
     }
-    if not options.pop("enable_steering", True):
+    steers = options.pop("enable_steering", True)
+    if not isinstance(steers, bool):
+        raise ValueError(f"enable_steering={steers!r} must be True or False")
+    if not steers:
         options["max_steering_configs"] = 0
     points = options.get("hook_points", "all")
     if points != "all":

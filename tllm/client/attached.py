@@ -71,7 +71,7 @@ class Attached:
         return self._run(self._tllm.unregister(None))
 
     def synchronize(self, consumer: Consumer | None = None) -> Any:
-        """Wait until every consumer is done with what it was given."""
+        """Wait until every consumer is done with what it was given, whichever one is named."""
         return self._run(self._tllm.ask(WorkerCall("synchronize")))
 
     def read_stats(self, consumer: Consumer) -> Any:

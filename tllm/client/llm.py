@@ -74,7 +74,8 @@ class LLM(Attached, OfflineFront, vllm.LLM):
 
     Args:
         model: as in vLLM.
-        **given: any other argument of `vllm.LLM`, and those of `OurArguments`.
+        **given: any other argument of `vllm.LLM`, and those of
+            `tllm.client.arguments.OurArguments`.
     """
 
     def __init__(self, model: str, **given: Unpack[LLMArguments]) -> None:
@@ -170,7 +171,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
 
     Args:
         vllm_config: tLLM is attached in it; its `additional_config["tllm"]` may hold the fields of
-            `EngineOptions`.
+            `tllm.engine.options.EngineOptions`.
         consumers, capture_consumers, result_timeout_s: as `LLM` takes them.
         *args, **kwargs: as vLLM's class takes them.
     """
@@ -196,7 +197,8 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         """An engine for a model.
 
         Args:
-            **given: the fields of `vllm.AsyncEngineArgs`, and those of `OurArguments`.
+            **given: the fields of `vllm.AsyncEngineArgs`, and those of
+                `tllm.client.arguments.OurArguments`.
         """
         ours, options, theirs = split(given)
         arguments = AsyncEngineArgs(model=model, **engine_arguments(theirs, options, ()))

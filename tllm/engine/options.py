@@ -14,6 +14,7 @@ from tllm.engine.executor import executor_for
 from tllm.engine.seams import uses
 from tllm.runtime.ring import Overflow
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
+from tllm.spec.reading import whole_number
 
 CONFIG_KEY = "tllm"
 """Key of `VllmConfig.additional_config` under which the options travel."""
@@ -43,7 +44,8 @@ class EngineOptions:
             be used later. None: all but `q`, `k`, `v`, `attn_heads` and `router`, and where the
             model is compiled for a GPU `CHEAP_POINTS`, so that what is not used costs nothing
             there.
-        capture_mib: memory the capture ring begins with, in MiB.
+        capture_mib: memory the capture ring begins with, in MiB; `max_capture_mib` where that is
+            less.
         max_capture_mib: the most it grows to. None: 2048, or a twentieth of the device's memory
             where that is more. A step's rows are brought to the host while the next ones come, if
             there is room for both.
@@ -85,13 +87,15 @@ class EngineOptions:
             )
         if not isinstance(self.fuse_norms, bool):
             raise ValueError(f"fuse_norms={self.fuse_norms!r} must be True or False")
-        sizes = "capture_mib", "max_capture_mib", "max_steering_mib"
-        for name in (*sizes, "max_patch_mib", "max_patch_host_mib"):
-            if (given := getattr(self, name)) is not None and given < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+        sizes = ["capture_mib", "max_steering_mib", "max_patch_mib", "max_patch_host_mib"]
+        if self.max_capture_mib is not None:
+            sizes.append("max_capture_mib")
+        for name in sizes:
+            if (number := whole_number(getattr(self, name), f"{name}=")) < 1:
+                raise ValueError(f"{name}={number} must be 1 or more")
         for name, what in (("max_steering_configs", "steering"), ("max_conversations", "memory")):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 (no {what}) or more")
+            if (number := whole_number(getattr(self, name), f"{name}=")) < 0:
+                raise ValueError(f"{name}={number} must be 0 (no {what}) or more")
 
     @property
     def points(self) -> tuple[HookPoint, ...]:
@@ -106,6 +110,11 @@ class EngineOptions:
             return self
         compiled = not eager and not current_platform.is_cpu()
         return replace(self, hook_points=CHEAP_POINTS if compiled else EAGER_POINTS)
+
+    @property
+    def first_capture_bytes(self) -> int:
+        """What the capture ring begins with."""
+        return min(self.capture_mib, self.max_capture_mib or self.capture_mib) * 2**20
 
     def most_capture_bytes(self, device_bytes: int) -> int:
         """The most the capture ring grows to, on a device of so many bytes."""

@@ -172,7 +172,7 @@ class InterventionWorker(_Base):
             steering_vectors=options.max_steering_mib * 2**20 // row_bytes,
             max_patch_bytes=options.max_patch_mib * 2**20,
             max_patch_host_bytes=options.max_patch_host_mib * 2**20,
-            ring_rows=max(64, options.capture_mib * 2**20 // row_bytes),
+            ring_rows=max(64, options.first_capture_bytes // row_bytes),
             max_ring_rows=options.most_capture_bytes(_memory_of(self.device)) // row_bytes,
             overflow=options.overflow,
             share=ranks and ranks.broadcast_object,

@@ -104,12 +104,6 @@ class DeliveryThread:
         self._thread: threading.Thread | None = None
 
     @property
-    def busy(self) -> bool:
-        """Whether a job is waiting or running."""
-        with self._changed:
-            return bool(self._jobs) or self._running
-
-    @property
     def waiting(self) -> int:
         """How many jobs have not ended."""
         return len(self._since)

@@ -55,22 +55,6 @@ class SteeringModule:
         # Checked here and not only in the readers: a module is often put together by hand.
         object.__setattr__(self, "vectors", _checked(self.vectors, self.source))
 
-    @classmethod
-    def from_directions(
-        cls,
-        directions: Mapping[int, Any],
-        *,
-        hook: str | HookPoint = HookPoint.POST_BLOCK,
-        scale: float = 1.0,
-        source: str = "given",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Self:
-        """A module from `{layer: [hidden]}`, all for one hook point and with one scale."""
-        entries: dict[int, VectorEntry] = {
-            layer: {"vector": direction, "scale": scale} for layer, direction in directions.items()
-        }
-        return cls({str(hook_named(hook, "hook")): entries}, source, dict(metadata or {}))
-
     @property
     def hidden_size(self) -> int:
         """The width of the vectors."""
