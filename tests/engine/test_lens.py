@@ -197,9 +197,9 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             llm.register_consumer(lens)
-    llm.register_consumer(LensConsumer(site="router"))
-    with pytest.raises(ValueError, match=r"^site of consumer 'lens': qwen2 has no"):
-        generate(llm, prompts_of([5]), greedy(1, consumers={"lens": {}}))
+    for site in ("k", "attn_heads", "router"):
+        with pytest.raises(ValueError, match=f"site='{site}' has rows that the LM head cannot"):
+            LensConsumer(site=site)
     checkpoint, more, empty = (tmp_path / name for name in ("fit.pt", "code.pt", "empty.pt"))
     torch.save({"sum": torch.eye(2), "count": 3}, checkpoint)
     torch.save({"J": {0: torch.eye(2)}, "made by": LensConsumer}, more)

@@ -347,6 +347,8 @@ def test_rows_of_a_run_are_those_of_transformers_and_are_named_by_requests(llm, 
     """A prompt in chunks whose blocks were cached; at other positions, and at the same."""
     clean, corrupt = prompts_of([40, 40], seed=20)
     generate(llm, [clean], greedy(1))
+    with pytest.raises(ValueError, match="on_host='no' must be True or False"):
+        llm.patching.run(clean, hooks=RUN_HOOKS, on_host="no")
     run = llm.patching.run(clean, hooks=RUN_HOOKS, layers=[0, -1], name="clean", on_host=on_host)
     patching = llm.llm_engine.model_executor.driver_worker.worker.session.patching
     assert patching.kept_bytes(on_host=on_host) == run.num_bytes

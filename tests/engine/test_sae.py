@@ -255,6 +255,9 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
             SaeConsumer(folder, **arguments)
     llm.register_consumer(SaeConsumer(folder, top_k=3))
     llm.register_consumer(SaeConsumer(folder, features=[1], consumer_id="one"))
+    llm.register_consumer(SaeConsumer(folder, site="router", consumer_id="none"))
+    with pytest.raises(ValueError, match=r"^site of consumer 'none': qwen2 has no"):
+        generate(llm, prompts_of([5]), greedy(1, consumers={"none": {}}))
     for options, message in (
         ({"sae": {"top_k": 4}}, "give a whole number from 1 to 3"),
         ({"one": {"top_k": 1}}, r"registered with features=\[1\], which are all given"),

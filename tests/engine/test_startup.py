@@ -59,6 +59,7 @@ def test_another_worker_or_scheduler_is_refused_by_name(tiny_model, name):
         ({"fuse_norms": "no"}, r"fuse_norms='no' must be True or False"),
         ({"enable_steering": "no"}, r"enable_steering='no' must be True or False"),
         ({"hook_points": ["middle"]}, r"'middle'.*post_block"),
+        ({"hook_points": 3}, r"3.*post_block"),
     ],
 )
 def test_a_wrong_engine_option_is_refused_by_name(tiny_model, options, message):

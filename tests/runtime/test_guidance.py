@@ -47,6 +47,25 @@ class AllAlike(SamplerStep):
         return full
 
 
+class ThreeTokens(AllAlike):
+    """Three tokens are as likely as each other, and all others were filtered out."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.logits[:, 3:] = -torch.inf
+
+
+class Biased(Guiding):
+    """Adds the same deltas in each step."""
+
+    def __init__(self, deltas):
+        super().__init__()
+        self.deltas = torch.tensor(deltas)
+
+    def guide(self, candidates, ctx):
+        return self.deltas.expand(len(candidates.counts), -1)
+
+
 class Drawing(Engine):
     """An engine that draws tokens."""
 
@@ -55,7 +74,7 @@ class Drawing(Engine):
         head = LmHead(torch.zeros(VOCAB, HIDDEN), None, 0, 1.0, None, None)
         self.session._guidance.set_head(head)
 
-    def draw(self, count=1, greedy=False):
+    def draw(self, count=1, greedy=False, step=None):
         """A step of the one sequence there is; whether it goes on from the last."""
         (name,) = self.computed
         ids, _ = self.begin({name: count})
@@ -63,7 +82,7 @@ class Drawing(Engine):
         goes_on = steps.goes_on
         steps.before_sampling(None)
         if steps.guidance_width:
-            steps.guide(AllAlike(1), np.array([greedy]))
+            steps.guide(step or AllAlike(1), np.array([greedy]))
         steps.after_sampling(torch.zeros(1, dtype=torch.int64), ids)
         steps.end()
         return goes_on
@@ -130,3 +149,27 @@ def test_a_prompt_that_is_computed_a_token_at_a_time_is_guided_at_its_end(engine
     assert not consumer.told
     assert engine.draw()
     assert consumer.told == [(PROMPT, {})]
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "deltas", [[NAN, 0, 0, 0], [0, INF, 0, 0], [-INF, -INF, -INF, 0]], ids=["nan", "inf", "nothing"]
+)
+def test_deltas_that_no_token_can_be_drawn_from_are_refused(engine, deltas):
+    engine.session.register(Biased(deltas))
+    engine.start("a")
+    step = ThreeTokens(1)
+    engine.draw(PROMPT, step=step)
+    assert torch.equal(step.logits, ThreeTokens(1).logits)
+    assert "guide() returned deltas that are NaN" in engine.session.stats()["consumers"]["guiding"]
+
+
+def test_what_stands_beyond_the_candidates_of_a_row_means_nothing(engine):
+    engine.session.register(Biased([1.0, -INF, 0.5, NAN]))
+    engine.start("a")
+    step = ThreeTokens(1)
+    engine.draw(PROMPT, step=step)
+    assert step.logits[0].tolist() == [1.0, -INF, 0.5] + [-INF] * 7
+    assert engine.session.stats()["consumers"]["guiding"] == "ok"

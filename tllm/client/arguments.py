@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from tllm.client.vllm_arguments import VllmArguments
 from tllm.consumers.base import Consumer
+from tllm.spec.reading import one_or_several
 
 RESULT_TIMEOUT_S = 600.0
 
@@ -85,5 +86,5 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
         options["max_steering_configs"] = 0
     points = options.get("hook_points", "all")
     if points != "all":
-        options["hook_points"] = (points,) if isinstance(points, str) else tuple(points)
+        options["hook_points"] = tuple(one_or_several(points))
     return of_client, options, theirs

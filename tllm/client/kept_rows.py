@@ -294,13 +294,13 @@ class PatchingControl:
     def _run_of(
         self, prompt: Any, hooks: Any, layers: Any, name: str | None, on_host: bool
     ) -> Work[KeptRows]:
+        if not isinstance(on_host, bool):
+            raise ValueError(f"on_host={on_host!r:.60} must be True or False")
         yield self._client.current()
         if name is not None:
             self._check_free(name)
         places = self.places(hooks, layers)
-        [kept], _ = yield from self.runs(
-            [self.tokens(prompt)], places, [name], on_host=bool(on_host)
-        )
+        [kept], _ = yield from self.runs([self.tokens(prompt)], places, [name], on_host=on_host)
         return kept
 
     def runs(

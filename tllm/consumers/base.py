@@ -135,7 +135,8 @@ class Consumer(ABC):
         """Logit deltas `[rows, width]` float32 for the candidates, or None to leave them.
 
         Called only when a flow has `Sampler.write`, on the compute stream, after the
-        `same_step` bundles of the step.
+        `same_step` bundles of the step. -inf keeps a token from being drawn; deltas that are NaN or
+        +inf, or that leave a row no candidate, are refused, and such a row stays as it is.
         """
         return None
 

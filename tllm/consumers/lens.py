@@ -11,6 +11,7 @@ import torch
 from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers, whole_number
 from tllm.consumers.translators import SITES, Translator, TranslatorFile
 from tllm.ports import ConsumerContext, PerToken, Place
+from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.reading import hook_named
 
 RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -72,6 +73,11 @@ class LensConsumer(ReadoutConsumer):
             )
         if not self._site.has_layer:
             raise ValueError(f"site={site!r} belongs to no layer; choose a point that does")
+        if self._site in (*HEAD_POINTS, HookPoint.ROUTER):
+            raise ValueError(
+                f"site={site!r} has rows that the LM head cannot read; choose a point of the "
+                "residual stream, or of what enters or leaves attention or the MLP"
+            )
 
     def _chosen(self, options: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         """The layers of a request, in its order."""

@@ -14,7 +14,7 @@ from tllm.engine.executor import executor_for
 from tllm.engine.seams import uses
 from tllm.runtime.ring import Overflow
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
-from tllm.spec.reading import whole_number
+from tllm.spec.reading import one_or_several, whole_number
 
 CONFIG_KEY = "tllm"
 """Key of `VllmConfig.additional_config` under which the options travel."""
@@ -76,9 +76,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         if self.hook_points not in ("all", None):
-            assert self.hook_points is not None
-            given = (self.hook_points,) if isinstance(self.hook_points, str) else self.hook_points
-            points = tuple(HookPoint.parse(name).value for name in given)
+            points = tuple(HookPoint.parse(name).value for name in one_or_several(self.hook_points))
             object.__setattr__(self, "hook_points", points)
         if self.overflow not in get_args(Overflow):
             raise ValueError(
@@ -93,9 +91,11 @@ class EngineOptions:
         for name in sizes:
             if (number := whole_number(getattr(self, name), f"{name}=")) < 1:
                 raise ValueError(f"{name}={number} must be 1 or more")
+            object.__setattr__(self, name, number)
         for name, what in (("max_steering_configs", "steering"), ("max_conversations", "memory")):
             if (number := whole_number(getattr(self, name), f"{name}=")) < 0:
                 raise ValueError(f"{name}={number} must be 0 (no {what}) or more")
+            object.__setattr__(self, name, number)
 
     @property
     def points(self) -> tuple[HookPoint, ...]:

@@ -22,11 +22,16 @@ from tllm.runtime.kernels import candidates as kernels
 from tllm.runtime.kernels import contrast as dense
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.slots import Slots
-from tllm.runtime.transfer import upload
+from tllm.runtime.transfer import PinnedCopy, upload
 
 BoolArray = npt.NDArray[np.bool_]
 
 _NEVER = -1, None, 0
+_NO_DELTAS = (
+    "guide() returned deltas that are NaN or +inf, or that are -inf for every candidate of a row, "
+    "and such rows were left as they were; give finite numbers, and -inf for tokens that are not "
+    "to be drawn"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,14 +229,25 @@ class StepCandidates(Candidates):
             tally,
         )
 
-    def apply(self, delta: torch.Tensor) -> None:
-        """Add a consumer's deltas to the engine's logits."""
+    def apply(self, delta: torch.Tensor) -> torch.Tensor:
+        """Add a consumer's deltas to the engine's logits, but in rows that could not be drawn from
+        then.
+
+        Returns:
+            Bool `[]` on the device, whether there is no such row.
+        """
         if delta.shape != self.logits.shape:
             raise ValueError(
                 f"guide() returned deltas of shape {list(delta.shape)}; it must be [rows, width] "
                 f"= {list(self.logits.shape)}"
             )
-        kernels.edit(self._step.logits, self._found, delta.float())
+        delta = delta.float()
+        # What stands beyond the count of a row means nothing, and a row may have no candidates.
+        valid = torch.arange(delta.shape[1], device=delta.device) < self.counts[:, None]
+        best = torch.where(valid, self.logits + delta, -torch.inf).amax(1)
+        sound = best.isfinite() | (self.counts == 0)
+        kernels.edit(self._step.logits, self._found, torch.where(sound[:, None], delta, 0.0))
+        return sound.all()
 
 
 @dataclass(eq=False)
@@ -242,6 +258,8 @@ class Guide:
         layout: of that batch, None for one that is not kept.
         guided: its rows, None where the guide applies to none.
         known: `BoundConsumer.forgotten`, when it was asked whose they are.
+        sound: whether all deltas were since the host last looked, a bool on the device.
+        looked: the last look, which a device is not waited for.
     """
 
     flow: BoundFlow
@@ -249,11 +267,28 @@ class Guide:
     layout: object = None
     guided: GuidedRows | None = None
     known: int = 0
+    sound: torch.Tensor | None = None
+    looked: PinnedCopy | None = None
 
     @cached_property
     def width(self) -> int:
         """The most candidates a row may have and still be guided."""
         return int(str(self.write.options["width"]))
+
+    def hear(self, sound: torch.Tensor) -> None:
+        """Refuse deltas that no token can be drawn from: those of this step where the host knows
+        them, else of an earlier one.
+
+        Args:
+            sound: what `StepCandidates.apply` says.
+        """
+        self.sound = sound if self.sound is None else self.sound & sound
+        before = self.looked
+        if before is None or before.arrived:
+            self.looked, self.sound = PinnedCopy(self.sound), None
+            known = self.looked if sound.device.type == "cpu" else before
+            if known is not None and not known.wait():
+                raise ValueError(_NO_DELTAS)
 
 
 class Guidance:
@@ -431,7 +466,7 @@ class Guidance:
                 context = owner.context.at(frame.step)
             delta = owner.consumer.guide(candidates, context)
             if delta is not None:
-                candidates.apply(delta)
+                guide.hear(candidates.apply(delta))
         except BaseException as error:
             if ends_process(error):
                 raise
