@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -182,6 +183,10 @@ class Interventions:
         return own
 
 
+_OBJECTS = itertools.count()
+"""An address would be another object's later, and a kept answer would be given to it."""
+
+
 def _digest(value: Any, digest: Any) -> None:
     """Feed a value; what cannot be told apart from its equals gets an identity of its own."""
     if isinstance(value, Mapping):
@@ -205,7 +210,7 @@ def _digest(value: Any, digest: Any) -> None:
     elif value is None or isinstance(value, bool | int | float | str | bytes):
         digest.update(f"{type(value).__name__} {value!r}".encode())
     else:
-        digest.update(f"object {object().__hash__()} {id(value)}".encode())
+        digest.update(f"object {next(_OBJECTS)}".encode())
 
 
 @dataclass(eq=False, slots=True)
