@@ -181,9 +181,9 @@ class LLMEngineFront:
             params = _put_into(prompt, request.params, self._check)
             engine_id = self._add_request(request_id, prompt, params, *args, **kwargs)
         except BaseException:
+            self._requests.refuse(request)
             # vLLM keeps what it could not send to the engine, and would wait for it for ever.
             self._abort_request([request_id], False)
-            self._requests.refuse(request)
             raise
         self._running[request_id] = _Running(engine_id, request)
         return engine_id
