@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from tllm.cli.verify import engine_options, render
 from tllm.verify.certificate import Certificate, row_errors
 from tllm.verify.gated import Judged
-from tllm.verify.job import VerifyJob
+from tllm.verify.job import VerifyJob, exact_float32
 from tllm.verify.memory import needs
 from tllm.verify.reference import Reference
 from tllm.verify.verifier import Verifier
@@ -32,6 +33,20 @@ def examined(llm: Any, reference: Reference, **options: Any) -> Certificate:
     given = {"points": POINTS, "steered_layers": 1, **options}
     Verifier(llm, certificate, **given).compare(reference)
     return certificate
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float", torch.float32])
+def test_float32_is_verified_with_all_bits(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    with exact_float32(dtype):
+        assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in os.environ
+    with exact_float32("bfloat16"):
+        assert "TRITON_F32_DEFAULT" not in os.environ
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32")
+    with exact_float32(dtype):  # as the user has it
+        assert os.environ["TRITON_F32_DEFAULT"] == "tf32"
+    assert os.environ["TRITON_F32_DEFAULT"] == "tf32"
 
 
 def test_an_engine_that_is_right_is_certified(llm: Any, reference: Reference) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +36,9 @@ SMALL: Mapping[str, Any] = {
 """Of the engine, unless told."""
 LONGEST = 1024
 _SHARED = ("revision", "trust_remote_code")
+_TRITON_PRECISION = "TRITON_F32_DEFAULT"
+"""Environment variable: how Triton's kernels multiply float32. By default with the 10 bits of TF32,
+whose rounding is far above the limit of float32."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,26 @@ def run(job: VerifyJob, progress: Callable[[str], None] = lambda text: None) -> 
     Raises `OSError` where there is no such model, and what vLLM raises where an engine does not
     start.
     """
+    with exact_float32(job.engine.get("dtype")):
+        return _run(job, progress)
+
+
+@contextmanager
+def exact_float32(dtype: object) -> Iterator[None]:
+    """Engines that start inside it multiply float32 in Triton's kernels with all bits, where
+    `dtype` is float32 and the user's environment does not say otherwise."""
+    wanted = str(dtype).removeprefix("torch.") in ("float32", "float")
+    if not wanted or _TRITON_PRECISION in os.environ:
+        yield
+        return
+    os.environ[_TRITON_PRECISION] = "ieee"
+    try:
+        yield
+    finally:
+        del os.environ[_TRITON_PRECISION]
+
+
+def _run(job: VerifyJob, progress: Callable[[str], None]) -> Certificate:
     shared = {name: job.engine[name] for name in _SHARED if name in job.engine}
     process = PlainProcess()
     try:
@@ -164,6 +189,16 @@ def _verifier(
         certificate.notes.append(
             "which experts are chosen may hang on rounding: where rows differ, see whether they do "
             "with --dtype float32, too"
+        )
+    if config.device_config.device_type == "cuda" and dtype == torch.float32:
+        precision = os.environ.get(_TRITON_PRECISION, "tf32")
+        certificate.engine["triton_float32"] = precision
+        certificate.notes.append(
+            "Triton's kernels multiplied float32 with all bits (TRITON_F32_DEFAULT=ieee); without "
+            "this setting an engine multiplies with TF32 there"
+            if precision == "ieee"
+            else f"Triton's kernels multiplied float32 with {precision}, whose rounding may be "
+            "above the limit: where rows differ, see whether they do with TRITON_F32_DEFAULT=ieee"
         )
     tolerance = None if job.tolerance is None else Tolerance.of(dtype, layers, job.tolerance)
     return Verifier(
