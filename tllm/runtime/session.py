@@ -124,7 +124,7 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring)
-        refusal = self._guidance.refusal
+        refusal = lm_head if isinstance(lm_head, str) else None
         self.consumers = self._registered(
             Binder(taps, resolve, model, samples=samples, refusal=refusal, drafts=drafts)
         )
