@@ -196,26 +196,6 @@ class Session:
             self._controllers,
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows."""
-        return self._taps.dtype
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages of the engine."""
-        return self._model.num_stages
-
-    @property
-    def centers_rows(self) -> bool:
-        """Whether the model's final norm is no RMS norm, as far as this stage knows."""
-        return self._model.final_norm_weight is None
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model."""
-        return self._model.vocab_size
-
     # -- between steps -----------------------------------------------------------------------------
 
     def register(self, consumer: ConsumerProtocol) -> None:
