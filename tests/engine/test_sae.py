@@ -247,7 +247,7 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
     for arguments, message in (
         ({"features": [40]}, "features has 40; this autoencoder has features 0 to 39"),
         ({"features": []}, r"features=\[\] is not known"),
-        ({"top_k": 0}, "top_k=0 is not allowed"),
+        ({"top_k": 0}, "top_k=0 must be 1 or more"),
         ({"layer": 1.5}, "layer 1.5 is not a whole number"),
         ({"features": [1], "top_k": 10}, r"top_k=10 was given with features=\[1\]"),
     ):
@@ -259,7 +259,7 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
     with pytest.raises(ValueError, match=r"^site of consumer 'none': qwen2 has no"):
         generate(llm, prompts_of([5]), greedy(1, consumers={"none": {}}))
     for options, message in (
-        ({"sae": {"top_k": 4}}, "give a whole number from 1 to 3"),
+        ({"sae": {"top_k": 4}}, "must be from 1 to 3"),
         ({"one": {"top_k": 1}}, r"registered with features=\[1\], which are all given"),
         ({"sae": {"features": [1]}}, r"unknown options \['features'\]"),
     ):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tllm.ports import Place
 from tllm.spec.hooks import HookPoint
 from tllm.spec.probes import FeatureProbe
+from tllm.spec.reading import require_one_of
 
 Architecture = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -75,9 +76,9 @@ class AutoencoderConfig:
         architecture = known.get("architecture", "standard")
         if architecture == "standard" and activation == "topk":
             architecture = "topk"
-        _require("architecture", architecture, get_args(Architecture))
+        require_one_of("architecture", architecture, Architecture)
         of_it = ("topk", "relu") if architecture == "topk" else ("relu",)
-        _require("activation_fn", activation, of_it)
+        require_one_of("activation_fn", activation, of_it)
         normalization: Any = known.get("normalize_activations") or "none"
         if normalization in (True, "expected_average_only_in"):
             raise ValueError(
@@ -85,8 +86,8 @@ class AutoencoderConfig:
                 "file; fold it into the weights with SAELens "
                 "(fold_activation_norm_scaling_factor), and save it again"
             )
-        _require("normalize_activations", normalization, get_args(Normalization))
-        _require("reshape_activations", known.get("reshape_activations") or "none", ("none",))
+        require_one_of("normalize_activations", normalization, Normalization)
+        require_one_of("reshape_activations", known.get("reshape_activations") or "none", ("none",))
         k = known.get("k", (known.get("activation_fn_kwargs") or {}).get("k"))
         if architecture == "topk" and (type(k) is not int or k < 1):
             raise ValueError(f"k={k!r} is not known; a topk autoencoder has a whole number")
@@ -299,8 +300,3 @@ def _read(lazy: Any, name: str, config: AutoencoderConfig, feature: int | None) 
     else:
         every = lazy[:, feature : feature + 1] if len(shape) == 2 else lazy[feature : feature + 1]
     return every
-
-
-def _require(name: str, given: Any, known: Sequence[str]) -> None:
-    if given not in known:
-        raise ValueError(f"{name} is {given!r}, which is not known; known are {', '.join(known)}")

@@ -335,8 +335,8 @@ class Controllers:
                     known[id(given)] = self._groups.read(given, "Steer(vectors)")
                 tiers = known[id(given)]
                 tokens = action.tokens
-            if tokens is not None and whole_number(tokens, "Steer(tokens): ") < 1:
-                raise ValueError(f"Steer(tokens={tokens}) must be 1 or more")
+            if tokens is not None:
+                whole_number(tokens, "Steer(tokens)=", 1)
         decision = SteeringDecision(sequence.engine_id, consumer, action.name, tiers, tokens, scale)
         said = {"name": action.name}
         return said | ({"tokens": tokens} if scale is None else {"scale": scale}), decision
