@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm.ports import Place
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import TRANSFORMER_LENS, HookPoint
 from tllm.spec.probes import FeatureProbe
 from tllm.spec.reading import require_one_of
 
@@ -28,15 +28,6 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 _DECODING = ("W_dec", "scaling_factor", "finetuning_scaling_factor")
 """What a file may hold beside that, and encoding does not need."""
-
-_SITES = {
-    "hook_resid_pre": "pre_attn",
-    "hook_resid_mid": "post_attn",
-    "hook_resid_post": "post_block",
-    "hook_attn_out": "attn_out",
-    "hook_mlp_out": "mlp_out",
-}
-"""Hook points by their names in TransformerLens."""
 
 _HOOK_NAME = re.compile(r"blocks\.(\d+)\.(\w+)")
 
@@ -111,9 +102,9 @@ class AutoencoderConfig:
     def place(self) -> Place | None:
         """The hook point that it was trained on, as we name it; None for one we do not have."""
         match = _HOOK_NAME.fullmatch(self.hook_name or "")
-        if match is None or match[2] not in _SITES:
+        if match is None or match[2] not in TRANSFORMER_LENS:
             return None
-        return _SITES[match[2]], int(match[1])
+        return TRANSFORMER_LENS[match[2]].value, int(match[1])
 
 
 @dataclass(frozen=True)
