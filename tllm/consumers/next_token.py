@@ -23,7 +23,7 @@ from tllm.ports import (
     RequestResult,
 )
 from tllm.shared_memory import SharedRows, is_shared_file
-from tllm.spec.reading import whole_number
+from tllm.spec.reading import allow_options, whole_number
 
 HEADER = 4
 """Numbers before a row's values: the ticket (two halves), the number of values, and of ids."""
@@ -109,11 +109,7 @@ class NextTokenConsumer(Consumer):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Options as above; `ValueError` names the one that is wrong."""
         known = ("enabled", "top_k", "token_ids", "ticket", "place", "address")
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(
-                f"consumers['next_token'] has unknown options {unknown}; it takes "
-                f"{', '.join(known)}"
-            )
+        allow_options(options, known, "consumers['next_token']")
         ticket = options.get("ticket", 0)
         whole_number(ticket, "consumers['next_token']['ticket']=", 0, 2**62 - 1)
         if "place" in options and "ticket" not in options:

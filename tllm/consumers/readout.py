@@ -25,7 +25,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import Ranks
-from tllm.spec.reading import own_numbers, require_one_of
+from tllm.spec.reading import allow_options, own_numbers, require_one_of
 from tllm.spec.selection import Selection
 
 ReadoutWindow = Literal["out_of_band", "same_step"]
@@ -88,11 +88,7 @@ class ReadoutConsumer(Consumer):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Which options there are; `places` checks what depends on the model."""
         known = ("enabled", "positions", *self.known_options)
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(
-                f"consumers[{self.consumer_id!r}] has unknown options {unknown}; it takes "
-                f"{', '.join(known)}"
-            )
+        allow_options(options, known, f"consumers[{self.consumer_id!r}]")
         if "positions" in options:
             Selection.parse(options["positions"], f"consumers[{self.consumer_id!r}]['positions']")
 

@@ -88,7 +88,7 @@ def whole_number(given: Any, before: str, least: float = -math.inf, most: float 
 
 
 def require_one_of(name: str, given: object, known: Any) -> None:
-    """Refuse what is none of the values of a `Literal`, or of a sequence of names."""
+    """Refuse what is none of the values of a `Literal`, or of some names."""
     allowed = get_args(known) or known
     if not isinstance(given, str) or given not in allowed:
         raise ValueError(f"{name}={given!r:.60} is not known; choose one of {', '.join(allowed)}")
@@ -105,6 +105,12 @@ def allow_keys(given: Iterable[Any], allowed: Iterable[str], name: str, what: st
     them."""
     if unknown := sorted(set(map(str, given)) - set(allowed)):
         raise ValueError(f"{name} has unknown keys {unknown}; {what} takes {sorted(allowed)}")
+
+
+def allow_options(given: Iterable[str], allowed: Sequence[str], name: str) -> None:
+    """Refuse options of a consumer that it does not know; `enabled` every one has."""
+    if unknown := sorted(set(given) - {"enabled", *allowed}):
+        raise ValueError(f"{name} has unknown options {unknown}; it takes {', '.join(allowed)}")
 
 
 def scalar(given: Any, name: str) -> float:

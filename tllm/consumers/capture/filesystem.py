@@ -26,7 +26,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.spec.capture import OPTIONS, CaptureSpec
-from tllm.spec.reading import require_one_of, whole_number
+from tllm.spec.reading import allow_options, require_one_of, whole_number
 from tllm.stores import (
     Layout,
     Published,
@@ -169,9 +169,7 @@ class FilesystemConsumer(Capturing):
         """Takes `hooks`, `positions`, `reduction`, `dtype`, `request_id`, `tag`, `layout` and
         `metadata`."""
         name = f"capture[{self.consumer_id!r}]"
-        allowed = (*OPTIONS, *_OWN_OPTIONS)
-        if unknown := sorted(set(options) - {"enabled", *allowed}):
-            raise ValueError(f"{name} has unknown options {unknown}; it takes {', '.join(allowed)}")
+        allow_options(options, (*OPTIONS, *_OWN_OPTIONS), name)
         for field_name in ("request_id", "tag"):
             if field_name in options:
                 given = options[field_name]

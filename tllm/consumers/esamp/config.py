@@ -7,7 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named, require_bool, require_one_of, scalar, whole_number
+from tllm.spec.reading import (
+    allow_options,
+    hook_named,
+    require_bool,
+    require_one_of,
+    scalar,
+    whole_number,
+)
 
 Scope = Literal["prompt", "request", "shared"]
 OnFull = Literal["grow", "unguided"]
@@ -141,13 +148,7 @@ class RequestOptions:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> RequestOptions:
         """Check the options of one request; `ValueError` names the field at fault."""
-        allowed = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in allowed:
-                raise ValueError(
-                    f"consumers['esamp'][{name!r}]={options[name]!r} is not known; the options "
-                    f"are {', '.join(allowed)}"
-                )
+        allow_options(options, [field.name for field in fields(cls)], "consumers['esamp']")
         parsed = cls(**options)
         try:
             parsed._check()
