@@ -214,10 +214,10 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
     plain = CONFIGS["standard"]
     for number, (config, weights, message) in enumerate(
         (
-            (plain | {"architecture": "matching_pursuit"}, None, "is 'matching_pursuit', which"),
-            (plain | {"activation_fn": "tanh-relu"}, None, "activation_fn is 'tanh-relu'"),
+            (plain | {"architecture": "matching_pursuit"}, None, "architecture='matching_pursuit' is not known"),
+            (plain | {"activation_fn": "tanh-relu"}, None, "activation_fn='tanh-relu'"),
             (plain | {"normalize_activations": True}, None, "whose factor is not in the file"),
-            (plain | {"reshape_activations": "hook_z"}, None, "reshape_activations is 'hook_z'"),
+            (plain | {"reshape_activations": "hook_z"}, None, "reshape_activations='hook_z'"),
             (plain | {"architecture": "topk"}, None, "k=None is not known"),
             (plain | {"d_sae": "many"}, None, "d_sae='many'; a whole number was expected"),
             (plain, more, "not known is W_skip"),
