@@ -426,8 +426,8 @@ class TestHostMemory:
         ("options", "message"),
         [
             ({"overflow": "wait"}, "overflow='wait' is not known"),
-            ({"host_mib": 0}, "host_mib=0 is not allowed"),
-            ({"spill_mib": 1.5}, "spill_mib=1.5 is not allowed"),
+            ({"host_mib": 0}, "host_mib=0 must be 1 or more"),
+            ({"spill_mib": 1.5}, "spill_mib=1.5 is not a whole number"),
         ],
     )
     def test_options_are_checked(self, options, message):

@@ -91,7 +91,7 @@ def test_bad_arguments_are_refused_with_the_field_and_what_is_allowed() -> None:
         ({"layers": [1, 1]}, r"names \[1\] more than once"),
         ({"site": "middle"}, "unknown hook point 'middle'"),
         ({"every_n_steps": -1}, "every_n_steps=-1 must be 0"),
-        ({"every_n_steps": "often"}, "every_n_steps='often' is not allowed"),
+        ({"every_n_steps": "often"}, "every_n_steps='often' is not a whole number"),
         ({"window": "same_step"}, "choose one of background, out_of_band"),
         ({"level": "loud"}, "choose one of debug, info, warning"),
     ):

@@ -540,7 +540,7 @@ def mlp(widths, hidden=HIDDEN, out=1, **more):
         ({"soft": -1.0}, "give a number above 0"),
         ({"above": float("nan")}, "is not finite"),
         ({"scope": "somewhere"}, r"\['scope'\]='somewhere' is not known; choose one of"),
-        ({"over": 1}, r"\['over'\]=1 is not known; choose one of \('token', 'prompt_last'"),
+        ({"over": 1}, r"\['over'\]=1 is not known; choose one of token, prompt_last"),
         ({"scope": "next", "over": "prompt_last"}, "decides for all tokens after it"),
         (
             {"scope": "rest", "probe": {**PROBE, "layer": 1}},

@@ -172,7 +172,7 @@ def test_what_a_request_cannot_have_is_refused_before_it_runs(llm, jacobian):
         ({"lens": {"layers": [1]}}, "registered with layers 0, 2; choose of these"),
         ({"lens": {"layers": 4}}, "this model has layers 0 to 3"),
         ({"lens": {"layers": "0"}}, "give 'all', a layer, or a list of layers"),
-        ({"lens": {"top_k": 4}}, "give a whole number from 1 to 3"),
+        ({"lens": {"top_k": 4}}, "must be from 1 to 3"),
         ({"lens": {"positions": "last"}}, r"consumers\['lens'\]\['positions'\]='last'"),
         ({"lens": {"layer": 1}}, r"unknown options \['layer'\]; it takes enabled, positions"),
         ({"second": {"layers": [3]}}, "registered with layers 0, 1, 2; choose of these"),
@@ -193,7 +193,7 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
         (LensConsumer(path=wide), "is for hidden size 64, and the model's is 128"),
         (LensConsumer([0, 1], path=short), "has no layer 1; it has 0"),
         (LensConsumer([9]), "layers has 9; this model has layers 0 to 3"),
-        (LensConsumer(top_k=1000), "top_k=1000 is not allowed; give a whole number from 1 to 256"),
+        (LensConsumer(top_k=1000), "top_k=1000 must be from 1 to 256"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.register_consumer(lens)
@@ -217,7 +217,7 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
         ({"path": tuned, "site": "post_block"}, "was fitted on pre_attn; leave site out"),
         ({"site": "lm_head_in"}, "belongs to no layer"),
         ({"site": "zz"}, "site: unknown hook point 'zz'"),
-        ({"top_k": 0}, "top_k=0 is not allowed"),
+        ({"top_k": 0}, "top_k=0 must be 1 or more"),
         ({"window": "background"}, "window='background' is not known"),
     ):
         with pytest.raises(ValueError, match=message):

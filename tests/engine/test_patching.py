@@ -290,7 +290,7 @@ NONE = {"tensor": [0.0] * HIDDEN}
         ({"source": {"tensor": [float("nan")] * HIDDEN}}, "NaN, infinite"),
         ({"source": {"tensor": [1e38] * HIDDEN}}, "this model can use rows up to"),
         ({"source": {"noise": -1.0}}, "0 or more"),
-        ({"source": {"noise": 1.0, "seed": -1}}, "from 0 below"),
+        ({"source": {"noise": 1.0, "seed": -1}}, "must be from 0 to"),
         ({"source": {"mean": "nobody"}}, "nothing is kept under the name 'nobody'"),
         ({"source": {"run": "nobody"}}, "nothing is kept under the name 'nobody'"),
         ({"source": {"run": "x", "positions": [1, 2]}}, "has 2 positions, and 1 are patched"),

@@ -214,10 +214,10 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
     plain = CONFIGS["standard"]
     for number, (config, weights, message) in enumerate(
         (
-            (plain | {"architecture": "matching_pursuit"}, None, "is 'matching_pursuit', which"),
-            (plain | {"activation_fn": "tanh-relu"}, None, "activation_fn is 'tanh-relu'"),
+            (plain | {"architecture": "matching_pursuit"}, None, "architecture='matching_pursuit' is not known"),
+            (plain | {"activation_fn": "tanh-relu"}, None, "activation_fn='tanh-relu'"),
             (plain | {"normalize_activations": True}, None, "whose factor is not in the file"),
-            (plain | {"reshape_activations": "hook_z"}, None, "reshape_activations is 'hook_z'"),
+            (plain | {"reshape_activations": "hook_z"}, None, "reshape_activations='hook_z'"),
             (plain | {"architecture": "topk"}, None, "k=None is not known"),
             (plain | {"d_sae": "many"}, None, "d_sae='many'; a whole number was expected"),
             (plain, more, "not known is W_skip"),
@@ -247,7 +247,7 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
     for arguments, message in (
         ({"features": [40]}, "features has 40; this autoencoder has features 0 to 39"),
         ({"features": []}, r"features=\[\] is not known"),
-        ({"top_k": 0}, "top_k=0 is not allowed"),
+        ({"top_k": 0}, "top_k=0 must be 1 or more"),
         ({"layer": 1.5}, "layer 1.5 is not a whole number"),
         ({"features": [1], "top_k": 10}, r"top_k=10 was given with features=\[1\]"),
     ):
@@ -259,7 +259,7 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
     with pytest.raises(ValueError, match=r"^site of consumer 'none': qwen2 has no"):
         generate(llm, prompts_of([5]), greedy(1, consumers={"none": {}}))
     for options, message in (
-        ({"sae": {"top_k": 4}}, "give a whole number from 1 to 3"),
+        ({"sae": {"top_k": 4}}, "must be from 1 to 3"),
         ({"one": {"top_k": 1}}, r"registered with features=\[1\], which are all given"),
         ({"sae": {"features": [1]}}, r"unknown options \['features'\]"),
     ):

@@ -409,9 +409,9 @@ def returned(logprobs):
         ({"answers": {}}, r"answers={} is dict, which has no order; give \(right, wrong\)"),
         ({"answers": {5, 9}}, "answers={.*} is set, which has no order"),
         ({"answers": [None]}, "answers: None is no token id"),
-        ({"at_once": "a"}, "at_once: 'a' is not a whole number"),
-        ({"at_once": 0}, "at_once=0 is not allowed; give 1 request or more"),
-        ({"window": 0}, "window=0 is not allowed; give 1 or more layers"),
+        ({"at_once": "a"}, "at_once='a' is not a whole number"),
+        ({"at_once": 0}, "at_once=0 must be 1 or more"),
+        ({"window": 0}, "window=0 must be 1 or more"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(llm, change, sentence):

@@ -189,7 +189,7 @@ def steering_tables(taps, keys, generator, dtype):
     taps.place_steering(
         tables, operations, vectors, {taps.index[key]: sums[taps.index[key]] for key in keys}
     )
-    taps.set_steering(np.array([taps.index[key] for key in keys], np.int64))
+    taps.set_used(Column.STEER, np.array([taps.index[key] for key in keys], np.int64))
     return tables, operations, vectors, sums  # to be kept alive
 
 
@@ -218,7 +218,7 @@ def patch_tables(taps, keys, generator, dtype):
         patches[taps.index[key]] = torch.tensor([-1, 0, 1, 2])
     patches, replacements = patches.to(device), replacements.to(device)
     taps.place_patches(patches, replacements)
-    taps.set_patching(np.array([taps.index[key] for key in keys], np.int64))
+    taps.set_used(Column.PATCH, np.array([taps.index[key] for key in keys], np.int64))
     return sources, mask, patches, replacements  # to be kept alive
 
 

@@ -230,9 +230,11 @@ def test_ways_of_steering_that_are_known_come_and_go_beside_others_without_a_wri
     operation = ("post_block", 0, "v", Coefficients(add=0.5))
     engine.session.steering.put({}, {"weak": [operation]})
     decoding(engine)
-    set_steering, written = engine.taps.set_steering, []
+    set_used, written = engine.taps.set_used, []
     monkeypatch.setattr(
-        engine.taps, "set_steering", lambda points: (written.append(points), set_steering(points))
+        engine.taps,
+        "set_used",
+        lambda column, points: (written.append(points), set_used(column, points)),
     )
     for _ in range(2):
         engine.start("c", weakly)
@@ -523,7 +525,7 @@ def test_what_stands_beside_rows_that_nobody_judges_ends_nothing(engine):
     engine.start("b", EVERYWHERE)
     engine.computed["a"] = PROMPT
     engine.begin({"a": 1, "b": PROMPT})
-    engine.session.steering.gates._state = torch.ones(64, 2, MAX_GATES)
+    engine.session.steering.gates.state = torch.ones(64, 2, MAX_GATES)
     assert engine.session.steps.take_verdicts() is None
 
 

@@ -34,8 +34,8 @@ def test_nothing_is_left_of_choices_that_no_token_came_to():
         choice = ((3, row), (5, row)), 1
         choices.acquire(choice)
         choices.release(choice)
-        assert not choices.waiting
+        assert not choices._new
     kept = choices.acquire((((3, 7),), 1))
-    assert choices.waiting == 1
+    assert len(choices._new) == 1
     assert chosen(choices, kept, [3, 5]) == [7, 1]
-    assert not choices.waiting
+    assert not choices._new

@@ -106,7 +106,7 @@ def test_all_layers_and_positions_are_asked_for_by_that_word_too(server):
         ({"metric": "accuracy"}, "choose of logit_diff, logprob, recovered, kl"),
         ({"answers": None}, "give answers=(right, wrong)"),
         ({"freeze": "post_block"}, "is no branch that a layer adds"),
-        ({"window": 0}, "give 1 or more layers"),
+        ({"window": 0}, "window=0 must be 1 or more"),
         ({"model": "demo"}, "Extra inputs are not permitted"),
     ],
 )

@@ -369,7 +369,7 @@ GOOD = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
         (GOOD, GOOD * math.nan, {}, "NaN or infinity"),
         (GOOD / 0, GOOD, {}, "NaN or infinity"),
         (GOOD, GOOD[:3], {}, "no pairs; give as many of each"),
-        (GOOD, -GOOD, {"method": "svm"}, "methods are diffmean, pca, lat, probe"),
+        (GOOD, -GOOD, {"method": "svm"}, "choose one of diffmean, pca, lat, probe"),
         (torch.eye(2), -torch.eye(2), {"method": "pca"}, "two largest principal components"),
         (torch.eye(40), -torch.eye(40), {"method": "pca"}, "two largest principal components"),
     ],

@@ -208,7 +208,7 @@ def test_an_extracted_module_can_be_saved(llm: LLM, mood_module: ExtractedModule
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "svm"}, "methods are diffmean, pca, lat, probe"),
+        ({"method": "svm"}, "choose one of diffmean, pca, lat, probe"),
         ({"hook": "nowhere"}, "unknown hook point"),
         ({"hook": "lm_head_in"}, "belongs to no layer"),
         ({"layers": 6}, "6"),
@@ -220,7 +220,7 @@ def test_an_extracted_module_can_be_saved(llm: LLM, mood_module: ExtractedModule
             {"positions": {"phase": "prompt", "token_ids": [1]}, "paired": False},
             "selects no token of prompt 0",
         ),
-        ({"scale": 2.0}, "choose 'natural' or 'unit'"),
+        ({"scale": 2.0}, "choose one of natural, unit"),
         ({"batch_size": 0}, "at least 1"),
         ({"negative": SAD[:2]}, "no pairs; give as many of each"),
         ({"negative": SAD[:1]}, "at least two prompts"),

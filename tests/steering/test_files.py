@@ -228,9 +228,9 @@ def test_every_hook_point_and_alias_can_begin_a_key():
     for point in HookPoint:
         if point.has_layer:
             assert parse_place(f"{point}.4") == (point, 4)
-    from tllm.spec.hooks import _ALIASES
+    from tllm.spec.hooks import ALIASES
 
-    for alias, canonical in _ALIASES.items():
+    for alias, canonical in ALIASES.items():
         assert parse_place(f"{alias}.4") == (HookPoint(canonical), 4)
 
 

@@ -461,7 +461,7 @@ def test_what_is_no_record_is_refused_by_name(tmp_path: Path) -> None:
         ({"token_ids": 7}, "token_ids=7 is not allowed"),
         ({"stage": 2, "num_stages": 2}, "stage=2 of num_stages=2"),
         ({"num_stages": 0}, "stage=0 of num_stages=0"),
-        ({"status": "fine"}, "status='fine' is not allowed"),
+        ({"status": "fine"}, "status='fine' is not known"),
         ({"status": "partial_error"}, "says in error what is missing"),
         ({"error": "oh"}, "does not go with status='ok'"),
         ({"metadata": {"x": object()}}, "metadata must be plain JSON"),
@@ -477,7 +477,7 @@ def test_malformed_descriptions_are_refused_by_field(fields, message: str) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "zip"}, "layout='zip' is not allowed; give one of per_file, packed, sharded"),
+        ({"layout": "zip"}, "layout='zip' is not known; choose one of per_file, packed, sharded"),
         ({"durability": "never"}, "durability='never'"),
         ({"on_collision": "?"}, "on_collision='\\?'"),
         ({"overflow": "wait"}, "overflow='wait'"),

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 from tllm.client.vllm_arguments import VllmArguments
 from tllm.consumers.base import Consumer
-from tllm.spec.reading import one_or_several
+from tllm.spec.reading import one_or_several, require_bool
 
 RESULT_TIMEOUT_S = 600.0
 
@@ -80,8 +80,7 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
         if name in ours and name not in _OF_THE_CLIENT and value is not None
     }
     steers = options.pop("enable_steering", True)
-    if not isinstance(steers, bool):
-        raise ValueError(f"enable_steering={steers!r} must be True or False")
+    require_bool("enable_steering", steers)
     if not steers:
         options["max_steering_configs"] = 0
     points = options.get("hook_points", "all")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import cloudpickle
@@ -18,6 +18,7 @@ from tllm.client.answers import decode, leave
 from tllm.engine.calls import ask_all_workers, ask_workers
 
 _T = TypeVar("_T")
+_Step = TypeVar("_Step")
 
 
 class WorkerCall(NamedTuple):
@@ -42,6 +43,40 @@ ALONE = Alone()
 Steps: TypeAlias = Generator[WorkerCall | Pause | Alone, Any, _T]
 
 
+def drive(steps: Generator[_Step, Any, _T], do: Callable[[_Step], Any]) -> _T:
+    """Take steps to their end: each is done, and what came of it, or was raised, is theirs."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = do(step)
+            except BaseException as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as done:
+        result: _T = done.value
+        return result
+
+
+async def drive_async(
+    steps: Generator[_Step, Any, _T], do: Callable[[_Step], Awaitable[Any]]
+) -> _T:
+    """`drive`, where what is done is awaited."""
+    try:
+        step = next(steps)
+        while True:
+            try:
+                answer = await do(step)
+            except BaseException as error:
+                step = steps.throw(error)
+            else:
+                step = steps.send(answer)
+    except StopIteration as done:
+        result: _T = done.value
+        return result
+
+
 class SyncCalls:
     """Does what steps want, for an engine whose caller waits.
 
@@ -58,18 +93,7 @@ class SyncCalls:
 
     def run(self, steps: Steps[_T]) -> _T:
         """Take steps to their end."""
-        try:
-            step = next(steps)
-            while True:
-                try:
-                    answer = self._do(step)
-                except BaseException as error:
-                    step = steps.throw(error)
-                else:
-                    step = steps.send(answer)
-        except StopIteration as done:
-            result: _T = done.value
-            return result
+        return drive(steps, self._do)
 
     def ask(self, call: WorkerCall) -> list[Any]:
         """Call the workers."""
@@ -103,24 +127,19 @@ class AsyncCalls:
     async def run(self, steps: Steps[_T]) -> _T:
         """Take steps to their end."""
         alone = False
+
+        async def do(step: WorkerCall | Pause | Alone) -> Any:
+            nonlocal alone
+            if isinstance(step, WorkerCall):
+                return await self.ask(step)
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+            elif not alone:
+                alone = await self._alone.acquire()
+            return None
+
         try:
-            step = next(steps)
-            while True:
-                try:
-                    answer = None
-                    if isinstance(step, WorkerCall):
-                        answer = await self.ask(step)
-                    elif isinstance(step, Pause):
-                        await asyncio.sleep(step.seconds)
-                    elif not alone:
-                        alone = await self._alone.acquire()
-                except BaseException as error:
-                    step = steps.throw(error)
-                else:
-                    step = steps.send(answer)
-        except StopIteration as done:
-            result: _T = done.value
-            return result
+            return await drive_async(steps, do)
         finally:
             if alone:
                 self._alone.release()

@@ -52,6 +52,7 @@ from tllm.spec.groups import GroupUse, SteeringGroup, gates_of, use_of_conversat
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import KEPT, PATCHING, PatchUse, check_patch_positions
+from tllm.spec.reading import require_bool
 from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
@@ -539,8 +540,7 @@ class Client:
                     f"{', '.join(self.consumers) or 'none'}{_hint(name, name in asked.captures)}"
                 )
             enabled = chosen.get("enabled", True)
-            if not isinstance(enabled, bool):
-                raise ValueError(f"{field}['enabled'] is {enabled!r}; give True or False")
+            require_bool(f"{field}['enabled']", enabled)
             self.consumers[name].validate_options(chosen)
         uses = Uses()
         for name, consumer in self.consumers.items():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from vllm import AsyncLLMEngine, LLMEngine
 
-from tllm.client.calls import Steps
+from tllm.client.calls import Steps, drive, drive_async
 from tllm.params import SamplingParams
 
 _T = TypeVar("_T")
@@ -44,19 +44,10 @@ class SyncGeneration:
 
     def do(self, work: Work[_T]) -> _T:
         """Take work to its end."""
-        answer: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                item = work.send(answer) if error is None else work.throw(error)
-            except StopIteration as done:
-                result: _T = done.value
-                return result
-            answer, error = None, None
-            try:
-                answer = self._computed(item) if isinstance(item, Generation) else self._run(item)
-            except BaseException as raised:
-                error = raised
+        return drive(
+            work,
+            lambda item: self._computed(item) if isinstance(item, Generation) else self._run(item),
+        )
 
     def _computed(self, asked: Generation) -> list[Any]:
         """The outputs of requests, while nobody else's run."""
@@ -97,22 +88,10 @@ class AsyncGeneration:
 
     async def do(self, work: Work[_T]) -> _T:
         """Take work to its end."""
-        answer: Any = None
-        error: BaseException | None = None
-        while True:
-            try:
-                item = work.send(answer) if error is None else work.throw(error)
-            except StopIteration as done:
-                result: _T = done.value
-                return result
-            answer, error = None, None
-            try:
-                if isinstance(item, Generation):
-                    answer = await self._computed(item)
-                else:
-                    answer = await self._run(item)
-            except BaseException as raised:
-                error = raised
+        return await drive_async(
+            work,
+            lambda item: self._computed(item) if isinstance(item, Generation) else self._run(item),
+        )
 
     async def _computed(self, asked: Generation) -> list[Any]:
         """The outputs of requests, beside all others'."""

@@ -28,6 +28,7 @@ from tllm.spec.reading import (
     numeric_array,
     one_or_several,
     own_numbers,
+    require_bool,
     whole_number,
 )
 
@@ -162,8 +163,8 @@ class PatchingControl:
             pairs = self._pairs(clean, corrupt)
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
-            if at_once is not None and whole_number(at_once, "at_once: ") < 1:
-                raise ValueError(f"at_once={at_once} is not allowed; give 1 request or more")
+            if at_once is not None:
+                whole_number(at_once, "at_once=", 1)
             places = tuple(self.places(hooks, layers))
             form = SweepForm(
                 places,
@@ -294,8 +295,7 @@ class PatchingControl:
     def _run_of(
         self, prompt: Any, hooks: Any, layers: Any, name: str | None, on_host: bool
     ) -> Work[KeptRows]:
-        if not isinstance(on_host, bool):
-            raise ValueError(f"on_host={on_host!r:.60} must be True or False")
+        require_bool("on_host", on_host)
         yield self._client.current()
         if name is not None:
             self._check_free(name)

@@ -121,8 +121,7 @@ class SweepForm:
     def __post_init__(self) -> None:
         if alone := [hook for hook, layer in self.places if layer is None]:
             raise ValueError(f"hooks: {alone[0]} belongs to no layer; patch it with a request")
-        if whole_number(self.window, "window: ") < 1:
-            raise ValueError(f"window={self.window!r} is not allowed; give 1 or more layers")
+        whole_number(self.window, "window=", 1)
         if self.window > 1 and self.ways is not None:
             raise ValueError(
                 f"window={self.window} was given with freeze or receivers, but what lies between "

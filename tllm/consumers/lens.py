@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers, whole_number
+from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers
 from tllm.consumers.translators import SITES, Translator, TranslatorFile
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import hook_named, whole_number
 
 RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,7 +57,7 @@ class LensConsumer(ReadoutConsumer):
         super().__init__(positions=positions, window="out_of_band" if window is None else window)
         self._given_window = window
         self.consumer_id = consumer_id
-        self._top_k = whole_number("top_k", top_k)
+        self._top_k = whole_number(top_k, "top_k=", 1)
         self._layers = layers
         self._path = None if path is None else Path(path).resolve()
         self._fitted: tuple[int, ...] | None = None
@@ -106,7 +106,7 @@ class LensConsumer(ReadoutConsumer):
         super().validate_options(options)
         if "top_k" in options:
             name = f"consumers[{self.consumer_id!r}]['top_k']"
-            whole_number(name, options["top_k"], self._top_k)
+            whole_number(options["top_k"], f"{name}=", 1, self._top_k)
 
     def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
         """Its layers at the lens's hook point."""
@@ -132,7 +132,7 @@ class LensConsumer(ReadoutConsumer):
             why = "the final norm is not known" if model.lm_head else model.lm_head_refusal
             raise ValueError(f"a lens is not possible with this model: {why}")
         self._window = self._window_of(model.lm_head_is_shared and ctx.device.type == "cuda")
-        whole_number("top_k", self._top_k, model.vocab_size)
+        whole_number(self._top_k, "top_k=", 1, model.vocab_size)
         self._dtype = model.dtype
         self._use(model.final_norm, model.lm_head)
         self._chunk = max(1, _CHUNK_BYTES // (4 * model.vocab_size))

@@ -6,7 +6,7 @@ import logging
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -21,8 +21,7 @@ from tllm.ports import (
     ResidualStream,
     RowMeta,
 )
-from tllm.ports.base import require_one_of
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import hook_named, require_one_of, whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +59,9 @@ class LoggingConsumer(Consumer):
         window: LogWindow = "background",
         consumer_id: str = "logging",
     ) -> None:
-        require_one_of("level", level, get_args(LogLevel))
-        require_one_of("window", window, get_args(LogWindow))
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-            raise ValueError(f"every_n_steps={every_n_steps!r} is not allowed; give an integer")
-        if every_n_steps < 0:
-            raise ValueError(f"every_n_steps={every_n_steps} must be 0 (no line) or more")
+        require_one_of("level", level, LogLevel)
+        require_one_of("window", window, LogWindow)
+        whole_number(every_n_steps, "every_n_steps=", 0)
         self.consumer_id = consumer_id
         point = hook_named(site, "site")
         self._site = point.value

@@ -23,6 +23,7 @@ from tllm.ports import (
     RequestResult,
 )
 from tllm.shared_memory import SharedRows, is_shared_file
+from tllm.spec.reading import allow_options, whole_number
 
 HEADER = 4
 """Numbers before a row's values: the ticket (two halves), the number of values, and of ids."""
@@ -108,17 +109,9 @@ class NextTokenConsumer(Consumer):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Options as above; `ValueError` names the one that is wrong."""
         known = ("enabled", "top_k", "token_ids", "ticket", "place", "address")
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(
-                f"consumers['next_token'] has unknown options {unknown}; it takes "
-                f"{', '.join(known)}"
-            )
+        allow_options(options, known, "consumers['next_token']")
         ticket = options.get("ticket", 0)
-        if isinstance(ticket, bool) or not isinstance(ticket, int) or not 0 <= ticket < 2**62:
-            raise ValueError(
-                f"consumers['next_token']['ticket'] is {ticket!r}; give an integer from 0 below "
-                "2**62"
-            )
+        whole_number(ticket, "consumers['next_token']['ticket']=", 0, 2**62 - 1)
         if "place" in options and "ticket" not in options:
             raise ValueError("consumers['next_token'] has 'place' without a 'ticket'; give both")
         if "address" in options and "ticket" in options:
@@ -130,10 +123,8 @@ class NextTokenConsumer(Consumer):
             if name in options:
                 _check_sent(name, options[name], kinds)
         top_k = options.get("top_k")
-        if top_k is not None and (
-            isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1
-        ):
-            raise ValueError(f"consumers['next_token']['top_k'] is {top_k!r}; give 1 or more")
+        if top_k is not None:
+            whole_number(top_k, "consumers['next_token']['top_k']=", 1)
         if top_k is not None and options.get("token_ids") is not None:
             raise ValueError(
                 "consumers['next_token'] has 'top_k' and 'token_ids'; give one of them"

@@ -6,8 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import lru_cache
-from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -25,8 +24,8 @@ from tllm.ports import (
     ResidualStream,
     RowMeta,
 )
-from tllm.ports.base import Ranks, require_one_of
-from tllm.spec.reading import own_numbers
+from tllm.ports.base import Ranks
+from tllm.spec.reading import allow_options, own_numbers, require_one_of
 from tllm.spec.selection import Selection
 
 ReadoutWindow = Literal["out_of_band", "same_step"]
@@ -60,7 +59,7 @@ class ReadoutConsumer(Consumer):
 
     def __init__(self, *, positions: Any = "all", window: ReadoutWindow = "out_of_band") -> None:
         Selection.parse(positions)
-        require_one_of("window", window, get_args(ReadoutWindow))
+        require_one_of("window", window, ReadoutWindow)
         self._positions = positions
         self._window = window
 
@@ -89,11 +88,7 @@ class ReadoutConsumer(Consumer):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Which options there are; `places` checks what depends on the model."""
         known = ("enabled", "positions", *self.known_options)
-        if unknown := sorted(set(options) - set(known)):
-            raise ValueError(
-                f"consumers[{self.consumer_id!r}] has unknown options {unknown}; it takes "
-                f"{', '.join(known)}"
-            )
+        allow_options(options, known, f"consumers[{self.consumer_id!r}]")
         if "positions" in options:
             Selection.parse(options["positions"], f"consumers[{self.consumer_id!r}]['positions']")
 
@@ -168,15 +163,6 @@ class ReadoutConsumer(Consumer):
             }
             for prompt_id, samples in found.items()
         }
-
-
-def whole_number(name: str, given: Any, most: int | None = None) -> int:
-    """`given`, if it is a whole number from 1 on."""
-    whole = isinstance(given, Integral) and not isinstance(given, bool)
-    if not whole or given < 1 or (most is not None and given > most):
-        allowed = "from 1 on" if most is None else f"from 1 to {most}"
-        raise ValueError(f"{name}={given!r} is not allowed; give a whole number {allowed}")
-    return int(given)
 
 
 def chosen_layers(name: str, given: Any, num_layers: int) -> tuple[int, ...]:

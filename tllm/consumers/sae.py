@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, whole_number
+from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint
 from tllm.spec.probes import FeatureProbe
-from tllm.spec.reading import hook_named, layer_numbered, own_numbers
+from tllm.spec.reading import hook_named, layer_numbered, own_numbers, whole_number
 
 _CHUNK_BYTES = 64 * 2**20
 """Activations that are there at once: vLLM's memory profile knows nothing of us."""
@@ -79,7 +79,7 @@ class SaeConsumer(ReadoutConsumer):
                 f"top_k={top_k!r} was given with features={list(self._features)}, which are all "
                 "given; leave one of them out"
             )
-        self._top_k = whole_number("top_k", _TOP_K if top_k is None else top_k)
+        self._top_k = whole_number(_TOP_K if top_k is None else top_k, "top_k=", 1)
         if self._features is None:
             self._top_k = min(self._top_k, config.d_sae)
 
@@ -94,7 +94,7 @@ class SaeConsumer(ReadoutConsumer):
                 f"{name} was given, and the consumer was registered with features="
                 f"{list(self._features)}, which are all given; leave it out"
             )
-        whole_number(name, options["top_k"], self._top_k)
+        whole_number(options["top_k"], f"{name}=", 1, self._top_k)
 
     def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
         """The one that it reads."""

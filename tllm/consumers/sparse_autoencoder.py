@@ -7,14 +7,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from tllm.ports import Place
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import TRANSFORMER_LENS, HookPoint
 from tllm.spec.probes import FeatureProbe
+from tllm.spec.reading import require_one_of
 
 Architecture = Literal["standard", "jumprelu", "topk", "gated"]
 Normalization = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -27,15 +28,6 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 }
 _DECODING = ("W_dec", "scaling_factor", "finetuning_scaling_factor")
 """What a file may hold beside that, and encoding does not need."""
-
-_SITES = {
-    "hook_resid_pre": "pre_attn",
-    "hook_resid_mid": "post_attn",
-    "hook_resid_post": "post_block",
-    "hook_attn_out": "attn_out",
-    "hook_mlp_out": "mlp_out",
-}
-"""Hook points by their names in TransformerLens."""
 
 _HOOK_NAME = re.compile(r"blocks\.(\d+)\.(\w+)")
 
@@ -75,9 +67,9 @@ class AutoencoderConfig:
         architecture = known.get("architecture", "standard")
         if architecture == "standard" and activation == "topk":
             architecture = "topk"
-        _require("architecture", architecture, get_args(Architecture))
+        require_one_of("architecture", architecture, Architecture)
         of_it = ("topk", "relu") if architecture == "topk" else ("relu",)
-        _require("activation_fn", activation, of_it)
+        require_one_of("activation_fn", activation, of_it)
         normalization: Any = known.get("normalize_activations") or "none"
         if normalization in (True, "expected_average_only_in"):
             raise ValueError(
@@ -85,8 +77,8 @@ class AutoencoderConfig:
                 "file; fold it into the weights with SAELens "
                 "(fold_activation_norm_scaling_factor), and save it again"
             )
-        _require("normalize_activations", normalization, get_args(Normalization))
-        _require("reshape_activations", known.get("reshape_activations") or "none", ("none",))
+        require_one_of("normalize_activations", normalization, Normalization)
+        require_one_of("reshape_activations", known.get("reshape_activations") or "none", ("none",))
         k = known.get("k", (known.get("activation_fn_kwargs") or {}).get("k"))
         if architecture == "topk" and (type(k) is not int or k < 1):
             raise ValueError(f"k={k!r} is not known; a topk autoencoder has a whole number")
@@ -110,9 +102,9 @@ class AutoencoderConfig:
     def place(self) -> Place | None:
         """The hook point that it was trained on, as we name it; None for one we do not have."""
         match = _HOOK_NAME.fullmatch(self.hook_name or "")
-        if match is None or match[2] not in _SITES:
+        if match is None or match[2] not in TRANSFORMER_LENS:
             return None
-        return _SITES[match[2]], int(match[1])
+        return TRANSFORMER_LENS[match[2]].value, int(match[1])
 
 
 @dataclass(frozen=True)
@@ -299,8 +291,3 @@ def _read(lazy: Any, name: str, config: AutoencoderConfig, feature: int | None) 
     else:
         every = lazy[:, feature : feature + 1] if len(shape) == 2 else lazy[feature : feature + 1]
     return every
-
-
-def _require(name: str, given: Any, known: Sequence[str]) -> None:
-    if given not in known:
-        raise ValueError(f"{name} is {given!r}, which is not known; known are {', '.join(known)}")

@@ -211,7 +211,7 @@ class DeviceDrafts:
             states = self._runner.req_states
             row = states.all_token_ids.gpu[states.req_id_to_index[request_id]]
             tokens = row[asked.prompt_len : length].cpu().tolist()
-        return _Drawn(asked, _Last(tokens, length - asked.prompt_len))
+        return _Drawn(*asked, _Last(tokens, length - asked.prompt_len))
 
     # -- counting ----------------------------------------------------------------------------------
 
@@ -240,22 +240,12 @@ def _drafted_and_accepted(drafts: IntArray, drawn: IntArray) -> tuple[int, int]:
     return int(drafts.sum()), int(np.maximum(drawn - 1, 0)[drafts > 0].sum())
 
 
-@dataclass(frozen=True, eq=False)
-class _Drawn:
+class _Drawn(NamedTuple):
     """A request with the tokens drawn in a step, as far as it is known on the host."""
 
-    asked: _Asked
+    sampling_params: Any
+    num_prompt_tokens: int
     output_token_ids: _Last
-
-    @property
-    def sampling_params(self) -> Any:
-        """Of the request."""
-        return self.asked.sampling_params
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Of the request."""
-        return self.asked.prompt_len
 
 
 class _Last:

@@ -63,15 +63,6 @@ class RefusedError(VLLMClientError, ValueError):
     """What a request asks is not possible. vLLM hands it on to the caller as it is."""
 
 
-class AdmittedRequest(Protocol):
-    """A request that is ready for the engine."""
-
-    @property
-    def params(self) -> Any:
-        """vLLM's parameters, the request's own."""
-        ...
-
-
 class SyncRequests(Protocol):
     """Who decides what happens to the requests of an `LLMEngine`."""
 
@@ -80,7 +71,7 @@ class SyncRequests(Protocol):
         ...
 
     def admit(self, params: Any, request_id: str) -> Any:
-        """Make a request ready (`AdmittedRequest`)."""
+        """Make a request ready; its `params` are vLLM's parameters, its own."""
         ...
 
     def note(self, request: Any, output: Any) -> None:
@@ -108,7 +99,7 @@ class AsyncRequests(Protocol):
     """Who decides what happens to the requests of an `AsyncLLM`."""
 
     async def admit(self, params: Any, request_id: str, *, streamed: bool, generated: int) -> Any:
-        """Make a request ready (`AdmittedRequest`)."""
+        """Make a request ready; its `params` are vLLM's parameters, its own."""
         ...
 
     def inputs(

@@ -78,18 +78,10 @@ def _drafts(config: Any) -> bool:
     return config.speculative_config is not None
 
 
-def _asks_for_drafts(arguments: Mapping[str, Any]) -> bool:
-    return arguments.get("speculative_config") is not None
-
-
 def _asks_for_another_method(arguments: Mapping[str, Any]) -> bool:
     config = arguments.get("speculative_config")
     method = config.get("method") if isinstance(config, Mapping) else None
     return isinstance(method, str) and method not in METHODS and not method.endswith("_mtp")
-
-
-def _bypasses_worker(config: Any) -> bool:
-    return config.parallel_config.use_ray and versions.bypasses_worker(config)
 
 
 LIMITS = (
@@ -113,7 +105,10 @@ LIMITS = (
         "speculative decoding over pipeline stages (only the last one knows how many drafted "
         "tokens are accepted): set pipeline_parallel_size=1, or leave out speculative_config",
         lambda config: _drafts(config) and config.parallel_config.pipeline_parallel_size > 1,
-        lambda asked: _asks_for_drafts(asked) and (asked.get("pipeline_parallel_size") or 1) > 1,
+        lambda asked: (
+            asked.get("speculative_config") is not None
+            and (asked.get("pipeline_parallel_size") or 1) > 1
+        ),
     ),
     Limit(
         "dual batch overlap (it splits a batch in two): leave out enable_dbo and ubatch_size",
@@ -150,7 +145,7 @@ LIMITS = (
     Limit(
         "vLLM's older Ray executor (it runs the model behind the worker's back): set "
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1",
-        _bypasses_worker,
+        lambda config: config.parallel_config.use_ray and versions.bypasses_worker(config),
     ),
     Limit(
         "vLLM's front end in Rust (requests would pass tLLM by): set VLLM_USE_RUST_FRONTEND=0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any
 
 from vllm.platforms import current_platform
 
@@ -14,7 +14,7 @@ from tllm.engine.executor import executor_for
 from tllm.engine.seams import uses
 from tllm.runtime.ring import Overflow
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
-from tllm.spec.reading import one_or_several, whole_number
+from tllm.spec.reading import one_or_several, require_bool, require_one_of, whole_number
 
 CONFIG_KEY = "tllm"
 """Key of `VllmConfig.additional_config` under which the options travel."""
@@ -78,24 +78,14 @@ class EngineOptions:
         if self.hook_points not in ("all", None):
             points = tuple(HookPoint.parse(name).value for name in one_or_several(self.hook_points))
             object.__setattr__(self, "hook_points", points)
-        if self.overflow not in get_args(Overflow):
-            raise ValueError(
-                f"overflow={self.overflow!r} is not known; choose one of "
-                f"{', '.join(get_args(Overflow))}"
-            )
-        if not isinstance(self.fuse_norms, bool):
-            raise ValueError(f"fuse_norms={self.fuse_norms!r} must be True or False")
+        require_one_of("overflow", self.overflow, Overflow)
+        require_bool("fuse_norms", self.fuse_norms)
+        least = dict.fromkeys(("max_steering_configs", "max_conversations"), 0)
         sizes = ["capture_mib", "max_steering_mib", "max_patch_mib", "max_patch_host_mib"]
         if self.max_capture_mib is not None:
             sizes.append("max_capture_mib")
-        for name in sizes:
-            if (number := whole_number(getattr(self, name), f"{name}=")) < 1:
-                raise ValueError(f"{name}={number} must be 1 or more")
-            object.__setattr__(self, name, number)
-        for name, what in (("max_steering_configs", "steering"), ("max_conversations", "memory")):
-            if (number := whole_number(getattr(self, name), f"{name}=")) < 0:
-                raise ValueError(f"{name}={number} must be 0 (no {what}) or more")
-            object.__setattr__(self, name, number)
+        for name, number in (dict.fromkeys(sizes, 1) | least).items():
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}=", number))
 
     @property
     def points(self) -> tuple[HookPoint, ...]:

@@ -30,7 +30,7 @@ class RunnerAttachment(ABC):
     def __init__(self, runner: Any, session: Session) -> None:
         self.runner = runner
         self.session = session
-        if session.num_stages > 1:
+        if session.consumers.model.num_stages > 1:
             self._execute_model = runner.execute_model
             runner.execute_model = self._on_execute_model
         self._when_observed: list[_Override] = []

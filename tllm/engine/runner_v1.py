@@ -202,7 +202,7 @@ class V1Attachment(RunnerAttachment):
             sampled: `[sequences, tokens]`, changed.
         """
         drawn = (sampled != PLACEHOLDER_TOKEN_ID).sum(1, dtype=torch.int32)
-        self.session.steps.settle_drafts(drawn)
+        self.session.steps.drafted.settle(drawn)
         places = torch.arange(sampled.shape[1], device=sampled.device)
         sampled.masked_fill_(places >= drawn[:, None], PLACEHOLDER_TOKEN_ID)
 

@@ -207,7 +207,7 @@ class V2Attachment(RunnerAttachment):
         if input_batch.num_draft_tokens and self.session.steps.drafts_remember:
             _, drawn, rejected = output
             before = drawn.clone()
-            self.session.steps.settle_drafts(drawn)
+            self.session.steps.drafted.settle(drawn)
             rejected += before - drawn
         sampled = output[0].sampled_token_ids
         if not input_batch.num_draft_tokens:
@@ -259,7 +259,7 @@ class V2Attachment(RunnerAttachment):
                 logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
             )
         states = sampler.sampling_states
-        processed, self._temperature, self._collected = self.session.steps.filter(
+        processed, self._temperature, self._collected = self.session.steps.guidance.filter(
             logits, expanded_idx_mapping, states.temperature.gpu, states.min_p.gpu, width
         )
         return processed

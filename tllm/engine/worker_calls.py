@@ -56,19 +56,19 @@ class WorkerCalls:
         if front_ends != self._front_ends:
             self._front_ends = front_ends
             self._registered.put("front_ends", str(front_ends).encode())
-        dtype = self._session.dtype
+        model = self._session.consumers.model
         return {
             "shared_file": self._registered.shared_file,
             "points": self._sites.points,
             "hidden_size": self._sites.hidden_size,
-            "vocab_size": self._session.vocab_size,
-            "row_bytes": self._sites.hidden_size * dtype.itemsize,
-            "max_value": torch.finfo(dtype).max,
+            "vocab_size": model.vocab_size,
+            "row_bytes": self._sites.hidden_size * model.dtype.itemsize,
+            "max_value": torch.finfo(model.dtype).max,
             "max_configs": self._options.max_steering_configs,
             "max_mib": self._options.max_steering_mib,
             "max_patch_mib": self._options.max_patch_mib,
             "max_patch_host_mib": self._options.max_patch_host_mib,
-            "centers_rows": self._session.centers_rows,
+            "centers_rows": model.final_norm_weight is None,
         }
 
     # -- what is registered ----------------------------------------------------------------------
@@ -174,8 +174,7 @@ class WorkerCalls:
         conditions: Collection[str] = (),
     ) -> ConversationPlace:
         """See `Conversations.enter`."""
-        given = now, owner, most, conditions
-        return self._conversations.enter(name, key_digest, expires_s, *given)
+        return self._conversations.enter(name, key_digest, expires_s, now, owner, most, conditions)
 
     def leave_conversation(self, place: int, serial: int) -> None:
         """See `Conversations.leave`."""

@@ -9,6 +9,7 @@ from tllm.logprobs.lane import Lane
 from tllm.logprobs.query import TopLogprobs
 from tllm.logprobs.transformers_lm import TransformersLM
 from tllm.logprobs.virtual_lm import AsyncVirtualLM
+from tllm.spec.reading import require_one_of
 
 __all__ = [
     "AsyncLM",
@@ -41,6 +42,5 @@ def load_model_by_name(
         ValueError: for an unknown backend.
     """
     chosen = "vllm" if backend is None else backend
-    if chosen not in _BACKENDS:
-        raise ValueError(f"backend={backend!r} is not known; choose one of {', '.join(_BACKENDS)}")
+    require_one_of("backend", chosen, _BACKENDS)
     return _BACKENDS[chosen](name, **(llm_opts or {}))

@@ -15,6 +15,7 @@ from vllm.lora.request import LoRARequest
 
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
+from tllm.spec.reading import whole_number
 from tllm.spec.request import Asked
 
 #: The rows that patches name may be others tomorrow, as what a conversation remembers, and answers
@@ -81,9 +82,7 @@ class Form:
         if top_k is not None and only is not None:
             raise ValueError("top_k= and only= were both given; give one of them")
         if top_k is not None:
-            if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-                raise ValueError(f"top_k={top_k!r}; give an integer of 1 or more")
-            return cls(top_k=min(top_k, vocab_size))
+            return cls(top_k=min(whole_number(top_k, "top_k=", 1), vocab_size))
         assert only is not None
         if not len(only):
             raise ValueError("only= is empty; give at least one token, or leave it out")

@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from tllm.consumers.next_token import (
 )
 from tllm.logprobs.query import WHOLE, Answer, Form
 from tllm.shared_memory import FOLDER, IN_MEMORY, SharedRows, room
+from tllm.spec.reading import require_one_of
 
 logger = logging.getLogger(__name__)
 
@@ -377,10 +378,7 @@ class Transport:
         shared_bytes: int,
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        if kind not in get_args(Kind):
-            raise ValueError(
-                f"transport={kind!r} is not known; choose one of {', '.join(get_args(Kind))}"
-            )
+        require_one_of("transport", kind, Kind)
         self._shared = kind == "shared"
         self._engine = engine
         self._vocab_size = engine.model_config.get_vocab_size()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,14 +96,7 @@ class Sweep:
     @property
     def frame(self) -> Any:
         """`rows` as a `pandas.DataFrame`. Raises `ImportError` where pandas is not installed."""
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError(
-                "a frame is a pandas.DataFrame, and pandas is not installed: pip install pandas, "
-                "or use .rows, a list of the same"
-            ) from None
-        return pandas.DataFrame(self.rows)
+        return frame_of(self.rows)
 
     def top(
         self, n: int = 10, metric: str | None = None, *, smallest: bool = False
@@ -204,3 +197,15 @@ def experiment_row(
         "token": None if position is None else tokens[position],
         **measured,
     }
+
+
+def frame_of(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """Rows as a `pandas.DataFrame`. Raises `ImportError` where pandas is not installed."""
+    try:
+        import pandas
+    except ImportError:
+        raise ImportError(
+            "a frame is a pandas.DataFrame, and pandas is not installed: pip install pandas, or "
+            "use .rows, a list of the same"
+        ) from None
+    return pandas.DataFrame(rows)

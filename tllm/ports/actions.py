@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from tllm.ports.base import PortWrite, require_one_of
+from tllm.ports.base import PortWrite
 from tllm.ports.payload import Payload
 from tllm.ports.request_meta import RequestInfo
+from tllm.spec.reading import require_one_of
 
 ActionKind: TypeAlias = Literal["steer", "stop", "note"]
 
@@ -29,7 +30,7 @@ class Actions:
                 "Actions.write() allows nothing; name one or more of steer, stop, note"
             )
         for kind in kinds:
-            require_one_of("Actions.write: kind", kind, get_args(ActionKind))
+            require_one_of("Actions.write: kind", kind, ActionKind)
         return PortWrite("actions", role, options={"kinds": frozenset(kinds)})
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
-from tllm.spec.reading import whole_number
+from tllm.spec.reading import require_one_of, whole_number
 from tllm.spec.selection import Selection
 
 Phase = Literal["prefill", "decode", "any"]
@@ -19,12 +19,6 @@ BundleKey = Literal["engine_step_id", "phase", "request_id", "prompt_id"]
 
 Place: TypeAlias = tuple[str, int | None]
 """A hook point's name, and its layer (None for `lm_head_in`)."""
-
-
-def require_one_of(field_name: str, given: object, allowed: Sequence[str]) -> None:
-    """Raise a `ValueError` that names the field, what was given and what is allowed."""
-    if given not in allowed:
-        raise ValueError(f"{field_name}={given!r} is not known; choose one of {', '.join(allowed)}")
 
 
 def _listed(field_name: str, given: Any, kind: type) -> tuple[Any, ...]:
@@ -120,20 +114,14 @@ class ConsumerFlow:
         object.__setattr__(self, "writes", _listed("writes", self.writes, PortWrite))
         object.__setattr__(self, "bundle_key", tuple(self.bundle_key))
         object.__setattr__(self, "positions", Selection.parse(self.positions))
-        require_one_of("window", self.window, get_args(Window))
-        require_one_of("delivery", self.delivery, get_args(Delivery))
-        require_one_of("prompt_rows", self.prompt_rows, get_args(PromptRows))
-        require_one_of("ranks", self.ranks, get_args(Ranks))
+        require_one_of("window", self.window, Window)
+        require_one_of("delivery", self.delivery, Delivery)
+        require_one_of("prompt_rows", self.prompt_rows, PromptRows)
+        require_one_of("ranks", self.ranks, Ranks)
         for key in self.bundle_key:
-            require_one_of("bundle_key", key, get_args(BundleKey))
-        for number in ("dispatch_every_n_steps", "max_bundle_rows"):
-            whole_number(getattr(self, number), f"{number}=")
-        if self.dispatch_every_n_steps < 1:
-            raise ValueError(
-                f"dispatch_every_n_steps={self.dispatch_every_n_steps} must be 1 or more"
-            )
-        if self.max_bundle_rows < 0:
-            raise ValueError(f"max_bundle_rows={self.max_bundle_rows} must be 0 (no limit) or more")
+            require_one_of("bundle_key", key, BundleKey)
+        whole_number(self.dispatch_every_n_steps, "dispatch_every_n_steps=", 1)
+        whole_number(self.max_bundle_rows, "max_bundle_rows=", 0)
         if self.delivery == "device_lease" and self.dispatch_every_n_steps != 1:
             raise ValueError(
                 "delivery='device_lease' lends the rows of one step; use "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
 
-from tllm.ports.base import Phase, Place, PortRead, PortWrite, require_one_of
-from tllm.spec.reading import hook_named, whole_number
+from tllm.ports.base import Phase, Place, PortRead, PortWrite
+from tllm.spec.reading import hook_named, require_one_of, whole_number
 
 
 class ResidualStream:
@@ -25,7 +24,7 @@ class ResidualStream:
             phase: `prefill` (the token belongs to the prompt), `decode`, or `any`.
             role: key of the tensor in `PortBundle.entries`.
         """
-        require_one_of("phase", phase, get_args(Phase))
+        require_one_of("phase", phase, Phase)
         return PortRead("residual_stream", role, phase, (_place(site, layer),))
 
     @staticmethod
@@ -40,7 +39,7 @@ class ResidualStream:
             places: `(site, layer)` of each; that of `embed` and `lm_head_in` is ignored.
             phase, role: as in `read`.
         """
-        require_one_of("phase", phase, get_args(Phase))
+        require_one_of("phase", phase, Phase)
         if not places:
             raise ValueError("places=[] reads nothing; give one or more (site, layer)")
         located = tuple(_place(site, layer) for site, layer in places)
@@ -56,7 +55,7 @@ class ResidualStream:
         is not touched.
         """
         point = hook_named(site, "site")
-        require_one_of("phase", phase, get_args(Phase))
+        require_one_of("phase", phase, Phase)
         return PortWrite(
             "residual_stream",
             role,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import get_args
 
 import torch
 
-from tllm.ports.base import Phase, PortWrite, require_one_of
+from tllm.ports.base import Phase, PortWrite
 from tllm.ports.request_meta import RowMeta
+from tllm.spec.reading import require_one_of
 
 
 class Candidates(ABC):
@@ -83,7 +83,7 @@ class Sampler:
                 generated token, `any` both.
             width: the most candidates that a compact row has room for.
         """
-        require_one_of("phase", phase, get_args(Phase))
+        require_one_of("phase", phase, Phase)
         if width < 1:
             raise ValueError(f"width={width} must be 1 or more")
         return PortWrite("sampler", role, phase, options={"width": width})

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
-from tllm.ports.base import Phase, PortRead, require_one_of
+from tllm.ports.base import Phase, PortRead
+from tllm.spec.reading import require_one_of
 
 
 class TokenTarget:
@@ -17,5 +16,5 @@ class TokenTarget:
     @staticmethod
     def read(*, phase: Phase = "any", role: str = "token_target") -> PortRead:
         """Read the token that follows each row."""
-        require_one_of("phase", phase, get_args(Phase))
+        require_one_of("phase", phase, Phase)
         return PortRead("token_target", role, phase)

@@ -99,7 +99,6 @@ class ProgramSegments:
 
     Attributes:
         program: the program.
-        segments: which of the batch's.
         destination: of the first, relative to the step's first ring row.
         sequences: `[segments]`, which of the batch each is of.
         slots, counts: `[segments]`: sequence, and number of rows, which is never 0.
@@ -110,7 +109,6 @@ class ProgramSegments:
     """
 
     program: Program
-    segments: slice
     destination: int
     sequences: IntArray
     slots: IntArray
@@ -190,7 +188,6 @@ class Frame:
     undecided: bool = False
     """Whether it is not known yet which drafts are their sequence's."""
     logits: torch.Tensor | None = field(default=None, init=False)
-    sampled: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
     """`[tokens]` int64, the token after each."""
     signals: torch.Tensor | None = field(default=None, init=False)

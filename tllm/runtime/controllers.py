@@ -253,7 +253,7 @@ class Controllers:
         owner = flow.owner
         counts = self._counts[owner.id]
         counts.by_kind[type(action).__name__] += 1
-        sequence = self._running(action.request)
+        sequence = self._slots.running(action.request)
         if sequence is None or sequence.ended:
             counts.too_late += 1
             return
@@ -270,16 +270,6 @@ class Controllers:
             sequence.errors[owner.id] = decided.error or ""
         else:
             sequence.controlled.decided.setdefault(owner.id, []).append(decided)
-
-    def _running(self, request: RequestInfo) -> RunningSequence | None:
-        """The sequence of a request; None where it is gone, whoever has its slot now."""
-        by_slot = self._slots.by_slot
-        sequence = by_slot[request.slot] if 0 <= request.slot < len(by_slot) else None
-        if sequence is None:
-            return None
-        info = sequence.info
-        same = (info.prompt_id, info.sample_index) == (request.prompt_id, request.sample_index)
-        return sequence if same else None
 
     @staticmethod
     def _refusal(flow: BoundFlow, action: Action, sequence: RunningSequence) -> str | None:
@@ -345,8 +335,8 @@ class Controllers:
                     known[id(given)] = self._groups.read(given, "Steer(vectors)")
                 tiers = known[id(given)]
                 tokens = action.tokens
-            if tokens is not None and whole_number(tokens, "Steer(tokens): ") < 1:
-                raise ValueError(f"Steer(tokens={tokens}) must be 1 or more")
+            if tokens is not None:
+                whole_number(tokens, "Steer(tokens)=", 1)
         decision = SteeringDecision(sequence.engine_id, consumer, action.name, tiers, tokens, scale)
         said = {"name": action.name}
         return said | ({"tokens": tokens} if scale is None else {"scale": scale}), decision
@@ -356,7 +346,7 @@ class Controllers:
         counts = self._counts[owner.id]
         counts.raised += 1
         text = reason_of(error)
-        found = map(self._running, bundle.meta.requests)
+        found = map(self._slots.running, bundle.meta.requests)
         failed = [(sequence.engine_id, owner.id, text) for sequence in found if sequence]
         with self._lock:
             self._failed += failed

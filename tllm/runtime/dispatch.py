@@ -199,7 +199,8 @@ class Dispatcher:
         """Hand out rows that wait for an n-th step, and wait for the delivery thread."""
         for flow in owner.flows:
             if flow.flow.dispatch_every_n_steps > 1:
-                self._in_window(flow, partial(self._hand_out_safely, flow))
+                work = partial(self.call, owner, self._hand_out_held, flow)
+                self._in_window(flow, work)
         owner.thread.drain()
 
     # -- windows -------------------------------------------------------------------------------
@@ -349,9 +350,6 @@ class Dispatcher:
             flow.steps_seen += 1
             if flow.steps_seen % spec.dispatch_every_n_steps == 0:
                 self._hand_out_held(flow)
-
-    def _hand_out_safely(self, flow: BoundFlow) -> None:
-        self.call(flow.owner, self._hand_out_held, flow)
 
     def _hand_out_held(self, flow: BoundFlow) -> None:
         """Hand out the rows of several steps."""

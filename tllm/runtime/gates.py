@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tllm.runtime.columns import Column
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import GateWord
 from tllm.runtime.kernels import relayed
@@ -51,6 +52,8 @@ class Gates:
     Attributes:
         latches: what sequences remember of their conditions.
         means: judges the means of prompts.
+        state: float32 `[tokens, 2, MAX_GATES]`: strengths and scores of the tokens of the last
+            forward pass. None before there was any condition.
     """
 
     def __init__(
@@ -64,14 +67,14 @@ class Gates:
         self._vectors: dict[str, torch.Tensor] = {}
         self._mlps: dict[str, npt.NDArray[np.float32]] = {}  # what is packed, for their biases
         self.means = PromptMeans(
-            self.latches, self._vectors, lambda: self._state, taps.device, agree
+            self.latches, self._vectors, lambda: self.state, taps.device, agree
         )
         self._records_placed = ConsecutivePlaces()
         self._points: Counter[int] = Counter()  # configurations in use that judge there
         device = taps.device
         self._table = StagedTable((taps.num_points, 0), 2, torch.int32, device, fill=-1)
         self._records = StagedTable((0, _WORDS), 1, torch.int32, device)
-        self._state: torch.Tensor | None = None
+        self.state: torch.Tensor | None = None
         self._hears = False
         self._remember = relayed.launch if uses_triton(device) else relayed.reference
 
@@ -183,23 +186,17 @@ class Gates:
             self._records.grow((room(self._records_placed.end, 64), _WORDS)),
             self.latches.commit(),
         ]
-        if self._state is None:
+        if self.state is None:
             shape = self._taps.plan.shape[1], 2, MAX_GATES
-            self._state = torch.full(shape, torch.nan, device=self._taps.device)
+            self.state = torch.full(shape, torch.nan, device=self._taps.device)
         if any(moved):
             self._taps.place_gates(
-                self._table.tensor, self._records.tensor, self._state, self.latches.tables
+                self._table.tensor, self._records.tensor, self.state, self.latches.tables
             )
         self._table.commit()
         self._records.commit()
         used: Iterable[int] = (point for point, users in self._points.items() if users)
-        self._taps.set_gating(np.array(sorted(used), np.int64))
-
-    @property
-    def state(self) -> torch.Tensor | None:
-        """Float32 `[tokens, 2, MAX_GATES]`: strengths and scores of the tokens of the last forward
-        pass. None before there was any condition."""
-        return self._state
+        self._taps.set_used(Column.GATE, np.array(sorted(used), np.int64))
 
     def expect(self) -> None:
         """Conditions decide here that earlier pipeline stages judge. What they find has its place
@@ -213,9 +210,9 @@ class Gates:
         Args:
             told: as `state`, for the tokens of the batch.
         """
-        if self._state is None:  # nobody here needs it
+        if self.state is None:  # nobody here needs it
             return
-        self._state[: len(told)].copy_(told)
+        self.state[: len(told)].copy_(told)
         if self.latches.any:
             cells, held, _ = self.latches.tables
             self._remember(told, self._taps.plan, cells, held)
@@ -223,8 +220,8 @@ class Gates:
 
     def forget_scores(self, tokens: int) -> None:
         """What was not judged anew is no number, for the first tokens of the batch."""
-        if self._state is not None:
-            self._state[:tokens].fill_(torch.nan)
+        if self.state is not None:
+            self.state[:tokens].fill_(torch.nan)
 
 
 def _address(begin: int, numbers: int) -> npt.NDArray[np.int32]:

@@ -274,7 +274,7 @@ class Patching:
         self._patches.commit()
         self._replacements.commit()
         used = np.array([point for point, users in self._points.items() if users], np.int64)
-        self._taps.set_patching(used)
+        self._taps.set_used(Column.PATCH, used)
         self._taps.note_write()
         self.stale = False
 

@@ -51,7 +51,6 @@ class BatchLayout:
         of_prompts: `[sequences]`, whether the first token is the prompt's.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
-        owners: `[segments]`, which sequence of the batch.
         positions: `[segments]`, position of the first token; None when it is the sequence's start.
         groups: the segments of each capture program.
         rows: ring rows of the whole step.
@@ -66,7 +65,6 @@ class BatchLayout:
     growth: int
     of_prompts: npt.NDArray[np.bool_]
     segments: IntArray
-    owners: IntArray
     positions: IntArray | None
     groups: tuple[ProgramSegments, ...]
     rows: int
@@ -89,19 +87,21 @@ class BatchLayout:
     @cached_property
     def steered(self) -> int:
         """Tokens that are steered. All count where which token it is decides."""
-        chosen = self.segments[:, Column.STEER.word] != Column.STEER.neutral
-        return int(self.segments[chosen, SegmentWord.COUNT].sum())
+        return int(self._saying(Column.STEER)[:, SegmentWord.COUNT].sum())
 
     @cached_property
     def patched(self) -> int:
         """Tokens that have a patch row."""
-        chosen = self.segments[:, Column.PATCH.word] != Column.PATCH.neutral
-        return int(self.segments[chosen, SegmentWord.COUNT].sum())
+        return int(self._saying(Column.PATCH)[:, SegmentWord.COUNT].sum())
 
     def own(self, column: Column, frame: Frame) -> int:
         """Tokens of which a column says anything, without those that were drafted and rejected."""
-        of = self.segments[self.segments[:, column.word] != column.neutral]
+        of = self._saying(column)
         return int(frame.own(of[:, SegmentWord.ROW], of[:, SegmentWord.COUNT]).sum())
+
+    def _saying(self, column: Column) -> IntArray:
+        """The segments of which a column says anything."""
+        return self.segments[self.segments[:, column.word] != column.neutral]
 
     @cached_property
     def captured(self) -> int:
@@ -327,7 +327,6 @@ class RowPlanner:
             growth=table.growth,
             of_prompts=batch.starts < prompt_len,
             segments=segments,
-            owners=owners.astype(np.int32),
             positions=first,
             groups=groups,
             rows=rows,
@@ -405,7 +404,6 @@ class RowPlanner:
                 groups.append(
                     ProgramSegments(
                         self._programs[number],
-                        slice(low, high),
                         int(own[0, SegmentWord.DESTINATION]),
                         owners[low:high],
                         batch.slots[owners[low:high]],

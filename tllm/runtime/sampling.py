@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,7 +22,7 @@ from tllm.runtime.kernels import candidates as kernels
 from tllm.runtime.kernels import contrast as dense
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.slots import Slots
-from tllm.runtime.transfer import PinnedCopy, upload
+from tllm.runtime.transfer import LateCheck, upload
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -258,8 +258,7 @@ class Guide:
         layout: of that batch, None for one that is not kept.
         guided: its rows, None where the guide applies to none.
         known: `BoundConsumer.forgotten`, when it was asked whose they are.
-        sound: whether all deltas were since the host last looked, a bool on the device.
-        looked: the last look, which a device is not waited for.
+        deltas: whether a token could be drawn after all that it returned.
     """
 
     flow: BoundFlow
@@ -267,28 +266,12 @@ class Guide:
     layout: object = None
     guided: GuidedRows | None = None
     known: int = 0
-    sound: torch.Tensor | None = None
-    looked: PinnedCopy | None = None
+    deltas: LateCheck = field(default_factory=LateCheck)
 
     @cached_property
     def width(self) -> int:
         """The most candidates a row may have and still be guided."""
         return int(str(self.write.options["width"]))
-
-    def hear(self, sound: torch.Tensor) -> None:
-        """Refuse deltas that no token can be drawn from: those of this step where the host knows
-        them, else of an earlier one.
-
-        Args:
-            sound: what `StepCandidates.apply` says.
-        """
-        self.sound = sound if self.sound is None else self.sound & sound
-        before = self.looked
-        if before is None or before.arrived:
-            self.looked, self.sound = PinnedCopy(self.sound), None
-            known = self.looked if sound.device.type == "cpu" else before
-            if known is not None and not known.wait():
-                raise ValueError(_NO_DELTAS)
 
 
 class Guidance:
@@ -312,11 +295,6 @@ class Guidance:
         self._asked: tuple[int, object, int] = _NEVER  # a step, its layout, how wide guides ask
         self._numbers = torch.zeros(0, dtype=torch.int32, device=model.device)
         self.overflow = torch.zeros(1, dtype=torch.int32, device=model.device)
-
-    @property
-    def refusal(self) -> str | None:
-        """Why candidates cannot be guided here; None when they can."""
-        return self._head if isinstance(self._head, str) else None
 
     def set_head(self, head: LmHead | str | None) -> None:
         """The LM head has other weights."""
@@ -466,7 +444,10 @@ class Guidance:
                 context = owner.context.at(frame.step)
             delta = owner.consumer.guide(candidates, context)
             if delta is not None:
-                guide.hear(candidates.apply(delta))
+                sound = candidates.apply(delta)
+                on_host = sound.device.type == "cpu"
+                if not (sound if on_host else guide.deltas.sound(sound)):
+                    raise ValueError(_NO_DELTAS)
         except BaseException as error:
             if ends_process(error):
                 raise

@@ -124,7 +124,7 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring)
-        refusal = self._guidance.refusal
+        refusal = lm_head if isinstance(lm_head, str) else None
         self.consumers = self._registered(
             Binder(taps, resolve, model, samples=samples, refusal=refusal, drafts=drafts)
         )
@@ -195,26 +195,6 @@ class Session:
             relay,
             self._controllers,
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the rows."""
-        return self._taps.dtype
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages of the engine."""
-        return self._model.num_stages
-
-    @property
-    def centers_rows(self) -> bool:
-        """Whether the model's final norm is no RMS norm, as far as this stage knows."""
-        return self._model.final_norm_weight is None
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model."""
-        return self._model.vocab_size
 
     # -- between steps -----------------------------------------------------------------------------
 

@@ -166,12 +166,14 @@ class Slots:
         """The sequence the engine knows by this id."""
         return self._sequences.get(engine_id)
 
-    def is_current(self, info: RequestInfo) -> bool:
-        """Whether the sequence still runs (its slot may have a new owner)."""
-        owner = self.by_slot[info.slot]
-        return owner is not None and (
-            owner.info.prompt_id == info.prompt_id and owner.info.sample_index == info.sample_index
-        )
+    def running(self, info: RequestInfo) -> RunningSequence | None:
+        """The sequence of a request; None where it is gone, whoever has its slot now."""
+        owner = self.by_slot[info.slot] if 0 <= info.slot < len(self.by_slot) else None
+        if owner is None:
+            return None
+        own = owner.info
+        same = own.prompt_id == info.prompt_id and own.sample_index == info.sample_index
+        return owner if same else None
 
     def users(self, consumer_id: str) -> np.ndarray:
         """`[slots]` bool, which sequences use a consumer. To be kept true by the caller."""
@@ -296,14 +298,12 @@ class Slots:
         """The meaning of capture programs has changed."""
         self.version += 1
 
-    def remove(self, engine_id: str) -> RunningSequence | None:
+    def remove(self, engine_id: str) -> None:
         """Forget a sequence and free its slot."""
-        sequence = self._sequences.pop(engine_id, None)
-        if sequence is not None:
-            self.by_slot[sequence.info.slot] = None
-            self.timelines.pop(sequence.info.slot, None)
-            self._free.append(sequence.info.slot)
-        return sequence
+        slot = self._sequences.pop(engine_id).info.slot
+        self.by_slot[slot] = None
+        self.timelines.pop(slot, None)
+        self._free.append(slot)
 
     def of(self, engine_ids: list[str]) -> np.ndarray:
         """`[len(engine_ids)]`, the slot of each. A steady batch is looked up once."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tllm.runtime.columns import Column
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.descriptor import (
     CHAIN_UNIT,
@@ -161,11 +162,6 @@ class TokenChoices:
             self._runs.release(self._starts.pop(number), len(choice[0]))
             self._new.pop(number, None)
             self._free.append(number)
-
-    @property
-    def waiting(self) -> int:
-        """Choices that no token has come to, and that are not on the device therefore."""
-        return len(self._new)
 
     def apply(self, steer: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Choose by token. On the compute stream, before a forward pass.
@@ -644,7 +640,7 @@ class Steering:
         self._entries.commit()
         self._operations.commit()
         self.gates.commit(self._first_rows)
-        self._taps.set_steering(self._points_in_use())
+        self._taps.set_used(Column.STEER, self._points_in_use())
         self._taps.note_write()
         self.stale = False
 

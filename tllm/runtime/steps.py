@@ -18,7 +18,6 @@ from tllm.runtime.dispatch import Dispatcher
 from tllm.runtime.drafted_latches import DraftedLatches
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.handover import Handover
-from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
 from tllm.runtime.prompt_means import PromptMeans
@@ -306,20 +305,6 @@ class Steps:
         """The widest candidate rows that this step's guides ask for; 0 when nothing is guided."""
         return self.guidance.width(self._frame)
 
-    def filter(
-        self,
-        logits: torch.Tensor,
-        index: torch.Tensor,
-        temperature: torch.Tensor,
-        min_p: torch.Tensor,
-        width: int,
-    ) -> tuple[torch.Tensor, torch.Tensor, CandidateRows]:
-        """The engine's temperature and min-p, gathering the candidates in the same pass.
-
-        Arguments and results as of `kernels.candidates.filter_and_collect`.
-        """
-        return self.guidance.filter(logits, index, temperature, min_p, width)
-
     def guide(self, step: SamplerStep, greedy: np.ndarray) -> None:
         """Let consumers edit the candidates of this step.
 
@@ -332,16 +317,9 @@ class Steps:
 
     @property
     def drafts_remember(self) -> bool:
-        """Whether drafted rows of the step that runs may have changed what a sequence remembers."""
+        """Whether drafted rows of the step that runs may have changed what a sequence remembers:
+        then `drafted.settle` is to be called when they are compared with what was drawn."""
         return self.drafted.words is not None
-
-    def settle_drafts(self, drawn: torch.Tensor) -> None:
-        """The drafts of a step that `drafts_remember` are compared with what was drawn.
-
-        Args:
-            drawn: int32 `[sequences]` on the device, as for `DraftedLatches.settle`; changed.
-        """
-        self.drafted.settle(drawn)
 
     def after_sampling(self, sampled: torch.Tensor | None, input_ids: torch.Tensor | None) -> None:
         """The step's tokens are drawn.
@@ -356,7 +334,6 @@ class Steps:
             return
         if not self._bundled:
             self.before_sampling(None)
-        frame.sampled = sampled
         if self._flows.want_targets and sampled is not None and input_ids is not None:
             frame.targets = self._targets(frame, sampled, input_ids)
 

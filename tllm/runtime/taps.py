@@ -184,20 +184,17 @@ class Taps:
         self._stale = True
 
     def set_capturing(self, keys: Iterable[TapKey]) -> None:
-        """Which hook points may capture; all others do not even look at the plan."""
-        self._set_flag(Column.PROGRAM, [self.index[key] for key in keys])
+        """Which hook points may capture."""
+        self.set_used(Column.PROGRAM, [self.index[key] for key in keys])
 
-    def set_steering(self, points: np.ndarray) -> None:
-        """Which points (numbers of `index`) steer any row; all others do not look at the plan."""
-        self._set_flag(Column.STEER, points)
-
-    def set_patching(self, points: np.ndarray) -> None:
-        """Which points (numbers of `index`) patch any row; all others do not look at the plan."""
-        self._set_flag(Column.PATCH, points)
-
-    def set_gating(self, points: np.ndarray) -> None:
-        """Which points (numbers of `index`) judge any condition."""
-        self._set_flag(Column.GATE, points)
+    def set_used(self, column: Column, points: Sequence[int] | np.ndarray) -> None:
+        """At which points (numbers of `index`) a column may say anything of a row; where none does,
+        a tap does not even look at the plan."""
+        flags = self._flags & ~column.flag
+        flags[points] |= column.flag
+        if not np.array_equal(flags, self._flags):
+            self._flags = flags
+            self._stale = True
 
     def place_gates(
         self,
@@ -311,11 +308,3 @@ class Taps:
         field = stage_field(name) + at % STAGES
         self._fields[at // STAGES, field] = [table.data_ptr() for table in tables]
         self._stale = True
-
-    def _set_flag(self, column: Column, points: Sequence[int] | np.ndarray) -> None:
-        """Let a column be looked at by these points, and by no others."""
-        flags = self._flags & ~column.flag
-        flags[points] |= column.flag
-        if not np.array_equal(flags, self._flags):
-            self._flags = flags
-            self._stale = True

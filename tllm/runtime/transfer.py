@@ -60,7 +60,7 @@ class PinnedCopy(HostTensor):
         return self._copy
 
 
-class CopyInto(HostTensor):
+class CopyInto(PinnedCopy):
     """A tensor's values, under way into memory that is there already."""
 
     def __init__(self, tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -69,8 +69,8 @@ class CopyInto(HostTensor):
                 f"a tensor of shape {list(tensor.shape)} and {tensor.dtype} cannot go into memory "
                 f"of shape {list(target.shape)} and {target.dtype}; give memory that is alike"
             )
-        self._target = target
-        self._fence: torch.cuda.Event | None = None
+        self._copy = target
+        self._fence = None
         if tensor.device.type == "cpu":
             target.copy_(tensor)
             return
@@ -78,10 +78,27 @@ class CopyInto(HostTensor):
         self._fence = torch.cuda.Event()
         self._fence.record(current_stream(tensor.device))
 
-    def wait(self) -> torch.Tensor:
-        if self._fence is not None:
-            self._fence.synchronize()
-        return self._target
+
+class LateCheck:
+    """What is computed on a device is checked there, and the host, which does not wait, hears of it
+    in a later call."""
+
+    def __init__(self) -> None:
+        self._since: torch.Tensor | None = None  # whether all was sound since the copy was made
+        self._copy: PinnedCopy | None = None
+
+    def sound(self, sound: torch.Tensor) -> bool:
+        """Whether all was sound, as far as the host knows by now.
+
+        Args:
+            sound: bool `[]` on the device, whether this is.
+        """
+        self._since = sound if self._since is None else self._since & sound
+        before = self._copy
+        if before is not None and not before.arrived:
+            return True
+        self._copy, self._since = PinnedCopy(self._since), None
+        return before is None or bool(before.wait())
 
 
 class DeliveryThread:

@@ -16,7 +16,7 @@ from tllm.ports import RequestInfo, ResidualWriter
 from tllm.runtime.columns import Column
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey, Taps
-from tllm.runtime.transfer import PinnedCopy, upload
+from tllm.runtime.transfer import LateCheck, upload
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class Additions:
             return  # removed: a thread of its consumer goes on
         if vectors is not None and self._repeated(writer, requests, vectors):
             return
-        running = [i for i, r in enumerate(requests) if self._slots.is_current(r)]
+        running = [i for i, r in enumerate(requests) if self._slots.running(r)]
         if not running:
             return
         self._versions[writer.tap] += 1
@@ -255,7 +255,7 @@ class TapWriter(ResidualWriter):
         self.values: dict[int, Written] = {}
         self.repetition: Repetition | None = None
         self._additions = additions
-        self._largest: PinnedCopy | None = None  # number of vectors that were written, under way
+        self._numbers = LateCheck()
 
     def set(self, requests: Sequence[RequestInfo], vectors: torch.Tensor) -> None:
         if not isinstance(vectors, torch.Tensor):
@@ -294,10 +294,8 @@ class TapWriter(ResidualWriter):
         limit = torch.finfo(dtype).max
         if torch.finfo(vectors.dtype).max > limit:
             vectors = vectors.to(dtype)
-        if self._largest is None or self._largest.arrived:
-            if self._largest is not None and not float(self._largest.wait()) <= limit:
-                raise ValueError(_NO_NUMBERS)
-            self._largest = PinnedCopy(vectors.abs().amax())
+        if not self._numbers.sound(vectors.abs().amax() <= limit):
+            raise ValueError(_NO_NUMBERS)
         return vectors.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self, requests: Sequence[RequestInfo]) -> None:

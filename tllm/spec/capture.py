@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from numbers import Integral
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import hook_named, require_one_of
 from tllm.spec.selection import Selection
 
 Reduction = Literal["none", "mean", "max", "last"]
@@ -77,12 +77,12 @@ class CaptureSpec:
                 f"{name} has no 'hooks'; say what to capture, such as "
                 "{'hooks': {'post_block': [12]}}"
             )
-        return cls(
-            hooks=parse_hooks(given["hooks"], f"{name}['hooks']"),
-            positions=Selection.parse(given.get("positions", "all"), f"{name}['positions']"),
-            reduction=_one_of(Reduction, given.get("reduction", "none"), f"{name}['reduction']"),
-            dtype=_one_of(CaptureDtype, given.get("dtype", "model"), f"{name}['dtype']"),
-        )
+        reduction, dtype = given.get("reduction", "none"), given.get("dtype", "model")
+        hooks = parse_hooks(given["hooks"], f"{name}['hooks']")
+        positions = Selection.parse(given.get("positions", "all"), f"{name}['positions']")
+        require_one_of(f"{name}['reduction']", reduction, Reduction)
+        require_one_of(f"{name}['dtype']", dtype, CaptureDtype)
+        return cls(hooks, positions, reduction, dtype)
 
     @cached_property
     def chooses_late(self) -> bool:
@@ -204,11 +204,3 @@ def _layers(point: HookPoint, given: Any, name: str) -> Layers:
     if not layers:
         raise ValueError(f"{name} is empty; give 'all', a list of indices, or leave the point out")
     return tuple(dict.fromkeys(layers))
-
-
-def _one_of(allowed: Any, given: Any, name: str) -> Any:
-    if given not in get_args(allowed):
-        raise ValueError(
-            f"{name}={given!r} is not known; choose one of {', '.join(get_args(allowed))}"
-        )
-    return given

@@ -23,6 +23,7 @@ from tllm.spec.reading import (
     hook_named,
     layer_numbered,
     own_numbers,
+    require_one_of,
     scalar,
 )
 
@@ -640,8 +641,7 @@ def _probe_condition(
         weights, bias, kind = mlp.packed, mlp.bias, mlp.kind
         made = ProbeCondition(field, name, point, layer, weights, bias, kind, edges, memory)
         return replace(made, widths=mlp.widths)
-    if score not in SCORES:
-        raise ValueError(f"{inner}['score']={score!r} is not known; choose one of {SCORES}")
+    require_one_of(f"{inner}['score']", score, SCORES)
     vector = _vector(probe["vector"], f"{inner}['vector']", unit=score != "dot")
     bias = scalar(probe.get("bias", 0.0), f"{inner}['bias']")
     return ProbeCondition(field, name, point, layer, vector, bias, score, edges, memory)

@@ -60,15 +60,29 @@ class HookPoint(str, Enum):
         """
         if isinstance(name, str):
             try:
-                return cls(_ALIASES.get(name, name))
+                return cls(ALIASES.get(name, name))
             except ValueError:
                 pass
         allowed = ", ".join(point.value for point in cls)
-        aliases = ", ".join(f"{alias} = {canonical}" for alias, canonical in _ALIASES.items())
+        aliases = ", ".join(f"{alias} = {canonical}" for alias, canonical in ALIASES.items())
         raise ValueError(
             f"unknown hook point {name!r}; the hook points are {allowed} (also {aliases})"
         )
 
+
+TRANSFORMER_LENS: Mapping[str, HookPoint] = {
+    "hook_resid_pre": HookPoint.PRE_ATTN,
+    "hook_attn_out": HookPoint.ATTN_OUT,
+    "hook_resid_mid": HookPoint.POST_ATTN,
+    "hook_mlp_out": HookPoint.MLP_OUT,
+    "hook_resid_post": HookPoint.POST_BLOCK,
+}
+"""Hook names of TransformerLens' `TransformerBlock` that are the same tensor as one of ours.
+
+Its `hook_attn_out` and `hook_mlp_out` come after the branch's own norm in models that have one
+(Gemma 2), so they are the branch as it is added to the stream. Its `hook_normalized` is not our
+`mlp_in`: with folded norms the weight is not in it yet. `hook_z` is in the space of the heads.
+"""
 
 HEAD_POINTS = HookPoint.Q, HookPoint.K, HookPoint.V, HookPoint.ATTN_HEADS
 """The points whose rows are divided into heads."""
@@ -249,7 +263,7 @@ def ranges(numbers: Iterable[int | None], most: int | None = None) -> str:
     return f"{shown}, and {left} more runs" if left > 0 else shown
 
 
-_ALIASES = {
+ALIASES = {
     "block_input": "pre_attn",
     "attn_input": "attn_in",
     "attn_output": "attn_out",

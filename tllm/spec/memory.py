@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tllm.spec.reading import require_one_of
+
 SCOPES = ("token", "rest", "next", "conversation")
 """The tokens for which a condition decides: the one it is judged for; those after it, to the end of
 the sample; the one after it; those after it, and all of later requests of the conversation."""
@@ -80,6 +82,5 @@ def _one_of(known: tuple[str, ...], given: Mapping[str, Any], key: str, field: s
     value = given.get(key)
     if value is None:
         return known[0]
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{field}[{key!r}]={value!r} is not known; choose one of {known}")
-    return value
+    require_one_of(f"{field}[{key!r}]", value, known)
+    return str(value)

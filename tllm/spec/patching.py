@@ -29,7 +29,6 @@ KeptKind = Literal["run", "mean"]
 
 _FIELDS = ("hook", "layer", "positions", "source", "alpha", "mask", "heads")
 _SOURCES = ("tensor", "zero", "mean", "noise", "run")
-_MOST_SEEDS = 2**63
 
 
 KEPT = "kept:"
@@ -441,7 +440,4 @@ def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ..
 
 
 def _seed(given: Any, name: str) -> int:
-    seed = whole_number(given, f"{name}: ")
-    if not 0 <= seed < _MOST_SEEDS:
-        raise ValueError(f"{name} is {seed}; give a whole number from 0 below 2**63")
-    return seed
+    return whole_number(given, f"{name}: ", 0, 2**63 - 1)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import FloatArray, float_array
+from tllm.spec.reading import FloatArray, float_array, require_one_of
 
 SCORES = ("dot", "cosine", "cast")
 """What a probe gives a row `h` with its vector `p`: `p . h`, `cos(p, h)`, or `cos(h, tanh(P h))`
@@ -79,11 +79,7 @@ class MlpProbe:
         """From the keys `layers` and `activation` of a probe; `ValueError` naming what is wrong."""
         activation = probe.get("activation", "relu")
         known = [kind.removesuffix("_mlp") for kind in MLPS]
-        if activation not in known:
-            raise ValueError(
-                f"{name}['activation']={activation!r:.60} is not known; choose one of "
-                f"{', '.join(known)}"
-            )
+        require_one_of(f"{name}['activation']", activation, known)
         layers = _layers(probe["layers"], f"{name}['layers']")
         (first, bias), *squares, (last, end) = layers
         parts = [first.reshape(-1), _filled(bias)]

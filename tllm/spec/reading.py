@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -76,11 +76,28 @@ def layer_numbered(given: Any, name: str) -> int:
     return whole_number(given, f"{name}: layer ")
 
 
-def whole_number(given: Any, before: str) -> int:
-    """A whole number; `before` begins the message where it is none."""
+def whole_number(given: Any, before: str, least: float = -math.inf, most: float = math.inf) -> int:
+    """A whole number from `least` to `most`; `before` begins the message where it is none."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ValueError(f"{before}{given!r:.60} is not a whole number")
-    return int(given)
+    number = int(given)
+    if not least <= number <= most:
+        allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{before}{number} must be {allowed}")
+    return number
+
+
+def require_one_of(name: str, given: object, known: Any) -> None:
+    """Refuse what is none of the values of a `Literal`, or of some names."""
+    allowed = get_args(known) or known
+    if not isinstance(given, str) or given not in allowed:
+        raise ValueError(f"{name}={given!r:.60} is not known; choose one of {', '.join(allowed)}")
+
+
+def require_bool(name: str, given: object) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(given, bool):
+        raise ValueError(f"{name}={given!r:.60} must be True or False")
 
 
 def allow_keys(given: Iterable[Any], allowed: Iterable[str], name: str, what: str) -> None:
@@ -88,6 +105,12 @@ def allow_keys(given: Iterable[Any], allowed: Iterable[str], name: str, what: st
     them."""
     if unknown := sorted(set(map(str, given)) - set(allowed)):
         raise ValueError(f"{name} has unknown keys {unknown}; {what} takes {sorted(allowed)}")
+
+
+def allow_options(given: Iterable[str], allowed: Sequence[str], name: str) -> None:
+    """Refuse options of a consumer that it does not know; `enabled` every one has."""
+    if unknown := sorted(set(given) - {"enabled", *allowed}):
+        raise ValueError(f"{name} has unknown options {unknown}; it takes {', '.join(allowed)}")
 
 
 def scalar(given: Any, name: str) -> float:

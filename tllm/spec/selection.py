@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from numbers import Integral
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
-from tllm.spec.reading import own_numbers
+from tllm.spec.reading import own_numbers, require_one_of, whole_number
 
 SelectedPhase = Literal["any", "prompt", "generation"]
 
@@ -155,11 +154,7 @@ class Selection:
                 f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
             )
         phase = given.get("phase", "any")
-        if phase not in get_args(SelectedPhase):
-            raise ValueError(
-                f"{name}['phase']={phase!r} is not known; choose one of "
-                f"{', '.join(get_args(SelectedPhase))}"
-            )
+        require_one_of(f"{name}['phase']", phase, SelectedPhase)
         excluded = given.get("exclude", {})
         if not isinstance(excluded, Mapping) or set(excluded) - set(_CRITERIA):
             raise ValueError(
@@ -358,12 +353,7 @@ def _whole_numbers(given: Any, name: str) -> list[int]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(f"{name}={given!r}: give a list of whole numbers")
     numbers = list(map(own_numbers, given))
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, Integral):
-            raise ValueError(f"{name}: {number!r} is not a whole number")
-        if not -END <= int(number) <= END:
-            raise ValueError(f"{name}: {number} is too large; give numbers from -{END} to {END}")
-    return list(dict.fromkeys(map(int, numbers)))
+    return list(dict.fromkeys(whole_number(each, f"{name}: ", -END, END) for each in numbers))
 
 
 def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int | None]]:

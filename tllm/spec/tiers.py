@@ -23,6 +23,7 @@ from tllm.spec.reading import (
     float_array,
     hook_named,
     layer_numbered,
+    require_one_of,
     scalar,
     stacked_rows,
     whole_number,
@@ -319,10 +320,7 @@ def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
         if key not in given:
             raise ValueError(f"{name} has data but no {key!r}; packed needs it")
     dtype = given["dtype"]
-    if not isinstance(dtype, str) or dtype not in _PACKED_DTYPES:
-        raise ValueError(
-            f"{name}['dtype']={dtype!r} is not known; choose one of {', '.join(_PACKED_DTYPES)}"
-        )
+    require_one_of(f"{name}['dtype']", dtype, _PACKED_DTYPES)
     shape = [whole_number(size, f"{name}['shape']: ") for size in _list(given, "shape", name)]
     raw = _bytes(given["data"], f"{name}['data']")
     needed = math.prod(shape) * np.dtype(_PACKED_DTYPES[dtype]).itemsize
@@ -386,10 +384,7 @@ def _entry(
     if not isinstance(given, Mapping):
         given = {"vector": given}
     named = given.get("method", default_method)
-    if not isinstance(named, str) or named not in METHODS:
-        raise ValueError(
-            f"{name}['method']={named!r} is not known; choose one of {', '.join(METHODS)}"
-        )
+    require_one_of(f"{name}['method']", named, METHODS)
     method = METHODS[named]
     if missing := [key for key in method.arrays if key not in (*given, *method.optional)]:
         raise ValueError(

@@ -14,6 +14,7 @@ from typing import Literal, Protocol, get_args
 
 import torch
 
+from tllm.spec.reading import require_one_of
 from tllm.steering.module import FloatArray
 
 FinderName = Literal["diffmean", "pca", "lat", "probe"]
@@ -211,8 +212,7 @@ def find_direction(
 
 def finder_named(method: str) -> DirectionFinder:
     """The row of `FINDERS`; `ValueError` names those there are."""
-    if method not in FINDERS:
-        raise ValueError(f"method={method!r} is not known; the methods are {', '.join(FINDERS)}")
+    require_one_of("method", method, FINDERS)
     return FINDERS[method]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import hook_named, require_one_of
 from tllm.spec.selection import Selection
 from tllm.steering.directions import NoDirectionError, find_direction, finder_named
 from tllm.steering.module import ExtractedModule, VectorEntry
@@ -70,8 +70,7 @@ def extract(
         ValueError: an argument that is not as above, activations that are not finite, or a layer
             at which the two sides do not differ.
     """
-    if scale not in ("natural", "unit"):
-        raise ValueError(f"scale={scale!r} is not known; choose 'natural' or 'unit'")
+    require_one_of("scale", scale, Scale)
     point, (high, high_prompts), (low, low_prompts) = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size, reduction, paired
     )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from tllm.patching.sweep import frame_of
+from tllm.spec.reading import require_one_of
 from tllm.steering.extraction import Prompt, check_waits, prompt_input
 
 if TYPE_CHECKING:
@@ -48,13 +50,7 @@ class StrengthSweep:
     @property
     def frame(self) -> Any:
         """A data frame, one row a strength; needs pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError(
-                "a frame needs pandas, which is not installed: pip install pandas, or use .rows"
-            ) from None
-        return pandas.DataFrame([vars(row) for row in self.rows])
+        return frame_of([vars(row) for row in self.rows])
 
     def best(self, max_perplexity_ratio: float = 1.5) -> StrengthPoint:
         """The strength with the greatest effect among those whose texts the unsteered model finds
@@ -122,8 +118,7 @@ def sweep(
         raise ValueError("give at least one strength, and a list of at least one prompt")
     if unsound := [each for each in strengths if not math.isfinite(each)]:
         raise ValueError(f"strengths has {unsound[0]!r}; give finite numbers")
-    if phase not in ("any", "prefill", "decode"):
-        raise ValueError(f"phase={phase!r} is not known; choose 'any', 'prefill' or 'decode'")
+    require_one_of("phase", phase, ("any", "prefill", "decode"))
     if isinstance(texts, str):
         raise ValueError("texts is one text; give a list of them")
     check_waits(llm)

@@ -7,7 +7,7 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from tllm.spec.reading import require_one_of
 from tllm.stores.batches import Batches
 from tllm.stores.error import StoreError
 from tllm.stores.format import as_bytes, canonical_json, dtype_name, to_numpy
@@ -48,10 +49,7 @@ def export(
         StoreError: there are no arrays, or records differ in the dtype or width of one.
         OSError: a file cannot be written.
     """
-    if format not in get_args(ExportFormat):
-        raise ValueError(
-            f"format={format!r} is not allowed; give one of {', '.join(get_args(ExportFormat))}"
-        )
+    require_one_of("format", format, ExportFormat)
     keys = store.keys()
     if not keys:
         raise StoreError(f"these {len(store)} records have no arrays to export", "missing")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named, one_or_several, whole_number
+from tllm.spec.reading import hook_named, one_or_several, require_one_of, whole_number
 from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype
 from tllm.stores.catalog import (
     PIECE_SCHEMA,
@@ -397,10 +397,7 @@ class Store:
             StoreError: no record has such an array, or records differ in its dtype or width; while
                 iterating, a file is gone or damaged.
         """
-        if format not in get_args(BatchFormat):
-            raise ValueError(
-                f"format={format!r} is not allowed; give one of {', '.join(get_args(BatchFormat))}"
-            )
+        require_one_of("format", format, BatchFormat)
         stream = self.stream(hook, layer, rows=rows, shuffle=shuffle, seed=seed, dtype=dtype)
         if format == "arrow":
             return stream.as_arrow()
@@ -418,8 +415,7 @@ class Store:
     ) -> Batches:
         """What `batches` iterates over: it knows its length, and can be iterated again."""
         key = ArrayKey.of(hook, layer)
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ValueError(f"rows={rows!r} is not allowed; give an integer from 1 on")
+        rows = whole_number(rows, "rows=", 1)
         names, codes = self._table.piece_keys
         mask = self._piece_mask()
         wanted = (key.hook, key.layer)

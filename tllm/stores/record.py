@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
 from operator import index
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import require_one_of, whole_number
 from tllm.stores.error import plain_text
 from tllm.stores.format import (
     Identity,
@@ -147,13 +148,7 @@ class RecordMeta:
         fill["created"] = fill["created"] or utc_now()
         fill["token_ids"] = _whole_numbers("token_ids", self.token_ids)
         for name in ("sample_index", "prompt_len", "stage", "num_stages"):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not 0 <= value <= _INT32_MAX
-            ):
-                raise ValueError(f"{name}={value!r} is not allowed; give an integer from 0 on")
+            fill[name] = whole_number(getattr(self, name), f"{name}=", 0, _INT32_MAX)
         if self.stage >= self.num_stages:
             raise ValueError(
                 f"stage={self.stage} of num_stages={self.num_stages} is not allowed; stages count "
@@ -381,10 +376,7 @@ def _checked_singles(
 
 def require_status(status: str, error: str) -> None:
     """`ValueError` unless the status is known and has an error exactly when it should."""
-    if status not in get_args(RecordStatus):
-        raise ValueError(
-            f"status={status!r} is not allowed; give one of {', '.join(get_args(RecordStatus))}"
-        )
+    require_one_of("status", status, RecordStatus)
     if not isinstance(error, str) or (status == "ok") == bool(error):
         raise ValueError(
             f"error={error!r} does not go with status={status!r}; a partial_error says in error "

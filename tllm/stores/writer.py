@@ -16,12 +16,13 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy.typing as npt
 import torch
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import require_one_of, whole_number
 from tllm.stores.catalog import Catalog
 from tllm.stores.error import StoreError, describe
 from tllm.stores.format import (
@@ -113,15 +114,12 @@ class WriterOptions:
             ("on_collision", OnCollision),
             ("overflow", Overflow),
         ):
-            if (value := getattr(self, name)) not in get_args(allowed):
-                choices = ", ".join(get_args(allowed))
-                raise ValueError(f"{name}={value!r} is not allowed; give one of {choices}")
+            require_one_of(name, getattr(self, name), allowed)
         for name in ("threads", "shard_bytes", "queue_bytes", "spill_bytes", "max_bytes"):
             value = getattr(self, name)
             if value is None and name == "max_bytes":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} is not allowed; give an integer from 1 on")
+            whole_number(value, f"{name}=", 1)
         interval = self.publish_interval
         if (
             isinstance(interval, bool)

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -35,9 +35,9 @@ from tllm.ports import (
     ResidualStream,
     RowMeta,
 )
-from tllm.ports.base import require_one_of
 from tllm.result_memory import ResultMemory
 from tllm.spec.capture import CaptureSpec, Reduction
+from tllm.spec.reading import require_one_of, whole_number
 from tllm.spec.selection import intersected
 from tllm.stores.queue import SpillFile
 
@@ -96,10 +96,10 @@ class Capturing(Consumer):
         spill_mib: int = 8192,
         spill_folder: str | Path | None = None,
     ) -> None:
-        require_one_of("overflow", overflow, get_args(HostOverflow))
+        require_one_of("overflow", overflow, HostOverflow)
         for name, given in (("host_mib", host_mib), ("spill_mib", spill_mib)):
-            if given is not None and (type(given) is not int or given < 1):
-                raise ValueError(f"{name}={given!r} is not allowed; give an integer from 1 on")
+            if given is not None:
+                whole_number(given, f"{name}=", 1)
         self._overflow = overflow
         self._host_bytes = None if host_mib is None else host_mib << 20
         self._spill_bytes = spill_mib << 20

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -25,8 +25,8 @@ from tllm.ports import (
     RequestResult,
     RowMeta,
 )
-from tllm.ports.base import require_one_of
 from tllm.spec.capture import OPTIONS, CaptureSpec
+from tllm.spec.reading import allow_options, require_one_of, whole_number
 from tllm.stores import (
     Layout,
     Published,
@@ -135,8 +135,7 @@ class FilesystemConsumer(Capturing):
         super().__init__(
             overflow=overflow, host_mib=host_mib, spill_mib=spill_mib, spill_folder=spill_folder
         )
-        if isinstance(queue_mib, bool) or not isinstance(queue_mib, int) or queue_mib < 1:
-            raise ValueError(f"queue_mib={queue_mib!r} is not allowed; give an integer from 1 on")
+        whole_number(queue_mib, "queue_mib=", 1)
         self.consumer_id = consumer_id
         self.on_request_only = hooks is None
         self._root = str(root_path(root))
@@ -170,9 +169,7 @@ class FilesystemConsumer(Capturing):
         """Takes `hooks`, `positions`, `reduction`, `dtype`, `request_id`, `tag`, `layout` and
         `metadata`."""
         name = f"capture[{self.consumer_id!r}]"
-        allowed = (*OPTIONS, *_OWN_OPTIONS)
-        if unknown := sorted(set(options) - {"enabled", *allowed}):
-            raise ValueError(f"{name} has unknown options {unknown}; it takes {', '.join(allowed)}")
+        allow_options(options, (*OPTIONS, *_OWN_OPTIONS), name)
         for field_name in ("request_id", "tag"):
             if field_name in options:
                 given = options[field_name]
@@ -183,7 +180,7 @@ class FilesystemConsumer(Capturing):
                 except ValueError as error:
                     raise ValueError(f"{name}[{field_name!r}]: {error}") from None
         if "layout" in options:
-            require_one_of(f"{name}['layout']", options["layout"], get_args(Layout))
+            require_one_of(f"{name}['layout']", options["layout"], Layout)
         metadata = options.get("metadata", {})
         if not isinstance(metadata, Mapping):
             raise ValueError(f"{name}['metadata']={metadata!r} is not a mapping")

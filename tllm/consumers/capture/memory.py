@@ -8,6 +8,7 @@ from typing import Any
 from tllm.consumers.capture.activations import Activations
 from tllm.consumers.capture.capturing import Capturing, Ending
 from tllm.spec.capture import OPTIONS, CaptureSpec
+from tllm.spec.reading import allow_options
 
 
 class MemoryConsumer(Capturing):
@@ -24,10 +25,7 @@ class MemoryConsumer(Capturing):
 
     def spec(self, options: Mapping[str, Any]) -> CaptureSpec:
         """Takes `hooks`, `positions`, `reduction` and `dtype`."""
-        if unknown := sorted(set(options) - {"enabled", *OPTIONS}):
-            raise ValueError(
-                f"capture['memory'] has unknown options {unknown}; it takes {', '.join(OPTIONS)}"
-            )
+        allow_options(options, OPTIONS, "capture['memory']")
         return CaptureSpec.parse(options, "capture['memory']")
 
     def conclude(self, ending: Ending, activations: Activations) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from tllm.ports.base import require_one_of
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import (
+    allow_options,
+    hook_named,
+    require_bool,
+    require_one_of,
+    scalar,
+    whole_number,
+)
 
 Scope = Literal["prompt", "request", "shared"]
 OnFull = Literal["grow", "unguided"]
@@ -22,25 +26,6 @@ _PROJECTABLE = (
     HookPoint.POST_ATTN,
     HookPoint.POST_BLOCK,
 )
-
-
-def _require_integer(name: str, given: object, least: int | None = None) -> int:
-    if isinstance(given, bool) or not isinstance(given, Integral):
-        raise ValueError(f"{name}={given!r} is not allowed; it must be an integer")
-    if least is not None and given < least:
-        raise ValueError(f"{name}={given!r} is not allowed; it must be {least} or more")
-    return int(given)
-
-
-def _require_number(name: str, given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, Real) or not math.isfinite(given):
-        raise ValueError(f"{name}={given!r} is not allowed; it must be a finite number")
-    return float(given)
-
-
-def _require_bool(name: str, given: object) -> None:
-    if not isinstance(given, bool):
-        raise ValueError(f"{name}={given!r} is not allowed; it must be True or False")
 
 
 @dataclass(frozen=True)
@@ -91,18 +76,18 @@ class ESampConsumerConfig:
 
     def __post_init__(self) -> None:
         for name in ("source_layer", "target_layer", "seed"):
-            object.__setattr__(self, name, _require_integer(name, getattr(self, name)))
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}="))
         for name in ("rank", "train_every_n_steps", "slots", "width"):
-            object.__setattr__(self, name, _require_integer(name, getattr(self, name), least=1))
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}=", 1))
         for name in ("persist", "guide", "train", "cuda_graph"):
-            _require_bool(name, getattr(self, name))
-        require_one_of("scope", self.scope, get_args(Scope))
-        require_one_of("on_full", self.on_full, get_args(OnFull))
-        object.__setattr__(self, "beta", _require_number("beta", self.beta))
+            require_bool(name, getattr(self, name))
+        require_one_of("scope", self.scope, Scope)
+        require_one_of("on_full", self.on_full, OnFull)
+        object.__setattr__(self, "beta", scalar(self.beta, "beta"))
         for name in ("lr", "eps"):
-            if _require_number(name, getattr(self, name)) <= 0:
+            if scalar(getattr(self, name), name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; it must be > 0")
-        if _require_number("weight_decay", self.weight_decay) < 0:
+        if scalar(self.weight_decay, "weight_decay") < 0:
             raise ValueError(f"weight_decay={self.weight_decay!r} is not allowed; it must be >= 0")
         self._check_betas()
         self._check_sites()
@@ -122,7 +107,7 @@ class ESampConsumerConfig:
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise ValueError(f"betas={betas!r} is not allowed; it must be two numbers")
         for beta in betas:
-            if not 0 <= _require_number("betas", beta) < 1:
+            if not 0 <= scalar(beta, "betas") < 1:
                 raise ValueError(f"betas={betas!r} is not allowed; both must be in [0, 1)")
         object.__setattr__(self, "betas", tuple(betas))
 
@@ -163,13 +148,7 @@ class RequestOptions:
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> RequestOptions:
         """Check the options of one request; `ValueError` names the field at fault."""
-        allowed = [field.name for field in fields(cls)]
-        for name in options:
-            if name not in allowed:
-                raise ValueError(
-                    f"consumers['esamp'][{name!r}]={options[name]!r} is not known; the options "
-                    f"are {', '.join(allowed)}"
-                )
+        allow_options(options, [field.name for field in fields(cls)], "consumers['esamp']")
         parsed = cls(**options)
         try:
             parsed._check()
@@ -178,9 +157,9 @@ class RequestOptions:
         return parsed
 
     def _check(self) -> None:
-        _require_bool("enabled", self.enabled)
-        _require_bool("train", self.train)
+        require_bool("enabled", self.enabled)
+        require_bool("train", self.train)
         if self.beta is not None:
-            _require_number("beta", self.beta)
+            scalar(self.beta, "beta")
         if self.group is not None and (not isinstance(self.group, str) or not self.group):
             raise ValueError(f"group={self.group!r} is not allowed; it must be a non-empty string")

@@ -20,24 +20,9 @@ output differs from writer to writer.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from tllm.spec.hooks import HookPoint
-
-TRANSFORMER_LENS: Mapping[str, HookPoint] = {
-    "hook_resid_pre": HookPoint.PRE_ATTN,
-    "hook_attn_out": HookPoint.ATTN_OUT,
-    "hook_resid_mid": HookPoint.POST_ATTN,
-    "hook_mlp_out": HookPoint.MLP_OUT,
-    "hook_resid_post": HookPoint.POST_BLOCK,
-}
-"""Hook names of TransformerLens' `TransformerBlock` that are the same tensor as one of ours.
-
-Its `hook_attn_out` and `hook_mlp_out` come after the branch's own norm in models that have one
-(Gemma 2), so they are the branch as it is added to the stream. Its `hook_normalized` is not our
-`mlp_in`: with folded norms the weight is not in it yet. `hook_z` is in the space of the heads.
-"""
+from tllm.spec.hooks import ALIASES, TRANSFORMER_LENS, HookPoint
 
 GRAMMAR = (
     "a key is [HOOK.][layer_]N, such as 'post_block.12', 'layer_12' or '12', or a name of "
@@ -52,12 +37,11 @@ class NamedPlace(NamedTuple):
     layer: int
 
 
-_ALIASES = ["block_input", "attn_input", "attn_output", "mlp_input", "mlp_output", "block_output"]
 _LETTERS = HookPoint.Q, HookPoint.K, HookPoint.V
 """With a dot: `v_12` may be anybody's twelfth vector."""
 _NAMED = [point.value for point in HookPoint if point.has_layer and point not in _LETTERS]
 _KEY = re.compile(
-    rf"(?:(?P<hook>{'|'.join([*_NAMED, *_ALIASES])})[._]|(?P<letter>{'|'.join(_LETTERS)})\.)?"
+    rf"(?:(?P<hook>{'|'.join([*_NAMED, *ALIASES])})[._]|(?P<letter>{'|'.join(_LETTERS)})\.)?"
     r"(?:(?:layers?|blocks?|direction)[._]?)?(?P<layer>0|[1-9][0-9]*)"
 )
 _LENS = re.compile(rf"blocks\.(?P<layer>0|[1-9][0-9]*)\.(?P<hook>{'|'.join(TRANSFORMER_LENS)})")

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tllm.spec.hooks import TRANSFORMER_LENS
 from tllm.steering.formats.contents import Contents, Placed, json_mapping
-from tllm.steering.formats.names import TRANSFORMER_LENS, NamedPlace, parse_place
+from tllm.steering.formats.names import NamedPlace, parse_place
 from tllm.steering.module import FloatArray, as_vector
 
 CONFIG = "cfg.json"
