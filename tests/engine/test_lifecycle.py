@@ -1,6 +1,7 @@
 """Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
 
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -32,6 +33,43 @@ def finish(llm) -> dict[str, list[int]]:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     llm.llm_engine.step()
     return tokens
+
+
+class Statistics:
+    """Of a class that is no consumer."""
+
+    def read_stats(self):
+        return {"seen": self.seen}
+
+
+class Counting(Statistics):
+    """Counts rows, and says what its object was made with."""
+
+    consumer_id = "counting"
+
+    def flows(self):
+        return [flow()]
+
+    def consume_bundle(self, bundle, ctx):
+        rows = self.seen.get("rows", 0) + len(bundle.meta)
+        self.seen.update(rows=rows, step=self.step)
+
+
+class MixedIn(Counting, Consumer):
+    def __init__(self):
+        self.seen, self.step = {}, 2
+
+
+@dataclass(frozen=True)
+class Frozen(Counting, Consumer):
+    step: int = 2
+    seen: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Slotted(Counting, Consumer):
+    step: int = 2
+    seen: dict = field(default_factory=dict)
 
 
 class TestRegistration:
@@ -141,6 +179,23 @@ class TestRegistration:
         llm.register_consumer(Recorder(flow()))
         with pytest.raises(ValueError, match=r"'nobody'.*recorder"):
             llm.unregister_consumer("nobody")
+
+    def test_statistics_are_asked_for_by_instance_or_id(self, llm):
+        probe = llm.register_consumer(ProbeConsumer([1.0] * HIDDEN))
+        generate(llm, prompts_of([5]), greedy(3))
+        assert llm.read_stats("probe") == llm.read_stats(probe) == probe.read_stats()
+        assert llm.read_stats("probe")["runtime"]["rows"] == 7
+        with pytest.raises(ValueError, match=r"no consumer 'nobody' .* registered are \['probe'\]"):
+            llm.read_stats("nobody")
+
+    @pytest.mark.parametrize("kind", [MixedIn, Frozen, Slotted])
+    def test_an_object_of_any_class_stands_for_its_copies(self, llm, kind):
+        """Its own fields reach the copies, and what it is asked is asked of these."""
+        counting = llm.register_consumer(kind())
+        generate(llm, prompts_of([5]), greedy(3))
+        assert counting.read_stats()["seen"] == {"rows": 7, "step": 2}
+        llm.unregister_consumer(counting)
+        assert counting.read_stats() == {"seen": {}}
 
     def test_a_consumer_that_fails_to_start_leaves_nothing_behind(self, llm):
         class Broken(Recorder):

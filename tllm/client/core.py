@@ -214,7 +214,7 @@ class Client:
             return
         gone = self.consumers.pop(name, None)
         self._capturing.discard(name)
-        if gone is not None and gone._engine is self.handle:
+        if gone is not None and gone.is_attached_to(self.handle):
             gone.attach(None)
         if payload is not None:
             self._adopt(*cloudpickle.loads(payload))
@@ -275,9 +275,12 @@ class Client:
         yield WorkerCall("unregister", (consumer_id,))
         yield from self._fetch()
 
-    def read_stats(self, consumer: Consumer) -> Steps[Mapping[str, Any]]:
+    def read_stats(self, consumer: Consumer | str) -> Steps[Mapping[str, Any]]:
         """A consumer's statistics, over all workers of all data-parallel replicas."""
-        found = yield from self.ask(WorkerCall("consumer_stats", (consumer.consumer_id,)))
+        name = consumer if isinstance(consumer, str) else consumer.consumer_id
+        found = yield from self.ask(WorkerCall("consumer_stats", (name,)))
+        if isinstance(consumer, str):
+            consumer = self.consumers[name]
         size = self._workers or len(found)
         replicas = [
             consumer.merge_stats(found[first : first + size])
