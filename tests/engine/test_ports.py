@@ -18,7 +18,17 @@ from engine.asking import (
 )
 from engine.recorder import Recorder
 from engine.reference import LAYERS
-from tllm.ports import ConsumerFlow, CpuExport, Logits, RequestMeta, ResidualStream, TokenTarget
+from tllm.consumers.base import Consumer
+from tllm.ports import (
+    Actions,
+    ConsumerFlow,
+    CpuExport,
+    Logits,
+    RequestMeta,
+    ResidualStream,
+    Sampler,
+    TokenTarget,
+)
 from tllm.registry import check
 
 BRANCHES = ["attn_in", "attn_heads", "attn_out", "mlp_in", "mlp_out"]
@@ -105,6 +115,61 @@ def test_a_consumer_without_a_list_of_flows_is_refused_by_name(flows):
     """By `register_consumer`, before any worker hears of it."""
     with pytest.raises(TypeError, match=r"flows\(\) of consumer 'recorder' returned .* a list of"):
         check(NamedRecorder(flows))
+
+
+class Bare(Consumer):
+    """A consumer with no method but `flows`."""
+
+    consumer_id = "bare"
+
+    def __init__(self, **asked):
+        self.asked = asked
+
+    def flows(self):
+        yield ConsumerFlow(**self.asked)
+
+
+class Coroutine(Bare):
+    async def consume_bundle(self, bundle, ctx):
+        """Nobody would await it."""
+
+
+class Generator(Bare):
+    def on_step_end(self, ctx):
+        """Nobody would go through it."""
+        yield
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacks"),
+    [
+        ({"writes": [Sampler.write()]}, "guide"),
+        ({"reads": [ResidualStream.read()], "writes": [Actions.write("stop")]}, "decide"),
+        ({"writes": [CpuExport.write(channel="states")]}, "on_export"),
+    ],
+)
+def test_a_consumer_without_a_method_for_what_it_asks_is_refused(asked, lacks):
+    """It would be given nothing, and nobody would hear of it."""
+    with pytest.raises(TypeError, match=f"'bare' needs a method {lacks} of its own, and Bare has"):
+        check(Bare(**asked))
+    check(Bare(writes=[ResidualStream.write()]))
+
+
+def test_a_consumer_that_reads_rows_for_nobody_is_told(caplog):
+    check(Bare(reads=[ResidualStream.read()]))
+    assert "'bare' reads rows, and Bare has no consume_bundle of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Coroutine, "consume_bundle of consumer 'bare' is async"),
+        (Generator, "on_step_end of consumer 'bare' is a generator"),
+    ],
+)
+def test_a_method_that_would_be_called_and_do_nothing_is_refused(kind, says):
+    with pytest.raises(TypeError, match=says):
+        check(kind(writes=[ResidualStream.write()]))
 
 
 def test_request_meta_tells_who_each_row_belongs_to(llm):
