@@ -2,6 +2,7 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Lock
 
 import pytest
 import torch
@@ -205,6 +206,14 @@ class TestRegistration:
         with pytest.raises(RuntimeError, match="no such file"):
             llm.register_consumer(Broken(flow()))
         assert llm.intervention_stats()[0]["consumers"] == {}
+        llm.register_consumer(Recorder(flow()))
+
+    def test_a_consumer_that_cannot_be_copied_is_refused_with_what_to_do(self, llm):
+        holding = Recorder(flow())
+        holding.lock = Lock()
+        says = r"'recorder' cannot be copied to the workers: .*lock.*; make what .* in start"
+        with pytest.raises(TypeError, match=says):
+            llm.register_consumer(holding)
         llm.register_consumer(Recorder(flow()))
 
     def test_clearing_consumers_ends_all_capture(self, llm):
@@ -440,6 +449,18 @@ class TestMistakes:
         generate(llm, prompts_of([5]), greedy(6))
         exporting.synchronize()
         assert exporting.read_stats()["runtime"]["error"] == "ZeroDivisionError: my mistake"
+
+    @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+    def test_what_is_raised_in_on_result_is_the_error_of_that_result(self, llm, error):
+        class Hearing(Recorder):
+            def on_result(self, output, sample_index, result):
+                raise error("my mistake")
+
+        llm.register_consumer(Hearing(flow()))
+        outputs = generate(llm, prompts_of([5, 6]), greedy(2))
+        for output in outputs:
+            result = output.consumer_results["recorder"]
+            assert (result.status, result.error) == ("error", f"{error.__name__}: my mistake")
 
     def test_logits_are_not_missed_by_a_reader_beside_one_that_raises(self, llm):
         recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=[Logits.read()])))

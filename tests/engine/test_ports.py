@@ -317,3 +317,43 @@ def test_an_undeclared_channel_is_an_error_that_names_the_declared_ones(llm):
     result = output.consumer_results["recorder"]
     assert result.status == "error"
     assert "'states'" in result.error and "other" in result.error
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"h": np.ones(3)}, "ndarray cannot be brought to the host; give a tensor"),
+        (torch.ones(3), 'was given Tensor; give tensors by name: {"states": tensor}'),
+    ],
+)
+def test_what_is_no_tensor_by_name_is_not_exported_and_the_error_says_so(llm, given, says):
+    class Wrong(Attaching):
+        def consume_bundle(self, bundle, ctx):
+            ctx.export("states", given)
+
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    llm.register_consumer(Wrong(flow))
+    (output,) = generate(llm, prompts_of([9]), greedy(1))
+    assert says in output.consumer_results["recorder"].error
+
+
+def test_an_array_that_was_uploaded_may_be_used_again(llm):
+    class Reusing(Attaching):
+        def consume_bundle(self, bundle, ctx):
+            array = np.zeros(1, np.int64)
+            kept = []
+            for number in range(3):
+                array[:] = number
+                kept.append(ctx.upload(array))
+            ctx.export("states", {"h": torch.cat(kept)}, attach="once")
+
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    reusing = llm.register_consumer(Reusing(flow))
+    generate(llm, prompts_of([9]), greedy(1))
+    reusing.synchronize()
+    [(_, numbers, *_)] = reusing.log.exports
+    assert numbers.tolist() == [0, 1, 2]

@@ -230,7 +230,13 @@ class Client:
     def _add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
         """Register a consumer, unless one of its id is there; whether it was."""
         name = consumer.consumer_id
-        payload = cloudpickle.dumps((consumer, capturing))
+        try:
+            payload = cloudpickle.dumps((consumer, capturing))
+        except Exception as error:
+            raise TypeError(
+                f"consumer {name!r} cannot be copied to the workers: {reason_of(error)}; make what "
+                "cannot be copied in start(ctx), which is called there"
+            ) from error
         added = any((yield WorkerCall("register", (name, payload))))
         if added:
             self._own.add(name)
@@ -695,7 +701,7 @@ class Client:
                 request.handed_over.add(key)
                 try:
                     consumer.on_result(output, index, result)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     logger.exception("consumer %r raised in on_result", name)
                     text = reason_of(error)
                     set_result(output, sample, name, replace(result, status="error", error=text))

@@ -236,6 +236,11 @@ class StepCandidates(Candidates):
         Returns:
             Bool `[]` on the device, whether there is no such row.
         """
+        if not isinstance(delta, torch.Tensor):
+            raise TypeError(
+                f"guide() returned {type(delta).__name__}; let it return a tensor [rows, width] = "
+                f"{list(self.logits.shape)}, or None"
+            )
         if delta.shape != self.logits.shape:
             raise ValueError(
                 f"guide() returned deltas of shape {list(delta.shape)}; it must be [rows, width] "
