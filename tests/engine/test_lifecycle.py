@@ -1,7 +1,9 @@
 """Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
 
+import re
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 
 import pytest
@@ -15,6 +17,13 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, CpuExport, Logits, ResidualStream, Sampler
 
+ROOT = Path(__file__).parents[2]
+SHOWN = [
+    ("examples/own_consumer.py", "Entropy"),
+    ("doc/getting-started/write-your-first-consumer.md", "TokenNorm"),
+    ("doc/reference/port-catalog.md", "Surprise"),
+]
+"""Consumers that users may begin with."""
 HALF = {"mid": ("post_block", 1)}
 
 
@@ -34,6 +43,14 @@ def finish(llm) -> dict[str, list[int]]:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     llm.llm_engine.step()
     return tokens
+
+
+def named_in(text: str, name: str):
+    """A class of a module's text, or of the first block of Python of a document that has it."""
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL) or [text]
+    found = {"__name__": "shown"}
+    exec(next(block for block in blocks if f"class {name}" in block), found)
+    return found[name]
 
 
 class Statistics:
@@ -449,6 +466,17 @@ class TestMistakes:
         generate(llm, prompts_of([5]), greedy(6))
         exporting.synchronize()
         assert exporting.read_stats()["runtime"]["error"] == "ZeroDivisionError: my mistake"
+
+    @pytest.mark.parametrize(("path", "name"), SHOWN)
+    def test_what_we_show_outlives_a_request_that_is_aborted_in_its_prompt(self, llm, path, name):
+        shown = llm.register_consumer(named_in((ROOT / path).read_text(), name)())
+        start(llm, "aborted", prompts_of([100])[0], greedy(4))
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["aborted"])
+        finish(llm)
+        (output,) = generate(llm, prompts_of([5]), greedy(4))
+        result = output.consumer_results[shown.consumer_id]
+        assert (result.status, result.error) == ("ok", None)
 
     @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
     def test_what_is_raised_in_on_result_is_the_error_of_that_result(self, llm, error):

@@ -171,7 +171,8 @@ class Consumer(ABC):
         delivery thread. A consumer that attaches nothing may leave the last parameter out."""
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
-        """A sequence ended, and all of its bundles were handed out.
+        """A sequence ended, and all of its bundles were handed out: of one that was aborted there
+        may have been none.
 
         Returns:
             What goes to the user with the request's output (`output.consumer_results`): plain
