@@ -36,8 +36,8 @@ class Entropy(Consumer):
             self.rows.setdefault(int(slot), []).append((row[0], row[1]))
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> PerToken:
-        """The entropies of a sequence."""
-        rows = self.rows.pop(request.slot)
+        """The entropies of a sequence; one that was aborted in its prompt has none."""
+        rows = self.rows.pop(request.slot, [])
         positions: npt.NDArray[np.int32] = np.array([position for position, _ in rows], np.int32)
         return PerToken(positions, np.array([bits for _, bits in rows]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import re
 from collections.abc import Iterable
 from importlib.metadata import entry_points
@@ -11,6 +12,8 @@ from typing import Any
 
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "tllm.consumers"
 
@@ -61,11 +64,56 @@ def check(consumer: Any) -> None:
     if not given:
         raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
     flows = consumer.flows()
-    if not isinstance(flows, Iterable) or not all(isinstance(f, ConsumerFlow) for f in flows):
+    found = list(flows) if isinstance(flows, Iterable) else [None]
+    if not all(isinstance(flow, ConsumerFlow) for flow in found):
         raise TypeError(
             f"flows() of consumer {consumer.consumer_id!r} returned {flows!r:.100}; let it return "
             "a list of ConsumerFlow"
         )
+    _check_methods(consumer, found)
+
+
+_GIVEN_TO = {"actions": "decide", "sampler": "guide", "cpu_export": "on_export"}
+"""By port that is written to, the method that it calls."""
+
+_METHODS = [name for name, own in vars(Consumer).items() if callable(own) and name[0] != "_"]
+
+_MAY_YIELD = ("flows", "request_flows", "decide")
+
+
+def _check_methods(consumer: Consumer, flows: Iterable[ConsumerFlow]) -> None:
+    """Raise `TypeError` for a consumer that would be given what it has no method for, or whose
+    methods would be called and do nothing."""
+    for flow in flows:
+        ports = {write.port for write in flow.writes}
+        for port, name in _GIVEN_TO.items():
+            if port in ports and _is_inherited(consumer, name):
+                raise TypeError(
+                    f"a flow of consumer {consumer.consumer_id!r} needs a method {name} of its "
+                    f"own, and {type(consumer).__name__} has none; define one, or leave out what "
+                    "the flow writes"
+                )
+        if flow.reads and "actions" not in ports and _is_inherited(consumer, "consume_bundle"):
+            logger.warning(
+                "a flow of consumer %r reads rows, and %s has no consume_bundle of its own: nobody "
+                "is given them",
+                consumer.consumer_id,
+                type(consumer).__name__,
+            )
+    for name in _METHODS:
+        method = inspect.unwrap(getattr(consumer, name))
+        waits = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+        if waits or (inspect.isgeneratorfunction(method) and name not in _MAY_YIELD):
+            kind = "async" if waits else "a generator"
+            raise TypeError(
+                f"{name} of consumer {consumer.consumer_id!r} is {kind}: tLLM calls it, and it "
+                "would do nothing; make it a plain method"
+            )
+
+
+def _is_inherited(consumer: Consumer, name: str) -> bool:
+    """Whether a method is the one of the base, which does nothing."""
+    return getattr(getattr(consumer, name), "__func__", None) is getattr(Consumer, name)
 
 
 def available_consumers() -> dict[str, Any]:

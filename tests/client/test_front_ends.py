@@ -231,7 +231,7 @@ def test_consumers_of_one_front_end_serve_the_requests_of_the_other(two):
     assert "logging" not in llm.intervention_stats()[0]["consumers"]
     generate(llm, prompts_of([5]), greedy(1))
     assert llm.consumers == {} and mine.read_stats() is not None
-    assert mine._engine is None
+    assert not mine.is_attached_to(llm)
 
 
 def test_a_steady_request_asks_the_workers_nothing(two, monkeypatch):

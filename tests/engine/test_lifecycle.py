@@ -1,6 +1,10 @@
 """Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
 
+import re
 from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -13,6 +17,13 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, CpuExport, Logits, ResidualStream, Sampler
 
+ROOT = Path(__file__).parents[2]
+SHOWN = [
+    ("examples/own_consumer.py", "Entropy"),
+    ("doc/getting-started/write-your-first-consumer.md", "TokenNorm"),
+    ("doc/reference/port-catalog.md", "Surprise"),
+]
+"""Consumers that users may begin with."""
 HALF = {"mid": ("post_block", 1)}
 
 
@@ -32,6 +43,51 @@ def finish(llm) -> dict[str, list[int]]:
             tokens[output.request_id] = list(output.outputs[0].token_ids)
     llm.llm_engine.step()
     return tokens
+
+
+def named_in(text: str, name: str):
+    """A class of a module's text, or of the first block of Python of a document that has it."""
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL) or [text]
+    found = {"__name__": "shown"}
+    exec(next(block for block in blocks if f"class {name}" in block), found)
+    return found[name]
+
+
+class Statistics:
+    """Of a class that is no consumer."""
+
+    def read_stats(self):
+        return {"seen": self.seen}
+
+
+class Counting(Statistics):
+    """Counts rows, and says what its object was made with."""
+
+    consumer_id = "counting"
+
+    def flows(self):
+        return [flow()]
+
+    def consume_bundle(self, bundle, ctx):
+        rows = self.seen.get("rows", 0) + len(bundle.meta)
+        self.seen.update(rows=rows, step=self.step)
+
+
+class MixedIn(Counting, Consumer):
+    def __init__(self):
+        self.seen, self.step = {}, 2
+
+
+@dataclass(frozen=True)
+class Frozen(Counting, Consumer):
+    step: int = 2
+    seen: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Slotted(Counting, Consumer):
+    step: int = 2
+    seen: dict = field(default_factory=dict)
 
 
 class TestRegistration:
@@ -142,6 +198,23 @@ class TestRegistration:
         with pytest.raises(ValueError, match=r"'nobody'.*recorder"):
             llm.unregister_consumer("nobody")
 
+    def test_statistics_are_asked_for_by_instance_or_id(self, llm):
+        probe = llm.register_consumer(ProbeConsumer([1.0] * HIDDEN))
+        generate(llm, prompts_of([5]), greedy(3))
+        assert llm.read_stats("probe") == llm.read_stats(probe) == probe.read_stats()
+        assert llm.read_stats("probe")["runtime"]["rows"] == 7
+        with pytest.raises(ValueError, match=r"no consumer 'nobody' .* registered are \['probe'\]"):
+            llm.read_stats("nobody")
+
+    @pytest.mark.parametrize("kind", [MixedIn, Frozen, Slotted])
+    def test_an_object_of_any_class_stands_for_its_copies(self, llm, kind):
+        """Its own fields reach the copies, and what it is asked is asked of these."""
+        counting = llm.register_consumer(kind())
+        generate(llm, prompts_of([5]), greedy(3))
+        assert counting.read_stats()["seen"] == {"rows": 7, "step": 2}
+        llm.unregister_consumer(counting)
+        assert counting.read_stats() == {"seen": {}}
+
     def test_a_consumer_that_fails_to_start_leaves_nothing_behind(self, llm):
         class Broken(Recorder):
             def start(self, ctx):
@@ -150,6 +223,14 @@ class TestRegistration:
         with pytest.raises(RuntimeError, match="no such file"):
             llm.register_consumer(Broken(flow()))
         assert llm.intervention_stats()[0]["consumers"] == {}
+        llm.register_consumer(Recorder(flow()))
+
+    def test_a_consumer_that_cannot_be_copied_is_refused_with_what_to_do(self, llm):
+        holding = Recorder(flow())
+        holding.lock = Lock()
+        says = r"'recorder' cannot be copied to the workers: .*lock.*; make what .* in start"
+        with pytest.raises(TypeError, match=says):
+            llm.register_consumer(holding)
         llm.register_consumer(Recorder(flow()))
 
     def test_clearing_consumers_ends_all_capture(self, llm):
@@ -385,6 +466,29 @@ class TestMistakes:
         generate(llm, prompts_of([5]), greedy(6))
         exporting.synchronize()
         assert exporting.read_stats()["runtime"]["error"] == "ZeroDivisionError: my mistake"
+
+    @pytest.mark.parametrize(("path", "name"), SHOWN)
+    def test_what_we_show_outlives_a_request_that_is_aborted_in_its_prompt(self, llm, path, name):
+        shown = llm.register_consumer(named_in((ROOT / path).read_text(), name)())
+        start(llm, "aborted", prompts_of([100])[0], greedy(4))
+        llm.llm_engine.step()
+        llm.llm_engine.abort_request(["aborted"])
+        finish(llm)
+        (output,) = generate(llm, prompts_of([5]), greedy(4))
+        result = output.consumer_results[shown.consumer_id]
+        assert (result.status, result.error) == ("ok", None)
+
+    @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+    def test_what_is_raised_in_on_result_is_the_error_of_that_result(self, llm, error):
+        class Hearing(Recorder):
+            def on_result(self, output, sample_index, result):
+                raise error("my mistake")
+
+        llm.register_consumer(Hearing(flow()))
+        outputs = generate(llm, prompts_of([5, 6]), greedy(2))
+        for output in outputs:
+            result = output.consumer_results["recorder"]
+            assert (result.status, result.error) == ("error", f"{error.__name__}: my mistake")
 
     def test_logits_are_not_missed_by_a_reader_beside_one_that_raises(self, llm):
         recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=[Logits.read()])))

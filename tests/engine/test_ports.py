@@ -18,7 +18,17 @@ from engine.asking import (
 )
 from engine.recorder import Recorder
 from engine.reference import LAYERS
-from tllm.ports import ConsumerFlow, CpuExport, Logits, RequestMeta, ResidualStream, TokenTarget
+from tllm.consumers.base import Consumer
+from tllm.ports import (
+    Actions,
+    ConsumerFlow,
+    CpuExport,
+    Logits,
+    RequestMeta,
+    ResidualStream,
+    Sampler,
+    TokenTarget,
+)
 from tllm.registry import check
 
 BRANCHES = ["attn_in", "attn_heads", "attn_out", "mlp_in", "mlp_out"]
@@ -105,6 +115,61 @@ def test_a_consumer_without_a_list_of_flows_is_refused_by_name(flows):
     """By `register_consumer`, before any worker hears of it."""
     with pytest.raises(TypeError, match=r"flows\(\) of consumer 'recorder' returned .* a list of"):
         check(NamedRecorder(flows))
+
+
+class Bare(Consumer):
+    """A consumer with no method but `flows`."""
+
+    consumer_id = "bare"
+
+    def __init__(self, **asked):
+        self.asked = asked
+
+    def flows(self):
+        yield ConsumerFlow(**self.asked)
+
+
+class Coroutine(Bare):
+    async def consume_bundle(self, bundle, ctx):
+        """Nobody would await it."""
+
+
+class Generator(Bare):
+    def on_step_end(self, ctx):
+        """Nobody would go through it."""
+        yield
+
+
+@pytest.mark.parametrize(
+    ("asked", "lacks"),
+    [
+        ({"writes": [Sampler.write()]}, "guide"),
+        ({"reads": [ResidualStream.read()], "writes": [Actions.write("stop")]}, "decide"),
+        ({"writes": [CpuExport.write(channel="states")]}, "on_export"),
+    ],
+)
+def test_a_consumer_without_a_method_for_what_it_asks_is_refused(asked, lacks):
+    """It would be given nothing, and nobody would hear of it."""
+    with pytest.raises(TypeError, match=f"'bare' needs a method {lacks} of its own, and Bare has"):
+        check(Bare(**asked))
+    check(Bare(writes=[ResidualStream.write()]))
+
+
+def test_a_consumer_that_reads_rows_for_nobody_is_told(caplog):
+    check(Bare(reads=[ResidualStream.read()]))
+    assert "'bare' reads rows, and Bare has no consume_bundle of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Coroutine, "consume_bundle of consumer 'bare' is async"),
+        (Generator, "on_step_end of consumer 'bare' is a generator"),
+    ],
+)
+def test_a_method_that_would_be_called_and_do_nothing_is_refused(kind, says):
+    with pytest.raises(TypeError, match=says):
+        check(kind(writes=[ResidualStream.write()]))
 
 
 def test_request_meta_tells_who_each_row_belongs_to(llm):
@@ -252,3 +317,43 @@ def test_an_undeclared_channel_is_an_error_that_names_the_declared_ones(llm):
     result = output.consumer_results["recorder"]
     assert result.status == "error"
     assert "'states'" in result.error and "other" in result.error
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"h": np.ones(3)}, "ndarray cannot be brought to the host; give a tensor"),
+        (torch.ones(3), 'was given Tensor; give tensors by name: {"states": tensor}'),
+    ],
+)
+def test_what_is_no_tensor_by_name_is_not_exported_and_the_error_says_so(llm, given, says):
+    class Wrong(Attaching):
+        def consume_bundle(self, bundle, ctx):
+            ctx.export("states", given)
+
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    llm.register_consumer(Wrong(flow))
+    (output,) = generate(llm, prompts_of([9]), greedy(1))
+    assert says in output.consumer_results["recorder"].error
+
+
+def test_an_array_that_was_uploaded_may_be_used_again(llm):
+    class Reusing(Attaching):
+        def consume_bundle(self, bundle, ctx):
+            array = np.zeros(1, np.int64)
+            kept = []
+            for number in range(3):
+                array[:] = number
+                kept.append(ctx.upload(array))
+            ctx.export("states", {"h": torch.cat(kept)}, attach="once")
+
+    flow = ConsumerFlow(
+        reads=[ResidualStream.read(layer=1, role="h")], writes=[CpuExport.write(channel="states")]
+    )
+    reusing = llm.register_consumer(Reusing(flow))
+    generate(llm, prompts_of([9]), greedy(1))
+    reusing.synchronize()
+    [(_, numbers, *_)] = reusing.log.exports
+    assert numbers.tolist() == [0, 1, 2]

@@ -108,6 +108,7 @@ def test_contrast_guides_every_row(llm, reference, name, width):
     consumer = llm.register_consumer(Contrasting(state, width=width))
     params = sampled(6, temperature=0.5, seed=3, **UNFILTERED[name])
     own = reference.model.lm_head(state).detach()
+    before = consumer.read_stats()["runtime"]["rows_with_too_many_candidates"]
     for output in generate(llm, prompts_of(LENGTHS, seed=8), params):
         prompt, drawn = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
         for i, token in enumerate(drawn):
@@ -115,7 +116,9 @@ def test_contrast_guides_every_row(llm, reference, name, width):
             likeliest = expected.topk(2).values
             assert float(likeliest[0] - likeliest[1]) > 3, "the test's state decides nothing"
             assert token == int(expected.argmax())
-    assert consumer.read_stats()["tally"][1] > 0
+    stats = consumer.read_stats()
+    assert stats["tally"][1] > 0
+    assert stats["runtime"]["rows_with_too_many_candidates"] == before, "all rows were guided"
 
 
 def test_contrast_guides_a_wide_row_and_the_narrow_ones_beside_it(llm):

@@ -166,6 +166,18 @@ def test_deltas_that_no_token_can_be_drawn_from_are_refused(engine, deltas):
     assert "guide() returned deltas that are NaN" in engine.session.stats()["consumers"]["guiding"]
 
 
+def test_deltas_that_are_no_tensor_are_refused_with_what_to_give(engine):
+    class Arrays(Biased):
+        def guide(self, candidates, ctx):
+            return self.deltas.numpy()
+
+    engine.session.register(Arrays([0.0] * 4))
+    engine.start("a")
+    engine.draw(PROMPT, step=ThreeTokens(1))
+    error = engine.session.stats()["consumers"]["guiding"]
+    assert "guide() returned ndarray; let it return a tensor [rows, width] = [1, 4], or" in error
+
+
 def test_what_stands_beyond_the_candidates_of_a_row_means_nothing(engine):
     engine.session.register(Biased([1.0, -INF, 0.5, NAN]))
     engine.start("a")

@@ -74,8 +74,9 @@ class Attached:
         """Wait until every consumer is done with what it was given, whichever one is named."""
         return self._run(self._tllm.ask(WorkerCall("synchronize")))
 
-    def read_stats(self, consumer: Consumer) -> Any:
-        """A consumer's statistics, over all workers of all data-parallel replicas."""
+    def read_stats(self, consumer: Consumer | str) -> Any:
+        """A consumer's statistics, given by instance or id, over all workers of all data-parallel
+        replicas."""
         return self._run(self._tllm.read_stats(consumer))
 
     def call_consumer(self, consumer: Consumer | str, method: str, *args: Any) -> Any:

@@ -215,7 +215,7 @@ class Client:
             return
         gone = self.consumers.pop(name, None)
         self._capturing.discard(name)
-        if gone is not None and gone._engine is self.handle:
+        if gone is not None and gone.is_attached_to(self.handle):
             gone.attach(None)
         if payload is not None:
             self._adopt(*cloudpickle.loads(payload))
@@ -231,7 +231,13 @@ class Client:
     def _add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
         """Register a consumer, unless one of its id is there; whether it was."""
         name = consumer.consumer_id
-        payload = cloudpickle.dumps((consumer, capturing))
+        try:
+            payload = cloudpickle.dumps((consumer, capturing))
+        except Exception as error:
+            raise TypeError(
+                f"consumer {name!r} cannot be copied to the workers: {reason_of(error)}; make what "
+                "cannot be copied in start(ctx), which is called there"
+            ) from error
         added = any((yield WorkerCall("register", (name, payload))))
         if added:
             self._own.add(name)
@@ -276,9 +282,12 @@ class Client:
         yield WorkerCall("unregister", (consumer_id,))
         yield from self._fetch()
 
-    def read_stats(self, consumer: Consumer) -> Steps[Mapping[str, Any]]:
+    def read_stats(self, consumer: Consumer | str) -> Steps[Mapping[str, Any]]:
         """A consumer's statistics, over all workers of all data-parallel replicas."""
-        found = yield from self.ask(WorkerCall("consumer_stats", (consumer.consumer_id,)))
+        name = consumer if isinstance(consumer, str) else consumer.consumer_id
+        found = yield from self.ask(WorkerCall("consumer_stats", (name,)))
+        if isinstance(consumer, str):
+            consumer = self.consumers[name]
         size = self._workers or len(found)
         replicas = [
             consumer.merge_stats(found[first : first + size])
@@ -692,7 +701,7 @@ class Client:
                 request.handed_over.add(key)
                 try:
                     consumer.on_result(output, index, result)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     logger.exception("consumer %r raised in on_result", name)
                     text = reason_of(error)
                     set_result(output, sample, name, replace(result, status="error", error=text))

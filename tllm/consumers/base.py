@@ -20,6 +20,20 @@ from tllm.ports import (
 )
 
 
+class Copies:
+    """Those of a consumer in an engine's workers. A copy of the consumer has none of its own.
+
+    Attributes:
+        engine: has `synchronize(consumer)` and `read_stats(consumer)`.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
 class Consumer(ABC):
     """Reads, steers or learns from a model's activations while it generates.
 
@@ -55,19 +69,17 @@ class Consumer(ABC):
     #: Whether a class has `request_flows` of its own: other requests' flows are those of `flows`.
     has_request_flows: bool = False
 
-    _engine: Any = None
-    """Of the user's object while it is registered: what stands for its copies in the workers."""
+    _copies: Copies | None = None
+    """Of the user's object while it is registered: its copies in the workers."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.hears_step_end = cls.on_step_end is not Consumer.on_step_end
         cls.has_request_flows = cls.request_flows is not Consumer.request_flows
-        for name in ("synchronize", "read_stats"):
-            if name in vars(cls):
-                setattr(cls, name, _reaching_the_workers(vars(cls)[name]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_engine"}
+        for name in _OF_THE_WORKERS:
+            # Also what comes from a class that is no consumer.
+            if not hasattr(own := getattr(cls, name), "reaches_the_workers"):
+                setattr(cls, name, _reaching_the_workers(own))
 
     def attach(self, engine: Any) -> None:
         """Let this object stand for its copies in an engine's workers.
@@ -75,7 +87,12 @@ class Consumer(ABC):
         Args:
             engine: has `synchronize(consumer)` and `read_stats(consumer)`; None: for itself again.
         """
-        self._engine = engine
+        # A frozen dataclass may be a consumer, too.
+        object.__setattr__(self, "_copies", None if engine is None else Copies(engine))
+
+    def is_attached_to(self, engine: Any) -> bool:
+        """Whether this object stands for its copies in that engine's workers."""
+        return self._copies is not None and self._copies.engine is engine
 
     def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
         """The same for one request, by its options; `needs_tokens` by default."""
@@ -154,7 +171,8 @@ class Consumer(ABC):
         delivery thread. A consumer that attaches nothing may leave the last parameter out."""
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
-        """A sequence ended, and all of its bundles were handed out.
+        """A sequence ended, and all of its bundles were handed out: of one that was aborted there
+        may have been none.
 
         Returns:
             What goes to the user with the request's output (`output.consumer_results`): plain
@@ -204,17 +222,20 @@ class Consumer(ABC):
         return {"replicas": list(stats)}
 
 
-def _reaching_the_workers(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A method that asks the workers where its object stands for the copies there."""
+_OF_THE_WORKERS = ("synchronize", "read_stats")
+"""Methods that ask the workers where their object stands for the copies there."""
 
+
+def _reaching_the_workers(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(own)
     def method(self: Consumer) -> Any:
-        if self._engine is None:
+        if self._copies is None:
             return own(self)
-        return getattr(self._engine, own.__name__)(self)
+        return getattr(self._copies.engine, own.__name__)(self)
 
+    vars(method)["reaches_the_workers"] = True
     return method
 
 
-for _name in ("synchronize", "read_stats"):
+for _name in _OF_THE_WORKERS:
     setattr(Consumer, _name, _reaching_the_workers(vars(Consumer)[_name]))

@@ -12,7 +12,8 @@ from tllm.spec.reading import require_one_of
 
 
 class Candidates(ABC):
-    """The tokens that may still be drawn this step, as compact rows on the device.
+    """The tokens that may still be drawn this step, as compact rows on the device. To be read: what
+    is changed in place is not drawn from.
 
     Attributes:
         meta: the sequence of each row. Only sampled (not greedy) sequences that have this

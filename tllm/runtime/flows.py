@@ -317,6 +317,11 @@ class BoundConsumer:
                 f"channel={channel!r} was not declared with CpuExport.write; declared are "
                 f"{sorted(map(str, self.channels)) or 'none'}"
             )
+        if not isinstance(tensors, Mapping):
+            raise TypeError(
+                f"export() was given {type(tensors).__name__}; give tensors by name: "
+                '{"states": tensor}'
+            )
         if attached is not None and not self.takes_attached:
             raise ValueError(
                 f"export(..., attach=...) was called, and on_export of consumer {self.id!r} does "
@@ -396,7 +401,9 @@ class Context(ConsumerContext):
             ) from None
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
-        return upload(array, self.device)
+        uploaded = upload(array, self.device)
+        # On a CPU it may be the array itself, which is the consumer's to change again.
+        return uploaded.clone() if self.device.type == "cpu" else uploaded
 
     def to_host(self, tensor: torch.Tensor) -> HostTensor:
         return PinnedCopy(tensor)

@@ -143,6 +143,7 @@ class StepCandidates(Candidates):
         self._step = step
         self._head = head
         self._found = found
+        self._guided_whole = False
         self._own_rows = guided.own_rows
         self._indices = guided.indices
 
@@ -221,6 +222,9 @@ class StepCandidates(Candidates):
             full[batch_rows.long()] = raw
             raw = step.penalize(full)[batch_rows.long()]
         guided = dense.is_wide(found)[chosen]
+        if not self._guided_whole:  # their counts were looked at, above: not by the consumer
+            self._guided_whole = True
+            found.overflow.sub_(guided.sum())
         dense.add_contrast(
             step.logits,
             batch_rows,
@@ -236,6 +240,11 @@ class StepCandidates(Candidates):
         Returns:
             Bool `[]` on the device, whether there is no such row.
         """
+        if not isinstance(delta, torch.Tensor):
+            raise TypeError(
+                f"guide() returned {type(delta).__name__}; let it return a tensor [rows, width] = "
+                f"{list(self.logits.shape)}, or None"
+            )
         if delta.shape != self.logits.shape:
             raise ValueError(
                 f"guide() returned deltas of shape {list(delta.shape)}; it must be [rows, width] "

@@ -40,6 +40,8 @@ class PinnedCopy(HostTensor):
     """A host copy of a tensor, in page-locked memory, under way on the current stream."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{type(tensor).__name__} cannot be brought to the host; give a tensor")
         self._fence: torch.cuda.Event | None = None
         if tensor.device.type == "cpu":
             self._copy = tensor.clone()

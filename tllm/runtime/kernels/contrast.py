@@ -3,6 +3,7 @@ with more candidates than a compact row holds."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -350,6 +351,8 @@ def _contrast_reference(
     temperature: torch.Tensor,
     tally: torch.Tensor,
 ) -> None:
+    # Wide rows are guided, too: they are no overflow, and no kernel counts them as such.
+    found = replace(found, overflow=torch.zeros_like(found.overflow))
     strength = torch.where(states >= 0, strength, 0.0)
     dots = project(hidden, states, weight, bias, 0, found)
     predicted = finish(dots, states, found, temperature, scale, soft_cap)
