@@ -214,7 +214,11 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
     plain = CONFIGS["standard"]
     for number, (config, weights, message) in enumerate(
         (
-            (plain | {"architecture": "matching_pursuit"}, None, "architecture='matching_pursuit' is not known"),
+            (
+                plain | {"architecture": "matching_pursuit"},
+                None,
+                "architecture='matching_pursuit' is not known",
+            ),
             (plain | {"activation_fn": "tanh-relu"}, None, "activation_fn='tanh-relu'"),
             (plain | {"normalize_activations": True}, None, "whose factor is not in the file"),
             (plain | {"reshape_activations": "hook_z"}, None, "reshape_activations='hook_z'"),
