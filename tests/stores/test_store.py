@@ -44,14 +44,29 @@ def test_all_layouts_under_one_root_are_one_store(mixed: Store) -> None:
     assert [record.record_id for record in mixed] == [mixed[n].record_id for n in range(12)]
     assert len(mixed[2:5]) == 3
     assert mixed[-1].record_id == list(mixed)[-1].record_id
-    with pytest.raises(IndexError):
-        mixed[12]
     for record in mixed:
         wanted = record_of(record.request_id, tag=record.tag, layers=3, rows=record.prompt_len)
         for layer in range(3):
             rows = wanted.arrays["post_block", layer].tensor
             assert torch.equal(record.tensor("post_block", layer), rows)
     assert_whole(mixed)
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 1], (0, 1), np.array([0, 1]), np.arange(12) > 3, True, 1.0, "r1", None, []]
+)
+def test_what_is_no_index_of_a_record_is_refused_with_what_is(mixed: Store, index: object) -> None:
+    with pytest.raises(TypeError, match=r"is no index; give a whole number or a slice, take sever"):
+        mixed[index]
+
+
+@pytest.mark.parametrize("index", [12, -13, np.int64(12)])
+def test_an_index_beyond_the_records_is_told_with_how_many_there_are(
+    mixed: Store, index: int
+) -> None:
+    with pytest.raises(IndexError, match="this store has 12 records"):
+        mixed[index]
+    assert mixed[np.uint8(3)].name == mixed[3].name
 
 
 def test_filters_combine(mixed: Store) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -247,7 +248,19 @@ class Store:
     def __getitem__(self, index: int | slice) -> StoredRecord | list[StoredRecord]:
         if isinstance(index, slice):
             return list(self._load(self._records[index]))
-        return next(self._load(self._records[[index]]))
+        try:
+            number = operator.index(index)
+        except TypeError:
+            number = None
+        if number is None or isinstance(index, (bool, np.bool_)):
+            raise TypeError(
+                f"store[{index!r:.60}]: {type(index).__name__} is no index; give a whole number or "
+                "a slice, take several as [store[n] for n in numbers], or choose by name with "
+                "store.record(request_id) and store.filter(...)"
+            )
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"store[{number}]: this store has {len(self)} records")
+        return next(self._load(self._records[[number]]))
 
     def __repr__(self) -> str:
         return f"<Store {str(self.root)!r}, {len(self)} records>"
