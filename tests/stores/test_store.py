@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -381,3 +382,22 @@ def test_writers_in_many_processes_never_meet(tmp_path: Path) -> None:
     for record in store:
         assert_same(record, record_of(record.request_id, tag=record.tag))
     assert_whole(store)
+
+
+def rows_in_another_process(record: stores.StoredRecord) -> torch.Tensor:
+    return record.tensor("post_block", 1).clone()
+
+
+def test_stores_records_streams_and_errors_reach_other_processes(mixed: Store) -> None:
+    stream = mixed.stream("post_block", 1)
+    expected = [rows_in_another_process(record) for record in mixed]  # files are mapped now
+    store, record, copied = pickle.loads(pickle.dumps((mixed, mixed[3], stream)))
+    assert store[3].token_ids == record.token_ids == mixed[3].token_ids
+    assert len(copied) == len(stream)
+    with FORKS.Pool(2) as pool:
+        for rows, wanted in zip(pool.map(rows_in_another_process, mixed), expected, strict=True):
+            assert torch.equal(rows, wanted)
+        lacking = mixed.filter(hook="lm_head_in")[0]
+        with pytest.raises(StoreError, match=r"has no post_block.1") as raised:
+            pool.apply_async(rows_in_another_process, (lacking,)).get(60)
+        assert raised.value.reason == "missing"

@@ -156,8 +156,9 @@ class StoredRecord:
     def tensor(self, hook: str | HookPoint, layer: int | None = None) -> torch.Tensor:
         """Rows `[rows, hidden]` in the dtype in which they were stored.
 
-        They share memory with the file (changes stay private), unless they lie in several places:
-        then they are copied together.
+        They share memory with the file, unless they lie in several places: then they are copied
+        together. What is changed in place stays private to the process, which may see it when it
+        reads the record again: `clone()` them first.
 
         Raises:
             ValueError: the hook point is none, or the layer does not go with it.
@@ -208,7 +209,8 @@ class StoredRecord:
 class Store:
     """The records under a root, or some of them, as of the moment when they were listed.
 
-    A sequence of `StoredRecord`, in the order of files. It may be read while it is written.
+    A sequence of `StoredRecord`, in the order of files. It may be read while it is written. Stores,
+    records and streams can be pickled, for processes that see the same folder.
     """
 
     def __init__(
