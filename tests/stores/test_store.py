@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -139,8 +140,35 @@ def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:
         mixed.batches("nowhere", 0)
     with pytest.raises(ValueError, match="format='csv'"):
         mixed.batches("post_block", 0, format="csv")
-    with pytest.raises(ValueError, match="rows=0"):
-        mixed.batches("post_block", 0, rows=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"rows": 0}, "rows=0 is not allowed; give an integer from 1 on"),
+        ({"rows": 1.5}, "rows=1.5 is not allowed"),
+        ({"seed": -1}, "seed=-1 is not allowed; give an integer from 0 on"),
+        ({"seed": "a"}, "seed='a' is not allowed"),
+        ({"dtype": "float16"}, "dtype='float16' is not allowed; give a torch.dtype"),
+        ({"dtype": np.float16}, "dtype=.*float16.* is not allowed"),
+        ({"layer": [0]}, r"layer=\[0\] name no array"),
+        ({"hook": ["post_block"]}, r"hook=\['post_block'\] and layer=0 name no array"),
+        ({"layer": True}, "layer=True is not a layer of post_block"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused_by_name(
+    mixed: Store, given: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        mixed.batches(**{"hook": "post_block", "layer": 0, **given})
+
+
+def test_numbers_of_numpy_name_layers_and_sizes_of_batches(mixed: Store) -> None:
+    one = np.int64(1)
+    rows = mixed[0].tensor("post_block", one)
+    assert torch.equal(rows, mixed[0].tensor("post_block", 1))
+    [batch] = mixed.batches("post_block", one, rows=np.int32(500), seed=np.uint8(3))
+    assert torch.equal(batch.rows[: len(rows)], rows)
 
 
 def test_what_a_run_that_goes_on_can_leave_out(mixed: Store) -> None:

@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
 
@@ -433,8 +434,13 @@ class Store:
     ) -> Batches:
         """What `batches` iterates over: it knows its length, and can be iterated again."""
         key = ArrayKey.of(hook, layer)
-        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-            raise ValueError(f"rows={rows!r} is not allowed; give an integer from 1 on")
+        for name, number, least in (("rows", rows, 1), ("seed", seed, 0)):
+            if isinstance(number, bool) or not isinstance(number, Integral) or number < least:
+                raise ValueError(
+                    f"{name}={number!r:.60} is not allowed; give an integer from {least} on"
+                )
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r:.60} is not allowed; give a torch.dtype, or none")
         names, codes = self._table.piece_keys
         mask = self._piece_mask()
         wanted = (key.hook, key.layer)
@@ -456,9 +462,9 @@ class Store:
             hidden,
             self._payloads,
             self._table.heads["request_id"].take(pa.array(self._records)).combine_chunks(),
-            rows,
+            int(rows),
             shuffle,
-            seed,
+            int(seed),
             dtype,
         )
 
