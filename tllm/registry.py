@@ -47,11 +47,7 @@ class Registry:
 
 def check(consumer: Any) -> None:
     """Raise `TypeError` or `ValueError` for what cannot be registered."""
-    if not isinstance(consumer, Consumer):
-        raise TypeError(
-            f"{consumer!r} is not a consumer; give an instance of a subclass of "
-            "tllm.consumers.base.Consumer, or a spec such as 'esamp:beta=0.2'"
-        )
+    require_consumer(consumer)
     given: object = consumer.consumer_id
     if not isinstance(given, str):
         raise TypeError(
@@ -65,6 +61,15 @@ def check(consumer: Any) -> None:
         raise TypeError(
             f"flows() of consumer {consumer.consumer_id!r} returned {flows!r:.100}; let it return "
             "a list of ConsumerFlow"
+        )
+
+
+def require_consumer(given: Any) -> None:
+    """Raise `TypeError` for what is no consumer."""
+    if not isinstance(given, Consumer):
+        raise TypeError(
+            f"{given!r} is not a consumer; give an instance of a subclass of "
+            "tllm.consumers.base.Consumer, or a spec such as 'esamp:beta=0.2'"
         )
 
 
@@ -100,6 +105,13 @@ def consumer_from_spec(spec: str) -> Consumer:
         raise ValueError(
             f"consumer {name!r} has no options {unknown}; it takes "
             f"{', '.join(parameters) or 'none'}"
+        )
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters.values() if p.kind in by_name and p.default is p.empty]
+    if missing := [option for option in needed if option not in options]:
+        raise ValueError(
+            f"consumer {name!r} needs {' and '.join(missing)}, and {spec!r} does not give it; "
+            f"write {name}:{','.join(f'{option}=...' for option in needed)}"
         )
     consumer = factory(**options)
     check(consumer)
