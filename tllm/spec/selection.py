@@ -271,9 +271,10 @@ class Selection:
                     f"{name}: position {position} is out of range for a prompt of {prompt_len} "
                     f"tokens and max_tokens={max_tokens}; give {-prompt_len} to {rows - 1}"
                 )
-        alone = self.include == Criteria(positions=self.include.positions)
+        if self.phase == "any" or self.include != Criteria(positions=self.include.positions):
+            return
         of_prompt = {position < prompt_len for position in self.include.positions}
-        if alone and of_prompt == {self.phase == "generation"} and self.phase != "any":
+        if of_prompt == {self.phase == "generation"}:
             raise ValueError(
                 f"{name}: positions={list(self.include.positions)} of a prompt of {prompt_len} "
                 f"tokens and phase={self.phase!r} have no token in common; leave one of them out"
