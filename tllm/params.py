@@ -216,11 +216,17 @@ def asked_of(params: Any) -> Asked:
     """What parameters ask: our own classes' `asked`, or, in vLLM's, what stands in
     `extra_args["tllm"]` (`extra_kwargs["tllm"]`) as plain data, under the names of our fields.
 
-    Raises `ValueError` for what is asked in a place where nobody reads it.
+    Raises `ValueError` for what is asked in a place where nobody reads it, and `TypeError` for what
+    is no parameters.
     """
     own = params.asked if isinstance(params, _Checked) else None
     if params is None or isinstance(params, VllmBeamSearchParams):  # nothing is carried by these
         return _NOTHING if own is None else own
+    if own is None and not isinstance(params, (vllm.SamplingParams, vllm.PoolingParams)):
+        raise TypeError(
+            f"{params!r:.60} was given in the place of parameters, and is {type(params).__name__}; "
+            "give tllm.SamplingParams(max_tokens=...), or tllm.PoolingParams() for pooling"
+        )
     name, carried = carried_by(params)
     if carried:
         _refuse_unread(name, carried, ours=own is not None)

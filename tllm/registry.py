@@ -50,11 +50,7 @@ class Registry:
 
 def check(consumer: Any) -> None:
     """Raise `TypeError` or `ValueError` for what cannot be registered."""
-    if not isinstance(consumer, Consumer):
-        raise TypeError(
-            f"{consumer!r} is not a consumer; give an instance of a subclass of "
-            "tllm.consumers.base.Consumer, or a spec such as 'esamp:beta=0.2'"
-        )
+    require_consumer(consumer)
     given: object = consumer.consumer_id
     if not isinstance(given, str):
         raise TypeError(
@@ -64,8 +60,8 @@ def check(consumer: Any) -> None:
     if not given:
         raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
     flows = consumer.flows()
-    found = list(flows) if isinstance(flows, Iterable) else [None]
-    if not all(isinstance(flow, ConsumerFlow) for flow in found):
+    found = list(flows) if isinstance(flows, Iterable) else []
+    if not isinstance(flows, Iterable) or not all(isinstance(f, ConsumerFlow) for f in found):
         raise TypeError(
             f"flows() of consumer {consumer.consumer_id!r} returned {flows!r:.100}; let it return "
             "a list of ConsumerFlow"
@@ -116,6 +112,15 @@ def _is_inherited(consumer: Consumer, name: str) -> bool:
     return getattr(getattr(consumer, name), "__func__", None) is getattr(Consumer, name)
 
 
+def require_consumer(given: Any) -> None:
+    """Raise `TypeError` for what is no consumer."""
+    if not isinstance(given, Consumer):
+        raise TypeError(
+            f"{given!r} is not a consumer; give an instance of a subclass of "
+            "tllm.consumers.base.Consumer, or a spec such as 'esamp:beta=0.2'"
+        )
+
+
 def available_consumers() -> dict[str, Any]:
     """Names that spec strings may use, from the entry points of installed packages."""
     return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
@@ -148,6 +153,13 @@ def consumer_from_spec(spec: str) -> Consumer:
         raise ValueError(
             f"consumer {name!r} has no options {unknown}; it takes "
             f"{', '.join(parameters) or 'none'}"
+        )
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in parameters.values() if p.kind in by_name and p.default is p.empty]
+    if missing := [option for option in needed if option not in options]:
+        raise ValueError(
+            f"consumer {name!r} needs {' and '.join(missing)}, and {spec!r} does not give it; "
+            f"write {name}:{','.join(f'{option}=...' for option in needed)}"
         )
     consumer = factory(**options)
     check(consumer)

@@ -296,6 +296,10 @@ REFUSED = {
         "hooks": {"post_block": [1]},
         "positions": [-6],
     },
+    r"capture\['memory'\]\['positions'\]: positions=\[0\] of a prompt of 5 tokens and phase=": {
+        "hooks": {"post_block": [1]},
+        "positions": {"phase": "generation", "positions": [0]},
+    },
     r"\['positions'\] names the tokens of image, and the prompt has no such item": {
         "hooks": {"post_block": [1]},
         "positions": "image",
@@ -473,6 +477,8 @@ def random_spec(pick, prompt_len, max_tokens):
         positions = {"phase": pick.choice(["any", "prompt", "generation"])}
         if pick.random() < 0.7:
             positions |= some()
+        if "positions" in positions and len(positions) == 2:
+            del positions["phase"]  # in which there may be none of them
         if pick.random() < 0.4:
             positions["exclude"] = some()
     else:

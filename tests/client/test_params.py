@@ -113,6 +113,12 @@ def test_what_is_asked_where_nobody_reads_it_is_refused(kind, place):
             asked_of(kind(**{place: {"tllm": {"consumers": {}}}}))
 
 
+@pytest.mark.parametrize("given", [{"max_tokens": 3}, 3, "x", SamplingParams])
+def test_what_is_no_parameters_is_refused_with_what_is(given):
+    with pytest.raises(TypeError, match=r"in the place of parameters.*give tllm\.SamplingParams"):
+        asked_of(given)
+
+
 # -- shared by threads -----------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import torch
 from entry_points import declared_in
 from safetensors.torch import save_file
 
+from tllm import LLM
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.sae import SaeConsumer
 from tllm.registry import available_consumers, check, consumer_from_spec
@@ -58,6 +59,9 @@ def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
     check(consumer_from_spec('lens:consumer_id="3"'))
     for spec, message in (
         ("lens:layer=1", r"consumer 'lens' has no options \['layer'\]; it takes layers, path"),
+        ("sae", "consumer 'sae' needs path, and 'sae' does not give it; write sae:path=..."),
+        ("filesystem:tag=a", "'filesystem' needs root, .* write filesystem:root=..."),
+        ("filesystem:root=7", 'root=7 is int; give a folder .*root="2024"'),
         ("lens:layers", "'layers' in 'lens:layers' is not key=value"),
         ("lens:window=", "window='' is not"),
         ("lens:top_k=none", "top_k='none' is not a whole number"),
@@ -65,3 +69,10 @@ def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             consumer_from_spec(spec)
+
+
+@pytest.mark.parametrize("given", [3, None, {"filesystem": {"root": "acts"}}, LensConsumer])
+def test_what_is_neither_a_consumer_nor_a_spec_is_refused(given: object) -> None:
+    for given_to in "consumers", "capture_consumers":
+        with pytest.raises((TypeError, ValueError), match=r"is not a consumer|needs root"):
+            LLM("no/model", **{given_to: given})

@@ -211,6 +211,8 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
     less = {name: w for name, w in weights_of("standard").items() if name != "b_enc"}
     other = weights_of("standard") | {"b_enc": torch.zeros(3)}
     broken = weights_of("standard") | {"b_enc": torch.full((40,), torch.nan)}
+    mixed = {n: w.half() if n == "W_enc" else w for n, w in weights_of("standard").items()}
+    whole = {name: w.int() for name, w in weights_of("standard").items()}
     plain = CONFIGS["standard"]
     for number, (config, weights, message) in enumerate(
         (
@@ -227,6 +229,13 @@ def test_files_that_are_not_understood_are_refused_by_name(tmp_path):
             (plain, more, "not known is W_skip"),
             (plain, less, "missing is b_enc"),
             (plain, broken, "b_enc has numbers that are NaN"),
+            (
+                plain,
+                mixed,
+                r"have the dtypes \{'W_enc': 'float16'.*save all of them in one of float32",
+            ),
+            (plain, whole, r"have the dtypes \{'W_enc': 'int32'"),
+            ([plain], None, "cfg.json is no object of JSON"),
             (plain, other, r"b_enc has shape \[3\], and cfg.json says d_in=128, d_sae=40"),
         )
     ):

@@ -1,5 +1,6 @@
 """The selection language against a model that asks of each token whether it is meant."""
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -243,3 +244,20 @@ def test_an_item_that_a_prompt_lacks_is_refused_with_those_that_it_has():
         MEDIA.check(MediaItem("image", 2), "positions")
     with pytest.raises(ValueError, match=r"tokens of image, .* \(it has text alone\)"):
         PromptMedia().check(MediaItem("image"), "positions")
+
+
+@pytest.mark.parametrize(
+    ("given", "fits"),
+    [
+        ({"phase": "prompt", "positions": [4, -5]}, True),
+        ({"phase": "prompt", "positions": [5]}, False),
+        ({"phase": "generation", "positions": [4, 5]}, True),
+        ({"phase": "generation", "positions": [4, -1]}, False),
+        ({"phase": "generation", "positions": [4], "ranges": [[3, None]]}, True),
+        ({"positions": [5]}, True),
+    ],
+)
+def test_positions_of_which_none_is_of_the_phase_are_refused(given, fits):
+    says = r"of a prompt of 5 tokens and phase='\w+' have no token in common"
+    with nullcontext() if fits else pytest.raises(ValueError, match=says):
+        Selection.parse(given).check(5, 5)

@@ -224,7 +224,13 @@ def test_an_extracted_module_can_be_saved(llm: LLM, mood_module: ExtractedModule
         ({"batch_size": 0}, "at least 1"),
         ({"negative": SAD[:2]}, "no pairs; give as many of each"),
         ({"negative": SAD[:1]}, "at least two prompts"),
-        ({"negative": "It was a sad day."}, "at least two prompts"),
+        ({"negative": "It was a sad day."}, "negative=.* is str; give a list"),
+        ({"negative": (text for text in SAD)}, "negative=.* is generator; give a list"),
+        ({"negative": None}, "negative=None is NoneType; give a list"),
+        ({"negative": [*SAD[:2], 3]}, r"negative\[2\]=3 is neither a text nor a list of token ids"),
+        ({"negative": [[1], [2], [1.5]]}, r"negative\[2\]=\[1.5\] is neither"),
+        ({"batch_size": "a"}, "batch_size: 'a' is not a whole number"),
+        ({"seed": None}, "seed: None is not a whole number"),
         ({"negative": HAPPY[:3]}, "post_block of layer 0: the positive and the negative rows"),
     ],
 )
@@ -464,11 +470,17 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
     assert llm.steering.modules() == before
     for wrong, says in (
         ({"strengths": []}, "give at least one strength"),
-        ({"prompts": "one"}, "a list of at least one prompt"),
+        ({"strengths": ["1"]}, r"strengths\[0\]='1' is not a number"),
+        ({"strengths": 1.0}, "strengths=1.0 is float; give a list"),
+        ({"prompts": "one"}, "prompts='one' is str; give a list"),
+        ({"prompts": []}, "a list of at least one prompt"),
+        ({"prompts": ["one", 3]}, r"prompts\[1\]=3 is neither a text nor a list of token ids"),
+        ({"effect": 3}, "effect=3 is no function"),
+        ({"effect": lambda text: math.nan}, "effect said nan of .*; let it return a finite number"),
         ({"phase": "later"}, "phase='later' is not known"),
-        ({"texts": "one"}, "texts is one text"),
-        ({"strengths": [0.0, math.nan]}, "strengths has nan; give finite numbers"),
-        ({"effect": lambda text: "sad"}, "effect said 'sad' of .*; let it return a number"),
+        ({"texts": "one"}, "texts='one' is str; give a list"),
+        ({"strengths": [0.0, math.nan]}, r"strengths\[1\]=nan is not finite"),
+        ({"effect": lambda text: "sad"}, "effect said 'sad' of .*; let it return a finite"),
     ):
         given = {"vectors": module, "strengths": [1.0], "prompts": prompts, "effect": happy} | wrong
         with pytest.raises(ValueError, match=says):

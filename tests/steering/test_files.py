@@ -701,6 +701,9 @@ def test_a_module_is_a_vector_spec():
 
 def test_modules_are_scaled_and_selected():
     module = module_of_two_hooks()
+    for factor in "2", None, True:
+        with pytest.raises(ValueError, match=f"factor={factor!r} is not a number"):
+            module.scaled(factor)
     assert_adds(module.scaled(-2.0), {3: -3.0 * vector(0), 4: 0.2 * vector(1)})
     assert module.layers == [3, 4]
     assert module.hidden_size == HIDDEN

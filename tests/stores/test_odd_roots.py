@@ -10,6 +10,7 @@ import pytest
 
 from tests.stores.samples import LAYOUTS, assert_same, assert_whole, record_of
 from tllm import stores
+from tllm.cli.capture import Job
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.stores import StoreError, StoreWriter
 
@@ -40,6 +41,25 @@ def test_odd_roots_work(
         assert_same(store.record("r"), record_of("r"))
     for format in ("parquet", "npz", "safetensors"):
         assert len(stores.export(store, tmp_path / name / "out" / format, format)) == 2
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    write("~/acts")
+    assert_same(stores.open(Path("~/acts")).record("r"), record_of("r"))
+    assert_same(stores.open(tmp_path / "home/acts").record("r"), record_of("r"))
+    assert FilesystemConsumer("~/acts")._root == str(tmp_path / "home/acts")
+    job = Job("model", Path(__file__), Path("~/acts"), {"hooks": "embed"})
+    assert job.out == tmp_path / "home/acts"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("root", [2024, None, ["acts"]])
+def test_what_is_no_path_is_refused_by_name(root: object) -> None:
+    for use in StoreWriter, stores.open, FilesystemConsumer:
+        with pytest.raises(ValueError, match=r"root=.* is \w+; give a folder as text or a path"):
+            use(root)
 
 
 @pytest.mark.parametrize("root", ["", "a\0b", "x/" * 1700, "a" * 300 + "/b"])
@@ -135,3 +155,10 @@ def test_a_request_whose_error_names_an_odd_file_can_be_read(tmp_path: Path) -> 
         writer.submit(stores.Record(meta, {}))
     assert stores.open(tmp_path).record("r").error == "lost: odd \\udcff\\udcfe"
     (tmp_path / "log").write_text(str(StoreError(f"lost: {NOT_UTF8}", "io")), "utf-8")
+
+
+def test_a_root_that_another_writer_has_is_refused_with_whose_it_is(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path), pytest.raises(ValueError, match="is in use") as refused:
+        StoreWriter(tmp_path)
+    assert f"by process {os.getpid()} on {os.uname().nodename}" in str(refused.value)
+    assert "left of a run that was killed, end it" in str(refused.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,14 +46,29 @@ def test_all_layouts_under_one_root_are_one_store(mixed: Store) -> None:
     assert [record.record_id for record in mixed] == [mixed[n].record_id for n in range(12)]
     assert len(mixed[2:5]) == 3
     assert mixed[-1].record_id == list(mixed)[-1].record_id
-    with pytest.raises(IndexError):
-        mixed[12]
     for record in mixed:
         wanted = record_of(record.request_id, tag=record.tag, layers=3, rows=record.prompt_len)
         for layer in range(3):
             rows = wanted.arrays["post_block", layer].tensor
             assert torch.equal(record.tensor("post_block", layer), rows)
     assert_whole(mixed)
+
+
+@pytest.mark.parametrize(
+    "index", [[0, 1], (0, 1), np.array([0, 1]), np.arange(12) > 3, True, 1.0, "r1", None, []]
+)
+def test_what_is_no_index_of_a_record_is_refused_with_what_is(mixed: Store, index: object) -> None:
+    with pytest.raises(TypeError, match=r"is no index; give a whole number or a slice, take sever"):
+        mixed[index]
+
+
+@pytest.mark.parametrize("index", [12, -13, np.int64(12)])
+def test_an_index_beyond_the_records_is_told_with_how_many_there_are(
+    mixed: Store, index: int
+) -> None:
+    with pytest.raises(IndexError, match="this store has 12 records"):
+        mixed[index]
+    assert mixed[np.uint8(3)].name == mixed[3].name
 
 
 def test_filters_combine(mixed: Store) -> None:
@@ -123,8 +140,35 @@ def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:
         mixed.batches("nowhere", 0)
     with pytest.raises(ValueError, match="format='csv'"):
         mixed.batches("post_block", 0, format="csv")
-    with pytest.raises(ValueError, match="rows=0"):
-        mixed.batches("post_block", 0, rows=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"rows": 0}, "rows=0 is not allowed; give an integer from 1 on"),
+        ({"rows": 1.5}, "rows=1.5 is not allowed"),
+        ({"seed": -1}, "seed=-1 is not allowed; give an integer from 0 on"),
+        ({"seed": "a"}, "seed='a' is not allowed"),
+        ({"dtype": "float16"}, "dtype='float16' is not allowed; give a torch.dtype"),
+        ({"dtype": np.float16}, "dtype=.*float16.* is not allowed"),
+        ({"layer": [0]}, r"layer=\[0\] name no array"),
+        ({"hook": ["post_block"]}, r"hook=\['post_block'\] and layer=0 name no array"),
+        ({"layer": True}, "layer=True is not a layer of post_block"),
+    ],
+)
+def test_batches_that_cannot_be_are_refused_by_name(
+    mixed: Store, given: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        mixed.batches(**{"hook": "post_block", "layer": 0, **given})
+
+
+def test_numbers_of_numpy_name_layers_and_sizes_of_batches(mixed: Store) -> None:
+    one = np.int64(1)
+    rows = mixed[0].tensor("post_block", one)
+    assert torch.equal(rows, mixed[0].tensor("post_block", 1))
+    [batch] = mixed.batches("post_block", one, rows=np.int32(500), seed=np.uint8(3))
+    assert torch.equal(batch.rows[: len(rows)], rows)
 
 
 def test_what_a_run_that_goes_on_can_leave_out(mixed: Store) -> None:
@@ -366,3 +410,22 @@ def test_writers_in_many_processes_never_meet(tmp_path: Path) -> None:
     for record in store:
         assert_same(record, record_of(record.request_id, tag=record.tag))
     assert_whole(store)
+
+
+def rows_in_another_process(record: stores.StoredRecord) -> torch.Tensor:
+    return record.tensor("post_block", 1).clone()
+
+
+def test_stores_records_streams_and_errors_reach_other_processes(mixed: Store) -> None:
+    stream = mixed.stream("post_block", 1)
+    expected = [rows_in_another_process(record) for record in mixed]  # files are mapped now
+    store, record, copied = pickle.loads(pickle.dumps((mixed, mixed[3], stream)))
+    assert store[3].token_ids == record.token_ids == mixed[3].token_ids
+    assert len(copied) == len(stream)
+    with FORKS.Pool(2) as pool:
+        for rows, wanted in zip(pool.map(rows_in_another_process, mixed), expected, strict=True):
+            assert torch.equal(rows, wanted)
+        lacking = mixed.filter(hook="lm_head_in")[0]
+        with pytest.raises(StoreError, match=r"has no post_block.1") as raised:
+            pool.apply_async(rows_in_another_process, (lacking,)).get(60)
+        assert raised.value.reason == "missing"

@@ -20,7 +20,7 @@ from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import json_lines
-from tllm.stores.format import normal_text
+from tllm.stores.format import normal_text, root_path
 
 NAME = "filesystem"
 
@@ -54,6 +54,7 @@ class Job:
 
     def __post_init__(self) -> None:
         CaptureSpec.parse(self.capture, "capture")
+        object.__setattr__(self, "out", root_path(self.out))
         if self.max_tokens < 1 or self.batch < 1:
             raise ValueError(
                 f"max_tokens={self.max_tokens} and batch={self.batch} must be 1 or more"

@@ -18,7 +18,7 @@ from tllm.client.steering import SteeringControl
 from tllm.consumers.base import Consumer
 from tllm.engine.front import AsyncLLMFront, LLMEngineFront, RefusedError
 from tllm.params import asked_of
-from tllm.registry import consumer_from_spec
+from tllm.registry import consumer_from_spec, require_consumer
 from tllm.spec.request import Asked
 
 logger = logging.getLogger(__name__)
@@ -265,8 +265,11 @@ class AsyncClient:
 
 
 def made(consumer: Consumer | str) -> Consumer:
-    """A consumer, given by itself or by a spec string."""
-    return consumer_from_spec(consumer) if isinstance(consumer, str) else consumer
+    """A consumer, given by itself or by a spec string; `TypeError` for what is none."""
+    if isinstance(consumer, str):
+        return consumer_from_spec(consumer)
+    require_consumer(consumer)
+    return consumer
 
 
 def pending(outputs: Iterable[Any]) -> list[Any]:

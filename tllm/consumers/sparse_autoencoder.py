@@ -29,6 +29,9 @@ _NEEDED: Mapping[str, Sequence[str]] = {
 _DECODING = ("W_dec", "scaling_factor", "finetuning_scaling_factor")
 """What a file may hold beside that, and encoding does not need."""
 
+_DTYPES = ({"float32"}, {"float16"}, {"bfloat16"}, {"float64"})
+"""What all weights of an autoencoder may be in, so that they can be computed with."""
+
 _HOOK_NAME = re.compile(r"blocks\.(\d+)\.(\w+)")
 
 
@@ -130,7 +133,10 @@ class SparseAutoencoder:
                 "sae_weights.safetensors"
             )
         try:
-            return AutoencoderConfig.parse(json.loads(file.read_text()))
+            content = json.loads(file.read_text())
+            if not isinstance(content, Mapping):
+                raise ValueError("cfg.json is no object of JSON")
+            return AutoencoderConfig.parse(content)
         except ValueError as error:
             raise ValueError(f"path={str(folder)!r}: {error}") from None
 
@@ -164,6 +170,14 @@ class SparseAutoencoder:
                 + (f"missing is {missing[0]}" if missing else f"not known is {unknown[0]}")
             )
         weights = {name: found[name] for name in needed}
+        dtypes = {
+            name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights.items()
+        }
+        if set(dtypes.values()) not in _DTYPES:
+            raise ValueError(
+                f"path={str(folder)!r}: its weights have the dtypes {dtypes}; save all of them in "
+                "one of float32, float16, bfloat16 and float64"
+            )
         for name, tensor in weights.items():
             wanted = {"W_enc": (config.d_in, config.d_sae), "b_dec": (config.d_in,)}
             if tensor.shape != wanted.get(name, (config.d_sae,)):

@@ -252,8 +252,8 @@ class Selection:
         return replace(criteria, ranges=(*criteria.ranges, *criteria.windows), windows=())
 
     def check(self, prompt_len: int, max_tokens: int | None, name: str = "positions") -> None:
-        """Refuse positions at which the sequence cannot have a row. What is excluded may lie
-        anywhere.
+        """Refuse positions at which the sequence cannot have a row, and those of which none is of
+        the phase. What is excluded may lie anywhere.
 
         Args:
             max_tokens: the most tokens that are generated; None when that is not limited. The last
@@ -266,6 +266,14 @@ class Selection:
                     f"{name}: position {position} is out of range for a prompt of {prompt_len} "
                     f"tokens and max_tokens={max_tokens}; give {-prompt_len} to {rows - 1}"
                 )
+        if self.phase == "any" or self.include != Criteria(positions=self.include.positions):
+            return
+        of_prompt = {position < prompt_len for position in self.include.positions}
+        if of_prompt == {self.phase == "generation"}:
+            raise ValueError(
+                f"{name}: positions={list(self.include.positions)} of a prompt of {prompt_len} "
+                f"tokens and phase={self.phase!r} have no token in common; leave one of them out"
+            )
 
     def to_wire(self) -> dict[str, Any]:
         """As plain data, such that `parse` gives the same selection."""

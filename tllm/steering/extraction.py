@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named, require_one_of
+from tllm.spec.reading import hook_named, own_numbers, require_one_of, whole_number
 from tllm.spec.selection import Selection
 from tllm.steering.directions import NoDirectionError, find_direction, finder_named
 from tllm.steering.module import ExtractedModule, VectorEntry
@@ -71,6 +71,7 @@ def extract(
             at which the two sides do not differ.
     """
     require_one_of("scale", scale, Scale)
+    whole_number(seed, "seed: ")
     point, (high, high_prompts), (low, low_prompts) = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size, reduction, paired
     )
@@ -144,10 +145,11 @@ def rows_of_prompts(
             f"positions={positions!r} reads what the model writes, and extract has it write "
             "nothing; put the texts into the prompts and read 'all_prompt'"
         )
-    if batch_size < 1:
+    if whole_number(batch_size, "batch_size: ") < 1:
         raise ValueError(f"batch_size={batch_size}; it must be at least 1")
+    positive, negative = prompts_listed(positive, "positive"), prompts_listed(negative, "negative")
     for name, prompts in (("positive", positive), ("negative", negative)):
-        if isinstance(prompts, str) or len(prompts) < 2:
+        if len(prompts) < 2:
             raise ValueError(f"{name} must be a list of at least two prompts, not {prompts!r:.60}")
     if paired and len(positive) != len(negative):
         raise ValueError(
@@ -172,6 +174,33 @@ def check_waits(llm: Any) -> None:
             f"vectors are made and measured with a tllm.LLM, and a {type(llm).__name__} was given; "
             "make them with an LLM, save them, and load them for the other"
         )
+
+
+def listed(given: Any, name: str) -> list[Any]:
+    """A list of what is given; `ValueError` for a text, a mapping, a generator, or one thing."""
+    if isinstance(given, (str, bytes, Mapping)) or not hasattr(given, "__len__"):
+        raise ValueError(
+            f"{name}={given!r:.60} is {type(given).__name__}; give a list (list(...) makes one of "
+            "what a generator gives)"
+        )
+    return list(given)
+
+
+def prompts_listed(given: Any, name: str) -> list[Prompt]:
+    """A list of prompts; `ValueError` that names one which is neither text nor token ids."""
+    prompts: list[Prompt] = []
+    for i, prompt in enumerate(listed(given, name)):
+        tokens = own_numbers(prompt)
+        if isinstance(tokens, (list, tuple)):
+            tokens = [own_numbers(token) for token in tokens]
+            if not all(type(token) is int for token in tokens):
+                tokens = None
+        if not isinstance(tokens, (str, list)):
+            raise ValueError(
+                f"{name}[{i}]={prompt!r:.60} is neither a text nor a list of token ids"
+            )
+        prompts.append(tokens)
+    return prompts
 
 
 def prompt_input(prompt: Prompt) -> Any:

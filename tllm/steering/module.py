@@ -14,7 +14,14 @@ from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import FloatArray, hook_named, numeric_array, one_or_several, whole_number
+from tllm.spec.reading import (
+    FloatArray,
+    hook_named,
+    numeric_array,
+    one_or_several,
+    scalar,
+    whole_number,
+)
 
 FORMAT = "tllm.steering"
 FORMAT_VERSION = 1
@@ -98,9 +105,10 @@ class SteeringModule:
 
     def scaled(self, factor: float) -> Self:
         """The same module with every scale multiplied by `factor`."""
+        times = scalar(factor, "factor")
         vectors: Vectors = {
             point: {
-                layer: {"vector": entry["vector"], "scale": entry["scale"] * factor}
+                layer: {"vector": entry["vector"], "scale": entry["scale"] * times}
                 for layer, entry in layers.items()
             }
             for point, layers in self.vectors.items()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import FloatArray
+from tllm.spec.reading import FloatArray, whole_number
 from tllm.steering.directions import NoDirectionError, find_direction
 from tllm.steering.extraction import Prompt, rows_of_prompts
 from tllm.steering.separation import held_out_scores, measure_separation
@@ -86,8 +87,11 @@ def fit_probe(
     Raises:
         ValueError: an argument that is not as above, or two sides that differ at no layer.
     """
-    if max_false_positives is not None and not 0 <= max_false_positives < 1:
-        raise ValueError(f"max_false_positives={max_false_positives}; give a share from 0 to 1")
+    whole_number(seed, "seed: ")
+    if max_false_positives is not None and not (
+        isinstance(max_false_positives, Real) and 0 <= max_false_positives < 1
+    ):
+        raise ValueError(f"max_false_positives={max_false_positives!r}; give a share from 0 to 1")
     point, high, low = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size
     )

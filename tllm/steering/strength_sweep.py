@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from tllm.patching.sweep import frame_of
-from tllm.spec.reading import require_one_of
-from tllm.steering.extraction import Prompt, check_waits, prompt_input
+from tllm.spec.reading import require_one_of, scalar
+from tllm.steering.extraction import Prompt, check_waits, listed, prompt_input, prompts_listed
 
 if TYPE_CHECKING:
     from tllm.client.llm import LLM
@@ -114,13 +114,16 @@ def sweep(
     """
     from tllm.params import SamplingParams  # vLLM takes seconds to import
 
-    if not len(strengths) or not len(prompts) or isinstance(prompts, str):
+    factors = [
+        scalar(each, f"strengths[{i}]") for i, each in enumerate(listed(strengths, "strengths"))
+    ]
+    prompts = prompts_listed(prompts, "prompts")
+    if not factors or not prompts:
         raise ValueError("give at least one strength, and a list of at least one prompt")
-    if unsound := [each for each in strengths if not math.isfinite(each)]:
-        raise ValueError(f"strengths has {unsound[0]!r}; give finite numbers")
     require_one_of("phase", phase, ("any", "prefill", "decode"))
-    if isinstance(texts, str):
-        raise ValueError("texts is one text; give a list of them")
+    texts = prompts_listed(texts, "texts")
+    if not callable(effect):
+        raise ValueError(f"effect={effect!r:.60} is no function; give one from a text to a number")
     check_waits(llm)
     field = "vectors" if phase == "any" else f"{phase}_vectors"
     # A prompt leaves room for one token: what filled the context is read but for its last.
@@ -130,7 +133,7 @@ def sweep(
     try:
         llm.steering.register_module(reading, {"vectors": vectors})
         rows = []
-        for strength in map(float, strengths):
+        for strength in factors:
             written = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=temperature,
@@ -152,7 +155,7 @@ def sweep(
                 )
             )
             if progress is not None:
-                progress(len(rows), len(strengths))
+                progress(len(rows), len(factors))
     finally:
         for name in (writing, reading):
             if name in llm.steering.modules():
@@ -163,11 +166,14 @@ def sweep(
 def _judged(effect: Effect, text: str) -> float:
     judged = effect(text)
     try:
-        return float(judged)
+        number = float(judged)
+        if not math.isfinite(number):  # of which no mean, and no best, can be told
+            raise ValueError
     except (TypeError, ValueError):
         raise ValueError(
-            f"effect said {judged!r:.60} of {text!r:.60}; let it return a number"
+            f"effect said {judged!r:.60} of {text!r:.60}; let it return a finite number"
         ) from None
+    return number
 
 
 def _standard_error(values: Sequence[float]) -> float:

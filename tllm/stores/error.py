@@ -25,6 +25,9 @@ class StoreError(Exception):
         self.reason: Reason = reason
         self.errno = errno
 
+    def __reduce__(self) -> tuple[type[StoreError], tuple[str, Reason, int | None]]:
+        return StoreError, (str(self), self.reason, self.errno)
+
     @classmethod
     def from_os_error(cls, what: str, error: OSError) -> StoreError:
         """`what` failed with an error of the operating system."""

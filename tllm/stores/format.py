@@ -194,8 +194,14 @@ def _escape(character: str, plain: bool) -> str:
 
 
 def root_path(root: str | bytes | os.PathLike[Any]) -> Path:
-    """The folder of a store, absolute; `ValueError` for what names none."""
-    given = os.fsdecode(root)
+    """The folder of a store, absolute, `~` being the home folder; `ValueError` for what names
+    none."""
+    if not isinstance(root, (str, bytes, os.PathLike)):
+        raise ValueError(
+            f"root={root!r:.60} is {type(root).__name__}; give a folder as text or a path (in a "
+            'spec of a consumer, root="2024" for what would be a number)'
+        )
+    given = os.path.expanduser(os.fsdecode(root))
     if not given or "\0" in given:
         raise ValueError(f"root={given!r} is not allowed; give a folder")
     path = Path(given).absolute()

@@ -412,6 +412,9 @@ class PayloadCache:
         self._files: OrderedDict[str, MappedPayload] = OrderedDict()
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[PayloadCache], tuple[Path, int]]:
+        return PayloadCache, (self._root, self._capacity)  # another process maps files anew
+
     def get(self, file: str) -> MappedPayload:
         """A payload by its path relative to the root; raises as `MappedPayload` does."""
         with self._lock:

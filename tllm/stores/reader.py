@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -155,8 +156,9 @@ class StoredRecord:
     def tensor(self, hook: str | HookPoint, layer: int | None = None) -> torch.Tensor:
         """Rows `[rows, hidden]` in the dtype in which they were stored.
 
-        They share memory with the file (changes stay private), unless they lie in several places:
-        then they are copied together.
+        They share memory with the file, unless they lie in several places: then they are copied
+        together. What is changed in place stays private to the process, which may see it when it
+        reads the record again: `clone()` them first.
 
         Raises:
             ValueError: the hook point is none, or the layer does not go with it.
@@ -207,7 +209,8 @@ class StoredRecord:
 class Store:
     """The records under a root, or some of them, as of the moment when they were listed.
 
-    A sequence of `StoredRecord`, in the order of files. It may be read while it is written.
+    A sequence of `StoredRecord`, in the order of files. It may be read while it is written. Stores,
+    records and streams can be pickled, for processes that see the same folder.
     """
 
     def __init__(
@@ -247,7 +250,19 @@ class Store:
     def __getitem__(self, index: int | slice) -> StoredRecord | list[StoredRecord]:
         if isinstance(index, slice):
             return list(self._load(self._records[index]))
-        return next(self._load(self._records[[index]]))
+        try:
+            number = operator.index(index)
+        except TypeError:
+            number = None
+        if number is None or isinstance(index, (bool, np.bool_)):
+            raise TypeError(
+                f"store[{index!r:.60}]: {type(index).__name__} is no index; give a whole number or "
+                "a slice, take several as [store[n] for n in numbers], or choose by name with "
+                "store.record(request_id) and store.filter(...)"
+            )
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"store[{number}]: this store has {len(self)} records")
+        return next(self._load(self._records[[number]]))
 
     def __repr__(self) -> str:
         return f"<Store {str(self.root)!r}, {len(self)} records>"
@@ -416,6 +431,9 @@ class Store:
         """What `batches` iterates over: it knows its length, and can be iterated again."""
         key = ArrayKey.of(hook, layer)
         rows = whole_number(rows, "rows=", 1)
+        seed = whole_number(seed, "seed=", 0)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype={dtype!r:.60} is not allowed; give a torch.dtype, or none")
         names, codes = self._table.piece_keys
         mask = self._piece_mask()
         wanted = (key.hook, key.layer)
@@ -437,9 +455,9 @@ class Store:
             hidden,
             self._payloads,
             self._table.heads["request_id"].take(pa.array(self._records)).combine_chunks(),
-            rows,
+            int(rows),
             shuffle,
-            seed,
+            int(seed),
             dtype,
         )
 

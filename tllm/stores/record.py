@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import lru_cache
+from numbers import Integral
 from operator import index
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
@@ -49,22 +50,30 @@ class ArrayKey(NamedTuple):
         return self.hook if self.layer is None else f"{self.hook}.{self.layer}"
 
     @classmethod
-    @lru_cache(4096, typed=True)
     def of(cls, hook: str | HookPoint, layer: int | None) -> ArrayKey:
         """The key, of a hook point or its alias; `ValueError` for what is none."""
-        point = HookPoint.parse(hook)
-        if not point.has_layer:
-            if layer is not None:
-                raise ValueError(
-                    f"layer={layer!r} given with {point}, which has no layer: give None"
-                )
-            return cls(point.value, None)
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer <= _INT32_MAX:
+        try:
+            return _array_key(hook, layer)
+        except TypeError:  # it cannot be hashed
             raise ValueError(
-                f"layer={layer!r} is not a layer of {point}; give the layer's number from 0 on "
-                "(negative ones must be resolved by who knows the model)"
-            )
-        return cls(point.value, layer)
+                f"hook={hook!r:.60} and layer={layer!r:.60} name no array; give the name of one "
+                "hook point, and the number of one layer"
+            ) from None
+
+
+@lru_cache(4096, typed=True)
+def _array_key(hook: str | HookPoint, layer: int | None) -> ArrayKey:
+    point = HookPoint.parse(hook)
+    if not point.has_layer:
+        if layer is not None:
+            raise ValueError(f"layer={layer!r} given with {point}, which has no layer: give None")
+        return ArrayKey(point.value, None)
+    if isinstance(layer, bool) or not isinstance(layer, Integral) or not 0 <= layer <= _INT32_MAX:
+        raise ValueError(
+            f"layer={layer!r} is not a layer of {point}; give the layer's number from 0 on "
+            "(negative ones must be resolved by who knows the model)"
+        )
+    return ArrayKey(point.value, int(layer))
 
 
 @dataclass(frozen=True, eq=False)

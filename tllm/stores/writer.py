@@ -820,7 +820,8 @@ def _lock(paths: WriterPaths, sync: bool) -> int:
             owner = os.pread(fd, 200, 0).decode(errors="replace").strip()
             raise ValueError(
                 f"writer_id={paths.writer_id!r} is in use under {str(paths.root)!r} by {owner}; "
-                "give each writer an id of its own, or a root of its own"
+                "give each writer an id of its own, or a root of its own; where that process is "
+                "left of a run that was killed, end it"
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)

@@ -214,10 +214,7 @@ class FilesystemConsumer(Capturing):
                     **self._writing,
                 )
             except OSError as error:
-                raise ValueError(
-                    f"root={self._root!r} cannot be written: {error}; give a folder that the "
-                    "workers may write"
-                ) from error
+                raise ValueError(error.strerror or str(error)) from error  # it names the root
             self._writers[layout] = writer
         return writer
 
