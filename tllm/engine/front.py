@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tllm.engine.message_types import check_request
 from tllm.engine.seams import overrides, uses
 
 uses(
@@ -457,6 +458,7 @@ def check_requests(engine: Any, check: Any) -> None:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         request = process(*args, **kwargs)
+        _check_types(request)
         check(request)
         return request
 
@@ -467,6 +469,7 @@ def check_requests(engine: Any, check: Any) -> None:
 
     async def checked_async(*args: Any, **kwargs: Any) -> Any:
         request = await process_async(*args, **kwargs)
+        _check_types(request)
         check(request)
         return request
 
@@ -493,5 +496,13 @@ def _put_into(prompt: Any, params: Any, check: Any) -> Any:
     if isinstance(prompt, EngineCoreRequest):
         name = "sampling_params" if isinstance(params, SamplingParams) else "pooling_params"
         setattr(prompt, name, params)
+        _check_types(prompt)
         check(prompt)  # vLLM has processed its prompt before
     return params
+
+
+def _check_types(request: Any) -> None:
+    try:
+        check_request(request)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
