@@ -198,6 +198,16 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         ),
         (lambda lm: lm.next_token_logprobs_sync([1], consumers={"y": {}}), "no such consumer"),
         (lambda lm: asyncio.run(lm.sample([1], 0, [])), "max_tokens=0"),
+        (lambda lm: asyncio.run(lm.sample([1], 2.5, [])), "max_tokens=2.5; give a whole number"),
+        (lambda lm: asyncio.run(lm.sample([1], None, [])), "max_tokens=None; give a whole"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, 5)), "eos_token_ids is int; give a list"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, top_k=5)), "top_k= was given; completions"),
+        (lambda lm: lm.open([1], only=[5]), r"only= was given; give it to next\(\)"),
+        (lambda lm: lm.next_token_logprobs([True, 5]), r"flat list of integers, and is \[True"),
+        (lambda lm: lm.next_token_logprobs(torch.tensor(5)), "flat list of integers, and is 5"),
+        (lambda lm: lm.next_token_logprobs([1], only=5), "only= is int; give a list"),
+        (lambda lm: lm.batch_next_token_logprobs_sync(5), "the prompts are int; give a list"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, seed=1.5)), "seed=1.5: expected"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(lm, ask, message):

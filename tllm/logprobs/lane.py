@@ -80,6 +80,8 @@ class Lane:
             self._tokens.append(tokens[0])
             return
         try:
+            if bool in map(type, tokens):
+                raise TypeError
             given = tuple(map(operator.index, tokens))
         except TypeError:
             raise TypeError(
