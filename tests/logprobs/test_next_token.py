@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from logprobs.asking import (
     CACHED,
@@ -308,6 +309,20 @@ def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
     assert isinstance(answered, torch.Tensor)
     found, _ = asyncio.run(ask())
     assert found.shape == (300,)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_nothing_is_left_of_a_request_that_could_not_be_sent(lm, samples):
+    async def ask():
+        params = SamplingParams(n=samples, temperature=1.0, extra_args={"theirs": object()})
+        with pytest.raises(Exception):  # noqa: B017, vLLM's own
+            async for _ in lm.engine.generate({"prompt_token_ids": [3, 4]}, params, "unsent"):
+                pass
+
+    lm.run(ask())
+    processor = lm.engine.output_processor
+    kept = processor.request_states, processor.parent_requests, processor.external_req_ids
+    assert not any(kept)
 
 
 def test_an_engine_is_asked_by_one_model_only(lm):

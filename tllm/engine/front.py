@@ -10,7 +10,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -55,6 +55,12 @@ uses(
     "a beam's generated tokens are told apart",
 )
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
+uses(
+    "vllm.v1.engine.async_llm.AsyncLLM",
+    "abort",
+    "a request that could not be sent is forgotten",
+    takes="request_id internal",
+)
 
 REFUSALS = (ValueError, VLLMClientError)
 """What is raised for a request that cannot be served as it is."""
@@ -348,10 +354,12 @@ class AsyncLLMFront:
     handle: Any = None
 
     def __init__(self, engine: AsyncLLM, requests: AsyncRequests, check: Any) -> None:
+        self._engine = engine
         self._requests = requests
         self._check = check
-        self._add_request = engine.add_request
+        self._add_request, self._send = engine.add_request, engine._add_request
         engine.add_request = self.add_request  # type: ignore[method-assign]
+        engine._add_request = self.send  # type: ignore[method-assign]
         check_requests(engine, check)
 
     @overrides(
@@ -384,6 +392,25 @@ class AsyncLLMFront:
         if (admitted := ADMITTED.get()) is not None:
             admitted()
         return ResultQueue(queue, self._requests, request)
+
+    @overrides(
+        "vllm.v1.engine.async_llm.AsyncLLM._add_request",
+        "of a request that could not be sent nothing is left",
+    )
+    async def send(self, request: Any, prompt: Any, parent_req: Any, *args: Any) -> None:
+        """Send a request, or one sample of it."""
+        known = self._engine.output_processor.request_states
+        continued = request.request_id in known  # by an input of a streamed prompt
+        try:
+            await self._send(request, prompt, parent_req, *args)
+        except BaseException:
+            if request.request_id in known and not continued:
+                names = [request.request_id]
+                if parent_req is not None:  # the samples that were sent before, too
+                    names.append(parent_req.request_id)
+                with suppress(Exception):  # a dead engine hears of nothing
+                    await self._engine.abort(names, internal=True)
+            raise
 
 
 class ResultQueue:
