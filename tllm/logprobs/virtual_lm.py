@@ -293,6 +293,11 @@ class AsyncVirtualLM(AsyncLM):
         whole = isinstance(max_tokens, Integral) and not isinstance(max_tokens, bool)
         if not whole or max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens!r}; give a whole number of 1 or more")
+        if "memory" in (options.get("capture") or ()):
+            raise ValueError(
+                "capture['memory'] was given, but sample() gives tokens alone; generate with "
+                "lm.engine.generate(), or query() the tokens afterwards"
+            )
         _refuse_forms(options, "completions are drawn from the whole vocabulary; leave it out")
         query = self._query(prompt_token_ids, options, generates=True)
         fields: dict[str, Any] = {
