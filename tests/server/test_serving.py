@@ -953,8 +953,9 @@ def test_a_form_and_escaped_names_are_read_too(server):
     assert "steering_name was given" in refused.json()["error"]["message"]
     escaped = r'{"prompt": "Hi", "\u0063apture": {"memory": {}}}'
     headers = {"Content-Type": "application/json"}
-    refused = httpx.post(f"{server.url}/tokenize", content=escaped, headers=headers)
-    assert "capture was given" in refused.json()["error"]["message"]
+    for body in (escaped.encode(), '{"prompt": "Hi", "capture": {}}'.encode("utf-16")):
+        refused = httpx.post(f"{server.url}/tokenize", content=body, headers=headers)
+        assert "capture was given" in refused.json()["error"]["message"]
 
 
 def test_a_route_that_reads_no_fields_works_without_them(server):
