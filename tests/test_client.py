@@ -11,10 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 import vllm
+from vllm.outputs import CompletionOutput, RequestOutput
 
 from tllm import PoolingParams, SamplingParams
 from tllm.client import checked_params
 from tllm.client.core import Client
+from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.spec.conversations import ConversationUse
 from tllm.spec.groups import GroupUse
@@ -155,9 +157,11 @@ def test_parameters_that_were_changed_are_checked_again():
     assert prepare(client, given)._all_stop_token_ids == {3, 4}
     given.temperature = 1.0
     assert type(prepare(client, given).temperature) is float
-    for token in (1, True):
-        given.stop_token_ids = [token]
-        assert prepare(client, given).stop_token_ids[0] is token
+    given.stop_token_ids = [1]
+    assert prepare(client, given).stop_token_ids == [1]
+    given.stop_token_ids = [True]  # equal to what was checked, and no number
+    with pytest.raises(ValueError, match="expected `int`, got `bool`"):
+        prepare(client, given)
     given.stop_token_ids = [1.0]
     with pytest.raises(Exception, match="must contain only integers"):
         prepare(client, given)
@@ -258,3 +262,31 @@ def test_what_a_request_asks_arrives_as_it_was_sent():
         )
     assert RequestSpec("a", "b").to_wire() == {"request_id": "a", "prompt_id": "b"}
     assert RequestSpec("a", "b").is_plain and not full.is_plain
+
+
+class Mine(Consumer):
+    consumer_id = "mine"
+
+    def flows(self):
+        return []
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_was_generated_is_given_though_the_workers_cannot_be_asked_any_more(alone):
+    """vLLM's engine refuses calls while it ends, and answers the requests that it has."""
+    client = a_client(Mine())
+    client.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=2))
+    with pytest.raises(StopIteration) as done:
+        next(client.admit(SamplingParams(), "id"))
+    completion = CompletionOutput(0, "text", [5, 6], None, None, finish_reason="length")
+    output = RequestOutput("id", None, [1, 2], None, [completion], finished=True)
+    output.tllm_request = done.value.value
+    output.tllm_request.samples.add(output)
+    steps = client.gather([output], 1.0, alone=alone)
+    assert next(steps).method == "take_results"
+    with pytest.raises(StopIteration):
+        steps.throw(RuntimeError("Server shutting down"))
+    result = output.consumer_results["mine"]
+    assert (result.status, result.payload) == ("error", None)
+    assert "could not be asked for the result: RuntimeError: Server shutting down" in result.error
+    assert output.outputs[0].text == "text"

@@ -88,7 +88,7 @@ def test_a_payload_that_raises_in_the_users_process_is_an_error_of_its_own():
         collected.add(0, {sample: dict(zip(("broken", "good"), said, strict=True))})
     samples = [SimpleNamespace(index=i) for i in (0, 1)]
     output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=samples)
-    attach_results(output, collected.joined(), (), (), {0: 3, 1: 3}, ())
+    attach_results(output, collected.joined(), (), {}, {0: 3, 1: 3}, ())
     for sample, why in zip(samples, ("IndexError: cut", "ZeroDivisionError: first"), strict=True):
         broken, good = sample.consumer_results["broken"], sample.consumer_results["good"]
         assert (broken.status, broken.payload) == ("error", None)

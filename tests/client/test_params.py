@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from vllm.v1.engine import EngineCoreRequest
 
 from tllm import PoolingParams, SamplingParams
 from tllm.client.checked_params import CheckedParams
+from tllm.engine.message_types import check_request
 from tllm.params import asked_of
 
 HOLDS_ITSELF: dict = {}
@@ -148,6 +150,44 @@ def test_what_is_refused_when_it_is_set_is_not_set():
     with pytest.raises(ValueError, match="is 3; give a list of numbers"):
         params.steering_vectors = {"post_block": {1: 3}}
     assert params.steering_vectors is given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_tokens": 2.5}, r"max_tokens=2.5: expected `int \| null`, got `float`"),
+        ({"seed": 1.5, "max_tokens": 3}, "seed=1.5: expected"),
+        ({"logit_bias": {3: "a"}}, "logit_bias={3: 'a'}: expected `float`, got `str`"),
+        ({"allowed_token_ids": [1, 2.0]}, r"allowed_token_ids=\[1, 2.0\]: .* at \[1\]"),
+    ],
+)
+def test_parameters_that_would_end_the_engines_reader_are_refused(given, message):
+    copies = CheckedParams()
+    copies.copy(SamplingParams(max_tokens=2, seed=1), {})
+    for params in (SamplingParams(**given), vllm.SamplingParams(**given)):
+        with pytest.raises(ValueError, match=message):
+            copies.copy(params, {})
+    for fine in ({"logit_bias": {3: 1}}, {"stop_token_ids": (3, 4)}, {"temperature": 1}):
+        copies.copy(SamplingParams(**fine), {})
+
+
+def test_requests_that_would_end_the_engines_reader_are_refused():
+    def check(**given):
+        fields = {"request_id": "a", "mm_features": None, "sampling_params": None}
+        fields |= {"pooling_params": None, "arrival_time": 0.0, "lora_request": None}
+        fields |= {"prompt_token_ids": [1, 2], "cache_salt": None, "data_parallel_rank": None}
+        check_request(EngineCoreRequest(**fields | given))
+
+    check(prompt_token_ids=None, trace_headers={"a": "b"}, priority=-3)
+    check(prompt_token_ids=[np.int64(1)])  # an engine in this process takes it, and vLLM says so
+    for given, message in (
+        ({"prompt_token_ids": [1, 2.0]}, r"prompt_token_ids=\[1, 2.0\]: expected `int`, got"),
+        ({"prompt_token_ids": [True]}, "got `bool`"),
+        ({"priority": 1.5}, "priority=1.5: expected `int`, got `float`"),
+        ({"cache_salt": 5}, "cache_salt=5: expected"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(**given)
 
 
 def test_threads_that_share_parameters_ask_the_same_and_change_nothing():

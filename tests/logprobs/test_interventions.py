@@ -10,7 +10,7 @@ import torch
 from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered
 from logprobs.steering import LAYER, STEERED, VECTOR, steered_by
 from tllm.consumers.base import Consumer
-from tllm.ports import ConsumerFlow, ResidualStream
+from tllm.ports import Actions, ConsumerFlow, ResidualStream, Stop
 
 PROMPT = [60, 61, 62, 63]
 
@@ -83,6 +83,58 @@ def test_completions_may_be_steered_in_their_generated_tokens_only(lm):
             ask(PROMPT, **decode)
 
 
+@pytest.mark.parametrize("positions", ["last_prompt", {"exclude": {"positions": [-1]}}])
+def test_a_lane_is_not_steered_by_where_it_ends(lm, reference, positions):
+    """The last token of each turn was, until the lane lost its place and had one last token."""
+    entry = {"vector": VECTOR, "positions": positions}
+
+    async def ask():
+        asked = lm.open(PROMPT, steering_vectors={"post_block": {LAYER: entry}})
+        async with asked as lane:
+            await lane.next()
+
+    with pytest.raises(ValueError, match="a lane's tokens are a prompt that grows"):
+        asyncio.run(ask())
+    try:
+        lm.run(lm.engine.steering.set(vectors={"post_block": {LAYER: entry}}))
+        with pytest.raises(ValueError, match="a lane's tokens are a prompt that grows"):
+            lm.open(PROMPT).next_sync()
+        assert lm.next_token_logprobs_sync(PROMPT).isfinite().all()
+    finally:
+        lm.run(lm.engine.steering.clear())
+
+
+class Enough(Consumer):
+    """Ends a completion by the row at a position."""
+
+    consumer_id = "enough"
+    on_request_only = True
+
+    def flows(self):
+        read = ResidualStream.read(layer=LAYER, role="h", phase="decode")
+        return [ConsumerFlow(reads=[read], writes=[Actions.write("stop")], window="same_step")]
+
+    def decide(self, rows, ctx):
+        for request, position in zip(rows.owners, rows.meta.positions.tolist(), strict=True):
+            if position == len(PROMPT) + 2:
+                yield Stop(request, reason="enough")
+
+
+def test_a_completion_that_a_controller_ends_has_all_its_tokens(lm):
+    lm.register_consumer(Enough())
+    try:
+        whole = asyncio.run(lm.sample(PROMPT, 8, [], temperature=0))
+        ended = asyncio.run(lm.sample(PROMPT, 8, [], temperature=0, consumers={"enough": {}}))
+    finally:
+        lm.unregister_consumer("enough")
+    assert ended == whole[:3]
+
+
+def test_what_a_completion_captures_to_memory_nobody_would_see(lm):
+    with pytest.raises(ValueError, match="gives tokens alone"):
+        asyncio.run(lm.sample(PROMPT, 2, capture={"memory": {"hooks": {"post_block": [LAYER]}}}))
+
+
 def test_a_query_and_a_lane_bring_captured_rows(lm, reference):
     capture = {"memory": {"hooks": {"post_block": [LAYER]}, "positions": "all_prompt"}}
     answer = asyncio.run(lm.query(PROMPT, capture=capture))
@@ -98,7 +150,12 @@ def test_a_query_and_a_lane_bring_captured_rows(lm, reference):
             await lane.next()
             lane.feed(token)
         await lane.next()
-        return await lane.close()
+        impatient = asyncio.ensure_future(lane.close())
+        await asyncio.sleep(0)
+        impatient.cancel()
+        outputs = await lane.close()
+        assert await lane.close() == outputs
+        return outputs
 
     [output] = asyncio.run(run())
     fed = torch.tensor([[*PROMPT, 70, 71]])

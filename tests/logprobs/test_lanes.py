@@ -251,8 +251,12 @@ def test_what_a_lane_cannot_do_is_refused(lm):
             lane.feed()
         with pytest.raises(ValueError, match=r"feed\(\) has token 5000"):
             lane.feed(5000)
-        with pytest.raises(TypeError):
-            lane.feed("a")
+        for wrong in ("a", True, 5.0, [5, 6]):
+            with pytest.raises(TypeError, match="give token ids, each as an argument"):
+                lane.feed(wrong)
+        with pytest.raises(TypeError, match="give token ids"):
+            lane.feed(5, True)
+        assert len(lane) == 254
         waiting = asyncio.ensure_future(lane.next())
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="while next"):

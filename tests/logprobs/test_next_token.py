@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from logprobs.asking import (
     CACHED,
@@ -198,6 +199,16 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         ),
         (lambda lm: lm.next_token_logprobs_sync([1], consumers={"y": {}}), "no such consumer"),
         (lambda lm: asyncio.run(lm.sample([1], 0, [])), "max_tokens=0"),
+        (lambda lm: asyncio.run(lm.sample([1], 2.5, [])), "max_tokens=2.5; give a whole number"),
+        (lambda lm: asyncio.run(lm.sample([1], None, [])), "max_tokens=None; give a whole"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, 5)), "eos_token_ids is int; give a list"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, top_k=5)), "top_k= was given; completions"),
+        (lambda lm: lm.open([1], only=[5]), r"only= was given; give it to next\(\)"),
+        (lambda lm: lm.next_token_logprobs([True, 5]), r"flat list of integers, and is \[True"),
+        (lambda lm: lm.next_token_logprobs(torch.tensor(5)), "flat list of integers, and is 5"),
+        (lambda lm: lm.next_token_logprobs([1], only=5), "only= is int; give a list"),
+        (lambda lm: lm.batch_next_token_logprobs_sync(5), "the prompts are int; give a list"),
+        (lambda lm: asyncio.run(lm.sample([1], 2, seed=1.5)), "seed=1.5: expected"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(lm, ask, message):
@@ -298,6 +309,20 @@ def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
     assert isinstance(answered, torch.Tensor)
     found, _ = asyncio.run(ask())
     assert found.shape == (300,)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_nothing_is_left_of_a_request_that_could_not_be_sent(lm, samples):
+    async def ask():
+        params = SamplingParams(n=samples, temperature=1.0, extra_args={"theirs": object()})
+        with pytest.raises(Exception):  # noqa: B017, vLLM's own
+            async for _ in lm.engine.generate({"prompt_token_ids": [3, 4]}, params, "unsent"):
+                pass
+
+    lm.run(ask())
+    processor = lm.engine.output_processor
+    kept = processor.request_states, processor.parent_requests, processor.external_req_ids
+    assert not any(kept)
 
 
 def test_an_engine_is_asked_by_one_model_only(lm):

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tllm.client.answers import SharedFolder, decode
 from tllm.ports import PerToken, RequestInfo, RequestResult
 from tllm.runtime import results as module
+from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.results import PENDING, Results, sendable
 
 
@@ -105,10 +107,36 @@ def test_a_payload_that_cannot_be_pickled_is_an_error_of_its_own():
     found = results_of({"a": threading.Lock(), "b": Sneaky(), "c": np.arange(3)}).pop(["prompt"], 0)
     with pytest.raises(TypeError):
         pickle.dumps(found)
-    sent = pickle.loads(pickle.dumps(sendable(found)))["prompt"][0]
+    sent = pickle.loads(pickle.dumps(sendable(found), protocol=5))["prompt"][0]
     assert "cannot be sent to the user's process: TypeError" in sent["a"]["error"]
     assert "RecursionError: too deep" in sent["b"]["error"]
     assert sent["c"]["payload"].tolist() == [0, 1, 2] and sent["c"]["status"] == "ok"
+
+
+class NeverMadeAgain:
+    """Can be pickled, and nothing else."""
+
+    def __reduce__(self):
+        return int, ("seven",)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_payload_that_cannot_be_made_again_is_an_error_of_its_own(shared):
+    rows = np.arange(2**19, dtype=np.float32)
+    folder = SharedFolder()
+    made = {
+        "a": NeverMadeAgain(),
+        "b": {"rows": rows, "first": 1},
+        "c": PerToken(np.arange(3), rows[:3]),
+    }
+    found = results_of(made).pop(["prompt"], 0)
+    encoded = AnswerWriter().encode(("ok", sendable(found)), folder.token if shared else "")
+    sent = decode(encoded)[1]["prompt"][0]
+    assert sent["a"]["payload"] is None and sent["a"]["status"] == "error"
+    assert "cannot be read in the user's process: ValueError: invalid literal" in sent["a"]["error"]
+    assert sent["b"]["status"] == "ok" and np.array_equal(sent["b"]["payload"]["rows"], rows)
+    assert sent["b"]["payload"]["rows"].flags.writeable
+    assert sent["c"]["payload"].values.tolist() == [0, 1, 2]
 
 
 def test_rows_of_tokens_ahead_of_the_end_are_cut_and_a_cut_that_fails_is_one_error():

@@ -365,6 +365,28 @@ def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):
     assert "secret" not in serve.shown(arguments, environment)
 
 
+def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
+    """Some settings have no option: inline_bytes, result_timeout_s."""
+
+    def serve(named, *given):
+        monkeypatch.setenv(VARIABLE, json.dumps(named))
+        return invoke("serve", "MODEL", *given, "--dry-run")
+
+    status, said, _ = serve({"inline_bytes": 5, "allow_capture": False}, "--consumer", "logging")
+    assert not status
+    (found,) = (word for word in shlex.split(said) if word.startswith(f"{VARIABLE}="))
+    settings = ServerSettings.model_validate_json(found.partition("=")[2])
+    assert (settings.inline_bytes, settings.allow_capture) == (5, False)
+    assert settings.consumers == ("logging",)
+    for named, sentence in (
+        ({"max_body_mib": 3}, "max_body_mib was given as an option and in TLLM_SERVER"),
+        ({"inline": 3}, "TLLM_SERVER in the environment has inline: Extra inputs are not"),
+    ):
+        status, _, error = serve(named, "--max-body-mib", "2")
+        assert status == 2
+        assert sentence in " ".join(error.split())
+
+
 def test_a_dry_run_prints_the_command():
     arguments = ["serve", "MODEL", "--max-model-len", "9", "--admin-api-key", "secret", "--dry-run"]
     result = CliRunner().invoke(app, arguments)

@@ -596,6 +596,66 @@ def test_an_answer_that_is_fetched_later_is_steered_or_refused_at_once(server, s
             assert json.loads(next(lines))["status"] == "queued"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_was_not_done_of_an_answer_is_told_when_it_is_fetched(server, stream):
+    patch = [{"hook": "post_block", "layer": 2, "positions": [90], "source": {"zero": True}}]
+    body = {"model": "demo", "input": PROMPT, "background": True, "max_output_tokens": 100}
+    body |= {"patch": patch, "stream": stream, "stop_when": EVERYTHING}
+    answer = server.post("/v1/responses", body)
+    if stream:
+        given = next(line for line in answer.text.splitlines() if line.startswith("data: {"))
+        name = json.loads(given.removeprefix("data: "))["response"]["id"]
+    else:
+        name = answer.json()["id"]
+    for _ in range(600):
+        found = fetched(server, name)
+        if found["status"] not in ("queued", "in_progress"):
+            break
+        time.sleep(0.1)
+    result = found["consumer_results"]["patching"]
+    assert result["status"] == "partial_error"
+    assert "patch[0]['positions']: 90" in result["error"]
+    assert found["consumer_results"]["signals"]["status"] == "ok"
+    if stream:
+        replay = fetched(server, name, stream=True)
+        assert replay["response"]["consumer_results"] == found["consumer_results"]
+
+
+def fetched(server, name, *, stream=False):
+    """An answer of the background, from the process of the server that has it, which is a matter
+    of chance; of a stream, its last event."""
+    for _ in range(200):
+        answer = server.get(f"/v1/responses/{name}?stream={stream}")
+        if answer.status_code == 200:
+            break
+    assert answer.status_code == 200
+    if not stream:
+        return answer.json()
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    return json.loads(lines[-1].removeprefix("data: "))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_the_background_count_while_they_are_computed(server, stream):
+    """Whoever asked for these could have as many as he liked at a time."""
+    zero = {"hook": "post_block", "layer": 2, "positions": [0], "source": {"zero": True}}
+    body = {"model": "demo", "input": PROMPT, "background": True, "patch": [zero]}
+    body |= {"max_output_tokens": 150, "ignore_eos": True, "stream": stream}
+    headers = {"Authorization": "Bearer little"}
+    path = f"{server.url}/v1/responses"
+    with httpx.stream("POST", path, json=body, headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200
+        if not stream:
+            answer.read()
+    short = body | {"max_output_tokens": 2, "background": False, "stream": False}
+    assert httpx.post(path, json=short, headers=headers, timeout=60).status_code == 429
+    for _ in range(600):
+        if httpx.post(path, json=short, headers=headers, timeout=60).status_code == 200:
+            return
+        time.sleep(0.1)
+    raise AssertionError("an answer that was computed is still counted")
+
+
 def test_global_steering_is_the_administrators(server, client):
     spec = {"post_block": {"2": [5.0] * 128}}
     plain = client.completions.create(**WORDS, max_tokens=6).choices[0].text
@@ -893,8 +953,9 @@ def test_a_form_and_escaped_names_are_read_too(server):
     assert "steering_name was given" in refused.json()["error"]["message"]
     escaped = r'{"prompt": "Hi", "\u0063apture": {"memory": {}}}'
     headers = {"Content-Type": "application/json"}
-    refused = httpx.post(f"{server.url}/tokenize", content=escaped, headers=headers)
-    assert "capture was given" in refused.json()["error"]["message"]
+    for body in (escaped.encode(), '{"prompt": "Hi", "capture": {}}'.encode("utf-16")):
+        refused = httpx.post(f"{server.url}/tokenize", content=body, headers=headers)
+        assert "capture was given" in refused.json()["error"]["message"]
 
 
 def test_a_route_that_reads_no_fields_works_without_them(server):

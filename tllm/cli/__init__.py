@@ -20,7 +20,6 @@ from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
-from tllm.server.settings import ServerSettings
 from tllm.spec.reading import scalar
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
@@ -113,15 +112,17 @@ def serve(
                 "--admin-api-key is empty; give a key, or leave it out: the admin routes then "
                 "answer on loopback only"
             )
-        settings = ServerSettings(
-            consumers=tuple(consumer or ()),
-            capture_consumers=tuple(capture_consumer or ()),
-            steering_modules=serving.modules_of(steering_module or ()),
-            admin_api_key=admin_api_key,
-            allow_capture=allow_capture,
-            allow_consumers=allow_consumers,
-            limits=serving.limits_file(limits),
-            max_body_mib=max_body_mib,
+        settings = serving.settings_of(
+            {
+                "consumers": tuple(consumer or ()),
+                "capture_consumers": tuple(capture_consumer or ()),
+                "steering_modules": serving.modules_of(steering_module or ()),
+                "admin_api_key": admin_api_key,
+                "allow_capture": allow_capture,
+                "allow_consumers": allow_consumers,
+                "limits": serving.limits_file(limits),
+                "max_body_mib": max_body_mib,
+            }
         )
         options = serving.engine_options(map(_argument, engine_arg or ()))
         if hook_points is not None:
@@ -232,6 +233,7 @@ def capture(
     engine_arg: EngineArguments = None,
 ) -> None:
     """Write activations of many prompts into a store. Run it again to go on where it stopped."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     try:
         job = capturing.Job(
@@ -303,6 +305,7 @@ def sweep(
     engine_arg: EngineArguments = None,
 ) -> None:
     """Patch one row at a time of one prompt into another, and say where it matters."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     try:
         check_writable("--out", out)

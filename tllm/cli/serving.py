@@ -7,10 +7,12 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from tllm.cli.files import check_there
 from tllm.client.arguments import split
@@ -22,6 +24,24 @@ from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.steering import load
 
 _PLUGINS = "VLLM_PLUGINS"
+
+
+def settings_of(given: Mapping[str, Any]) -> ServerSettings:
+    """The settings of a server: those of the command line, and those without an option of their
+    own, or that were not given there, of the environment (`TLLM_SERVER`)."""
+    of_command = ServerSettings.model_validate(given)
+    chosen = of_command.model_dump(exclude_defaults=True)
+    try:
+        named = ServerSettings.from_environment()
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"{VARIABLE} in the environment has {wrong}") from None
+    for name in chosen.keys() & named.model_fields_set:
+        if chosen[name] != getattr(named, name):
+            raise ValueError(
+                f"{name} was given as an option and in {VARIABLE} of the environment; give it once"
+            )
+    return named.model_copy(update={name: getattr(of_command, name) for name in chosen})
 
 
 def command(

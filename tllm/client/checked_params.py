@@ -12,6 +12,7 @@ import msgspec
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+from tllm.engine.message_types import check_params
 from tllm.params import SamplingParams, plain
 from tllm.spec.request import EXTRA_ARG
 
@@ -52,6 +53,7 @@ class CheckedParams:
                 own.skip_clone = True
             own.extra_args = extra_args
             own.__post_init__()
+            check_params(own)
             return own
         known = self._known.get(key)
         # Options of consumers are the user's own, too.
@@ -65,6 +67,7 @@ class CheckedParams:
         own = _with_own(own, _containers(own))
         own.extra_args = extra_args
         own.__post_init__()
+        check_params(own)
         own.skip_clone = True
         if known is None:
             self._keep(key, own)

@@ -26,7 +26,7 @@ from tllm.client.checked_params import CheckedParams
 from tllm.client.feature_probes import FeatureProbes
 from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect
-from tllm.client.results import Samples, attach_results, samples_of, set_result
+from tllm.client.results import LEFT, Samples, attach_results, samples_of, set_result
 from tllm.client.steering import (
     GLOBAL,
     MODULE,
@@ -675,7 +675,13 @@ class Client:
         left = 1.0 if timeout_s is None else timeout_s
         while True:
             wait_s = min(1.0, left) if alone else 0.0
-            answers = yield WorkerCall("take_results", (pending, tokens, wait_s))
+            try:
+                answers = yield WorkerCall("take_results", (pending, tokens, wait_s))
+            except Exception as error:  # the engine is going down; what was generated is here
+                logger.warning("no results of consumers were to be had: %s", error)
+                for prompt_id in pending:
+                    requests[prompt_id].results.lost = reason_of(error)
+                return
             pending = collect(requests, answers)
             left = 1.0 if deadline is None else deadline - time.monotonic()
             if not pending or left <= 0:
@@ -689,9 +695,13 @@ class Client:
         consumers of this process."""
         request: Prepared = output.tllm_request
         joined, lengths = request.results.joined(), request.samples.lengths
-        left = request.named - self.consumers.keys()
+        missing = dict.fromkeys(request.named - self.consumers.keys(), LEFT)
+        if request.results.lost:
+            used = request.named | (self.consumers.keys() - request.unused)
+            lost = f"the workers could not be asked for the result: {request.results.lost}"
+            missing |= dict.fromkeys(used, lost)
         attach_results(
-            output, joined, request.captures, left, lengths, request.ended_by, request.patch
+            output, joined, request.captures, missing, lengths, request.ended_by, request.patch
         )
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):

@@ -249,6 +249,16 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         """Whether `prepared_plain` has an answer: all is known, and nothing is steered."""
         return self._tllm.is_current and not self._tllm.composer.concerns(None)
 
+    def steers_from_end(self, asked: Asked) -> bool:
+        """Whether tokens are steered that count from the end of the prompt, by what a request asks
+        or by what is global.
+
+        Raises `ValueError` naming what is wrong in the request.
+        """
+        composer = self._tllm.composer
+        groups = composer.groups(asked.steering) if composer.concerns(asked.steering) else ()
+        return any(group.positions.from_end for group in groups)
+
     def prepared_plain(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
         nobody will look at."""

@@ -23,7 +23,8 @@ _MEMORY = "memory"
 #: The one whose results are the `signals`.
 _SIGNALS = "signals"
 
-_LEFT = "the consumer was unregistered before the request had ended"
+LEFT = "the consumer was unregistered before the request had ended"
+"""Why a consumer that a request named has no result."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,14 @@ _LEFT_OUT = (
 
 
 class Collected:
-    """The results of one prompt: each worker's, by sample and consumer, until they are joined."""
+    """The results of one prompt: each worker's, by sample and consumer, until they are joined.
+
+    Attributes:
+        lost: why the workers could not be asked for what is not here; empty where they could.
+    """
 
     def __init__(self) -> None:
+        self.lost = ""
         self._parts: dict[int, dict[str, dict[int, Mapping[str, Any]]]] = {}
 
     def add(self, worker: int, samples: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
@@ -206,7 +212,7 @@ def attach_results(
     output: RequestOutput | PoolingRequestOutput,
     results: Mapping[int, Mapping[str, ConsumerResult]],
     captures: Sequence[str],
-    left: Iterable[str],
+    missing: Mapping[str, str],
     lengths: Mapping[int, int],
     ended_by: Container[str],
     patch: RequestPatch | None = None,
@@ -215,7 +221,7 @@ def attach_results(
 
     Args:
         results: by sample and consumer.
-        left: consumers that the request asked for by name, and that are not registered any more.
+        missing: why consumers of the request have no results, those that have left for example.
         lengths: how many tokens were generated, by sample, when it has ended.
         ended_by: names of the conditions that may have ended a sample.
         patch: what was to be put in the place of rows.
@@ -229,8 +235,8 @@ def attach_results(
     samples = samples_of(output)
     for index, sample in samples:
         own = dict(results.get(index, {}))
-        for name in left:
-            own.setdefault(name, ConsumerResult("error", _LEFT, None))
+        for name, why in missing.items():
+            own.setdefault(name, ConsumerResult("error", why, None))
         for name in captures:
             own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         # The last generated token never passes the model; all of a prompt's do.

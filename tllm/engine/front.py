@@ -10,7 +10,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tllm.engine.message_types import check_request
 from tllm.engine.seams import overrides, uses
 
 uses(
@@ -54,6 +55,12 @@ uses(
     "a beam's generated tokens are told apart",
 )
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
+uses(
+    "vllm.v1.engine.async_llm.AsyncLLM",
+    "abort",
+    "a request that could not be sent is forgotten",
+    takes="request_id internal",
+)
 
 REFUSALS = (ValueError, VLLMClientError)
 """What is raised for a request that cannot be served as it is."""
@@ -338,10 +345,12 @@ class AsyncLLMFront:
     handle: Any = None
 
     def __init__(self, engine: AsyncLLM, requests: AsyncRequests, check: Any) -> None:
+        self._engine = engine
         self._requests = requests
         self._check = check
-        self._add_request = engine.add_request
+        self._add_request, self._send = engine.add_request, engine._add_request
         engine.add_request = self.add_request  # type: ignore[method-assign]
+        engine._add_request = self.send  # type: ignore[method-assign]
         check_requests(engine, check)
 
     @overrides(
@@ -374,6 +383,25 @@ class AsyncLLMFront:
         if (admitted := ADMITTED.get()) is not None:
             admitted()
         return ResultQueue(queue, self._requests, request)
+
+    @overrides(
+        "vllm.v1.engine.async_llm.AsyncLLM._add_request",
+        "of a request that could not be sent nothing is left",
+    )
+    async def send(self, request: Any, prompt: Any, parent_req: Any, *args: Any) -> None:
+        """Send a request, or one sample of it."""
+        known = self._engine.output_processor.request_states
+        continued = request.request_id in known  # by an input of a streamed prompt
+        try:
+            await self._send(request, prompt, parent_req, *args)
+        except BaseException:
+            if request.request_id in known and not continued:
+                names = [request.request_id]
+                if parent_req is not None:  # the samples that were sent before, too
+                    names.append(parent_req.request_id)
+                with suppress(Exception):  # a dead engine hears of nothing
+                    await self._engine.abort(names, internal=True)
+            raise
 
 
 class ResultQueue:
@@ -448,6 +476,7 @@ def check_requests(engine: Any, check: Any) -> None:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         request = process(*args, **kwargs)
+        _check_types(request)
         check(request)
         return request
 
@@ -458,6 +487,7 @@ def check_requests(engine: Any, check: Any) -> None:
 
     async def checked_async(*args: Any, **kwargs: Any) -> Any:
         request = await process_async(*args, **kwargs)
+        _check_types(request)
         check(request)
         return request
 
@@ -484,5 +514,13 @@ def _put_into(prompt: Any, params: Any, check: Any) -> Any:
     if isinstance(prompt, EngineCoreRequest):
         name = "sampling_params" if isinstance(params, SamplingParams) else "pooling_params"
         setattr(prompt, name, params)
+        _check_types(prompt)
         check(prompt)  # vLLM has processed its prompt before
     return params
+
+
+def _check_types(request: Any) -> None:
+    try:
+        check_request(request)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None

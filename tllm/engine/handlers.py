@@ -66,6 +66,14 @@ uses(
 )
 
 
+uses(
+    f"{_OPENAI}.responses.serving.OpenAIServingResponses",
+    "background_tasks retrieve_responses",
+    "what came of an answer that is fetched later, and when it is done",
+    since="0.32",
+)
+
+
 @dataclass(frozen=True)
 class BeamSteps:
     """Beam search of one HTTP request: each step of each beam is an engine request, whose prompt is

@@ -341,13 +341,9 @@ class InterventionWorker(_Base):
         """
         try:
             answer = getattr(self._calls, method)(*cloudpickle.loads(payload))
-            try:
-                return self._answers.encode(("ok", answer), token)
-            except Exception:
-                if method != "take_results":
-                    raise
-                # They were popped: those of the other consumers must reach their users.
-                return self._answers.encode(("ok", sendable(answer)), token)
+            if method == "take_results":  # they were popped, and each must reach its user
+                answer = sendable(answer)
+            return self._answers.encode(("ok", answer), token)
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("tLLM call %r failed", method)

@@ -105,8 +105,7 @@ class AsyncLM(ABC):
         self, token_ids_list: Sequence[Sequence[int]], *, lora_name: str | None = None
     ) -> torch.Tensor:
         """`batch_next_token_logprobs` for callers without an event loop."""
-        if not len(token_ids_list):
-            raise ValueError("no prompts were given; give at least one")
+        check_prompts(token_ids_list)
         rows = [self.next_token_logprobs_sync(p, lora_name=lora_name) for p in token_ids_list]
         return torch.stack(rows)
 
@@ -132,8 +131,7 @@ class AsyncLM(ABC):
         **options: Any,
     ) -> list[list[int]]:
         """A completion for each prompt, all with the same seed; options as `sample` takes them."""
-        if not len(prompt_token_ids_list):
-            raise ValueError("no prompts were given; give at least one")
+        check_prompts(prompt_token_ids_list)
         samples = (
             self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, **options)
             for prompt in prompt_token_ids_list
@@ -170,6 +168,18 @@ class AsyncLM(ABC):
         traceback: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self.cleanup)
+
+
+def check_prompts(prompts: Any) -> None:
+    """Raise `ValueError` unless there are several prompts, or one, to be gone through."""
+    try:
+        count = len(prompts)
+    except TypeError:
+        raise ValueError(
+            f"the prompts are {type(prompts).__name__}; give a list of lists of token ids"
+        ) from None
+    if not count:
+        raise ValueError("no prompts were given; give at least one")
 
 
 _SAMPLE = "Ab 1,\n\u00e9 \u6f22\u2603"

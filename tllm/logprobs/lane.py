@@ -80,6 +80,8 @@ class Lane:
             self._tokens.append(tokens[0])
             return
         try:
+            if bool in map(type, tokens):
+                raise TypeError
             given = tuple(map(operator.index, tokens))
         except TypeError:
             raise TypeError(
@@ -103,20 +105,17 @@ class Lane:
         Returns:
             vLLM's outputs of the requests that served the lane, when consumers have something to
             say about them (`consumers=` or `capture=` was given to `open`): usually one, more when
-            the lane had lost its place. Empty otherwise.
+            the lane had lost its place. Empty otherwise. Closed again, it gives the same.
         """
-        if self._end():
-            return await self._loop.wait_for(self._service.close(self._holder))
-        return []
+        self._closed = True
+        if self._loop.closed:
+            return []
+        return await self._loop.wait_for(self._service.close(self._holder))
 
     def close_sync(self) -> list[Any]:
         """`close` for callers without an event loop."""
-        return self._loop.run(self._service.close(self._holder)) if self._end() else []
-
-    def _end(self) -> bool:
-        """Whether there is anything to give back."""
-        ended, self._closed = self._closed, True
-        return not (ended or self._loop.closed)
+        self._closed = True
+        return [] if self._loop.closed else self._loop.run(self._service.close(self._holder))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -83,10 +83,10 @@ class Form:
             raise ValueError("top_k= and only= were both given; give one of them")
         if top_k is not None:
             return cls(top_k=min(whole_number(top_k, "top_k=", 1), vocab_size))
-        assert only is not None
-        if not len(only):
+        tokens = checked_tokens(only, vocab_size, "only=")
+        if not tokens:
             raise ValueError("only= is empty; give at least one token, or leave it out")
-        return cls(only=checked_tokens(only, vocab_size, "only="))
+        return cls(only=tokens)
 
     def numbers(self, vocab_size: int) -> int:
         """Values and ids of one result."""
@@ -104,11 +104,12 @@ class Form:
 WHOLE = Form()
 """The whole vocabulary."""
 
+_BOOLEANS = frozenset({bool, np.bool_})
 _FEW = 8
 """So many tokens are looked at one by one: an array of them would take longer to make."""
 
 
-def checked_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> tuple[int, ...]:
+def checked_tokens(tokens: Any, vocab_size: int, name: str) -> tuple[int, ...]:
     """Token ids as plain integers; `ValueError` for what is not one of the vocabulary's."""
     few = type(tokens) is tuple and len(tokens) <= _FEW
     if few and all(type(token) is int and 0 <= token < vocab_size for token in tokens):
@@ -119,10 +120,13 @@ def checked_tokens(tokens: Sequence[int], vocab_size: int, name: str) -> tuple[i
     given = tokens.tolist() if isinstance(tokens, np.ndarray | torch.Tensor) else tokens
     try:
         array = np.asarray(given)
-        if len(array) and (array.ndim != 1 or array.dtype.kind not in "iu"):
+        if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+            raise ValueError
+        # NumPy takes booleans for integers among these.
+        if len(array) and array.min() < 2 and not _BOOLEANS.isdisjoint(map(type, given)):
             raise ValueError
     except ValueError:
-        raise ValueError(f"{name} must be a flat list of integers, and is {given!r}") from None
+        raise ValueError(f"{name} must be a flat list of integers, and is {given!r:.80}") from None
     if len(array) and (array.min() < 0 or array.max() >= vocab_size):
         raise ValueError(
             f"{name} has token {array.min() if array.min() < 0 else array.max()}; the model's "

@@ -373,7 +373,9 @@ class Service:
         output = await self._generate(query, params)
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
-        return tokens[:-1] if completion.finish_reason == "stop" else tokens
+        # What a controller ended has a reason in words, and no token of an end.
+        by_token = not isinstance(completion.stop_reason, str)
+        return tokens[:-1] if completion.finish_reason == "stop" and by_token else tokens
 
     def _request_id(self) -> str:
         return f"logprobs-{self._prefix}-{next(self._requests)}"
@@ -451,6 +453,12 @@ class Service:
 
     def _keep(self, query: Query, holder: Holder) -> KeptRequest:
         """A new kept request for a lane."""
+        if self.engine.steers_from_end(query.interventions.asked):
+            raise ValueError(
+                "steering, the lane's own or a global one, names tokens that count from the end of "
+                "the prompt ('last_prompt', negative positions), and a lane's tokens are a prompt "
+                "that grows; give other positions, or ask with next_token_logprobs()"
+            )
         adapter = None if query.lora is None else query.lora.lora_int_id
         # A consumer that writes makes the blocks nobody else's.
         root: Hashable = adapter, self.engine.steering.version, query.interventions.key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -94,8 +94,12 @@ class TransformersLM(AsyncLM):
             generator.seed()
         else:
             generator.manual_seed(seed)
-        own = self._model.generation_config.eos_token_id if eos_token_ids is None else eos_token_ids
-        ends = {own} if isinstance(own, int) else set(own or ())
+        if eos_token_ids is None:
+            own = self._model.generation_config.eos_token_id
+            ends = {own} if isinstance(own, int) else set(own or ())
+        else:
+            given = list(eos_token_ids) if isinstance(eos_token_ids, Set) else eos_token_ids
+            ends = set(checked_tokens(given, self.vocab_size, "eos_token_ids"))
         tokens: list[int] = []
         while len(tokens) < max_tokens:
             found = await self.next_token_logprobs([*prompt_token_ids, *tokens])

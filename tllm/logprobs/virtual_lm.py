@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from functools import partial
+from numbers import Integral
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -17,7 +18,7 @@ from tllm.consumers.base import Consumer
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.engine.bulk import loop_of
 from tllm.engine.capacity import adapters_at_once
-from tllm.logprobs.base import AsyncLM
+from tllm.logprobs.base import AsyncLM, check_prompts
 from tllm.logprobs.cache import AnswerCache
 from tllm.logprobs.lane import Lane
 from tllm.logprobs.loop import EngineLoop, Mailbox
@@ -264,6 +265,7 @@ class AsyncVirtualLM(AsyncLM):
             prompt: token ids, at least one.
             **options: `LaneOptions`, for all of the lane's steps.
         """
+        _refuse_forms(options, "give it to next() of the lane")
         return Lane(self._loop, self._mailbox, self._service, self._query(prompt, options))
 
     # -- completions -----------------------------------------------------------------------------
@@ -288,16 +290,24 @@ class AsyncVirtualLM(AsyncLM):
             seed: for the same tokens again.
             **options: `LaneOptions`.
         """
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens!r}; give 1 or more")
+        whole = isinstance(max_tokens, Integral) and not isinstance(max_tokens, bool)
+        if not whole or max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens!r}; give a whole number of 1 or more")
+        if "memory" in (options.get("capture") or ()):
+            raise ValueError(
+                "capture['memory'] was given, but sample() gives tokens alone; generate with "
+                "lm.engine.generate(), or query() the tokens afterwards"
+            )
+        _refuse_forms(options, "completions are drawn from the whole vocabulary; leave it out")
         query = self._query(prompt_token_ids, options, generates=True)
         fields: dict[str, Any] = {
-            "max_tokens": max_tokens,
+            "max_tokens": int(max_tokens),
             "temperature": temperature,
             "seed": seed,
         }
         if eos_token_ids is not None:
-            ends = checked_tokens(list(eos_token_ids), self.vocab_size, "eos_token_ids")
+            given = list(eos_token_ids) if isinstance(eos_token_ids, Set) else eos_token_ids
+            ends = checked_tokens(given, self.vocab_size, "eos_token_ids")
             fields |= {"stop_token_ids": list(ends), "ignore_eos": True}
         return await self._loop.wait_for(self._service.sample(query, fields))
 
@@ -375,8 +385,7 @@ class AsyncVirtualLM(AsyncLM):
         return Query(tokens, form, adapter, Interventions.of(asked, generates=generates))
 
     def _queries(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Query]:
-        if not len(prompts):
-            raise ValueError("no prompts were given; give at least one")
+        check_prompts(prompts)
         return [self._query(prompt, options) for prompt in prompts]
 
     def _known(self, query: Query) -> tuple[Answer | None, Callable[[Answer], None]]:
@@ -450,6 +459,13 @@ class AsyncVirtualLM(AsyncLM):
         if not self._loop.closed:
             self._finalizer()
             self._mailbox.fail_all()
+
+
+def _refuse_forms(options: Mapping[str, Any], instead: str) -> None:
+    """Refuse what says how much of a distribution is wanted where nobody gets one."""
+    for name in ("top_k", "only"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name}= was given; {instead}")
 
 
 def _forget(answer: Answer) -> None:

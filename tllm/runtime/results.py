@@ -219,19 +219,40 @@ class Results:
         return {"status": status, "error": error, "payload": payload}
 
 
-def sendable(found: PromptResults) -> PromptResults:
-    """The same, without payloads that cannot be pickled: these are their consumer's errors."""
+class _Sent:
+    """What is said of one consumer's result, on its way to the user's process."""
 
-    def checked(said: dict[str, Any]) -> dict[str, Any]:
+    def __init__(self, body: bytes, arrays: Iterable[pickle.PickleBuffer]) -> None:
+        self._made_of = (body, *arrays)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, self._made_of
+
+
+def _arrived(body: bytes, *arrays: Any) -> dict[str, Any]:
+    """The same in the user's process."""
+    try:
+        said: dict[str, Any] = pickle.loads(body, buffers=arrays)
+    except Exception as fault:
+        return _error(fault, "its result cannot be read in the user's process: ")
+    return said
+
+
+def sendable(found: PromptResults) -> PromptResults:
+    """The same, to be pickled (protocol 5): a payload that cannot be, or of which nothing can be
+    made again, is its consumer's error, and no other result's."""
+
+    def sent(said: dict[str, Any]) -> Any:
+        arrays: list[pickle.PickleBuffer] = []
         try:
-            pickle.dumps(said, protocol=5, buffer_callback=lambda _: None)
+            body = pickle.dumps(said, protocol=5, buffer_callback=arrays.append)
         except Exception as fault:
             return _error(fault, "its result cannot be sent to the user's process: ")
-        return said
+        return _Sent(body, arrays)
 
     return {
         prompt_id: {
-            sample: {name: checked(said) for name, said in results.items()}
+            sample: {name: sent(said) for name, said in results.items()}
             for sample, results in samples.items()
         }
         for prompt_id, samples in found.items()

@@ -14,7 +14,8 @@ from tllm.spec.request import EXTRA_ARG
 
 _READ_BY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _NAMES = (*FIELDS, *UNSUPPORTED)
-_MARKS = (*(f'"{name}"'.encode() for name in (*_NAMES, EXTRA_ARG)), b"\\u")
+_MARKS = (*(f'"{name}"'.encode() for name in (*_NAMES, EXTRA_ARG)), b"\\u", b"\x00")
+"""What a body has that may have our fields: as they are, escaped, or in UTF-16 or UTF-32."""
 _INNER = ("vllm_xargs", "extra_args", "extra_kwargs")
 """Fields of vLLM's that go on to the engine as they are."""
 

@@ -6,6 +6,7 @@ and notes the engine's outputs on their way to the handler, which knows nothing 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -32,6 +33,8 @@ from tllm.spec.tiers import parse_modules
 
 _BACKGROUND_S = 10.0
 """How long an answer that is computed in the background is waited for to begin."""
+_OVER = ("completed", "incomplete", "cancelled", "failed")
+"""How an answer stands that was computed in the background."""
 _DONE = "data: [DONE]"
 _STEERING_FIELDS = ("steering_vectors", "steering_clamps")
 _RESULTS = ("capture_results", "consumer_results")
@@ -70,6 +73,9 @@ class Door:
         self._files = files
         self._live = live
         self._limits = limits
+        #: Of answers that are fetched later, which vLLM keeps for ever: what came of them, once
+        #: that was looked at; else outputs, and the results that are wanted.
+        self._later: dict[str, tuple[Mapping[str, Any], list[str]] | list[dict[str, Any]]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -128,10 +134,45 @@ class Door:
         except BaseException:
             end()
             raise
+        running = self._running(request)
+        if running is not None:  # in the background, whoever listens
+            running.add_done_callback(lambda _: end())
+            return response
         if isinstance(response, AsyncGenerator):
             return _ending(response, end)
         end()
         return response
+
+    def _running(self, request: Any) -> asyncio.Task[Any] | None:
+        """What computes an answer in the background; None for any other, and when it is done."""
+        if not _in_background(request):
+            return None
+        tasks: Mapping[str, asyncio.Task[Any]] = self._handler.background_tasks
+        return tasks.get(request.request_id)
+
+    async def retrieve_responses(self, response_id: str, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's; an answer that was computed in the background has what came of it."""
+        response = await self._handler.retrieve_responses(response_id, *args, **kwargs)
+        if response_id not in self._later:
+            return response
+        if isinstance(response, AsyncGenerator):
+            return self._told_again(response, response_id)
+        return self._with_told(response, response_id) if response.status in _OVER else response
+
+    async def _told_again(
+        self, events: AsyncGenerator[Any, None], response_id: str
+    ) -> AsyncGenerator[Any, None]:
+        async for event in events:
+            if event.type == "response.completed":
+                self._with_told(event.response, response_id)
+            yield event
+
+    def _with_told(self, response: Any, response_id: str) -> Any:
+        """An answer of the background that is over, with what came of it."""
+        later = self._later[response_id]
+        if isinstance(later, tuple):
+            later = self._later[response_id] = self._samples(*later)
+        return _with_turns(response, later)
 
     async def _answered(
         self,
@@ -153,6 +194,7 @@ class Door:
         if watch.eager:  # who asks later how it goes would wait for ever for what is refused
             await watch.called(_BACKGROUND_S)
             await watch.begin()
+            self._later[request.request_id] = outputs, wanted
         if isinstance(response, AsyncGenerator):
             # What is refused is an error of the request, and not of a stream.
             if in_turns:
@@ -165,6 +207,8 @@ class Door:
             num_samples = getattr(request, "n", None) or 1
             refusals = RefusedChoices(watch, num_samples, request.model)
             return self._streamed_choices(response, outputs, wanted, num_samples, refusals)
+        if watch.eager:
+            return response
         samples = self._samples(outputs, wanted)
         if not any(samples):
             return response

@@ -68,6 +68,12 @@ class Criteria:
             or any(stop is None or stop >= 0 for _, stop in self.ranges)
         )
 
+    @property
+    def from_end(self) -> bool:
+        """Whether some of them count from the end of the prompt."""
+        edges = (edge for each in self.ranges for edge in each if edge is not None)
+        return any(position < 0 for position in (*self.positions, *edges))
+
     def in_prompt(self, media: PromptMedia) -> Criteria:
         """These criteria with the positions of the items that they name."""
         if not self.media:
@@ -188,6 +194,11 @@ class Selection:
     def media(self) -> tuple[MediaItem, ...]:
         """The items of the prompt that it names, to mean their tokens or to leave them out."""
         return self.include.media + self.exclude.media
+
+    @property
+    def from_end(self) -> bool:
+        """Whether it hangs on where the prompt ends, beside by its phase."""
+        return self.include.from_end or self.exclude.from_end
 
     def in_prompt(self, media: PromptMedia) -> Selection:
         """This selection in a prompt with these items: by positions. Items that the prompt lacks
