@@ -155,6 +155,9 @@ def test_declared_methods_of_a_consumer_may_be_called_and_no_others(llm):
         llm.call_consumer(counter, "hidden")
     with pytest.raises(ValueError, match="no consumer 'nobody' is registered"):
         llm.call_consumer("nobody", "add")
+    with pytest.raises(ValueError, match=r"add\(numbers, factor\), called with 1 .*'factor'"):
+        llm.call_consumer(counter, "add", [1])
+    assert llm.call_consumer(counter, "add", [], 1) == [31]  # it is there as before
     with pytest.raises(RuntimeError, match=r"detached: LookupError.*no number"):
         llm.call_consumer(counter, "fail")
     with pytest.raises(RuntimeError, match="detached"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -269,8 +270,8 @@ class Session:
     def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
         """Call one of a consumer's `remote_methods`, after the rows of the step before.
 
-        Raises `ValueError` for a consumer or method that is not there, and `RuntimeError` for a
-        consumer that raised: it is detached then.
+        Raises `ValueError` for a consumer or method that is not there, or that does not take these
+        arguments, and `RuntimeError` for a consumer that raised: it is detached then.
         """
         owner = self.consumers.get(consumer_id)
         if method not in owner.consumer.remote_methods:
@@ -278,8 +279,17 @@ class Session:
                 f"consumer {consumer_id!r} has no remote method {method!r}; its remote_methods "
                 f"are {', '.join(owner.consumer.remote_methods) or 'none'}"
             )
+        called = getattr(owner.consumer, method)
+        try:
+            signature = inspect.signature(called)
+            signature.bind(*args)
+        except TypeError as error:
+            raise ValueError(
+                f"consumer {consumer_id!r} has {method}{signature}, called with {len(args)} "
+                f"arguments: {error}"
+            ) from None
         self.steps.end()
-        answer = self._dispatcher.call(owner, getattr(owner.consumer, method), *args)
+        answer = self._dispatcher.call(owner, called, *args)
         if owner.error is not None:
             raise RuntimeError(f"consumer {consumer_id!r} raised and is detached: {owner.error}")
         return answer
