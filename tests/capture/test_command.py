@@ -112,6 +112,17 @@ def test_a_capture_that_no_prompt_can_have_ends_the_job(here, arguments):
     assert "line-1 was refused: capture['filesystem']['hooks']: post_block has no layer" in text
 
 
+def test_a_folder_with_other_files_is_no_store_to_go_on_with(here, arguments, tmp_path):
+    given = arguments(["hello"], "--hooks", "post_block:1")
+    other = tmp_path / "store" / "mine.txt"
+    other.parent.mkdir()
+    other.write_text("mine")
+    status, text = here(given)
+    assert status == 2
+    assert "has other files, and no store; give a new or an empty folder" in text
+    assert list(other.parent.iterdir()) == [other]
+
+
 def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
     status, text = here(arguments(["hello", {"no": 1}], "--hooks", "post_block:1"))
     assert status == 2

@@ -210,6 +210,8 @@ def test_what_is_no_tensor_is_refused():
     writer = worker.additions.add_writer(TAP, (DECODE,))
     with pytest.raises(TypeError, match="vectors are list; give a tensor"):
         writer.set(worker.requests, [0.0] * HIDDEN)
+    with pytest.raises(TypeError, match="complex64; a residual stream has real numbers"):
+        writer.set(worker.requests, torch.ones(HIDDEN, dtype=torch.complex64))
 
 
 def on_another_thread(work):

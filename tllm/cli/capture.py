@@ -138,7 +138,15 @@ def _done(job: Job, names: list[str]) -> set[str]:
     is asked now: nobody who asks for other rows shall get none in silence."""
     if not job.out.is_dir() or not any(job.out.iterdir()):
         return set()
-    store = tllm.stores.open(job.out)
+    try:
+        store = tllm.stores.open(job.out)
+    except tllm.stores.StoreError as error:
+        if error.reason != "missing":
+            raise
+        raise ValueError(
+            f"out {str(job.out)!r} has other files, and no store; give a new or an empty folder, "
+            "or that of a store to go on with"
+        ) from None
     done = store.request_ids(tag=job.tag).intersection(names)
     found = store.filter(tag=job.tag, request_id=done, status="ok")
     there = found.keys()

@@ -270,6 +270,8 @@ class TapWriter(ResidualWriter):
                 f"vectors have shape {shape}; give [{hidden}] for all requests or "
                 f"[{len(requests)}, {hidden}], one row a request"
             )
+        if vectors.is_complex():
+            raise TypeError(f"vectors are {vectors.dtype}; a residual stream has real numbers")
         # A copy: the caller may use its tensor again, and rows of the ring are others soon.
         kept = vectors.detach().to(self._additions._taps.device, copy=True)
         if vectors.device.type == "cpu":
