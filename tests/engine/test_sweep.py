@@ -390,6 +390,8 @@ def returned(logprobs):
         ({"heads": [4], "hooks": "attn_heads"}, "give 'all', or numbers from 0 to 3"),
         ({"heads": [], "hooks": "attn_heads"}, "give 'all', or numbers from 0 to 3"),
         ({"freeze": "post_block"}, "post_block is no branch that a layer adds"),
+        ({"together": "no"}, "together='no' must be True or False"),
+        ({"noising": 1}, "noising=1 must be True or False"),
         ({"freeze": "all", "window": 2}, "window=2 was given with freeze or receivers"),
         ({"freeze": "all", "receivers": [("lm_head_in", None)]}, "leave receivers out"),
         ({"receivers": ["mlp_in"]}, "'mlp_in' is no place; give pairs such as"),

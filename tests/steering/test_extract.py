@@ -231,6 +231,7 @@ def test_an_extracted_module_can_be_saved(llm: LLM, mood_module: ExtractedModule
         ({"negative": [[1], [2], [1.5]]}, r"negative\[2\]=\[1.5\] is neither"),
         ({"batch_size": "a"}, "batch_size: 'a' is not a whole number"),
         ({"seed": None}, "seed: None is not a whole number"),
+        ({"paired": "no"}, "paired='no' must be True or False"),
         ({"negative": HAPPY[:3]}, "post_block of layer 0: the positive and the negative rows"),
     ],
 )

@@ -15,7 +15,7 @@ from tllm.params import SamplingParams
 from tllm.patching.metrics import FloatArray, Measures
 from tllm.patching.sweep import Sweep, experiment_row
 from tllm.spec.patching import KeptRows
-from tllm.spec.reading import whole_number
+from tllm.spec.reading import require_bool, whole_number
 
 if TYPE_CHECKING:
     from tllm.client.kept_rows import PatchingControl
@@ -121,6 +121,8 @@ class SweepForm:
     def __post_init__(self) -> None:
         if alone := [hook for hook, layer in self.places if layer is None]:
             raise ValueError(f"hooks: {alone[0]} belongs to no layer; patch it with a request")
+        require_bool("together", self.together)
+        require_bool("noising", self.noising)
         whole_number(self.window, "window=", 1)
         if self.window > 1 and self.ways is not None:
             raise ValueError(

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import hook_named, own_numbers, require_one_of, whole_number
+from tllm.spec.reading import (
+    hook_named,
+    own_numbers,
+    require_bool,
+    require_one_of,
+    whole_number,
+)
 from tllm.spec.selection import Selection
 from tllm.steering.directions import NoDirectionError, find_direction, finder_named
 from tllm.steering.module import ExtractedModule, VectorEntry
@@ -71,6 +77,7 @@ def extract(
             at which the two sides do not differ.
     """
     require_one_of("scale", scale, Scale)
+    require_bool("paired", paired)
     whole_number(seed, "seed: ")
     point, (high, high_prompts), (low, low_prompts) = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size, reduction, paired
