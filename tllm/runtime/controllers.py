@@ -420,7 +420,7 @@ class Controllers:
         if tiers is None:
             named.pop(key, None)
         else:
-            done = tiers.scaled(1.0 if decision.scale is None else decision.scale)
+            done = tiers if decision.scale is None else tiers.scaled(decision.scale)
             others = [each.done for other, each in named.items() if other != key]
             try:
                 self._groups.check([*others, done], "what controllers steer a request with")

@@ -126,6 +126,7 @@ class DecidedGroups:
         self._max_reach = max_reach(max_value, hidden_size)
         self._enabled = enabled
         self._groups: dict[str, SteeringGroup] = {}
+        self._last: tuple[Tiers, tuple[SteeringGroup, ...]] | None = None
         self._sequences: Counter[str] = Counter()  # that may need a group
         self._in_tables: Counter[str] = Counter()  # sequences that need it there
         #: Groups in the tables that none needs, and what their vectors are called there.
@@ -164,19 +165,27 @@ class DecidedGroups:
 
     def check(self, parts: Sequence[Tiers], name: str) -> None:
         """Refuse what together does too much at one place."""
-        SteeringGroup.check_limits(compose(parts), name, self._max_reach)
+        groups = self._composed(parts[0]) if len(parts) == 1 else compose(parts)
+        SteeringGroup.check_limits(groups, name, self._max_reach)
 
     # -- groups of a sequence ----------------------------------------------------------------------
 
     def hold(self, tiers: Tiers) -> Configuration:
         """What is done, for one sequence; to be given back with `release`."""
         found = []
-        for group in compose([tiers]):
+        for group in self._composed(tiers):
             digest = _DECIDED + group.digest
             self._groups.setdefault(digest, group)
             self._sequences[digest] += 1
             found.append(digest)
         return tuple(found)
+
+    def _composed(self, tiers: Tiers) -> tuple[SteeringGroup, ...]:
+        """The groups of what is done; the last are kept, as many sequences are often steered by one
+        object."""
+        if self._last is None or self._last[0] is not tiers:
+            self._last = tiers, compose([tiers])
+        return self._last[1]
 
     def release(self, groups: Mapping[str, int]) -> None:
         """A sequence that held these so often has ended."""
