@@ -145,10 +145,10 @@ def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"rows": 0}, "rows=0 is not allowed; give an integer from 1 on"),
-        ({"rows": 1.5}, "rows=1.5 is not allowed"),
-        ({"seed": -1}, "seed=-1 is not allowed; give an integer from 0 on"),
-        ({"seed": "a"}, "seed='a' is not allowed"),
+        ({"rows": 0}, "rows=0 must be 1 or more"),
+        ({"rows": 1.5}, "rows=1.5 is not a whole number"),
+        ({"seed": -1}, "seed=-1 must be 0 or more"),
+        ({"seed": "a"}, "seed='a' is not a whole number"),
         ({"dtype": "float16"}, "dtype='float16' is not allowed; give a torch.dtype"),
         ({"dtype": np.float16}, "dtype=.*float16.* is not allowed"),
         ({"layer": [0]}, r"layer=\[0\] name no array"),
