@@ -271,7 +271,10 @@ class TestRequestOptions:
         [
             ({"nobody": {}}, r"consumers\['nobody'\].*registered are recorder"),
             ({"recorder": {"strength": 1}}, r"consumers\['recorder'\].*strength.*enabled"),
-            ({"recorder": {"enabled": 1}}, r"consumers\['recorder'\]\['enabled'\]=1 must be True or False"),
+            (
+                {"recorder": {"enabled": 1}},
+                r"consumers\['recorder'\]\['enabled'\]=1 must be True or False",
+            ),
         ],
     )
     def test_a_wrong_option_is_refused_by_name_and_the_engine_goes_on(
