@@ -155,7 +155,7 @@ def test_what_is_refused_when_it_is_set_is_not_set():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_tokens": 2.5}, r"max_tokens=2.5: expected `int \| null`, got `float`"),
+        ({"max_tokens": 2.5}, r"max_tokens=2.5: expected `int \| None`, got `float`"),
         ({"seed": 1.5, "max_tokens": 3}, "seed=1.5: expected"),
         ({"logit_bias": {3: "a"}}, "logit_bias={3: 'a'}: expected `float`, got `str`"),
         ({"allowed_token_ids": [1, 2.0]}, r"allowed_token_ids=\[1, 2.0\]: .* at \[1\]"),

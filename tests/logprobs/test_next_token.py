@@ -199,8 +199,8 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         ),
         (lambda lm: lm.next_token_logprobs_sync([1], consumers={"y": {}}), "no such consumer"),
         (lambda lm: asyncio.run(lm.sample([1], 0, [])), "max_tokens=0"),
-        (lambda lm: asyncio.run(lm.sample([1], 2.5, [])), "max_tokens=2.5; give a whole number"),
-        (lambda lm: asyncio.run(lm.sample([1], None, [])), "max_tokens=None; give a whole"),
+        (lambda lm: asyncio.run(lm.sample([1], 2.5, [])), "max_tokens=2.5 is not a whole number"),
+        (lambda lm: asyncio.run(lm.sample([1], None, [])), "max_tokens=None is not a whole"),
         (lambda lm: asyncio.run(lm.sample([1], 2, 5)), "eos_token_ids is int; give a list"),
         (lambda lm: asyncio.run(lm.sample([1], 2, top_k=5)), "top_k= was given; completions"),
         (lambda lm: lm.open([1], only=[5]), r"only= was given; give it to next\(\)"),
@@ -214,6 +214,12 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
 def test_what_cannot_be_answered_is_refused(lm, ask, message):
     with pytest.raises(ValueError, match=message):
         ask(lm)
+
+
+@pytest.mark.parametrize("most", [0, 2.5, True])
+def test_transformers_refuses_the_same_number_of_tokens(reference, most):
+    with pytest.raises(ValueError, match=f"max_tokens={most}"):
+        asyncio.run(reference.sample([1], most, []))
 
 
 def test_the_longest_prompt_is_answered(lm, reference):

@@ -75,7 +75,7 @@ def _is_refused_by_vllm(value: Any) -> bool:
 
 
 def _told(name: str | None, struct: Any, error: msgspec.ValidationError) -> str:
-    what, _, where = str(error).partition(" - at ")
+    what, _, where = str(error).replace("| null", "| None").partition(" - at ")
     inside = where.strip("`").removeprefix("$").removeprefix(f".{name}")
     given = "the request" if name is None else f"{name}={getattr(struct, name)!r:.60}"
     return f"{given}: {what[:1].lower()}{what[1:]}{f' at {inside}' if inside else ''}"

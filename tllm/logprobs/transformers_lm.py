@@ -11,6 +11,7 @@ import torch
 
 from tllm.logprobs.base import AsyncLM
 from tllm.logprobs.query import checked_tokens
+from tllm.spec.reading import whole_number
 
 
 class TransformersLM(AsyncLM):
@@ -89,6 +90,7 @@ class TransformersLM(AsyncLM):
         seed: int | None = None,
     ) -> list[int]:
         """As `AsyncLM`'s; token after token."""
+        max_tokens = whole_number(max_tokens, "max_tokens=", 1)
         generator = torch.Generator()
         if seed is None:
             generator.seed()

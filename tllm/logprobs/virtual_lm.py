@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
 from functools import partial
-from numbers import Integral
 from typing import Any, TypeVar, Unpack
 
 import torch
@@ -35,6 +34,7 @@ from tllm.logprobs.query import (
 )
 from tllm.logprobs.service import Service
 from tllm.logprobs.transport import CONSUMER, Kind
+from tllm.spec.reading import whole_number
 
 T = TypeVar("T")
 
@@ -290,9 +290,7 @@ class AsyncVirtualLM(AsyncLM):
             seed: for the same tokens again.
             **options: `LaneOptions`.
         """
-        whole = isinstance(max_tokens, Integral) and not isinstance(max_tokens, bool)
-        if not whole or max_tokens < 1:
-            raise ValueError(f"max_tokens={max_tokens!r}; give a whole number of 1 or more")
+        max_tokens = whole_number(max_tokens, "max_tokens=", 1)
         if "memory" in (options.get("capture") or ()):
             raise ValueError(
                 "capture['memory'] was given, but sample() gives tokens alone; generate with "
@@ -301,7 +299,7 @@ class AsyncVirtualLM(AsyncLM):
         _refuse_forms(options, "completions are drawn from the whole vocabulary; leave it out")
         query = self._query(prompt_token_ids, options, generates=True)
         fields: dict[str, Any] = {
-            "max_tokens": int(max_tokens),
+            "max_tokens": max_tokens,
             "temperature": temperature,
             "seed": seed,
         }

@@ -78,7 +78,7 @@ def extract(
     """
     require_one_of("scale", scale, Scale)
     require_bool("paired", paired)
-    whole_number(seed, "seed: ")
+    whole_number(seed, "seed=")
     point, (high, high_prompts), (low, low_prompts) = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size, reduction, paired
     )
@@ -152,8 +152,7 @@ def rows_of_prompts(
             f"positions={positions!r} reads what the model writes, and extract has it write "
             "nothing; put the texts into the prompts and read 'all_prompt'"
         )
-    if whole_number(batch_size, "batch_size: ") < 1:
-        raise ValueError(f"batch_size={batch_size}; it must be at least 1")
+    whole_number(batch_size, "batch_size=", 1)
     positive, negative = prompts_listed(positive, "positive"), prompts_listed(negative, "negative")
     for name, prompts in (("positive", positive), ("negative", negative)):
         if len(prompts) < 2:

@@ -87,7 +87,7 @@ def fit_probe(
     Raises:
         ValueError: an argument that is not as above, or two sides that differ at no layer.
     """
-    whole_number(seed, "seed: ")
+    whole_number(seed, "seed=")
     if max_false_positives is not None and not (
         isinstance(max_false_positives, Real) and 0 <= max_false_positives < 1
     ):

@@ -455,9 +455,9 @@ class Store:
             hidden,
             self._payloads,
             self._table.heads["request_id"].take(pa.array(self._records)).combine_chunks(),
-            int(rows),
+            rows,
             shuffle,
-            int(seed),
+            seed,
             dtype,
         )
 
