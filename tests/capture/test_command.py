@@ -82,10 +82,21 @@ def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
         (("--hooks", "post_block:2"), "5 of these prompts with the tag 'run', and 5 of them lack"),
         (("--hooks", "attn_out:all"), "lack attn_out, which is asked for now; give another --tag"),
         (("--hooks", "post_block:1", "--reduction", "mean"), "the reduction 'none', and 'mean'"),
+        (("--hooks", "post_block:1", "--dtype", "float16"), "rows of float32, and float16 is"),
+        (
+            ("--hooks", "post_block:1", "--positions", "last_prompt"),
+            "with rows of other positions, and",
+        ),
+        (("--hooks", "post_block:1", "--engine-arg=served_model_name=other"), "and 'other' is"),
     ):
         status, text = here(arguments(lines, *other, "--tag", "run"))
         assert status == 2
         assert sentence in text
+    # Nor are the same names of other prompts, as where lines without ids were put in front.
+    moved = [line | {"id": f"p{i}"} for i, line in enumerate(lines[1:])]
+    status, text = here(arguments(moved, *options))
+    assert status == 2
+    assert "a record of 'p0' with the tag 'run' of another prompt, and that of" in text
     store = tllm.stores.open(tmp_path / "store")
     assert sorted(record.request_id for record in store) == [f"p{i}" for i in range(5)]
     for record, prompt in ((store.record(f"p{i}"), p) for i, p in enumerate(prompts)):

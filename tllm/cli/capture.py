@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import tllm.stores
+from tllm.cli.earlier_run import EarlierRun
 from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
@@ -91,7 +92,7 @@ def run(job: Job, console: Console) -> Summary:
     if not prompts:
         raise ValueError(f"input {str(job.inputs)!r} has no prompts; give one or more, each a line")
     summary = Summary()
-    done = _done(job, [name for name, _ in prompts])
+    done = _earlier_run(job).captured(dict(prompts))
     left = [(name, prompt) for name, prompt in prompts if name not in done]
     summary.skipped = len(prompts) - len(left)
     if left:
@@ -133,48 +134,28 @@ def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
     )
 
 
-def _done(job: Job, names: list[str]) -> set[str]:
-    """Those ids whose records are in the store and whole. Raises `ValueError` where these lack what
-    is asked now: nobody who asks for other rows shall get none in silence."""
-    if not job.out.is_dir() or not any(job.out.iterdir()):
-        return set()
-    try:
-        store = tllm.stores.open(job.out)
-    except tllm.stores.StoreError as error:
-        if error.reason != "missing":
-            raise
-        raise ValueError(
-            f"out {str(job.out)!r} has other files, and no store; give a new or an empty folder, "
-            "or that of a store to go on with"
-        ) from None
-    done = store.request_ids(tag=job.tag).intersection(names)
-    found = store.filter(tag=job.tag, request_id=done, status="ok")
-    there = found.keys()
-    if not there:
-        return done
-    some_rows = len(found.filter(hook={key.hook for key in there}))
-    spec = CaptureSpec.parse(job.capture, "capture")
-    for hook, layers in spec.hooks:
-        # Which layers a range has, and where negative ones are, a store does not know.
-        listed: list[int | None] = []
-        if isinstance(layers, tuple):
-            listed = [layer for layer in layers if layer >= 0]
-        for layer in listed or [None]:
-            lacking = some_rows - len(found.filter(hook=hook, layers=layer))
-            if lacking:
-                place = hook if layer is None else f"{hook}:{layer}"
-                raise ValueError(
-                    f"out {str(job.out)!r} has records of {len(done)} of these prompts with the "
-                    f"tag {job.tag!r}, and {lacking} of them lack {place}, which is asked for now; "
-                    "give another --tag or --out"
-                )
-    if (reduction := found[0].reduction) != spec.reduction:
-        raise ValueError(
-            f"out {str(job.out)!r} has records of these prompts with the tag {job.tag!r} and the "
-            f"reduction {reduction!r}, and {spec.reduction!r} is asked for now; give another --tag "
-            "or --out"
-        )
-    return done
+def _earlier_run(job: Job) -> EarlierRun:
+    served = job.engine.get("served_model_name") or job.model
+    return EarlierRun(
+        job.out,
+        job.tag,
+        model=served if isinstance(served, str) else served[0],
+        asked=CaptureSpec.parse(job.capture, "capture"),
+        max_tokens=job.max_tokens,
+        encode=lambda text: list(_tokenizer(job).encode(text)),
+    )
+
+
+def _tokenizer(job: Job) -> Any:
+    """The one that the engine will have."""
+    from vllm.tokenizers import cached_get_tokenizer  # vLLM takes seconds to import
+
+    return cached_get_tokenizer(
+        job.engine.get("tokenizer") or job.model,
+        tokenizer_mode=job.engine.get("tokenizer_mode", "auto"),
+        revision=job.engine.get("tokenizer_revision"),
+        trust_remote_code=job.engine.get("trust_remote_code", False),
+    )
 
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:

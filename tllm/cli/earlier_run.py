@@ -1,0 +1,139 @@
+"""What a store has of a job of `tllm capture` from an earlier run of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tllm.stores
+from tllm.spec.capture import CaptureSpec
+from tllm.spec.selection import intersected
+
+# Records of which the positions themselves are compared: they lie beside the rows. Of all others
+# only their number is.
+_READ = 16
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The records of some prompts, compared with what a job asks for them: nobody who asks for
+    other rows shall get none in silence.
+
+    Attributes:
+        out: folder of the store.
+        tag: of the records.
+        model: name of the model, as the engine has it.
+        asked: what the job captures.
+        max_tokens: tokens that it generates at the most.
+        encode: tokens of a text.
+    """
+
+    out: Path
+    tag: str
+    model: str
+    asked: CaptureSpec
+    max_tokens: int
+    encode: Callable[[str], Sequence[int]]
+
+    def captured(self, prompts: Mapping[str, Any]) -> set[str]:
+        """Ids whose records are there and whole.
+
+        Args:
+            prompts: by id, a text or an object with `prompt_token_ids`.
+
+        Raises:
+            ValueError: a record is of another prompt, model or capture; or the folder has other
+                files, and no store.
+        """
+        store = self._store()
+        if store is None:
+            return set()
+        done = store.request_ids(tag=self.tag).intersection(prompts)
+        found = store.filter(tag=self.tag, request_id=done, status="ok")
+        self._check_places(found, len(done))
+        for number, record in enumerate(found):
+            self._check_description(record)
+            self._check_tokens(record, prompts[record.request_id])
+            self._check_positions(record, read=number < _READ)
+        return done
+
+    def _store(self) -> tllm.stores.Store | None:
+        if not self.out.is_dir() or not any(self.out.iterdir()):
+            return None
+        try:
+            return tllm.stores.open(self.out)
+        except tllm.stores.StoreError as error:
+            if error.reason != "missing":
+                raise
+            raise ValueError(
+                f"out {str(self.out)!r} has other files, and no store; give a new or an empty "
+                "folder, or that of a store to go on with"
+            ) from None
+
+    def _check_places(self, found: tllm.stores.Store, number: int) -> None:
+        keys = found.keys()
+        if not keys:
+            return
+        some_rows = len(found.filter(hook={key.hook for key in keys}))
+        for hook, layers in self.asked.hooks:
+            # Which layers a range has, and where negative ones are, a store does not know.
+            listed: list[int | None] = []
+            if isinstance(layers, tuple):
+                listed = [layer for layer in layers if layer >= 0]
+            for layer in listed or [None]:
+                lacking = some_rows - len(found.filter(hook=hook, layers=layer))
+                if lacking:
+                    place = hook if layer is None else f"{hook}:{layer}"
+                    raise ValueError(
+                        f"out {str(self.out)!r} has records of {number} of these prompts with the "
+                        f"tag {self.tag!r}, and {lacking} of them lack {place}, which is asked for "
+                        "now; give another --tag or --out"
+                    )
+
+    def _check_description(self, record: tllm.stores.StoredRecord) -> None:
+        if not _is_same_model(record.model, self.model):
+            raise self._other(record, f"of the model {record.model!r}", repr(self.model))
+        if record.reduction != self.asked.reduction:
+            now = repr(self.asked.reduction)
+            raise self._other(record, f"with the reduction {record.reduction!r}", now)
+        kept = {str(record.dtype(*key)).removeprefix("torch.") for key in record.keys}
+        if self.asked.dtype != "model" and kept - {self.asked.dtype}:
+            there = ", ".join(sorted(kept))
+            raise self._other(record, f"with rows of {there}", self.asked.dtype)
+
+    def _check_tokens(self, record: tllm.stores.StoredRecord, prompt: Any) -> None:
+        given = self.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        if record.token_ids[: record.prompt_len] != tuple(given):
+            raise self._other(record, "of another prompt", "that of this input")
+        generated = record.num_tokens - record.prompt_len
+        if generated > self.max_tokens:
+            raise self._other(record, f"of {generated} generated tokens", str(self.max_tokens))
+
+    def _check_positions(self, record: tllm.stores.StoredRecord, *, read: bool) -> None:
+        if record.reduction != "none" or not record.keys:
+            return
+        tokens = record.token_ids[:-1]  # the last one has no row
+        meant = self.asked.positions.intervals(record.prompt_len, tokens)
+        within = intersected(meant, ((0, len(tokens)),))
+        rows, _ = record.shape(*record.keys[0])
+        matches = rows == sum(stop - start for start, stop in within)
+        if matches and read:
+            there = record.positions(*record.keys[0]).tolist()
+            matches = sorted(there) == [p for start, stop in within for p in range(start, stop)]
+        if not matches:
+            raise self._other(record, "with rows of other positions", "those of --positions")
+
+    def _other(self, record: tllm.stores.StoredRecord, there: str, now: str) -> ValueError:
+        return ValueError(
+            f"out {str(self.out)!r} has a record of {record.request_id!r} with the tag "
+            f"{self.tag!r} {there}, and {now} is asked for now; give another --tag or --out"
+        )
+
+
+def _is_same_model(before: str, now: str) -> bool:
+    """Whether two names are one, or two paths of one folder."""
+    return before == now or (
+        Path(before).exists() and Path(now).exists() and Path(before).samefile(now)
+    )
