@@ -3,7 +3,8 @@
 Each step of a round needs the distribution of every particle's next token. Untouched vLLM resubmits
 all tokens with max_tokens=1 and its prefix cache on: without log-probabilities (`resubmit`, which
 tells nothing but one drawn token: a bound), and with its top 20 (`resubmit-top20`). tLLM answers
-with the whole vocabulary (`lane`, `query`), or with the top 20. Rounds of both engines alternate.
+with the whole vocabulary (`query`, `lane`, and all lanes in one call: `lanes`), or with the top 20.
+Rounds of both engines alternate.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ WAYS = {
     "query-top20": "tllm",
     "lane": "tllm",
     "lane-top20": "tllm",
+    "lanes": "tllm",
+    "lanes-top20": "tllm",
 }
 
 

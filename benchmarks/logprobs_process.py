@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -148,7 +149,7 @@ class Tllm:
         kind, _, top = way.partition("-")
         form: dict[str, Any] = {"top_k": TOP} if top else {}
         walk: Callable[[Round, dict[str, Any], Clock], Awaitable[dict[str, Any]]]
-        walk = self._lanes if kind == "lane" else self._queries
+        walk = self._queries if kind == "query" else partial(self._lanes, together=kind == "lanes")
         found = asyncio.run(walk(work, form, clock))  # type: ignore[arg-type]
         after = self._counters()
         return {**found, **{name: after[name] - before[name] for name in after}}
@@ -159,7 +160,9 @@ class Tllm:
         names = ("rows", "bundles", "bytes_out")
         return {"parked": lm.stats()["parked"], **{name: consumer[name] for name in names}}
 
-    async def _lanes(self, work: Round, form: dict[str, Any], clock: Clock) -> dict[str, Any]:
+    async def _lanes(
+        self, work: Round, form: dict[str, Any], clock: Clock, *, together: bool
+    ) -> dict[str, Any]:
         with clock:
             root = self._lm.open(work.prompt)
             await root.next(**form)  # type: ignore[arg-type]
@@ -170,7 +173,12 @@ class Tllm:
             with clock:
                 for lane, fed in zip(lanes, work.fed, strict=True):
                     lane.feed(fed[step])
-                rows = await asyncio.gather(*(lane.next(**form) for lane in lanes))  # type: ignore
+                if together:
+                    found = await self._lm.batch_next(lanes, **form)
+                else:
+                    rows = await asyncio.gather(*(lane.next(**form) for lane in lanes))  # type: ignore
+            if together:
+                rows = list(zip(*found, strict=True) if isinstance(found, tuple) else found)
             answers += len(rows)
             total += _mass(rows[-1])
         with clock:

@@ -310,3 +310,61 @@ def test_lanes_without_an_event_loop(lm):
     tokens = lane.tokens
     assert lane.close_sync() == []
     assert agrees(second, lm.next_token_logprobs_sync(tokens))
+
+
+@pytest.mark.parametrize("form", [{}, {"top_k": 9}, {"only": [3, 99]}], ids=str)
+def test_lanes_in_one_call_say_what_each_says(lm, form):
+    async def run():
+        root = lm.open(list(range(200, 230)))
+        await root.next()
+        lanes = [root.fork() for _ in range(PLACES + 2)]
+        await root.close()
+        for step in range(3):
+            for number, lane in enumerate(lanes):
+                lane.feed(5 + 7 * number + step)
+            asked = [*lanes, lanes[0]]  # one of them twice
+            together = await lm.batch_next(asked, **form)
+            one_by_one = [await lm.next_token_logprobs(lane.tokens, **form) for lane in asked]
+            if "top_k" in form:
+                assert together.token_ids.tolist() == [o.token_ids.tolist() for o in one_by_one]
+                together, one_by_one = together.values, [o.values for o in one_by_one]
+            assert torch.allclose(together, torch.stack(one_by_one), atol=1e-3)
+        kept = together.clone()
+        gc.collect()
+        for lane in lanes:
+            lane.feed(11)
+        again = await lm.batch_next(lanes, **form)
+        assert torch.equal(together, kept)  # memory that is looked at is not written again
+        del again
+        await gathered(lane.close() for lane in lanes)
+
+    asyncio.run(run())
+    assert not left_in(lm)
+
+
+def test_lanes_that_cannot_step_together_are_refused(lm):
+    lane, other = lm.open([70, 71]), lm.open([1] * 255)
+    other.feed(1)
+    assert lm.batch_next_sync([lane]).shape == (1, VOCAB)
+    for wrong in ([], lane, [lane, [70, 71]], None):
+        with pytest.raises(ValueError, match="must be a list of lanes, one at least"):
+            lm.batch_next_sync(wrong)
+    with pytest.raises(ValueError, match="256 tokens leave no room"):
+        lm.batch_next_sync([lane, other])
+    other.close_sync()
+    with pytest.raises(RuntimeError, match="the lane is closed"):
+        lm.batch_next_sync([lane, other])
+    lane.feed(5)  # nobody waits for it
+    assert agrees(lane.next_sync(), lm.next_token_logprobs_sync([70, 71, 5]))
+    lane.close_sync()
+
+
+def test_a_reset_leaves_lanes_their_steps(lm):
+    async def run():
+        async with lm.open([70, 71]) as lane:
+            waiting = asyncio.ensure_future(lane.next())
+            await asyncio.sleep(0)
+            lm.reset_async_queries()
+            return await asyncio.wait_for(waiting, 60)
+
+    assert agrees(asyncio.run(run()), lm.next_token_logprobs_sync([70, 71]))

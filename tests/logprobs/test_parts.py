@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from tllm.logprobs import (
     virtual_lm,
 )
 from tllm.logprobs.loop import Collector
-from tllm.logprobs.query import WHOLE, Form, Interventions
+from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, stacked
 from tllm.logprobs.service import Service
 from tllm.logprobs.transport import Arena
 from tllm.shared_memory import SharedRows
@@ -57,7 +58,7 @@ def test_a_batch_closes_when_nothing_else_can_arrive():
         async def ask(i):
             for _ in range(hops * i):
                 await asyncio.sleep(0)
-            collector.add(i)
+            collector.add([i])
 
         await asyncio.gather(*map(ask, range(askers)))
         while sum(map(len, batches)) < askers:
@@ -334,6 +335,23 @@ def test_calls_are_those_of_genlm_backend(name):
         and parameter.name != "self"
     ]
     assert positional == CALLS[name].split()
+
+
+def test_rows_that_lie_one_after_the_other_are_stacked_where_they_are():
+    memory = np.arange(24, dtype=np.float32).reshape(4, 6)
+    views = [row[1:5] for row in memory]
+    last = weakref.ref(views[-1])
+    found = stacked([Answer(torch.from_numpy(view)) for view in views])
+    assert found.data_ptr() == memory[0, 1:].ctypes.data
+    assert torch.equal(found, torch.from_numpy(memory[:, 1:5]))
+    del views
+    gc.collect()
+    assert last() is not None  # as long as somebody looks at it
+    for order in ([1, 0], [0, 1, 3], [2, 2], [3]):
+        rows = [Answer(torch.from_numpy(memory[at, 1:5])) for at in order]
+        found = stacked(rows)
+        assert torch.equal(found, torch.from_numpy(memory[order, 1:5]))
+        assert found.data_ptr() != rows[0].values.data_ptr()
 
 
 def test_backends_by_name():

@@ -12,7 +12,7 @@ import torch
 
 from tllm.logprobs.kept import Holder
 from tllm.logprobs.loop import EngineLoop, Mailbox
-from tllm.logprobs.query import Form, Query, TopLogprobs, checked_tokens
+from tllm.logprobs.query import Answer, Form, Query, TopLogprobs, checked_tokens
 from tllm.logprobs.service import Service
 
 
@@ -49,24 +49,40 @@ class Lane:
     ) -> torch.Tensor | TopLogprobs:
         """The log-probabilities of the next token; arguments and results as those of
         `AsyncVirtualLM.next_token_logprobs`."""
-        query = self._next_query(top_k, only)
-        self._asking += 1
-        try:
-            return (await self._mailbox.ask(query, self._holder)).result
-        finally:
-            self._asking -= 1
+        return (await self.ask_all(self._mailbox, [self], top_k, only))[0].result
 
     def next_sync(
         self, *, top_k: int | None = None, only: Sequence[int] | None = None
     ) -> torch.Tensor | TopLogprobs:
         """`next` for callers without an event loop."""
-        query = self._next_query(top_k, only)
-        return self._mailbox.ask_sync([query], self._holder)[0].result
+        return self._loop.run(self.ask_all(self._mailbox, [self], top_k, only))[0].result
 
-    def _next_query(self, top_k: int | None, only: Sequence[int] | None) -> Query:
+    @staticmethod
+    async def ask_all(
+        mailbox: Mailbox,
+        lanes: Sequence[Lane],
+        top_k: int | None,
+        only: Sequence[int] | None,
+    ) -> list[Answer]:
+        """The answers to a step of some lanes of the model that a mailbox is of."""
+        listed = isinstance(lanes, list | tuple)
+        if not (listed and lanes and all(isinstance(lane, Lane) for lane in lanes)):
+            raise ValueError(f"lanes={lanes!r:.80} must be a list of lanes, one at least")
+        if any(lane._mailbox is not mailbox for lane in lanes):
+            raise ValueError("a lane is of another model; step it with the one that opened it")
+        form = Form.of(top_k, only, lanes[0]._vocab_size)
+        queries = [lane._next_query(form) for lane in lanes]
+        for lane in lanes:
+            lane._asking += 1
+        try:
+            return await mailbox.ask(queries, [lane._holder for lane in lanes])
+        finally:
+            for lane in lanes:
+                lane._asking -= 1
+
+    def _next_query(self, form: Form) -> Query:
         self._check_open()
         self._service.check_length(self._tokens)
-        form = Form.of(top_k, only, self._service.vocab_size)
         return Query(tuple(self._tokens), form, self._query.lora, self._query.interventions)
 
     def feed(self, *tokens: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from tllm.logprobs.kept import Holder
 from tllm.logprobs.query import Answer, Query
@@ -140,17 +140,13 @@ class Collector(Generic[T]):
         self._armed = False
         self._deadline = 0.0
 
-    def add(self, item: T) -> None:
+    def add(self, items: Iterable[T]) -> None:
         """Ask."""
-        self._batch.append(item)
+        self._batch += items
         if not self._armed:
             self._armed = True
             self._deadline = self._loop.time() + self._timeout
             self._loop.call_soon(self._look, 0)
-
-    def drop(self) -> None:
-        """Forget what was not handed over."""
-        self._batch = []
 
     def _look(self, seen: int) -> None:
         waits = len(self._batch) < self._batch_size and self._loop.time() < self._deadline
@@ -163,42 +159,84 @@ class Collector(Generic[T]):
             self._hand_over(batch)
 
 
+class Asking:
+    """Queries that one caller waits for, until each has been answered.
+
+    Attributes:
+        waiters: one a query.
+        loop: where the caller waits.
+        future: of the answers, in the order of the queries; the first error in their place.
+    """
+
+    __slots__ = ("_deliver", "_left", "_outcomes", "future", "loop", "waiters")
+
+    def __init__(
+        self,
+        queries: Sequence[Query],
+        holders: Sequence[Holder | None],
+        loop: asyncio.AbstractEventLoop,
+        deliver: Callable[[Asking], None],
+    ) -> None:
+        self.loop = loop
+        self.future: asyncio.Future[list[Answer]] = loop.create_future()
+        self.waiters = [
+            Waiter(query, holder, self, place)
+            for place, (query, holder) in enumerate(zip(queries, holders, strict=True))
+        ]
+        self._deliver = deliver
+        self._left = len(self.waiters)
+        self._outcomes: list[Answer | Exception | None] = [None] * self._left
+
+    def answered(self, place: int, outcome: Answer | Exception) -> None:
+        """Called once for each query, on the engine's loop."""
+        self._outcomes[place] = outcome
+        self._left -= 1
+        if not self._left:
+            self._deliver(self)
+
+    def end(self) -> None:
+        """Called on the caller's loop, when there are outcomes of all."""
+        error = next((each for each in self._outcomes if isinstance(each, Exception)), None)
+        if error is not None:
+            self.fail(error)
+        elif not self.future.done():
+            self.future.set_result(cast(list[Answer], self._outcomes))
+
+    def fail(self, error: Exception) -> None:
+        """Called on the caller's loop: there will be no more outcomes."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    @property
+    def of_lanes(self) -> bool:
+        """Whether they are steps of lanes."""
+        return self.waiters[0].holder is not None
+
+
 class Waiter:
     """Who waits for the answer to a query.
 
     Attributes:
         query: what was asked.
         holder: the lane whose next step it is, or None.
-        future: of the answer, on the loop where it is awaited.
     """
 
-    __slots__ = ("_deliver", "future", "holder", "loop", "query")
+    __slots__ = ("_asking", "_place", "holder", "query")
 
-    def __init__(
-        self,
-        query: Query,
-        holder: Holder | None,
-        loop: asyncio.AbstractEventLoop,
-        deliver: Callable[[Waiter, Answer | Exception], None],
-    ) -> None:
+    def __init__(self, query: Query, holder: Holder | None, asking: Asking, place: int) -> None:
         self.query = query
         self.holder = holder
-        self.loop = loop
-        self.future: asyncio.Future[Answer] = loop.create_future()
-        self._deliver = deliver
+        self._asking = asking
+        self._place = place
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the caller still waits."""
+        return not self._asking.future.done()
 
     def resolve(self, outcome: Answer | Exception) -> None:
         """Called once, on the engine's loop."""
-        self._deliver(self, outcome)
-
-    def set(self, outcome: Answer | Exception) -> None:
-        """Called on the waiter's loop."""
-        if self.future.done():
-            return
-        if isinstance(outcome, Exception):
-            self.future.set_exception(outcome)
-        else:
-            self.future.set_result(outcome)
+        self._asking.answered(self._place, outcome)
 
 
 class Mailbox:
@@ -226,38 +264,24 @@ class Mailbox:
         self._collectors: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, Collector[Waiter]
         ] = weakref.WeakKeyDictionary()
-        self._waiting: set[Waiter] = set()
-        self._ready: dict[asyncio.AbstractEventLoop, list[tuple[Waiter, Answer | Exception]]] = {}
+        self._waiting: set[Asking] = set()
+        self._ready: dict[asyncio.AbstractEventLoop, list[Asking]] = {}
 
-    async def ask(self, query: Query, holder: Holder | None = None) -> Answer:
-        """The answer to a query, on any loop."""
+    async def ask(self, queries: Sequence[Query], holders: Sequence[Holder | None]) -> list[Answer]:
+        """The answers to queries, on any loop: of lanes, or of none."""
         self._loop.check_open()
         loop = asyncio.get_running_loop()
-        waiter = Waiter(query, holder, loop, self._deliver)
-        self._waiting.add(waiter)
-        self._collector(loop).add(waiter)
+        asking = Asking(queries, holders, loop, self._deliver)
+        self._waiting.add(asking)
+        self._collector(loop).add(asking.waiters)
         try:
-            return await waiter.future
+            return await asking.future
         except asyncio.CancelledError:
             if not self._loop.closed:
-                self._loop.post(self._cancel, [waiter])
+                self._loop.post(self._cancel, asking.waiters)
             raise
         finally:
-            self._waiting.discard(waiter)
-
-    def ask_sync(self, queries: Sequence[Query], holder: Holder | None = None) -> list[Answer]:
-        """The answers to queries, on any thread."""
-        return self._loop.run(self._asked_there(queries, holder))
-
-    async def _asked_there(self, queries: Sequence[Query], holder: Holder | None) -> list[Answer]:
-        loop = asyncio.get_running_loop()
-        waiters = [Waiter(query, holder, loop, self._deliver) for query in queries]
-        self._waiting.update(waiters)
-        self._serve(waiters)
-        try:
-            return await asyncio.gather(*(waiter.future for waiter in waiters))
-        finally:
-            self._waiting.difference_update(waiters)
+            self._waiting.discard(asking)
 
     def _collector(self, loop: asyncio.AbstractEventLoop) -> Collector[Waiter]:
         collector = self._collectors.get(loop)
@@ -267,41 +291,40 @@ class Mailbox:
         return collector
 
     def _hand_over(self, batch: list[Waiter]) -> None:
+        batch = [waiter for waiter in batch if waiter.is_awaited]
         if self._loop.inside:
             self._serve(batch)
         else:
             self._loop.post(self._serve, batch)
 
-    def _deliver(self, waiter: Waiter, outcome: Answer | Exception) -> None:
-        ready = self._ready.setdefault(waiter.loop, [])
-        ready.append((waiter, outcome))
+    def _deliver(self, asking: Asking) -> None:
+        ready = self._ready.setdefault(asking.loop, [])
+        ready.append(asking)
         if len(ready) == 1:
-            self._loop.loop.call_soon(self._send, waiter.loop)
+            self._loop.loop.call_soon(self._send, asking.loop)
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         ready = self._ready.pop(loop)
         if loop is self._loop.loop:
-            _set_all(ready)
+            _end_all(ready)
         elif not loop.is_closed():
-            loop.call_soon_threadsafe(_set_all, ready)
+            loop.call_soon_threadsafe(_end_all, ready)
 
     def reset(self) -> None:
         """Cancel all who wait, but lanes, and what they asked of the engine."""
-        for collector in list(self._collectors.values()):
-            collector.drop()
-        waiting = [waiter for waiter in self._waiting if waiter.holder is None]
-        for waiter in waiting:
-            if not waiter.loop.is_closed():
-                waiter.loop.call_soon_threadsafe(waiter.future.cancel)
-        self._loop.post(self._cancel, waiting)
+        waiting = [asking for asking in self._waiting if not asking.of_lanes]
+        for asking in waiting:
+            if not asking.loop.is_closed():
+                asking.loop.call_soon_threadsafe(asking.future.cancel)
+        self._loop.post(self._cancel, [waiter for asking in waiting for waiter in asking.waiters])
 
     def fail_all(self) -> None:
         """Tell all who wait that the engine is gone."""
-        for waiter in list(self._waiting):
-            if not waiter.loop.is_closed():
-                waiter.loop.call_soon_threadsafe(waiter.set, RuntimeError(_AFTER_CLEANUP))
+        for asking in list(self._waiting):
+            if not asking.loop.is_closed():
+                asking.loop.call_soon_threadsafe(asking.fail, RuntimeError(_AFTER_CLEANUP))
 
 
-def _set_all(ready: Iterable[tuple[Waiter, Answer | Exception]]) -> None:
-    for waiter, outcome in ready:
-        waiter.set(outcome)
+def _end_all(ready: Iterable[Asking]) -> None:
+    for asking in ready:
+        asking.end()

@@ -262,7 +262,37 @@ class Answer:
 
 
 def stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
-    """One result of answers of one form: values `[batch, ...]`."""
-    values = torch.stack([answer.values for answer in answers])
+    """One result of answers of one form: values `[batch, ...]`. Those that lie in memory one after
+    the other, as answers do that arrived together, stay where they are."""
+    values = _in_place([answer.values for answer in answers])
+    if values is None:
+        values = torch.stack([answer.values for answer in answers])
     ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
     return TopLogprobs(values, torch.stack(ids)) if ids else values
+
+
+def _in_place(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Rows of equal distance as one tensor that holds them; None for others."""
+    if len(rows) < 2:
+        return None
+    starts = np.array([row.data_ptr() for row in rows])
+    distances = np.diff(starts)
+    step = int(distances[0])
+    if step < rows[0].nbytes or step % rows[0].itemsize or (distances != step).any():
+        return None
+    return torch.from_numpy(np.asarray(_Rows(rows, step)))
+
+
+class _Rows:
+    """What NumPy makes an array of, without a copy, that keeps each of the rows."""
+
+    def __init__(self, rows: Sequence[torch.Tensor], step: int) -> None:
+        self._rows = rows
+        first = rows[0].numpy()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (first.ctypes.data, False),
+            "typestr": first.dtype.str,
+            "shape": (len(rows), *first.shape),
+            "strides": (step, *first.strides),
+        }

@@ -224,13 +224,13 @@ class AsyncVirtualLM(AsyncLM):
         return self._result(self._query(token_ids, options))
 
     async def _result(self, query: Query) -> torch.Tensor | TopLogprobs:
-        return (await self._ask(query)).result
+        return (await self._answer(query)).result
 
     def next_token_logprobs_sync(
         self, token_ids: Sequence[int], **options: Unpack[QueryOptions]
     ) -> torch.Tensor | TopLogprobs:
         """`next_token_logprobs` for callers without an event loop."""
-        return self._ask_sync([self._query(token_ids, options)])[0].result
+        return self._loop.run(self._result(self._query(token_ids, options)))
 
     def query(
         self, token_ids: Sequence[int], **options: Unpack[QueryOptions]
@@ -238,7 +238,7 @@ class AsyncVirtualLM(AsyncLM):
         """`next_token_logprobs` with all that comes back: `values`, `token_ids`, and vLLM's
         `output` with consumers' results and captured rows when `consumers=` or `capture=` was
         given."""
-        return self._ask(self._query(token_ids, options))
+        return self._answer(self._query(token_ids, options))
 
     def batch_next_token_logprobs(
         self, token_ids_list: Sequence[Sequence[int]], **options: Unpack[QueryOptions]
@@ -250,13 +250,42 @@ class AsyncVirtualLM(AsyncLM):
         return self._results(self._queries(token_ids_list, options))
 
     async def _results(self, queries: Sequence[Query]) -> torch.Tensor | TopLogprobs:
-        return stacked(await asyncio.gather(*map(self._ask, queries)))
+        return stacked(await self._ask(queries))
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[Sequence[int]], **options: Unpack[QueryOptions]
     ) -> torch.Tensor | TopLogprobs:
         """`batch_next_token_logprobs` for callers without an event loop."""
-        return stacked(self._ask_sync(self._queries(token_ids_list, options)))
+        return self._loop.run(self._results(self._queries(token_ids_list, options)))
+
+    async def batch_next(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        top_k: int | None = None,
+        only: Sequence[int] | None = None,
+    ) -> torch.Tensor | TopLogprobs:
+        """`Lane.next` of some lanes in one call, which costs less than gathering one of each.
+
+        Args:
+            lanes: of this model, one at least; one that is closed is a `RuntimeError`.
+            top_k, only: as those of `next_token_logprobs`.
+
+        Returns:
+            float32 `[lanes, vocab]`, `[lanes, len(only)]`, or `TopLogprobs` of `[lanes, k]`, in the
+            order given. When the step of one lane fails, its error is raised after all have ended.
+        """
+        return stacked(await Lane.ask_all(self._mailbox, lanes, top_k, only))
+
+    def batch_next_sync(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        top_k: int | None = None,
+        only: Sequence[int] | None = None,
+    ) -> torch.Tensor | TopLogprobs:
+        """`batch_next` for callers without an event loop."""
+        return self._loop.run(self.batch_next(lanes, top_k=top_k, only=only))
 
     def open(self, prompt: Sequence[int], **options: Unpack[LaneOptions]) -> Lane:
         """A lane that begins with a prompt. Nothing is computed before its `next`.
@@ -398,19 +427,14 @@ class AsyncVirtualLM(AsyncLM):
         if key[0] == self.engine.steering.version:
             self._answers.put(key, answer, epoch)
 
-    async def _ask(self, query: Query) -> Answer:
-        self._loop.check_open()
-        answer, remember = self._known(query)
-        if answer is None:
-            answer = await self._mailbox.ask(query)
-            remember(answer)
-        return answer
+    async def _answer(self, query: Query) -> Answer:
+        return (await self._ask([query]))[0]
 
-    def _ask_sync(self, queries: Sequence[Query]) -> list[Answer]:
+    async def _ask(self, queries: Sequence[Query]) -> list[Answer]:
         self._loop.check_open()
         known = [self._known(query) for query in queries]
         missing = [q for q, (answer, _) in zip(queries, known, strict=True) if answer is None]
-        found = iter(self._mailbox.ask_sync(missing) if missing else ())
+        found = iter(await self._mailbox.ask(missing, [None] * len(missing)) if missing else ())
         answers = []
         for answer, remember in known:
             if answer is None:
