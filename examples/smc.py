@@ -86,7 +86,7 @@ async def smc(lm: AsyncVirtualLM, gaps: Gaps, particles: int, seed: int) -> Post
     weights = torch.zeros(particles)
     log_evidence = 0.0
     for allowed in gaps.allowed:
-        rows = torch.stack(await asyncio.gather(*(lane.next(only=allowed) for lane in lanes)))
+        rows = await lm.batch_next(lanes, only=allowed)
         chosen = torch.multinomial(rows.softmax(1), 1, generator=generator)[:, 0]
         for lane, choice in zip(lanes, chosen.tolist(), strict=True):
             lane.feed(allowed[choice])
