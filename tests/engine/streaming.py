@@ -136,10 +136,11 @@ def tokens_by_sample(outputs, kind):
 
 
 async def samples_that_end_apart(engine):
-    """Two samples, of which the first is stopped four tokens before the second ends; one sample."""
+    """Two samples, of which the first is stopped long before the second ends, so that no delay has
+    both end in one output; one sample."""
     two = {"n": 2, "temperature": 1.0, "seed": 7}
     prompt = {"prompt_token_ids": SAMPLED}
-    whole = await collect(engine, prompt, params(6, **two), "whole")
+    whole = await collect(engine, prompt, params(40, **two), "whole")
     tokens = tokens_by_sample(whole, RequestOutputKind.CUMULATIVE)
     stop = tokens[0][1]
     assert stop not in (tokens[0][0], *tokens[1]), tokens
@@ -147,7 +148,8 @@ async def samples_that_end_apart(engine):
     for kind in (RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA):
         for options in ({**two, "stop_token_ids": [stop]}, {}):
             name = f"{kind.name} {options.get('n', 1)}"
-            asked = params(6, output_kind=kind, capture=STOPPED, **options)
+            length = 40 if "n" in options else 6
+            asked = params(length, output_kind=kind, capture=STOPPED, **options)
             outputs = await collect(engine, prompt, asked, name)
             found[name] = {
                 "tokens": tokens_by_sample(outputs, kind),
