@@ -357,6 +357,17 @@ def test_scores_that_nobody_read_are_not_the_next_requests(llm):
     assert output.signals["post_block:0"].positions.tolist() == [0, 3]
 
 
+def test_which_signals_there_are_no_request_says(llm):
+    """Numbers that there are not took the signals of all requests away."""
+    [prompt] = prompts_of([20], seed=4)
+    own = {"signals": {"names": {"x": 99}}}
+    for more in ({}, {"steering_vectors": {"post_block": {1: ENTRY}}}):
+        with pytest.raises(ValueError, match=r"unknown options \['names'\]; it takes enabled"):
+            generate(llm, [prompt], greedy(1, consumers=own, **more))
+    [output] = generate(llm, [prompt], greedy(1, steering_vectors={"post_block": {1: ENTRY}}))
+    assert len(output.signals["post_block:0"].positions) == 20
+
+
 def test_of_a_sequence_alone_only_the_tokens_that_an_entry_names_have_signals(llm):
     """Which they are is known when they are drawn: the plan of its steps goes on unchanged."""
     [prompt] = prompts_of([9], seed=4)
