@@ -357,6 +357,49 @@ def test_scores_that_nobody_read_are_not_the_next_requests(llm):
     assert output.signals["post_block:0"].positions.tolist() == [0, 3]
 
 
+def test_which_signals_there_are_no_request_says(llm):
+    """Numbers that there are not took the signals of all requests away."""
+    [prompt] = prompts_of([20], seed=4)
+    own = {"signals": {"names": {"x": 99}}}
+    for more in ({}, {"steering_vectors": {"post_block": {1: ENTRY}}}):
+        with pytest.raises(ValueError, match=r"unknown options \['names'\]; it takes enabled"):
+            generate(llm, [prompt], greedy(1, consumers=own, **more))
+    [output] = generate(llm, [prompt], greedy(1, steering_vectors={"post_block": {1: ENTRY}}))
+    assert len(output.signals["post_block:0"].positions) == 20
+
+
+@pytest.mark.parametrize("more", [{}, {"scope": "rest"}, {"over": "prompt_mean"}])
+def test_a_scale_of_0_has_the_signals_of_any_other(llm, more):
+    """As the plain request that others are compared with; its cached blocks are everybody's."""
+    [prompt] = prompts_of([70], seed=4)
+    plain = tokens_of(generate(llm, [prompt], greedy(6)))
+    entry = {"vector": V, "scale": 0, "when": {**WHEN, **more, "name": "seen"}}
+    never = {**entry, "scale": 1, "when": {**entry["when"], "above": 1e9}}
+    asked = [greedy(6, steering_vectors={"post_block": {2: each}}) for each in (entry, never)]
+    llm.reset_prefix_cache()
+    seen, expected = (generate(llm, [prompt], params)[0] for params in asked)
+    assert tokens_of([seen]) == tokens_of([expected]) == plain
+    found, there = (output.outputs[0].signals["seen"] for output in (seen, expected))
+    assert found.positions.tolist() == there.positions.tolist() != []
+    assert found.scores == pytest.approx(there.scores, rel=1e-4, abs=1e-4)
+    [off] = generate(llm, [prompt], greedy(6, steering_vectors={"post_block": {2: entry}}))
+    assert len(off.outputs[0].signals["seen"].positions)
+    [again] = generate(llm, [prompt], greedy(6))
+    assert again.num_cached_tokens == 64, "what is only judged leaves the plain blocks"
+
+
+def test_a_monitor_that_no_request_could_name_is_refused(llm):
+    llm.steering.register_monitor("sad", WHEN)
+    other = {**WHEN, "above": 9.0}
+    with pytest.raises(ValueError, match="two conditions of monitor 'sad' are called 'sad'"):
+        llm.steering.register_monitor("sad", {"any": ["sad", other]})
+    with pytest.raises(ValueError, match="monitor 'many' has 33 distinct probes"):
+        many = [{**WHEN, "above": i} for i in range(32)]
+        llm.steering.register_monitor("many", {"any": many})
+    assert llm.steering.monitors()["sad"]["above"] == 0.5
+    llm.steering.unregister_monitor("sad")
+
+
 def test_of_a_sequence_alone_only_the_tokens_that_an_entry_names_have_signals(llm):
     """Which they are is known when they are drawn: the plan of its steps goes on unchanged."""
     [prompt] = prompts_of([9], seed=4)
@@ -538,6 +581,8 @@ def mlp(widths, hidden=HIDDEN, out=1, **more):
         ({"above": None, "between": [2, 1]}, "give two numbers, the smaller first"),
         ({"above": None, "between": [1, 2], "soft": 1.0}, "the threshold as above or below"),
         ({"soft": -1.0}, "give a number above 0"),
+        ({"probe": {**PROBE, "vector": 1e30 * P}}, "scores of rows may be beyond float32"),
+        ({"above": None, "below": 0, "probe": {"sae": "s", "feature": 1}}, "would hold nowhere"),
         ({"above": float("nan")}, "is not finite"),
         ({"scope": "somewhere"}, r"\['scope'\]='somewhere' is not known; choose one of"),
         ({"over": 1}, r"\['over'\]=1 is not known; choose one of token, prompt_last"),

@@ -434,6 +434,10 @@ def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
         generate(llm, [prompt], greedy(1, patch=[beyond]))
     with pytest.raises(ValueError, match=r"for llm\.patching\.run alone"):
         generate(llm, [prompt], greedy(1, consumers={"patch_runs": {}}))
+    for uid in ("mine", ["mine"]):  # what nobody takes would stay on the device
+        own = {"patch_runs": {"uid": uid, "places": [["post_block", 0]]}}
+        with pytest.raises(ValueError, match=r"for llm\.patching\.run alone"):
+            generate(llm, [prompt], greedy(1, consumers=own))
     patching = llm.llm_engine.model_executor.driver_worker.worker.session.patching
     patching._max_bytes, before = run.num_bytes + 100, patching._max_bytes
     try:

@@ -225,6 +225,10 @@ def test_monitors_and_modules_remember(llm, reference):
             "has 'scope', and is joined with others; give it to the condition that joins them",
         ),
         (
+            {"steering_vectors": at(("post_block", 1), {**ENTRY, "positions": "last_prompt"})},
+            "scope='rest'.* one token alone, position -1: nothing would be steered.*prompt_last",
+        ),
+        (
             {"steering_vectors": at(("pre_attn", 1), ENTRY)},
             "looks at post_block of layer 0, and decides on later tokens at pre_attn of layer 1",
         ),

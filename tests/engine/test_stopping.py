@@ -278,7 +278,7 @@ def test_a_step_at_a_time_and_a_request_that_asks_at_its_end(llm, reference):
         ),
         (
             {"stop_when": [{**WHEN, "above": 1}, {**WHEN, "above": 2}]},
-            "two conditions of the request, with global steering, are called 'turned'",
+            "two conditions of the request with global steering are called 'turned'",
         ),
         (
             {"stop_when": {**WHEN, "above": 1, "scope": "rest"}},

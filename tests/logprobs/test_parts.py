@@ -273,6 +273,7 @@ def test_equal_interventions_have_equal_keys():
         ({"top_k": 1, "token_ids": [1]}, "give one of them"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [-1]}, "token_ids"),
+        ({"token_ids": 5}, "must be a list of token ids"),
         ({"other": 1}, "unknown options"),
     ],
 )

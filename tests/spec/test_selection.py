@@ -47,7 +47,7 @@ def meets(criteria, position, tokens, prompt_len, origin):
 
 numbers = st.integers(-LONGEST, LONGEST)
 ranges = st.tuples(st.none() | numbers, st.none() | numbers).filter(
-    lambda r: None in r or (r[0] < 0) != (r[1] < 0) or r[0] < r[1]
+    lambda r: r[1] != 0 and (None in r or (r[0] < 0) != (r[1] < 0) or r[0] < r[1])
 )
 windows = st.tuples(st.integers(0, 20), st.none() | st.integers(21, LONGEST))
 criteria = st.fixed_dictionaries(
@@ -171,6 +171,9 @@ def test_positions_may_be_a_tensor():
         ({"place": [1]}, "unknown keys"),
         ({"positions": []}, "would select nothing"),
         ({"ranges": [[3, 3]]}, "is empty; stop must be greater"),
+        ({"windows": [[None, 0]]}, "and is empty; give None for an open end"),
+        ({"ranges": [[None, 0]]}, "[None, 0] ends before the first token, and is empty"),
+        ({"exclude": {"ranges": [[-3, 0]]}}, "give None for an open end"),
         ({"ranges": [[1, 2, 3]]}, "is not [start, stop]"),
         ({"windows": [[-1, 2]]}, "counts from the phase's first token"),
         ({"token_ids": [-1]}, "token ids are 0 or more"),

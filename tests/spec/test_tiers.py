@@ -15,6 +15,7 @@ from tllm.spec.groups import (
     steering_stretches,
 )
 from tllm.spec.methods import METHODS
+from tllm.spec.selection import Selection
 from tllm.spec.tiers import Tiers, parse_modules
 
 V = [3.0, 0.0, 4.0]
@@ -236,6 +237,31 @@ def test_composition_puts_all_vectors_before_all_clamps_and_keeps_the_order():
 def test_no_effect_is_no_steering():
     assert compose([Tiers.parse(vectors={"post_block": {1: {"vector": V, "scale": 0}}})]) == ()
     assert compose([Tiers.parse(vectors={"post_block": {1: V}}).scaled(0)]) == ()
+
+
+def test_conditions_of_what_has_no_effect_are_judged():
+    def at(layer, scale=0, **more):
+        probe = {"hook": "post_block", "layer": 0, "vector": V}
+        when = {"probe": probe, "above": more.pop("above", 0.5)}
+        return {
+            layer: {"vector": V, "scale": scale, "when": {**when, **more.pop("when", {})}, **more}
+        }
+
+    def composed(entries, phase=""):
+        return compose([Tiers.parse(**{f"{phase}vectors": {"post_block": entries}})])
+
+    for phase, meant in (("", "any"), ("decode_", "decode")):
+        [group] = composed(at(1, positions=[4, 5]), phase)
+        assert (group.phase, group.operations, group.ends) == (meant, (), ())
+        assert group.positions == Selection.parse([4, 5])
+        assert len(group.gates.judged) == 1
+        assert not group.use.changes_rows
+    [of_prompt] = composed(at(1, when={"over": "prompt_mean"}))
+    assert of_prompt.use.judges_prompt
+    steers, also = composed({**at(1, scale=2), **at(2, above=0.7)})
+    assert steers.digest == composed(at(1, scale=2))[0].digest, "it shares what it did"
+    assert [gate.low for gate in also.gates.judged] == [0.7]
+    assert len(composed({**at(1, scale=2), **at(2, positions=[4])})) == 1
 
 
 def test_stretches_follow_phases_and_selections():

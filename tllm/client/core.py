@@ -38,6 +38,7 @@ from tllm.client.steering import (
 )
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
+from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
@@ -52,7 +53,7 @@ from tllm.spec.groups import GroupUse, SteeringGroup, gates_of, use_of_conversat
 from tllm.spec.hooks import HookPoint
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.patching import KEPT, PATCHING, PatchUse, check_patch_positions
-from tllm.spec.reading import require_bool
+from tllm.spec.reading import allow_options, require_bool
 from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
@@ -330,6 +331,8 @@ class Client:
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
         _check_memory(groups, streamed=streamed, generated=generated)
+        if SignalsConsumer.consumer_id in asked.consumers:
+            _check_signals(asked.consumers[SignalsConsumer.consumer_id])
         if results and groups:
             asked = _with_signals(asked, groups)
         for name, make in BUILT_IN.items():
@@ -551,6 +554,8 @@ class Client:
             enabled = chosen.get("enabled", True)
             require_bool(f"{field}['enabled']", enabled)
             self.consumers[name].validate_options(chosen)
+            if name == PatchRunsConsumer.consumer_id:
+                self.patches.check_run(chosen["uid"])
         uses = Uses()
         for name, consumer in self.consumers.items():
             chosen = asked.consumers.get(name, {})
@@ -726,6 +731,11 @@ def _check(consumer: Any) -> None:
             f"{type(consumer).__name__} has consumer_id={name!r}, by which outputs have results of "
             "tLLM's own; give it another consumer_id"
         )
+
+
+def _check_signals(chosen: Mapping[str, Any]) -> None:
+    """Refuse what a request may not say: which signals there are, its conditions say."""
+    allow_options(chosen, ("enabled",), f"consumers[{SignalsConsumer.consumer_id!r}]")
 
 
 def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:

@@ -344,6 +344,7 @@ class PatchingControl:
             for i, one in enumerate(wanted)
         ]
         kept: list[KeptRows] = []
+        client.patches.computed.update(uids)
         try:
             outputs = yield Generation(prompts, params)
             for i, (uid, output) in enumerate(zip(uids, outputs, strict=True)):
@@ -359,6 +360,8 @@ class PatchingControl:
             for uid in uids[len(kept) :]:
                 yield client.ask(WorkerCall("drop_rows", (uid,)))
             raise
+        finally:
+            client.patches.computed.difference_update(uids)
         return kept, outputs
 
     def ensure(self, consumer: Consumer) -> Steps[None]:

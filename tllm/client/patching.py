@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from tllm.client.steering import Facts
+from tllm.consumers.patch_runs import FOR_RUNS_ALONE
 from tllm.spec.patching import KEPT, KeptRows, Patch, PatchUse, RequestPatch, noise_rows
 from tllm.spec.reading import FloatArray
 
@@ -18,11 +19,13 @@ class PatchComposer:
     Attributes:
         facts: None until the workers have told.
         kept: what the workers keep, by name.
+        computed: uids of the runs that are computed now, for this front end.
     """
 
     def __init__(self) -> None:
         self.facts: Facts | None = None
         self.kept: dict[str, KeptRows] = {}
+        self.computed: set[str] = set()
         self._composed: WeakKeyDictionary[RequestPatch, tuple[PatchUse, ...]] = WeakKeyDictionary()
 
     def learn(self, key: str, value: bytes | None) -> None:
@@ -33,6 +36,12 @@ class PatchComposer:
         else:
             self.kept[name] = pickle.loads(value)
         self._composed.clear()
+
+    def check_run(self, uid: object) -> None:
+        """Refuse a request that keeps rows for a run which nobody computes: they would stay on the
+        device, where nobody counts them."""
+        if not isinstance(uid, str) or uid not in self.computed:
+            raise ValueError(FOR_RUNS_ALONE)
 
     def find(self, name: str, field: str) -> KeptRows:
         """What is kept under a name."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,8 @@ from tllm.spec.conditions import (
     MAX_GATES,
     Condition,
     FeatureCondition,
+    Gate,
+    GateNumbers,
     Known,
     NamedCondition,
     check_order,
@@ -32,6 +34,7 @@ from tllm.spec.groups import (
     Endings,
     RequestSteering,
     SteeringGroup,
+    check_lasting,
     compose,
     gates_of,
     most_configurations,
@@ -228,7 +231,10 @@ class Composer:
         found = self._found(condition)
         if isinstance(found, (NamedCondition, FeatureCondition)):
             raise TypeError("a condition that was found has no name to look up")
-        return replace(found, name=name)
+        found = replace(found, name=name)
+        numbers = GateNumbers()
+        _check_gates(numbers.gates([numbers.number(found)]), f"monitor {name!r}")
+        return found
 
     def monitor(self, name: str) -> Condition:
         """A monitor that is there."""
@@ -376,13 +382,8 @@ class Composer:
     def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:
         assert self.facts is not None
         SteeringGroup.check_limits(groups, what, self.facts.max_reach)
-        gates = gates_of(groups)
-        signal_names(gates.values())
-        if len(gates) > MAX_GATES:
-            raise ValueError(
-                f"{what} has {len(gates)} distinct probes and joints of them as conditions; at "
-                f"most {MAX_GATES} are allowed: let entries share their conditions"
-            )
+        _check_gates(gates_of(groups).values(), what)
+        check_lasting(groups, what)
         needed = most_configurations([group.use for group in groups])
         if needed > self.facts.max_configs:
             raise ValueError(
@@ -391,6 +392,20 @@ class Composer:
                 "the same positions, or start the engine with more"
             )
         return groups
+
+
+def _check_gates(gates: Collection[Gate], what: str) -> None:
+    """Refuse conditions that no request can have together.
+
+    Args:
+        what: has them, for the message.
+    """
+    signal_names(gates, what)
+    if len(gates) > MAX_GATES:
+        raise ValueError(
+            f"{what} has {len(gates)} distinct probes and joints of them as conditions; at most "
+            f"{MAX_GATES} are allowed: let entries share their conditions"
+        )
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,8 @@ class NextTokenConsumer(Consumer):
                 "consumers['next_token'] has 'top_k' and 'token_ids'; give one of them"
             )
         ids = options.get("token_ids")
-        if ids is not None and not (ids and all(type(i) is int and i >= 0 for i in ids)):
+        listed = isinstance(ids, (list, tuple)) and bool(ids)
+        if ids is not None and not (listed and all(type(i) is int and i >= 0 for i in ids)):
             raise ValueError(
                 "consumers['next_token']['token_ids'] must be a list of token ids, at least one"
             )

@@ -24,6 +24,11 @@ from tllm.ports import (
 
 IntArray = npt.NDArray[np.int32]
 
+FOR_RUNS_ALONE = (
+    "consumers['patch_runs'] is for llm.patching.run alone; call that, and refer to the run with "
+    "patch=[{..., 'source': {'run': run}}]"
+)
+
 
 @dataclass
 class _RunningRows:
@@ -51,10 +56,7 @@ class PatchRunsConsumer(Consumer):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """As `llm.patching.run` gives them."""
         if set(options) - {"enabled"} != {"uid", "places"}:
-            raise ValueError(
-                "consumers['patch_runs'] is for llm.patching.run alone; call that, and refer to "
-                "the run with patch=[{..., 'source': {'run': run}}]"
-            )
+            raise ValueError(FOR_RUNS_ALONE)
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
         """The rows of the prompt at all places together."""

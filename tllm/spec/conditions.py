@@ -34,6 +34,8 @@ PROBE = "probe:"
 """What the digest of a probe's vector begins with, among those of steering vectors."""
 
 _DEEPEST = 8
+_LONGEST = 1e18
+"""Of a probe's vector: a score beyond float32 is no number, and holds nowhere."""
 _NUMBERS = struct.Struct("<6d")
 _RANGES = ("above", "below", "between")
 
@@ -413,9 +415,14 @@ class GateNumbers:
         return tuple(gate for gate in self._gates.values() if gate.number in needed)
 
 
-def signal_names(gates: Iterable[Gate]) -> dict[str, int]:
+def signal_names(
+    gates: Iterable[Gate], what: str = "the request with global steering"
+) -> dict[str, int]:
     """What the signals of a request are called, each with the number of its gate: as their
     conditions are named, else by their places.
+
+    Args:
+        what: has the conditions, for the message.
 
     Raises `ValueError` where two conditions have one name.
     """
@@ -425,8 +432,7 @@ def signal_names(gates: Iterable[Gate]) -> dict[str, int]:
         for name in gate.names:
             if names.setdefault(name, number) != number:
                 raise ValueError(
-                    f"two conditions of the request, with global steering, are called {name!r}; "
-                    "give each its own 'name'"
+                    f"two conditions of {what} are called {name!r}; give each its own 'name'"
                 )
     for number, gate in sorted(by_number.items()):
         if not gate.names:
@@ -663,7 +669,14 @@ def _feature_condition(
         )
     if type(feature) is not int or feature < 0:
         raise ValueError(f"{inner}['feature']={feature!r:.60}; give the number of a feature")
-    return FeatureCondition(field, name, str(sae), feature, _range(given, field), memory)
+    edges = _range(given, field)
+    if edges.high <= 0 and not edges.soft:
+        raise ValueError(
+            f"{field} is for scores below {edges.high:g}, and how active a feature is, is 0 or "
+            "more: it would hold nowhere; give a small number above 0, such as 1e-6, for rows "
+            "where the feature is not active"
+        )
+    return FeatureCondition(field, name, str(sae), feature, edges, memory)
 
 
 def _range(given: Mapping[str, Any], field: str) -> Edges:
@@ -703,6 +716,11 @@ def _vector(given: Any, name: str, *, unit: bool) -> FloatArray:
     length = float(np.sqrt(wide @ wide))
     if length == 0:
         raise ValueError(f"{name} is all zeros, which tells no rows apart")
+    if length > _LONGEST and not unit:
+        raise ValueError(
+            f"{name} has length {length:.3g}, and scores of rows may be beyond float32; give one "
+            f"of length {_LONGEST:g} or less, and a smaller threshold"
+        )
     if unit:
         array = (wide / length).astype(np.float32)
     array.setflags(write=False)

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
 from tllm.spec.conversations import ConversationUse
-from tllm.spec.memory import OVERS
+from tllm.spec.memory import OVERS, SCOPES
 from tllm.spec.operations import (
     MAX_CLAMPS,
     MAX_FEATURES,
@@ -31,7 +31,8 @@ STEERING = "steering"
 """Under which results say that a request was not steered as it asked."""
 _JUDGED, _OF_PROMPT = "judged:", "of_prompt:"
 """What the digests of groups begin with that change nothing: those whose conditions end a request,
-and those whose conditions decide on the tokens after the prompt."""
+or belong to entries without effect, and those whose conditions decide on the tokens after the
+prompt."""
 _JOIN = "join vectors that are added, or drop some"
 _LIMITS = {
     "operations": (MAX_OPERATIONS, "operations", _JOIN),
@@ -148,6 +149,22 @@ class SteeringGroup:
         ends = tuple((numbers.number(each), each.name) for each in conditions)
         gates = numbers.gates(number for number, _ in ends)
         return cls(phase, EVERYWHERE, (), numbers.of(gates), {}, GroupGates((), gates), ends)
+
+    @classmethod
+    def watching(
+        cls,
+        phase: SteeringPhase,
+        positions: Selection,
+        conditions: Iterable[Condition],
+        numbers: GateNumbers,
+    ) -> SteeringGroup:
+        """What judges the conditions of entries that change nothing, at their tokens.
+
+        Args:
+            numbers: of the conditions of the request; theirs are all known.
+        """
+        gates = numbers.gates(numbers.number(each) for each in conditions)
+        return cls(phase, positions, (), numbers.of(gates), {}, GroupGates((), gates))
 
     @classmethod
     def of_prompt(cls, over: str, numbered: Iterable[int], numbers: GateNumbers) -> SteeringGroup:
@@ -337,14 +354,17 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
     """One list of groups from what several parties ask.
 
     All vectors come first, in the parties' order (each one's base tier, then its phases), then all
-    clamps likewise. What changes nothing is left out. Last comes what is only judged.
+    clamps likewise. What changes nothing is left out; its conditions are judged all the same. Last
+    comes what is only judged.
     """
     runs: list[tuple[tuple[SteeringPhase, Selection], list[SteeringEntry]]] = []
+    idle: list[tuple[SteeringPhase, SteeringEntry]] = []
     tiers = [party.vectors for party in parties] + [party.clamps for party in parties]
     for tier in tiers:
         for phase, entries in tier.items():
             for entry in entries:
                 if entry.coefficients.idle:
+                    idle.append((phase, entry))
                     continue
                 after_prompt = entry.when is not None and entry.when.memory.of_prompt
                 tokens = "decode" if after_prompt else phase, entry.positions
@@ -353,11 +373,18 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
                 runs[-1][1].append(entry)
     numbers = GateNumbers()
     of_prompt: dict[str, list[int]] = {}
-    for condition in (entry.when for _, run in runs for entry in run):
-        if condition is not None:
-            number = numbers.number(condition)
-            if condition.memory.of_prompt:
-                of_prompt.setdefault(condition.memory.over, []).append(number)
+    steering = [entry.when for _, run in runs for entry in run if entry.when is not None]
+    known = {numbers.number(condition) for condition in steering}
+    watched: dict[tuple[SteeringPhase, Selection], list[Condition]] = {}
+    for phase, entry in idle:
+        if entry.when is None or numbers.number(entry.when) in known:
+            continue  # the latter is judged where it steers
+        if not entry.when.memory.of_prompt:
+            watched.setdefault((phase, entry.positions), []).append(entry.when)
+        steering.append(entry.when)
+    for condition in steering:
+        if condition.memory.of_prompt:
+            of_prompt.setdefault(condition.memory.over, []).append(numbers.number(condition))
     judged: list[tuple[SteeringPhase, tuple[Condition, ...]]] = []
     if endings is not None:
         judged = [("decode", endings.stop), ("prefill", endings.abort)]
@@ -365,12 +392,37 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
         numbers.number(condition)
     groups = [SteeringGroup.of(*tokens, entries, numbers) for tokens, entries in runs]
     groups += [SteeringGroup.of_prompt(over, of, numbers) for over, of in of_prompt.items()]
+    groups += [SteeringGroup.watching(*tokens, of, numbers) for tokens, of in watched.items()]
     groups += [
         SteeringGroup.judging(phase, conditions, numbers)
         for phase, conditions in judged
         if conditions
     ]
     return tuple(groups)
+
+
+def check_lasting(groups: Iterable[SteeringGroup], what: str) -> None:
+    """Refuse conditions that decide on the tokens after those that they are judged for, and on
+    none of them: all that has such a condition is for one token of the prompt.
+
+    Args:
+        what: has them, for the message.
+    """
+    lasting: dict[Gate, set[Selection]] = defaultdict(set)
+    for group in groups:
+        for gate in group.gates.judged if group.gates is not None else ():
+            if gate.scope and not (gate.over or gate.kept_as):
+                lasting[gate].add(group.positions)
+    for gate, where in lasting.items():
+        if len(where) > 1 or not all(positions.of_one_in_prompt for positions in where):
+            continue
+        [positions] = where
+        raise ValueError(
+            f"{what} has a condition at {gate.hook!r} with scope={SCOPES[gate.scope]!r}, which "
+            "decides on tokens after those that it is judged for, and its entry is for one token "
+            f"alone, position {positions.include.positions[0]}: nothing would be steered. Leave "
+            "the positions out; with 'over': 'prompt_last' the last token of the prompt decides"
+        )
 
 
 def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:

@@ -216,6 +216,12 @@ class Selection:
         return frozenset(own - {"generation"} if self.include.of_prompt else own)
 
     @property
+    def of_one_in_prompt(self) -> bool:
+        """Whether it means one token of a prompt, counted from its end, and no other."""
+        only = Criteria(positions=self.include.positions[:1])
+        return bool(only) and self.include == only and only.of_prompt
+
+    @property
     def depends_on_generated_tokens(self) -> bool:
         """Whether which generated token it is decides."""
         return self.phase != "prompt" and bool(self.include.token_ids or self.exclude.token_ids)
@@ -389,6 +395,11 @@ def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int
         same_sign = start is not None and stop is not None and (start < 0) == (stop < 0)
         if same_sign and start >= stop:  # type: ignore[operator]
             raise ValueError(f"{name}: {list(pair)} is empty; stop must be greater than start")
+        if stop == 0:
+            raise ValueError(
+                f"{name}: {list(pair)} ends before the first token, and is empty; give None for an "
+                "open end"
+            )
         pairs.append((start, stop))
     return pairs
 
