@@ -121,6 +121,36 @@ def test_files_expire_and_the_oldest_go_first(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_only_results_expire_in_their_folder(tmp_path):
+    files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
+    LimitsByKey.read(None, tmp_path / "in-flight")
+    own = tmp_path / "mine.safetensors"
+    own.touch()
+    for path in (own, tmp_path / "in-flight"):
+        os.utime(path, (time.time() - 200, time.time() - 200))
+    name, _ = files.put({"x": torch.zeros(10)})
+    assert files.find(name) is not None
+    assert own.exists()
+    assert any((tmp_path / "in-flight").iterdir())
+
+
+def test_a_result_that_cannot_be_kept_says_why(tmp_path):
+    files = CaptureFiles(tmp_path / "there", seconds=100.0, mib=1)
+    rows = {"large": torch.zeros(2**18 + 1), "gone": torch.zeros(2**16)}
+    given = {name: ConsumerResult("ok", None, {"rows": each}) for name, each in rows.items()}
+    files.folder.rmdir()
+    told = as_json(given, files, inline_bytes=100)
+    assert [each["status"] for each in told.values()] == ["error", "error"]
+    assert "1.0 MiB, and results that are fetched" in told["large"]["error"]
+    assert f"{files.folder} does not take it" in told["gone"]["error"]
+
+
+def test_a_result_as_large_as_all_may_be_is_kept(tmp_path):
+    files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
+    name, _ = files.put({"x": torch.zeros(2**18)})
+    assert files.find(name) is not None
+
+
 @dataclass
 class Measured(Payload):
     name: str
