@@ -243,6 +243,9 @@ def test_limits_are_those_of_the_callers_key(tmp_path):
         ({"default": {"row": 1}}, r"default.row: .*\(there are capture, .*rows"),
         ({"keys": {"sk-research": {"bytes": "x"}}}, r"keys\['sk-res\.\.\.'\].bytes: input"),
         ({"keys": {"sha256:abc": {}}}, "after sha256: come 64 hexadecimal digits"),
+        ({"keys": {"": {}}}, r"keys\[''\]: no caller can send it"),
+        ({"keys": {"clé": {}}}, "no caller can send it; a key is printable ASCII"),
+        ({"keys": {"k1": {}, f"sha256:{hashlib.sha256(b'k1').hexdigest()}": {}}}, "give it once"),
         ({"keys": []}, "keys is not an object"),
         ({"k1": {}}, "and nothing else"),
         ([], "and nothing else"),
@@ -255,6 +258,19 @@ def test_limits_that_are_wrong_are_refused(given, sentence, tmp_path):
     path.write_text(json.dumps(given))
     with pytest.raises(ValueError, match=f"--limits '{path}'"):
         serve.limits_file(path)
+
+
+def test_a_name_that_stands_twice_in_limits_is_refused(tmp_path):
+    path = tmp_path / "limits.json"
+    for given, told in (
+        ('{"keys": {"sk-research": {"rows": 1}, "sk-research": {}}}', "'sk-res...' stands 2 times"),
+        ('{"default": {"rows": 1}, "default": {}}', "'default' stands 2 times"),
+    ):
+        path.write_text(given)
+        with pytest.raises(ValueError, match=re.escape(told)):
+            serve.limits_file(path)
+        with pytest.raises(ValueError, match=re.escape(told)):
+            LimitsByKey.read(path, tmp_path / "in-flight")
 
 
 SPEC = {"post_block": {"2": [1.0, 2.0]}}
@@ -495,6 +511,9 @@ def test_modules_are_given_as_name_and_path(tmp_path):
     ("given", "sentence"),
     [
         (["--admin-api-key", ""], "--admin-api-key is empty; give a key, or leave it out"),
+        (["--admin-api-key", "clé"], "--admin-api-key has characters that no header carries"),
+        (["--admin-api-key", "key\n"], "--admin-api-key has characters that no header carries"),
+        (["--consumer", "lens:consumer_id=3"], "--consumer 'lens:consumer_id=3': LensConsumer has"),
         (["--consumer", "x:[/y]=1"], "unknown consumer 'x' in 'x:[/y]=1'"),
         (["--consumer", "logging", "--consumer", "logging"], "two consumers are called 'logging'"),
         (
