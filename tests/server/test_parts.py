@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
-from tllm.server.state import ServerState
+from tllm.server.state import ServerState, capture_files
 from tllm.spec.media import PromptMedia
 from tllm.spec.request import EXTRA_ARG
 
@@ -132,6 +133,24 @@ def test_only_results_expire_in_their_folder(tmp_path):
     assert files.find(name) is not None
     assert own.exists()
     assert any((tmp_path / "in-flight").iterdir())
+
+
+def test_results_are_for_one_server_of_one_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = ServerSettings()
+    places = [(8000, None), (8001, None), (8000, "a.sock"), (8000, "b.sock")]
+    folders = [capture_files(settings, *place).folder for place in places]
+    assert len(set(folders)) == 4
+    assert capture_files(settings, 8000).folder == folders[0]
+    assert all(str(os.getuid()) in folder.name for folder in folders)
+    folders[0].chmod(0o755)
+    with pytest.raises(PermissionError, match="is for results of this server alone"):
+        capture_files(settings, 8000)
+    folders[1].rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folders[1].symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="others may read it or own it"):
+        capture_files(settings, 8001)
 
 
 def test_a_result_that_cannot_be_kept_says_why(tmp_path):

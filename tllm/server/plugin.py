@@ -56,7 +56,7 @@ class InterventionPlugin:
         )
         for name, path in settings.steering_modules.items():
             await interventions.steering.register_module(name, load(path))
-        files = capture_files(settings, args.port)
+        files = capture_files(settings, args.port, args.uds)
         live = LiveScores(interventions)
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
         sweeps = PatchSweeps(interventions, limits)
