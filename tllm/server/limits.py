@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tllm.client.consumer_calls import request_flows
 from tllm.consumers.base import Consumer
 from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key, is_sendable
 from tllm.spec.media import PromptMedia
@@ -174,7 +175,7 @@ def captured_rows(
     rows, prompt_len = 0, len(tokens)
     end = prompt_len + max_tokens - 1
     for consumer, chosen in options.values():
-        for flow in consumer.request_flows(chosen, num_layers):
+        for flow in request_flows(consumer, chosen, num_layers):
             meant = flow.selection.in_prompt(media)
             for start, stop in meant.intervals(prompt_len, tokens):
                 of_prompt = max(0, min(stop, prompt_len) - start)
