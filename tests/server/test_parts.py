@@ -24,6 +24,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
+from server.conftest import Server
 from typer.testing import CliRunner
 from vllm import SamplingParams
 
@@ -660,3 +661,14 @@ def test_a_request_that_is_refused_takes_those_beside_it_with_it():
         return events
 
     assert asyncio.run(run()) == ["aborted"]
+
+
+def test_a_server_whose_consumer_cannot_begin_ends_and_says_which(tmp_path):
+    server = Server(tmp_path, "--consumer", "lens:layers=[99],consumer_id=far")
+    try:
+        with pytest.raises(RuntimeError, match="did not start"):
+            server.wait()
+        assert server.process.wait(60) != 0
+    finally:
+        server.process.kill()
+    assert "consumer 'far' cannot begin: layers has 99; this model has" in server.log.read_text()

@@ -239,7 +239,12 @@ class Client:
                 f"consumer {name!r} cannot be copied to the workers: {reason_of(error)}; make what "
                 "cannot be copied in start(ctx), which is called there"
             ) from error
-        added = any((yield WorkerCall("register", (name, payload))))
+        try:
+            added = any((yield WorkerCall("register", (name, payload))))
+        except (ValueError, RuntimeError) as error:  # of several, which one it is
+            if type(error) not in (ValueError, RuntimeError) or repr(name) in str(error):
+                raise
+            raise type(error)(f"consumer {name!r} cannot begin: {error}") from error
         if added:
             self._own.add(name)
             self._adopt(consumer, capturing)
