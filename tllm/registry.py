@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -59,8 +59,9 @@ def check(consumer: Any) -> None:
         )
     if not given:
         raise ValueError(f"{type(consumer).__name__} has no consumer_id; set the class attribute")
-    flows = consumer.flows()
-    found = list(flows) if isinstance(flows, Iterable) else []
+    raised = f"flows() of consumer {given!r} raised"
+    flows = _called(raised, consumer.flows)
+    found = _called(raised, lambda: list(flows)) if isinstance(flows, Iterable) else []
     if not isinstance(flows, Iterable) or not all(isinstance(f, ConsumerFlow) for f in found):
         raise TypeError(
             f"flows() of consumer {consumer.consumer_id!r} returned {flows!r:.100}; let it return "
@@ -140,14 +141,18 @@ def consumer_from_spec(spec: str) -> Consumer:
             f"unknown consumer {name!r} in {spec!r}; installed are "
             f"{', '.join(sorted(known)) or 'none'}"
         )
-    options: dict[str, Any] = {}
-    for item in filter(None, _OUTSIDE_BRACKETS.split(rest)):
-        key, separator, value = item.partition("=")
-        if not separator:
-            raise ValueError(f"{item!r} in {spec!r} is not key=value")
-        options[key.strip()] = _scalar(value)
-    factory = known[name].load()
-    parameters = inspect.signature(factory).parameters
+    _check_declared_once(name)
+    options = _options_of(spec, rest)
+    factory = _called(
+        f"consumer {name!r} cannot be loaded from {known[name].value}", known[name].load
+    )
+    try:
+        parameters = inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"consumer {name!r} is {factory!r:.100} ({known[name].value}), which is no function or "
+            "class with parameters of its own; let its entry point name one"
+        ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if not takes_any and (unknown := sorted(set(options) - set(parameters))):
         raise ValueError(
@@ -161,9 +166,50 @@ def consumer_from_spec(spec: str) -> Consumer:
             f"consumer {name!r} needs {' and '.join(missing)}, and {spec!r} does not give it; "
             f"write {name}:{','.join(f'{option}=...' for option in needed)}"
         )
-    consumer = factory(**options)
+    consumer = _called(f"consumer {name!r} cannot be made of {spec!r}", lambda: factory(**options))
+    if not isinstance(consumer, Consumer):
+        raise ValueError(
+            f"consumer {name!r} cannot be made of {spec!r}: {known[name].value} returned "
+            f"{consumer!r:.100}, which is not an instance of a subclass of "
+            "tllm.consumers.base.Consumer"
+        )
     check(consumer)
     return consumer
+
+
+def _check_declared_once(name: str) -> None:
+    """Refuse a name under which packages mean different consumers."""
+    points = [p for p in entry_points(group=ENTRY_POINT_GROUP) if p.name == name]
+    if len({point.value for point in points}) > 1:
+        told = [f"{p.value} of {p.dist.name if p.dist else 'an unknown package'}" for p in points]
+        raise ValueError(
+            f"consumer {name!r} is {' and '.join(told)}; remove one of these packages, or register "
+            "an instance in Python"
+        )
+
+
+def _options_of(spec: str, given: str) -> dict[str, Any]:
+    """The options of a spec string."""
+    options: dict[str, Any] = {}
+    for item in filter(None, _OUTSIDE_BRACKETS.split(given)):
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError(f"{item!r} in {spec!r} is not key=value")
+        if (key := key.strip()) in options:
+            raise ValueError(f"{spec!r} gives {key} twice; give it once")
+        options[key] = _scalar(value)
+    return options
+
+
+def _called(what: str, call: Callable[[], Any]) -> Any:
+    """What somebody else's code returns; whatever it raises, `sys.exit` too, is a `ValueError` that
+    begins with `what`. A `ValueError` of its own stays."""
+    try:
+        return call()
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def _scalar(text: str) -> Any:
@@ -171,4 +217,6 @@ def _scalar(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
+        if text.startswith("["):
+            raise ValueError(f'{text!r} is no list; give one as JSON: [0,4] or ["a","b"]') from None
         return text

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tllm import LLM
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.sae import SaeConsumer
+from tllm.ports import ConsumerFlow
 from tllm.registry import available_consumers, check, consumer_from_spec
 
 HIDDEN = 16
@@ -69,6 +70,91 @@ def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             consumer_from_spec(spec)
+
+
+def raises(**options: object) -> None:
+    raise KeyError("weights")
+
+
+def exits() -> None:
+    raise SystemExit(3)
+
+
+def returns_none() -> None:
+    """As a factory that forgot its return."""
+
+
+class FlowsRaise(LensConsumer):
+    def flows(self) -> list[ConsumerFlow]:
+        return [self.missing]  # type: ignore[attr-defined]
+
+
+NUMBER = 3
+
+
+def declare(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str, **points: str) -> None:
+    """Install a package of consumers that is not ours."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {target}" for name, target in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[tllm.consumers]", *lines]))
+    monkeypatch.syspath_prepend(str(folder))
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            "not_there:X",
+            "consumer 'own' cannot be loaded from not_there:X: ModuleNotFoundError: No",
+        ),
+        (f"{__name__}:Nope", "cannot be loaded from .*Nope: AttributeError: module"),
+        (f"{__name__}:raises", "cannot be made of 'own:a=1': KeyError: 'weights'"),
+        (f"{__name__}:exits", "takes none"),
+        (f"{__name__}:returns_none", "takes none"),
+        (f"{__name__}:NUMBER", "consumer 'own' is 3 .*NUMBER.*, which is no function or class"),
+    ],
+)
+def test_what_a_package_of_consumers_does_wrong_is_a_sentence_with_its_name(
+    target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(tmp_path / "other", monkeypatch, "other", own=target)
+    with pytest.raises(ValueError, match=message):
+        consumer_from_spec("own:a=1")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("exits", "consumer 'own' cannot be made of 'own': SystemExit: 3"),
+        ("returns_none", "cannot be made of 'own': .*returns_none returned None, which is not an"),
+        ("FlowsRaise", r"flows\(\) of consumer 'lens' raised: AttributeError: .*'missing'"),
+    ],
+)
+def test_what_is_made_of_a_spec_is_a_consumer_or_an_error(
+    target: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(tmp_path / "other", monkeypatch, "other", own=f"{__name__}:{target}")
+    with pytest.raises(ValueError, match=message):
+        consumer_from_spec("own")
+
+
+def test_a_name_that_two_packages_give_to_different_consumers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    declare(tmp_path / "other", monkeypatch, "other", logging=f"{__name__}:raises")
+    with pytest.raises(ValueError, match=r"'logging' is .* of (tllm|other) and .*; remove one of"):
+        consumer_from_spec("logging")
+    consumer_from_spec("lens")
+
+
+def test_what_a_spec_gives_twice_or_not_as_a_list_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"gives layers twice; give it once"):
+        consumer_from_spec("lens:layers=[0],layers=[1]")
+    with pytest.raises(ValueError, match=r"'\[0' is no list; give one as JSON"):
+        consumer_from_spec("lens:layers=[0")
 
 
 @pytest.mark.parametrize("given", [3, None, {"filesystem": {"root": "acts"}}, LensConsumer])

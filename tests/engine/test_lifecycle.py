@@ -498,3 +498,94 @@ class TestMistakes:
         llm.register_consumer(Raising("consume_bundle", flow()))
         generate(llm, prompts_of([5]), greedy(4))
         assert len(recorder.rows("logits")) == 4
+
+    @pytest.mark.parametrize("error", [SystemExit, KeyError])
+    @pytest.mark.parametrize("method", ["validate_options", "needs_tokens_of", "request_flows"])
+    def test_what_is_raised_by_a_request_in_the_users_process_names_the_method(
+        self, llm, method, error
+    ):
+        def fails(*_):
+            raise error("my mistake")
+
+        llm.register_consumer(type("Asked", (Recorder,), {method: fails})(flow()))
+        told = rf"consumer 'recorder' raised in {method}: {error.__name__}: .*my mistake"
+        with pytest.raises(RuntimeError, match=told):
+            generate(llm, prompts_of([5]), greedy(2, consumers={"recorder": {}}))
+        assert not llm.llm_engine.has_unfinished_requests()
+        llm.unregister_consumer("recorder")
+        generate(llm, prompts_of([5]), greedy(2))
+
+    @pytest.mark.parametrize(
+        ("flows", "told"),
+        [
+            (None, "returned None; let it return a list of ConsumerFlow"),
+            (flow(), "returned ConsumerFlow.*; let it return a list"),
+            ([3], r"returned \[3\]; let it return a list"),
+            ([ConsumerFlow(writes=[ResidualStream.write(layer=1)])], "returned a flow that writes"),
+        ],
+    )
+    def test_what_a_request_reads_is_a_list_of_flows_that_only_read(self, llm, flows, told):
+        class Asked(Recorder):
+            def request_flows(self, options, num_layers):
+                return flows
+
+        llm.register_consumer(Asked(flow()))
+        with pytest.raises(TypeError, match=rf"request_flows\(\) of consumer 'recorder' {told}"):
+            generate(llm, prompts_of([5]), greedy(2))
+
+    @pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
+    def test_who_waits_hears_what_a_consumer_raises_meanwhile(self, llm, error):
+        class Waiting(Recorder):
+            def synchronize(self):
+                raise error("my mistake")
+
+        waiting = llm.register_consumer(Waiting(flow(), consumer_id="waiting"))
+        recorder = llm.register_consumer(Recorder(flow("background")))
+        generate(llm, prompts_of([5]), greedy(3))
+        told = rf"synchronize: consumer 'waiting' raised in it: {error.__name__}: my mistake"
+        with pytest.raises(RuntimeError, match=told):
+            waiting.synchronize()
+        assert len(recorder.rows("mid")) == 7
+        recorder.synchronize()
+
+    def test_statistics_that_cannot_be_told_name_the_consumer(self, llm):
+        class Counts(Recorder):
+            def read_stats(self):
+                return 3
+
+            def merge_stats(self, stats):
+                raise SystemExit("my mistake")
+
+        counts = llm.register_consumer(Counts(flow()))
+        with pytest.raises(Exception, match=r"read_stats\(\) of consumer 'recorder' returned 3"):
+            counts.read_stats()
+        llm.clear_consumers()
+        counts = llm.register_consumer(
+            type("Merging", (Recorder,), {"merge_stats": Counts.merge_stats})(flow())
+        )
+        with pytest.raises(RuntimeError, match="raised in merge_stats: SystemExit: my mistake"):
+            counts.read_stats()
+
+    def test_a_method_under_another_name_reaches_the_workers(self, llm):
+        def counted(method):
+            return lambda self: method(self)
+
+        class Decorated(Recorder):
+            @counted
+            def read_stats(self):
+                return {"told": 1}
+
+            synchronize = counted(Recorder.synchronize)
+
+        decorated = llm.register_consumer(Decorated(flow()))
+        decorated.synchronize()
+        assert decorated.read_stats()["told"] == 1
+
+    def test_vectors_for_one_request_are_given_with_a_list_of_it(self, llm):
+        class Steering(Recorder):
+            def on_request_started(self, request, ctx):
+                ctx.writer("delta").set(request, torch.zeros(128))
+
+        llm.register_consumer(Steering(ConsumerFlow(writes=[ResidualStream.write(layer=0)])))
+        (output,) = generate(llm, prompts_of([5]), greedy(2))
+        assert "give a list of them" in output.consumer_results["recorder"].error

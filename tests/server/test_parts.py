@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from fastapi.testclient import TestClient
 from prometheus_client import Gauge
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
+from server.conftest import Server
 from typer.testing import CliRunner
 from vllm import SamplingParams
 
@@ -43,7 +45,7 @@ from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
-from tllm.server.state import ServerState
+from tllm.server.state import ServerState, capture_files
 from tllm.spec.media import PromptMedia
 from tllm.spec.request import EXTRA_ARG
 
@@ -119,6 +121,54 @@ def test_files_expire_and_the_oldest_go_first(tmp_path):
     assert files.find(second) is not None
     assert expires > time.time() + 90
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_only_results_expire_in_their_folder(tmp_path):
+    files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
+    LimitsByKey.read(None, tmp_path / "in-flight")
+    own = tmp_path / "mine.safetensors"
+    own.touch()
+    for path in (own, tmp_path / "in-flight"):
+        os.utime(path, (time.time() - 200, time.time() - 200))
+    name, _ = files.put({"x": torch.zeros(10)})
+    assert files.find(name) is not None
+    assert own.exists()
+    assert any((tmp_path / "in-flight").iterdir())
+
+
+def test_results_are_for_one_server_of_one_user(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    settings = ServerSettings()
+    places = [(8000, None), (8001, None), (8000, "a.sock"), (8000, "b.sock")]
+    folders = [capture_files(settings, *place).folder for place in places]
+    assert len(set(folders)) == 4
+    assert capture_files(settings, 8000).folder == folders[0]
+    assert all(str(os.getuid()) in folder.name for folder in folders)
+    folders[0].chmod(0o755)
+    with pytest.raises(PermissionError, match="is for results of this server alone"):
+        capture_files(settings, 8000)
+    folders[1].rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folders[1].symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="others may read it or own it"):
+        capture_files(settings, 8001)
+
+
+def test_a_result_that_cannot_be_kept_says_why(tmp_path):
+    files = CaptureFiles(tmp_path / "there", seconds=100.0, mib=1)
+    rows = {"large": torch.zeros(2**18 + 1), "gone": torch.zeros(2**16)}
+    given = {name: ConsumerResult("ok", None, {"rows": each}) for name, each in rows.items()}
+    files.folder.rmdir()
+    told = as_json(given, files, inline_bytes=100)
+    assert [each["status"] for each in told.values()] == ["error", "error"]
+    assert "1.0 MiB, and results that are fetched" in told["large"]["error"]
+    assert f"{files.folder} does not take it" in told["gone"]["error"]
+
+
+def test_a_result_as_large_as_all_may_be_is_kept(tmp_path):
+    files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
+    name, _ = files.put({"x": torch.zeros(2**18)})
+    assert files.find(name) is not None
 
 
 @dataclass
@@ -213,6 +263,9 @@ def test_limits_are_those_of_the_callers_key(tmp_path):
         ({"default": {"row": 1}}, r"default.row: .*\(there are capture, .*rows"),
         ({"keys": {"sk-research": {"bytes": "x"}}}, r"keys\['sk-res\.\.\.'\].bytes: input"),
         ({"keys": {"sha256:abc": {}}}, "after sha256: come 64 hexadecimal digits"),
+        ({"keys": {"": {}}}, r"keys\[''\]: no caller can send it"),
+        ({"keys": {"clé": {}}}, "no caller can send it; a key is printable ASCII"),
+        ({"keys": {"k1": {}, f"sha256:{hashlib.sha256(b'k1').hexdigest()}": {}}}, "give it once"),
         ({"keys": []}, "keys is not an object"),
         ({"k1": {}}, "and nothing else"),
         ([], "and nothing else"),
@@ -225,6 +278,19 @@ def test_limits_that_are_wrong_are_refused(given, sentence, tmp_path):
     path.write_text(json.dumps(given))
     with pytest.raises(ValueError, match=f"--limits '{path}'"):
         serve.limits_file(path)
+
+
+def test_a_name_that_stands_twice_in_limits_is_refused(tmp_path):
+    path = tmp_path / "limits.json"
+    for given, told in (
+        ('{"keys": {"sk-research": {"rows": 1}, "sk-research": {}}}', "'sk-res...' stands 2 times"),
+        ('{"default": {"rows": 1}, "default": {}}', "'default' stands 2 times"),
+    ):
+        path.write_text(given)
+        with pytest.raises(ValueError, match=re.escape(told)):
+            serve.limits_file(path)
+        with pytest.raises(ValueError, match=re.escape(told)):
+            LimitsByKey.read(path, tmp_path / "in-flight")
 
 
 SPEC = {"post_block": {"2": [1.0, 2.0]}}
@@ -465,6 +531,9 @@ def test_modules_are_given_as_name_and_path(tmp_path):
     ("given", "sentence"),
     [
         (["--admin-api-key", ""], "--admin-api-key is empty; give a key, or leave it out"),
+        (["--admin-api-key", "clé"], "--admin-api-key has characters that no header carries"),
+        (["--admin-api-key", "key\n"], "--admin-api-key has characters that no header carries"),
+        (["--consumer", "lens:consumer_id=3"], "--consumer 'lens:consumer_id=3': LensConsumer has"),
         (["--consumer", "x:[/y]=1"], "unknown consumer 'x' in 'x:[/y]=1'"),
         (["--consumer", "logging", "--consumer", "logging"], "two consumers are called 'logging'"),
         (
@@ -592,3 +661,14 @@ def test_a_request_that_is_refused_takes_those_beside_it_with_it():
         return events
 
     assert asyncio.run(run()) == ["aborted"]
+
+
+def test_a_server_whose_consumer_cannot_begin_ends_and_says_which(tmp_path):
+    server = Server(tmp_path, "--consumer", "lens:layers=[99],consumer_id=far")
+    try:
+        with pytest.raises(RuntimeError, match="did not start"):
+            server.wait()
+        assert server.process.wait(60) != 0
+    finally:
+        server.process.kill()
+    assert "consumer 'far' cannot begin: layers has 99; this model has" in server.log.read_text()

@@ -107,11 +107,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with interventions; further options are those of `vllm serve`."""
     try:
-        if admin_api_key == "":
-            raise ValueError(
-                "--admin-api-key is empty; give a key, or leave it out: the admin routes then "
-                "answer on loopback only"
-            )
+        serving.check_admin_key(admin_api_key)
         settings = serving.settings_of(
             {
                 "consumers": tuple(consumer or ()),

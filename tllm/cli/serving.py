@@ -16,10 +16,12 @@ from pydantic import ValidationError
 
 from tllm.cli.files import check_there
 from tllm.client.arguments import split
+from tllm.consumers.base import Consumer
 from tllm.engine import launch
 from tllm.engine.options import CONFIG_KEY, EngineOptions, engine_arguments
 from tllm.registry import consumer_from_spec
-from tllm.server.limits import parse_limits
+from tllm.server.fields import is_sendable
+from tllm.server.limits import read_limits
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.steering import load
 
@@ -58,7 +60,7 @@ def command(
             raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
     specs = (*settings.consumers, *settings.capture_consumers)
     eager = {"enforce_eager": "--enforce-eager" in more}
-    consumers = list(map(consumer_from_spec, specs))
+    consumers = list(map(_consumer, specs))
     counted = Counter(consumer.consumer_id for consumer in consumers)
     if twice := [name for name, count in counted.items() if count > 1]:
         raise ValueError(f"two consumers are called {twice[0]!r}; give one another consumer_id")
@@ -72,6 +74,27 @@ def command(
         _PLUGINS: ",".join(dict.fromkeys(allowed)),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def check_admin_key(key: str | None) -> None:
+    """Refuse a key that no caller could give."""
+    if key == "":
+        raise ValueError(
+            "--admin-api-key is empty; give a key, or leave it out: the admin routes then answer "
+            "on loopback only"
+        )
+    if key is not None and not is_sendable(key):
+        raise ValueError(
+            "--admin-api-key has characters that no header carries; give printable ASCII, without "
+            "spaces or line ends at its ends"
+        )
+
+
+def _consumer(spec: str) -> Consumer:
+    try:
+        return consumer_from_spec(spec)
+    except TypeError as error:  # what the package of it made is no consumer
+        raise ValueError(f"--consumer {spec!r}: {error}") from None
 
 
 def _flag_of(argument: str) -> str:
@@ -121,7 +144,7 @@ def limits_file(path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        parse_limits(json.loads(path.read_text()))
+        read_limits(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"--limits {str(path)!r}: {error}") from None
     return path.resolve()

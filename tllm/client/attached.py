@@ -71,7 +71,10 @@ class Attached:
         return self._run(self._tllm.unregister(None))
 
     def synchronize(self, consumer: Consumer | None = None) -> Any:
-        """Wait until every consumer is done with what it was given, whichever one is named."""
+        """Wait until every consumer is done with what it was given, whichever one is named.
+
+        Raises `RuntimeError` where a consumer's `synchronize` raises: it is detached then.
+        """
         return self._run(self._tllm.ask(WorkerCall("synchronize")))
 
     def read_stats(self, consumer: Consumer | str) -> Any:

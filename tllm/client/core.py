@@ -20,6 +20,7 @@ from vllm import PoolingParams as VllmPoolingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
+from tllm.client import consumer_calls
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
@@ -239,7 +240,12 @@ class Client:
                 f"consumer {name!r} cannot be copied to the workers: {reason_of(error)}; make what "
                 "cannot be copied in start(ctx), which is called there"
             ) from error
-        added = any((yield WorkerCall("register", (name, payload))))
+        try:
+            added = any((yield WorkerCall("register", (name, payload))))
+        except (ValueError, RuntimeError) as error:  # of several, which one it is
+            if type(error) not in (ValueError, RuntimeError) or repr(name) in str(error):
+                raise
+            raise type(error)(f"consumer {name!r} cannot begin: {error}") from error
         if added:
             self._own.add(name)
             self._adopt(consumer, capturing)
@@ -291,10 +297,12 @@ class Client:
             consumer = self.consumers[name]
         size = self._workers or len(found)
         replicas = [
-            consumer.merge_stats(found[first : first + size])
+            consumer_calls.call(consumer, "merge_stats", found[first : first + size])
             for first in range(0, len(found), size)
         ]
-        return replicas[0] if len(replicas) == 1 else consumer.merge_replicas(replicas)
+        if len(replicas) == 1:
+            return replicas[0]
+        return consumer_calls.call(consumer, "merge_replicas", replicas)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -553,7 +561,7 @@ class Client:
                 )
             enabled = chosen.get("enabled", True)
             require_bool(f"{field}['enabled']", enabled)
-            self.consumers[name].validate_options(chosen)
+            consumer_calls.call(self.consumers[name], "validate_options", chosen)
             if name == PatchRunsConsumer.consumer_id:
                 self.patches.check_run(chosen["uid"])
         uses = Uses()
@@ -566,13 +574,15 @@ class Client:
             if name in asked.captures or name in self._capturing:
                 uses.captures.append(name)
             field = f"{'capture' if name in uses.captures else 'consumers'}[{name!r}]"
-            uses.wants_tokens = uses.wants_tokens or consumer.needs_tokens_of(chosen)
+            wants_tokens = consumer_calls.call(consumer, "needs_tokens_of", chosen)
+            uses.wants_tokens = uses.wants_tokens or wants_tokens
             for flow in self._flows[name]:
                 _check_media(flow, {}, field)
                 uses.add(flow, field)
             own = consumer.place_argument
             places = f"{own} of consumer {name!r}" if own else f"{field}['hooks']"
-            for flow in consumer.request_flows(chosen, self.facts.points.num_layers):
+            num_layers = self.facts.points.num_layers
+            for flow in consumer_calls.request_flows(consumer, chosen, num_layers):
                 self._check_places(flow, places)
                 _check_media(flow, chosen, field)
                 uses.add(flow, field)

@@ -79,7 +79,7 @@ class Consumer(ABC):
         for name in _OF_THE_WORKERS:
             # Also what comes from a class that is no consumer.
             if not hasattr(own := getattr(cls, name), "reaches_the_workers"):
-                setattr(cls, name, _reaching_the_workers(own))
+                setattr(cls, name, _reaching_the_workers(name, own))
 
     def attach(self, engine: Any) -> None:
         """Let this object stand for its copies in an engine's workers.
@@ -205,7 +205,8 @@ class Consumer(ABC):
 
     def synchronize(self) -> None:
         """Wait until all work handed to this consumer is done. Implemented for the worker; on
-        the registered object of the user it reaches every worker."""
+        the registered object of the user it reaches every worker, and raises `RuntimeError` where
+        one raised there: the consumer is detached then."""
 
     def read_stats(self) -> Mapping[str, Any]:
         """Counters and figures, as plain data. Implemented for the worker; on the registered
@@ -226,16 +227,16 @@ _OF_THE_WORKERS = ("synchronize", "read_stats")
 """Methods that ask the workers where their object stands for the copies there."""
 
 
-def _reaching_the_workers(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _reaching_the_workers(name: str, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(own)
     def method(self: Consumer) -> Any:
         if self._copies is None:
             return own(self)
-        return getattr(self._copies.engine, own.__name__)(self)
+        return getattr(self._copies.engine, name)(self)
 
     vars(method)["reaches_the_workers"] = True
     return method
 
 
 for _name in _OF_THE_WORKERS:
-    setattr(Consumer, _name, _reaching_the_workers(vars(Consumer)[_name]))
+    setattr(Consumer, _name, _reaching_the_workers(_name, vars(Consumer)[_name]))

@@ -22,6 +22,7 @@ from tllm.engine.verdicts import with_verdicts
 from tllm.engine.worker_calls import WorkerCalls
 from tllm.models.resolver import resolve
 from tllm.models.sites import ModelSites, Site
+from tllm.ports.payload import reason_of
 from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.results import sendable
@@ -347,7 +348,9 @@ class InterventionWorker(_Base):
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("tLLM call %r failed", method)
-            return self._answers.encode(("error", isinstance(error, ValueError), str(error)), "")
+            said = isinstance(error, ValueError) or type(error) is RuntimeError
+            told = str(error) if said else reason_of(error)
+            return self._answers.encode(("error", isinstance(error, ValueError), told), "")
 
 
 def _prompt_len(new: NewRequestData) -> int:

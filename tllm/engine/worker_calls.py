@@ -205,8 +205,12 @@ class WorkerCalls:
     # -- consumers -------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait for all consumers."""
-        self._session.synchronize()
+        """Wait for all consumers. Raises `RuntimeError` for those that raised meanwhile."""
+        if raised := self._session.synchronize():
+            told = [f"consumer {name!r} raised in it: {error}" for name, error in raised.items()]
+            raise RuntimeError(
+                f"synchronize: {'; '.join(told)}. Who raised is detached; all others are done"
+            )
 
     def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
         """Call a remote method of a consumer."""

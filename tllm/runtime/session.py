@@ -257,15 +257,21 @@ class Session:
         self.unregister()
         self.result_memory.trim()
 
-    def synchronize(self) -> None:
-        """Wait until every consumer is done with what it was given."""
+    def synchronize(self) -> dict[str, str]:
+        """Wait until every consumer is done with what it was given; by consumer, what those raised
+        that could not be waited for."""
         self.flush()
+        raised = {}
         for owner in self.consumers:
+            before = owner.error
             self._dispatcher.call(owner, owner.consumer.synchronize)
+            if owner.error is not None and before is None:
+                raised[owner.id] = owner.error
             owner.export_thread.drain()
         if self._model.device.type == "cuda":
             torch.cuda.synchronize(self._model.device)
         self._ring.free_spans()
+        return raised
 
     def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
         """Call one of a consumer's `remote_methods`, after the rows of the step before.
@@ -297,7 +303,13 @@ class Session:
     def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
         """A consumer's own statistics, with the runtime's under `runtime`."""
         owner = self.consumers.get(consumer_id)
-        stats = dict(self._dispatcher.call(owner, owner.consumer.read_stats) or {})
+        given = self._dispatcher.call(owner, owner.consumer.read_stats)
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(
+                f"read_stats() of consumer {consumer_id!r} returned {given!r:.100}; let it return "
+                "a mapping"
+            )
+        stats = dict(given or {})
         stats["runtime"] = {
             **owner.counters(),
             **self._decided_by(owner),

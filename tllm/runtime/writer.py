@@ -263,6 +263,8 @@ class TapWriter(ResidualWriter):
                 f"vectors are {type(vectors).__name__}; give a tensor, [hidden] for all requests "
                 "or [requests, hidden]"
             )
+        if isinstance(requests, RequestInfo):
+            raise TypeError("requests are one RequestInfo; give a list of them: [request]")
         hidden = self._additions._taps.hidden_size
         shape = list(vectors.shape)
         if shape not in ([hidden], [len(requests), hidden]):

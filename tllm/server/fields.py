@@ -151,6 +151,11 @@ def bearer_key(headers: Mapping[str, str]) -> str:
     return key if scheme.lower() == "bearer" else ""
 
 
+def is_sendable(key: str) -> bool:
+    """Whether a caller can send a key in a header so that it arrives as it is."""
+    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
+
+
 def of_caller(
     conversation: Mapping[str, Any], headers: Mapping[str, str], caller: int, most: int | None
 ) -> dict[str, Any]:

@@ -18,8 +18,9 @@ import numpy as np
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tllm.client.consumer_calls import request_flows
 from tllm.consumers.base import Consumer
-from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key
+from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key, is_sendable
 from tllm.spec.media import PromptMedia
 
 _SHA256 = "sha256:"
@@ -174,13 +175,31 @@ def captured_rows(
     rows, prompt_len = 0, len(tokens)
     end = prompt_len + max_tokens - 1
     for consumer, chosen in options.values():
-        for flow in consumer.request_flows(chosen, num_layers):
+        for flow in request_flows(consumer, chosen, num_layers):
             meant = flow.selection.in_prompt(media)
             for start, stop in meant.intervals(prompt_len, tokens):
                 of_prompt = max(0, min(stop, prompt_len) - start)
                 generated = max(0, min(stop, end) - max(start, prompt_len))
                 rows += len(flow.places) * (of_prompt + num_samples * generated)
     return rows
+
+
+def read_limits(path: Path) -> dict[str, Limits]:
+    """The limits of a JSON file, see `parse_limits`. Raises `OSError` and `ValueError`."""
+    return parse_limits(json.loads(path.read_text(), object_pairs_hook=_once))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no name stands twice: of two, the first would say nothing."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{_shown(name)!r} stands {count} times in one object; give it once")
+    return dict(pairs)
+
+
+def _shown(key: str) -> str:
+    """A key as one may tell it."""
+    return key if len(key) < 8 or key in (*Limits.model_fields, "default") else f"{key[:6]}..."
 
 
 def parse_limits(given: Any) -> dict[str, Limits]:
@@ -199,10 +218,17 @@ def parse_limits(given: Any) -> dict[str, Limits]:
         raise ValueError("keys is not an object; give limits by API key")
     found = {"": _limits("default", given.get("default", {}))}
     for key, limits in keys.items():
-        shown = f"keys[{key if len(key) < 8 else key[:6] + '...'!r}]"
+        shown = f"keys[{_shown(key)!r}]"
+        if not is_sendable(key):
+            raise ValueError(
+                f"{shown}: no caller can send it; a key is printable ASCII, without spaces at its "
+                "ends (those without one share default)"
+            )
         digest = key.removeprefix(_SHA256).lower() if key.startswith(_SHA256) else _digest(key)
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError(f"{shown}: after {_SHA256} come 64 hexadecimal digits")
+        if digest in found:
+            raise ValueError(f"{shown} is there by its {_SHA256} too; give it once")
         found[digest] = _limits(shown, limits)
     return found
 
@@ -238,7 +264,7 @@ class LimitsByKey:
     @classmethod
     def read(cls, path: Path | None, folder: Path) -> LimitsByKey:
         """From a JSON file; without one nothing is limited."""
-        return cls(parse_limits({} if path is None else json.loads(path.read_text())), folder)
+        return cls(parse_limits({}) if path is None else read_limits(path), folder)
 
     def caller(self, headers: Mapping[str, str]) -> int:
         """Which caller sent a request: 0 for everybody whose key is not known here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tllm.client.attached import Attached
 from tllm.client.llm import attach
 from tllm.engine import versions
 from tllm.server.bodies import CheckedBodies
@@ -54,9 +55,10 @@ class InterventionPlugin:
             capture_consumers=settings.capture_consumers,
             result_timeout_s=settings.result_timeout_s,
         )
+        await interventions.intervention_stats()  # with it all consumers begin, or the server ends
         for name, path in settings.steering_modules.items():
-            await interventions.steering.register_module(name, load(path))
-        files = capture_files(settings, args.port)
+            await _register(interventions, name, path)
+        files = capture_files(settings, args.port, args.uds)
         live = LiveScores(interventions)
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
         sweeps = PatchSweeps(interventions, limits)
@@ -65,6 +67,14 @@ class InterventionPlugin:
             handler = getattr(state, door, None)
             if handler is not None:
                 setattr(state, door, Door(handler, interventions, settings, files, live, limits))
+
+
+async def _register(interventions: Attached, name: str, path: str) -> None:
+    """Register a module; what is wrong with it names its file."""
+    try:
+        await interventions.steering.register_module(name, load(path))
+    except ValueError as error:
+        raise ValueError(f"--steering-module {name}={path}: {error}") from error
 
 
 def plugin() -> InterventionPlugin:

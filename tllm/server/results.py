@@ -12,15 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tllm.ports import Payload
 
 _NAME_BYTES = 16
+_SUFFIXES = (".safetensors", ".partial")
+
+
+class NotKeptError(Exception):
+    """A result cannot be kept until it is fetched; the message says why."""
 
 
 class CaptureFiles:
-    """Results that wait to be fetched: a file each, with expiry. Processes may share a folder.
+    """Results that wait to be fetched: a file each, with expiry. Processes may share a folder, and
+    what else is in it stays.
 
     Args:
         seconds: how long a file is kept.
@@ -34,18 +41,32 @@ class CaptureFiles:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-        """Keep tensors; their id, and when they expire (seconds since the epoch)."""
+        """Keep tensors; their id, and when they expire (seconds since the epoch).
+
+        Raises `NotKeptError` for more than all results may take, and where the disk takes no more.
+        """
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        if total > self._bytes:
+            raise NotKeptError(
+                f"it has {total / 2**20:.1f} MiB, and results that are fetched by reference may "
+                f"have {self._bytes / 2**20:.0f} MiB together (captures_mib); ask for fewer rows"
+            )
         name = secrets.token_hex(_NAME_BYTES)
         partial = self.folder / f"{name}.partial"
         # Copies: arrays of one result may be one, such as the positions of several layers.
-        save_file({key: tensor.clone().contiguous() for key, tensor in tensors.items()}, partial)
-        partial.rename(self._path(name))
-        self.sweep()
+        copies = {key: tensor.clone().contiguous() for key, tensor in tensors.items()}
+        try:
+            save_file(copies, partial)
+            partial.rename(self._path(name))
+        except (OSError, SafetensorError) as error:
+            partial.unlink(missing_ok=True)
+            raise NotKeptError(f"{self.folder} does not take it: {error}") from error
+        self.sweep(kept=name)
         return name, time.time() + self._seconds
 
     def find(self, name: str) -> Path | None:
         """The file of an id; None for one that is not known, or has expired."""
-        if len(name) != 2 * _NAME_BYTES or not set(name) <= set("0123456789abcdef"):
+        if not _is_name(name):
             return None
         path = self._path(name)
         try:
@@ -53,10 +74,12 @@ class CaptureFiles:
         except FileNotFoundError:
             return None
 
-    def sweep(self) -> None:
-        """Remove what has expired, and the oldest of what is too much."""
+    def sweep(self, kept: str = "") -> None:
+        """Remove what has expired, and the oldest of what is too much, but not the one `kept`."""
         found = []
         for path in self.folder.iterdir():
+            if path.suffix not in _SUFFIXES or not _is_name(path.stem):
+                continue
             try:
                 found.append((path.stat().st_mtime, path.stat().st_size, path))
             except FileNotFoundError:  # another process was faster
@@ -65,11 +88,17 @@ class CaptureFiles:
         for modified, size, path in sorted(found):
             if modified + self._seconds > time.time() and total <= self._bytes:
                 break
-            path.unlink(missing_ok=True)
-            total -= size
+            if path.stem != kept:
+                path.unlink(missing_ok=True)
+                total -= size
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
+
+
+def _is_name(text: str) -> bool:
+    """Whether it may be the id of a result."""
+    return len(text) == 2 * _NAME_BYTES and set(text) <= set("0123456789abcdef")
 
 
 def as_json(results: Mapping[str, Any], files: CaptureFiles, inline_bytes: int) -> dict[str, Any]:
@@ -81,7 +110,7 @@ def _result(result: Any, files: CaptureFiles, inline_bytes: int) -> dict[str, An
     status, error, payload = result.status, result.error, None
     try:
         payload = _payload(result.payload, files, inline_bytes)
-    except TypeError as fault:
+    except (TypeError, NotKeptError) as fault:
         status = "error"
         error = "; ".join(filter(None, (error, f"the result cannot be written: {fault}")))
     return {"status": status, "error": error, "payload": payload}

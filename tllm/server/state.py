@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +15,7 @@ from tllm.client.attached import Attached
 from tllm.server.metrics import Stats
 from tllm.server.patch_sweeps import PatchSweeps
 from tllm.server.results import CaptureFiles
-from tllm.server.settings import ServerSettings
+from tllm.server.settings import VARIABLE, ServerSettings
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,21 @@ def state_of(request: Request) -> ServerState:
     return state
 
 
-def capture_files(settings: ServerSettings, port: int) -> CaptureFiles:
-    """The folder of a server's results; its processes are known by the port that they share."""
-    folder = settings.captures_folder or Path(tempfile.gettempdir(), f"tllm-captures-{port}")
+def capture_files(settings: ServerSettings, port: int, uds: str | None = None) -> CaptureFiles:
+    """The folder of a server's results; its processes are known by the port that they share, or by
+    the path of their Unix socket, and are those of one user of the machine.
+
+    Raises `PermissionError` for a folder by this name that is somebody else's.
+    """
+    folder = settings.captures_folder
+    if folder is None:
+        socket = hashlib.sha256(os.path.realpath(uds).encode()).hexdigest()[:16] if uds else port
+        folder = Path(tempfile.gettempdir(), f"tllm-captures-{os.getuid()}-{socket}")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+            raise PermissionError(
+                f"{folder} is for results of this server alone, and others may read it or own it; "
+                f"remove it, or give captures_folder in {VARIABLE}"
+            )
     return CaptureFiles(folder, settings.captures_seconds, settings.captures_mib)
