@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from tllm.ports import (
 )
 from tllm.result_memory import ResultMemory
 from tllm.runtime.columns import DECODE, PREFILL
+from tllm.runtime.read_rows import ReadRows, Roles
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.taps import TapKey
 from tllm.runtime.transfer import CopyInto, DeliveryThread, PinnedCopy, upload
@@ -76,11 +77,6 @@ class ConsumerProtocol(Protocol):
     def read_stats(self) -> Mapping[str, Any]: ...
 
 
-Roles: TypeAlias = str | tuple[str, ...]
-"""Of one entry of a bundle, or of several that are one tensor `[rows, roles, hidden]` until the
-consumer is called."""
-
-
 @dataclass(eq=False)
 class BoundFlow:
     """A flow of a registered consumer, with its reads resolved to taps.
@@ -95,7 +91,7 @@ class BoundFlow:
     flow: ConsumerFlow
     reads: tuple[PortRead, ...]
     tap_by_role: Mapping[str, tuple[TapKey, ...]]
-    held: list[tuple[dict[Roles, Any], RowMeta]] = field(default_factory=list)
+    held: list[ReadRows] = field(default_factory=list)
     """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
     steps_seen: int = 0
 
@@ -152,6 +148,11 @@ class BoundFlow:
         return bool(spec.max_bundle_rows) or not {"request_id", "prompt_id"}.isdisjoint(
             spec.bundle_key
         )
+
+    @cached_property
+    def lends(self) -> bool:
+        """Whether its rows are the consumer's only while it is called."""
+        return self.flow.delivery == "device_lease"
 
     @cached_property
     def leaves_stream(self) -> bool:
