@@ -14,7 +14,8 @@ from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.patching import Patching
 from tllm.runtime.programs import Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
-from tllm.runtime.steering import Choice, Steering
+from tllm.runtime.steering import Steering
+from tllm.runtime.token_choices import Choice
 from tllm.spec.groups import (
     STEERING,
     Configuration,

@@ -87,25 +87,24 @@ class FlowRows:
         """What a flow reads of these rows."""
         parts: dict[Roles, torch.Tensor] = {}
         shared: set[Roles] = set()
-        place: slice | np.ndarray
         for roles, (port, taps) in flow.gathered.items():
             if port == "request_meta":
                 continue
             if port == "signals" and frame.signals is None:
                 parts[roles] = no_signals(len(self.meta), flow.owner.context.device)
                 continue
+            place: slice | np.ndarray | None
             if port == "residual_stream":
-                part = residual_rows(flow, self.rows, roles, taps)
-                place = slice(None) if self.selection is None else self.selection
+                part, place = residual_rows(flow, self.rows, roles, taps), self.selection
             else:
                 part, place = self._of_batch(port, frame)
                 if part.is_cuda and flow.leaves_stream:  # it was allocated on the compute stream
                     part.record_stream(current_stream(part.device))
-            if isinstance(place, slice):
-                shared.add(roles)
-                parts[roles] = part[place]
-            else:
+            if isinstance(place, np.ndarray):
                 parts[roles] = part[upload(place.astype(np.int64), part.device)]
+            else:
+                parts[roles] = part if place is None else part[place]
+                shared.add(roles)
         return ReadRows(parts, self.meta, self.phase, shared)
 
     def _of_batch(self, port: str, frame: Frame) -> tuple[torch.Tensor, slice | IntArray]:

@@ -12,9 +12,10 @@ from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.columns import IntArray
+from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher, ends_process
-from tllm.runtime.flows import PHASES, BoundConsumer, ConsumerProtocol
+from tllm.runtime.flows import PHASES, BoundConsumer
 from tllm.runtime.results import Results
 from tllm.runtime.sampling import Guidance, LmHead
 from tllm.runtime.slots import RunningSequence, Slots

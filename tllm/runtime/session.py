@@ -11,9 +11,10 @@ import torch
 from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
+from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.decided_steering import DecidedGroups
-from tllm.runtime.flows import BoundConsumer, ConsumerProtocol
+from tllm.runtime.flows import BoundConsumer
 from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
