@@ -174,7 +174,7 @@ def test_rows_cross_in_shared_memory_without_being_copied(tight_llm, truth, monk
         gc.collect()
     assert paths[0] and paths[2] & (paths[0] | paths[1])
     assert rows_landed[3] > 100 and not rows_landed[0]
-    assert not session.result_memory._pieces
+    assert not session.consumers.result_memory._pieces
 
 
 def test_rows_are_not_joined_before_somebody_looks(tight_llm, truth, monkeypatch):
@@ -398,10 +398,10 @@ def test_more_programs_than_there_are_is_an_error_of_the_request(llm, truth):
 
 def test_nothing_is_left_when_all_is_over(llm):
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    kept = worker.session._results._kept
+    kept = worker.session.consumers.results._kept
     before = list(kept)  # other tests' on this engine, who left them there
     generate(llm, prompts_of([5, 40]), greedy(4, capture=memory(hooks=EVERYTHING)))
-    consumer = worker.session._consumers["memory"].consumer
+    consumer = worker.session.consumers.by_id["memory"].consumer
     assert not consumer._specs
     assert not consumer._rows._unsorted
     assert not consumer._rows._pieces
@@ -494,7 +494,7 @@ def test_an_engine_keeps_no_tables_of_requests_that_ended(llm):
     """Every request has a set of places of its own."""
     generate(llm, prompts_of([5]), greedy(1, capture={"memory": {"hooks": {"post_block": [0]}}}))
     session = llm.llm_engine.model_executor.driver_worker.worker.session
-    memory = session._consumers["memory"].consumer
+    memory = session.consumers.by_id["memory"].consumer
     params = [
         greedy(
             2 + number % 3,

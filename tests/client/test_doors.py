@@ -44,7 +44,7 @@ def stepped(engine):
 def results_of(llm):
     """What the worker of an engine in this process keeps."""
     core = llm.llm_engine.engine_core.engine_core
-    return core.model_executor.driver_worker.worker.session.sequences.results
+    return core.model_executor.driver_worker.worker.session.consumers.results
 
 
 def test_requests_added_to_the_engine_itself_have_their_results(llm):

@@ -72,7 +72,7 @@ class Drawing(Engine):
     def __init__(self):
         super().__init__()
         head = LmHead(torch.zeros(VOCAB, HIDDEN), None, 0, 1.0, None, None)
-        self.session._guidance.set_head(head)
+        self.session.consumers.guidance.set_head(head)
 
     def draw(self, count=1, greedy=False, step=None):
         """A step of the one sequence there is; whether it goes on from the last."""

@@ -72,7 +72,7 @@ class Modelled(Engine):
     def go(self, name):
         """It leaves, and is to have had all."""
         consumer, expected = self.consumers.pop(name)
-        owner = self.session._consumers[name]
+        owner = self.session.consumers.by_id[name]
         self.session.unregister(name)
         assert owner.error is None
         assert sorted(consumer.seen) == sorted(expected)

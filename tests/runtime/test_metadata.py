@@ -12,7 +12,7 @@ import torch
 
 from tllm.ports import PerToken, RequestInfo, RowMeta
 from tllm.runtime import transfer
-from tllm.runtime.dispatch import _joined, _split
+from tllm.runtime.read_rows import join_meta, split_meta
 from tllm.runtime.transfer import DeliveryThread
 
 
@@ -65,7 +65,7 @@ def test_selected_rows_keep_their_sequences_in_the_order_of_their_first_row():
 def test_joined_rows_list_a_sequence_once():
     parts = [meta([info("a"), info("b")], [0, 1]), meta([info("b"), info("c")], [1, 0])]
     parts[1].positions[:] = 5
-    joined, order = _joined(parts)
+    joined, order = join_meta(parts)
     assert order is None
     assert [r.request_id for r in joined.requests] == ["a", "b", "c"]
     assert joined.request_ids == ["a", "b", "c", "b"]
@@ -75,7 +75,7 @@ def test_joined_rows_of_a_sequence_ascend_by_position():
     parts = [meta([info("a"), info("b")], [0, 0, 0, 1, 1]), meta([info("b"), info("a")], [0, 1, 1])]
     parts[0].positions[:] = [1, 2, 5, 3, 4]
     parts[1].positions[:] = [5, 0, 4]
-    joined, order = _joined(parts)
+    joined, order = join_meta(parts)
     assert joined.request_ids == ["a"] * 5 + ["b"] * 3
     assert joined.positions.tolist() == [0, 1, 2, 4, 5, 3, 4, 5]
     assert order.tolist() == [6, 0, 1, 7, 2, 3, 4, 5]
@@ -87,7 +87,7 @@ def test_rows_of_several_steps_stay_in_the_order_of_steps():
     steps = [meta([info("a"), info("b")], [0, 1]) for _ in range(3)]
     for step, part in enumerate(steps):
         part.positions[:] = 7 + step
-    joined, order = _joined(steps)
+    joined, order = join_meta(steps)
     assert order is None
     assert joined.request_ids == ["a", "b"] * 3
 
@@ -102,12 +102,14 @@ def test_rows_of_several_steps_stay_in_the_order_of_steps():
 )
 def test_rows_are_split_by_the_bundle_key(key, groups):
     rows = meta([info("a"), info("a", 1), info("b")], [0, 1, 2, 0])
-    found = [list(range(4)) if part is None else part.tolist() for _, part in _split(rows, key, 0)]
+    found = [
+        list(range(4)) if part is None else part.tolist() for _, part in split_meta(rows, key, 0)
+    ]
     assert found == groups
 
 
 def test_rows_are_split_by_the_row_limit():
-    parts = [part.tolist() for _, part in _split(meta([info("a")], [0] * 5), (), 2)]
+    parts = [part.tolist() for _, part in split_meta(meta([info("a")], [0] * 5), (), 2)]
     assert parts == [[0, 1], [2, 3], [4]]
 
 

@@ -350,9 +350,9 @@ def test_rows_are_steered_as_asked_whatever_happens(actions):
             assert (engine.taps.plan[Column.STEER.plan_row] == -1).all()
         elif action == "put":
             engine.session.steering.put({f"v{number}": np.ones(HIDDEN, np.float32)}, {})
-        elif action == "consumer comes" and not engine.session._consumers:
+        elif action == "consumer comes" and not engine.session.consumers.by_id:
             engine.session.register(Positions())
-        elif action == "consumer goes" and engine.session._consumers:
+        elif action == "consumer goes" and engine.session.consumers.by_id:
             engine.session.unregister()
     assert engine.session.steps.rows_steered == steered
 
@@ -887,7 +887,7 @@ def test_rows_that_wait_for_an_nth_step_are_flushed_on_the_stream_they_were_copi
     assert list(consumer.seen.values()) == [[], []]  # of the prompt, and generated
     engine.step(a=1)
     monkeypatch.setattr(dispatch, "CurrentStream", on)
-    monkeypatch.setattr(engine.session._consumers["positions"], "side", "its own")
+    monkeypatch.setattr(engine.session.consumers.by_id["positions"], "side", "its own")
     engine.session.flush()
     assert list(consumer.seen.values())[-1] == ["its own"]
 
@@ -899,7 +899,7 @@ def test_rows_on_their_way_to_the_host_count_as_there(engine, monkeypatch):
 
     def consume_bundle(bundle, ctx):
         send(bundle, ctx)
-        under_way.append(engine.session._consumers["memory"].export_thread.waiting)
+        under_way.append(engine.session.consumers.by_id["memory"].export_thread.waiting)
 
     monkeypatch.setattr(consumer, "consume_bundle", consume_bundle)
     engine.session.register(consumer)

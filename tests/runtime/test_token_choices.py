@@ -2,7 +2,7 @@
 
 import torch
 
-from tllm.runtime.steering import TokenChoices
+from tllm.runtime.token_choices import TokenChoices
 
 CPU = torch.device("cpu")
 

@@ -133,7 +133,7 @@ class InterventionWorker(_Base):
             attachment = V2Attachment if self.use_v2_model_runner else V1Attachment
             self._guidance_refusal = attachment.guidance_refusal(self.model_runner)
             self.session = self._session(model, self._taps())
-        self._answers = AnswerWriter(self.session.result_memory)
+        self._answers = AnswerWriter(self.session.consumers.result_memory)
         self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
         self._attachment = attachment(self.model_runner, self.session)
 

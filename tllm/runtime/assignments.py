@@ -14,7 +14,8 @@ from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.patching import Patching
 from tllm.runtime.programs import Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
-from tllm.runtime.steering import Choice, Steering
+from tllm.runtime.steering import Steering
+from tllm.runtime.token_choices import Choice
 from tllm.spec.groups import (
     STEERING,
     Configuration,
@@ -38,6 +39,7 @@ class Assignments:
         consumers: those that are registered, by id.
 
     Attributes:
+        steering, patching: what sequences can be steered and patched with.
         flows: what every sequence has.
         served: slots of the sequences that use any consumer.
         failed: prompts that were to be steered or patched and could not be, until somebody asks;
@@ -55,8 +57,8 @@ class Assignments:
     ) -> None:
         self._slots = slots
         self._programs = programs
-        self._steering = steering
-        self._patching = patching
+        self.steering = steering
+        self.patching = patching
         self._consumers = consumers
         self.flows: list[BoundFlow] = []
         self.served: set[int] = set()
@@ -187,7 +189,7 @@ class Assignments:
                     "embeddings; give positions"
                 )
             for groups in configurations(stretches) - rows.keys():
-                rows[groups] = self._steering.acquire(groups)
+                rows[groups] = self.steering.acquire(groups)
         except ValueError as error:  # the engine is told so late only what nobody could see before
             logger.error("request %s is not steered: %s", info.request_id, error)
             self.not_steered += STEERING not in sequence.errors
@@ -210,10 +212,10 @@ class Assignments:
         applied = (each for _, each in stretches if isinstance(each, TokenChoice))
         kept = {_rows_of(chosen, rows) for chosen in applied}
         for choice in choices.keys() - kept:
-            self._steering.choices.release(choice)
+            self.steering.choices.release(choice)
             del choices[choice]
         for groups in rows.keys() - configurations(stretches):
-            self._steering.release(groups)
+            self.steering.release(groups)
             del rows[groups]
 
     def _acquire_latch(self, sequence: RunningSequence) -> None:
@@ -221,7 +223,7 @@ class Assignments:
         if sequence.steering_rows and sequence.latch is None:
             groups = {digest for groups in sequence.steering_rows for digest in groups}
             info = sequence.info
-            sequence.latch = self._steering.remember(
+            sequence.latch = self.steering.remember(
                 info.slot, groups, info.prompt_len, sequence.held_before
             )
         row = Column.GATE.neutral if sequence.latch is None else sequence.latch.row
@@ -234,7 +236,7 @@ class Assignments:
         if sequence.patch and sequence.patched is None:
             info = sequence.info
             try:
-                sequence.patched = self._patching.acquire(sequence.patch, info.prompt_len)
+                sequence.patched = self.patching.acquire(sequence.patch, info.prompt_len)
             except ValueError as error:  # rows were dropped meanwhile
                 logger.error("request %s is not patched: %s", info.request_id, error)
                 self.not_patched += PATCHING not in sequence.errors
@@ -256,7 +258,7 @@ class Assignments:
         choices = sequence.token_choices
         choice = _rows_of(chosen, sequence.steering_rows)
         if choice not in choices:
-            choices[choice] = self._steering.choices.acquire(choice)
+            choices[choice] = self.steering.choices.acquire(choice)
         return choices[choice]
 
     def end(self, sequence: RunningSequence) -> None:
@@ -275,13 +277,13 @@ class Assignments:
     def release(self, sequence: RunningSequence) -> None:
         """The engine let go of a sequence."""
         for groups in sequence.steering_rows:
-            self._steering.release(groups)
+            self.steering.release(groups)
         for choice in sequence.token_choices:
-            self._steering.choices.release(choice)
+            self.steering.choices.release(choice)
         if sequence.latch is not None:
-            self._steering.forget(sequence.info.slot, sequence.latch)
+            self.steering.forget(sequence.info.slot, sequence.latch)
         if sequence.patched is not None:
-            self._patching.release(sequence.patched)
+            self.patching.release(sequence.patched)
 
 
 def _rows_of(chosen: TokenChoice, rows: Mapping[Configuration, int]) -> Choice:

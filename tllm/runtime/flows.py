@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
 from tllm.cuda_streams import current_stream
 from tllm.ports import (
-    Action,
-    Candidates,
     ConsumerContext,
     ConsumerFlow,
     HostTensor,
     ModelView,
-    PortBundle,
     PortRead,
     RequestInfo,
     ResidualWriter,
@@ -29,6 +26,8 @@ from tllm.ports import (
 )
 from tllm.result_memory import ResultMemory
 from tllm.runtime.columns import DECODE, PREFILL
+from tllm.runtime.consumer_protocol import ConsumerProtocol
+from tllm.runtime.read_rows import ReadRows, Roles
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.taps import TapKey
 from tllm.runtime.transfer import CopyInto, DeliveryThread, PinnedCopy, upload
@@ -45,42 +44,6 @@ _MAX_REQUEST_FLOWS = 4096
 _MAX_BATCHES = 64
 
 
-class ConsumerProtocol(Protocol):
-    """What the runtime calls of a consumer (`tllm.consumers.base.Consumer` is its public base)."""
-
-    consumer_id: str
-    on_request_only: bool
-    hears_step_end: bool
-    has_request_flows: bool
-    remote_methods: Sequence[str]
-    #: `(channel, tensors, meta, attached)`; the last may be left out.
-    on_export: Callable[..., None]
-
-    def needs_tokens_of(self, options: Mapping[str, Any]) -> bool: ...
-    def flows(self) -> Sequence[ConsumerFlow]: ...
-    def request_flows(
-        self, options: Mapping[str, Any], num_layers: int
-    ) -> Sequence[ConsumerFlow]: ...
-    def start(self, ctx: ConsumerContext) -> None: ...
-    def on_weights_changed(self, ctx: ConsumerContext) -> None: ...
-    def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None: ...
-    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None: ...
-    def decide(self, rows: PortBundle, ctx: ConsumerContext) -> Iterable[Action] | None: ...
-    def guide(self, candidates: Candidates, ctx: ConsumerContext) -> torch.Tensor | None: ...
-    def on_step_end(self, ctx: ConsumerContext) -> None: ...
-    def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any: ...
-    def expedite(self) -> None: ...
-    def on_error(self, error: BaseException) -> None: ...
-    def stop(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def read_stats(self) -> Mapping[str, Any]: ...
-
-
-Roles: TypeAlias = str | tuple[str, ...]
-"""Of one entry of a bundle, or of several that are one tensor `[rows, roles, hidden]` until the
-consumer is called."""
-
-
 @dataclass(eq=False)
 class BoundFlow:
     """A flow of a registered consumer, with its reads resolved to taps.
@@ -95,7 +58,7 @@ class BoundFlow:
     flow: ConsumerFlow
     reads: tuple[PortRead, ...]
     tap_by_role: Mapping[str, tuple[TapKey, ...]]
-    held: list[tuple[dict[Roles, Any], RowMeta]] = field(default_factory=list)
+    held: list[ReadRows] = field(default_factory=list)
     """Rows that wait for the n-th step (`dispatch_every_n_steps`)."""
     steps_seen: int = 0
 
@@ -152,6 +115,11 @@ class BoundFlow:
         return bool(spec.max_bundle_rows) or not {"request_id", "prompt_id"}.isdisjoint(
             spec.bundle_key
         )
+
+    @cached_property
+    def lends(self) -> bool:
+        """Whether its rows are the consumer's only while it is called."""
+        return self.flow.delivery == "device_lease"
 
     @cached_property
     def leaves_stream(self) -> bool:

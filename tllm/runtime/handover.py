@@ -11,10 +11,11 @@ import torch
 from tllm.ports import PortBundle, RowMeta
 from tllm.runtime.batch import Frame, ProgramRows
 from tllm.runtime.columns import DECODE
-from tllm.runtime.flows import BoundFlow, Roles
-from tllm.runtime.lent_rows import LentRows, apart
+from tllm.runtime.flow_rows import no_signals, residual_rows
+from tllm.runtime.flows import BoundFlow
+from tllm.runtime.lent_rows import by_role
+from tllm.runtime.read_rows import Roles
 from tllm.runtime.slots import Slots
-from tllm.spec.conditions import MAX_GATES
 
 _PLAIN_PORTS = {"residual_stream", "request_meta", "signals"}
 
@@ -41,19 +42,16 @@ class Handover:
         self._known = flow.owner.forgotten
         self._requests, self._index = group.owners(flow.owner, slots)
         self._parts: dict[Roles, torch.Tensor] = {}
-        self._described = [r for r, (port, _) in flow.gathered.items() if port == "request_meta"]
-        self._signalled = [r for r, (port, _) in flow.gathered.items() if port == "signals"]
+        self._signalled: list[Roles] = []
         self._signals: torch.Tensor | None = None  # of which the parts are
         for roles, (port, taps) in flow.gathered.items():
             if port == "residual_stream":
-                assert own.tensor is not None
-                part = group.program.block(own.tensor, taps)
-                self._parts[roles] = part[:, 0] if roles == flow.single else part
-        self._lends = spec.delivery == "device_lease"
+                self._parts[roles] = residual_rows(flow, own, roles, taps)
+            elif port == "signals":
+                self._signalled.append(roles)
+        self._lasts = flow.lends and len(self._parts) == len(flow.gathered)
+        self._entries: Mapping[str, Any] | None = None  # of all steps, if it lasts
         self._views: dict[str, torch.Tensor] = {}
-        self._entries: Mapping[str, Any] | None = None
-        if self._lends and not (self._described or self._signalled):
-            self._entries = self._lent({})
         self._key: Mapping[str, Any] = MappingProxyType(
             {"phase": "decode"} if "phase" in spec.bundle_key else {}
         )
@@ -92,8 +90,9 @@ class Handover:
         if self._signalled and (frame.signals is None or frame.signals is not self._signals):
             self._find_signals(frame.signals)
         if entries is None:
-            said = dict.fromkeys(self._described, meta)
-            entries = self._lent(said) if self._lends else self._own(said)
+            entries = by_role(flow, self._parts, meta, self._parts, self._views)
+            if self._lasts:
+                entries = self._entries = MappingProxyType(dict(entries))
         if self._numbered:
             key = {"engine_step_id": frame.step, **key}
         return PortBundle(entries, meta, key, flow.number, flow.flow.label, flow.reads)
@@ -102,35 +101,7 @@ class Handover:
         """The rows of what conditions gave, which lie in one tensor from the first condition on; no
         numbers where another pipeline stage judges."""
         self._signals = signals
-        if signals is None:
-            part = torch.full((self.rows, 2, MAX_GATES), torch.nan, device=self._device)
-        else:
-            part = signals[self._group.place]
+        part = (
+            no_signals(self.rows, self._device) if signals is None else signals[self._group.place]
+        )
         self._parts.update(dict.fromkeys(self._signalled, part))
-
-    def _lent(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
-        """Entries that are rows of the ring; each is made a view once."""
-        entries: dict[str, Any] = {}
-        several: torch.Tensor | None = None
-        for roles in self._flow.gathered:
-            if isinstance(roles, str):
-                entries[roles] = said[roles] if roles in said else self._parts[roles]
-            elif said:  # entries are made in each step: not all of the views are
-                several = self._parts[roles]
-            else:
-                entries.update(zip(roles, self._parts[roles].unbind(1), strict=True))
-        if several is None:
-            return MappingProxyType(entries)
-        return LentRows(several, self._flow.columns, entries, self._views)
-
-    def _own(self, said: Mapping[Roles, RowMeta]) -> Mapping[str, Any]:
-        """Entries that the consumer may keep."""
-        entries: dict[Roles, Any] = {}
-        for roles in self._flow.gathered:
-            if roles in said:
-                entries[roles] = said[roles]
-            else:
-                part = self._parts[roles]
-                # Those of several roles are copied when they are taken apart.
-                entries[roles] = part if isinstance(roles, tuple) else part.clone()
-        return apart(entries, self._flow)

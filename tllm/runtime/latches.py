@@ -17,6 +17,8 @@ NEVER, BEFORE = 2**31 - 1, -1
 """Instead of a position, for a condition that has not held yet, and for one that held in an earlier
 request of the conversation."""
 REST, NEXT = SCOPES.index("rest"), SCOPES.index("next")
+HOLDS = 0.5
+"""A condition holds, as far as anybody remembers or is told, where its strength is above this."""
 SUMMED = len(SCOPES)
 """Instead of a scope, in the record of a probe that is judged for the mean of a prompt: rows are
 only added up."""

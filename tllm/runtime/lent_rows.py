@@ -1,13 +1,15 @@
-"""Rows that a consumer may look at while it is called, by role."""
+"""What a bundle has by role: rows that are lent to a consumer while it is called, or its own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from tllm.runtime.flows import BoundFlow, Roles
+from tllm.ports import RowMeta
+from tllm.runtime.flows import BoundFlow
+from tllm.runtime.read_rows import Roles
 
 
 class LentRows(Mapping[str, Any]):
@@ -54,19 +56,37 @@ class LentRows(Mapping[str, Any]):
         return len(self._columns) + len(self._others)
 
 
-def apart(entries: Mapping[Roles, Any], flow: BoundFlow) -> Mapping[str, Any]:
-    """Entries by role. Where they are the consumer's own, each has its rows side by side."""
+def by_role(
+    flow: BoundFlow,
+    parts: Mapping[Roles, torch.Tensor],
+    meta: RowMeta,
+    shared: Collection[Roles],
+    views: dict[str, torch.Tensor] | None = None,
+) -> Mapping[str, Any]:
+    """The entries of a bundle. Where they are the consumer's own, each has its rows side by side.
+
+    Args:
+        parts, meta, shared: as `ReadRows` has them.
+        views: those of the same parts that `LentRows` has made before.
+    """
     found: dict[str, Any] = {}
     lent: torch.Tensor | None = None
-    for roles, value in entries.items():
-        if isinstance(roles, str):
-            found[roles] = value
-        elif flow.flow.delivery == "device_lease":
-            lent = value
-        else:
-            own = value.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    for roles, (port, _) in flow.gathered.items():
+        if isinstance(roles, tuple):
+            if flow.lends:
+                lent = parts[roles]
+                continue
+            part = parts[roles]
+            own = part.transpose(0, 1).clone(memory_format=torch.contiguous_format)
             # Nobody else has what these share, and so autograd need not take them for views, which
             # it would not let a consumer change in place.
             each = torch.unsafe_chunk(own.flatten(0, 1), len(roles))
             found.update(zip(roles, each, strict=True))
-    return found if lent is None else LentRows(lent, flow.columns, found, {})
+        elif port == "request_meta":
+            found[roles] = meta
+        else:
+            part = parts[roles]
+            found[roles] = part.clone() if roles in shared and not flow.lends else part
+    if lent is None:
+        return found
+    return LentRows(lent, flow.columns, found, {} if views is None else views)

@@ -189,12 +189,13 @@ class RowPlanner:
     costs nothing.
 
     Attributes:
+        taps: which read the plan.
         layout: of the step planned last.
     """
 
     def __init__(self, slots: Slots, taps: Taps, programs: Programs, ring: Ring) -> None:
         self._slots = slots
-        self._taps = taps
+        self.taps = taps
         self._programs = programs
         self._ring = ring
         self._run = row_plan.launch if uses_triton(taps.device) else row_plan.reference
@@ -281,8 +282,8 @@ class RowPlanner:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""
         if self._dirty:
             blank = _blank_segments([(0, self._dirty)])
-            self._expand(upload(blank, self._taps.device), self._dirty_columns)
-            self._taps.separate()
+            self._expand(upload(blank, self.taps.device), self._dirty_columns)
+            self.taps.separate()
             self._dirty = self._dirty_columns = 0
             self._held = None
 
@@ -460,7 +461,7 @@ class RowPlanner:
             placed = layout.segments.copy()
             placed[:, SegmentWord.DESTINATION] += start
             blank = _blank_segments(_gaps(layout.segments, end))
-            segments = upload(np.concatenate([placed, blank]), self._taps.device)
+            segments = upload(np.concatenate([placed, blank]), self.taps.device)
             if end == layout.tokens and len(layout.on_device) < 16:
                 layout.on_device[start] = segments
         self._expand(segments, layout.used | self._dirty_columns)
@@ -469,15 +470,15 @@ class RowPlanner:
 
     def _count_up(self, layout: BatchLayout) -> None:
         """Each row of the plan on the device is the next token of its sequence."""
-        positions = self._taps.plan[Column.POSITION.plan_row, : layout.tokens]
+        positions = self.taps.plan[Column.POSITION.plan_row, : layout.tokens]
         if self._counts_up is None:
             self._counts_up = (positions >= 0).int()
-        self._taps.note_write()
+        self.taps.note_write()
         positions.add_(self._counts_up)
 
     def _expand(self, segments: torch.Tensor, used: int) -> None:
-        self._taps.note_write()
-        self._run(segments, self._taps.plan, used)
+        self.taps.note_write()
+        self._run(segments, self.taps.plan, used)
 
 
 def _blank_segments(gaps: Sequence[tuple[int, int]]) -> IntArray:

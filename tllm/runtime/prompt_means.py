@@ -11,13 +11,11 @@ import torch
 
 from tllm.inference_mode import in_inference_mode
 from tllm.runtime.columns import IntArray
-from tllm.runtime.latches import NEVER, Latch, Latches
+from tllm.runtime.latches import HOLDS, NEVER, Latch, Latches
 from tllm.runtime.mlp_score import mlp_score
 from tllm.runtime.transfer import upload
 from tllm.spec.conditions import MAX_GATES, Gate
 from tllm.spec.probes import FEATURES, KINDS, MLPS
-
-_HOLDS = 0.5
 
 
 @dataclass(eq=False)
@@ -212,7 +210,7 @@ class PromptMeans:
             return
         at, cell, last = upload(np.array(decide, np.int64).T.copy(), self._device)
         cells = self._latches.tables[0].view(-1)
-        held = torch.where(strengths.view(-1)[at] > _HOLDS, last.int(), NEVER)
+        held = torch.where(strengths.view(-1)[at] > HOLDS, last.int(), NEVER)
         cells.index_copy_(0, cell, torch.minimum(held, cells[cell]))
 
 

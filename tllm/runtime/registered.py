@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -13,41 +12,62 @@ from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
 from tllm.runtime.columns import IntArray
+from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.dispatch import Dispatcher, ends_process
-from tllm.runtime.flows import PHASES, BoundConsumer, ConsumerProtocol
+from tllm.runtime.flows import PHASES, BoundConsumer
 from tllm.runtime.results import Results
-from tllm.runtime.sampling import Guidance
+from tllm.runtime.sampling import Guidance, LmHead
 from tllm.runtime.slots import RunningSequence, Slots
 from tllm.runtime.writer import AbsentWriter, Additions, TapWriter
 
 
-@dataclass(eq=False)
 class RegisteredConsumers:
     """Binds consumers to what this rank has, and asks them what they want of each sequence.
 
     Args:
         by_id: those that are registered; kept true here, and read by others.
+        binder: finds the taps of flows.
+        lm_head: see `Session`.
 
     Attributes:
+        model: what consumers may know of the model.
+        additions: what they write to rows.
+        controllers: what they decide.
+        dispatcher: how they are called.
+        guidance: what they guide when tokens are drawn.
+        results: what they say of sequences that have ended.
+        result_memory: for rows that the user is given.
         step: number of the step that runs.
         failed: those that raised and are not detached yet.
     """
 
-    by_id: dict[str, BoundConsumer]
-    slots: Slots
-    model: ModelView
-    binder: Binder
-    additions: Additions
-    dispatcher: Dispatcher
-    guidance: Guidance
-    assignments: Assignments
-    results: Results
-    result_memory: ResultMemory
-    controllers: Controllers
-    step: int = 0
-    _writers: dict[str, list[TapWriter]] = field(default_factory=dict)
-    failed: list[BoundConsumer] = field(default_factory=list)
+    def __init__(
+        self,
+        by_id: dict[str, BoundConsumer],
+        slots: Slots,
+        model: ModelView,
+        *,
+        binder: Binder,
+        additions: Additions,
+        assignments: Assignments,
+        controllers: Controllers,
+        lm_head: LmHead | str | None,
+    ) -> None:
+        self.by_id = by_id
+        self.model = model
+        self.additions = additions
+        self.controllers = controllers
+        self.dispatcher = Dispatcher(slots, model.device, self.note_failure, controllers)
+        self.guidance = Guidance(lm_head, model, slots, self.dispatcher)
+        self.results = Results(self.dispatcher, by_id, payloads=model.first_rank)
+        self.result_memory = ResultMemory()
+        self.step = 0
+        self.failed: list[BoundConsumer] = []
+        self._slots = slots
+        self._binder = binder
+        self._assignments = assignments
+        self._writers: dict[str, list[TapWriter]] = {}
 
     def __iter__(self) -> Iterator[BoundConsumer]:
         return iter(self.by_id.values())
@@ -57,7 +77,7 @@ class RegisteredConsumers:
         """Whether any takes part in the steps of the sequences that run."""
         if not self.by_id:
             return False
-        return bool(self.assignments.served) or any(
+        return bool(self._assignments.served) or any(
             owner.alive and not owner.consumer.on_request_only for owner in self
         )
 
@@ -72,9 +92,9 @@ class RegisteredConsumers:
                 "it first, or give this one another consumer_id"
             )
         flows = list(consumer.flows())
-        reads = [self.binder.reads_here(flow) for flow in flows]
+        reads = [self._binder.reads_here(flow) for flow in flows]
         writes = [w for flow in flows for w in flow.writes if w.port == "residual_stream"]
-        places = [(write, self.binder.tap(write.site, write.layer)) for write in writes]
+        places = [(write, self._binder.tap(write.site, write.layer)) for write in writes]
         own = {
             write.role: self.additions.add_writer(tap, PHASES[write.phase])
             for write, tap in places
@@ -89,7 +109,7 @@ class RegisteredConsumers:
             self.dispatcher.call,
         )
         owner.flows = [
-            self.binder.bound(owner, number, flow, here)
+            self._binder.bound(owner, number, flow, here)
             for number, (flow, here) in enumerate(zip(flows, reads, strict=True))
             if here is not None
         ]
@@ -104,10 +124,10 @@ class RegisteredConsumers:
             if isinstance(error, Exception) or ends_process(error):
                 raise
             raise RuntimeError(f"consumer {owner.id!r} raised {error!r} in start") from error
-        for sequence in self.slots:
+        for sequence in self._slots:
             self.ask(sequence, owner)
         self.reassign()
-        for sequence in self.slots:
+        for sequence in self._slots:
             self.introduce(sequence, [owner])
 
     def weights_changed(self, model: ModelView) -> None:
@@ -138,7 +158,7 @@ class RegisteredConsumers:
         owner.thread.close()
         owner.export_thread.close()
         self._remove_writers(owner)
-        for sequence in self.slots:
+        for sequence in self._slots:
             if owner.serves(sequence):
                 sequence.left.add(consumer_id)
         del self.by_id[consumer_id]
@@ -154,11 +174,11 @@ class RegisteredConsumers:
         alive = [owner for owner in self if owner.alive]
         flows = [flow for owner in alive for flow in owner.flows]
         self.guidance.set_flows(flows)
-        self.assignments.change(flows)
+        self._assignments.change(flows)
 
     def note_failure(self, owner: BoundConsumer) -> None:
         """A consumer raised, on any thread: note it where its users will look."""
-        for sequence in self.slots.snapshot():
+        for sequence in self._slots.snapshot():
             if owner.serves(sequence):
                 sequence.errors[owner.id] = owner.error or ""
         self.failed.append(owner)
@@ -177,7 +197,7 @@ class RegisteredConsumers:
         """Let what consumers decided act on the step that begins; sequences for which `decide`
         raised go on without the consumer."""
         for engine_id, consumer, error in self.controllers.act(engine_ids, starts, self.step):
-            sequence, owner = self.slots.get(engine_id), self.by_id.get(consumer)
+            sequence, owner = self._slots.get(engine_id), self.by_id.get(consumer)
             if sequence is not None and owner is not None and not sequence.ended:
                 self.give_up(owner, sequence, error)
 
@@ -191,7 +211,7 @@ class RegisteredConsumers:
         sequence.refused.add(owner.id)
         owner.forget(sequence.info.slot)
         owner.asked.pop(sequence.info.slot, None)
-        self.assignments.assign(sequence)
+        self._assignments.assign(sequence)
 
     # -- what they want of a sequence
 
@@ -204,7 +224,7 @@ class RegisteredConsumers:
             flows = owner.consumer.request_flows(options, self.model.num_layers)
             asked = []
             for flow in flows:
-                bound = owner.interned(flow, partial(self.binder.for_request, owner))
+                bound = owner.interned(flow, partial(self._binder.for_request, owner))
                 if bound is not None:
                     asked.append((bound, flow.selection))
         except ValueError as error:  # as in the user's process: this request is at fault

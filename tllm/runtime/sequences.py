@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tllm.ports import RequestInfo
 from tllm.runtime.assignments import Assignments
-from tllm.runtime.controllers import Controllers
-from tllm.runtime.dispatch import Dispatcher
+from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.registered import RegisteredConsumers
-from tllm.runtime.results import PENDING, PromptResults, Results
-from tllm.runtime.score_relay import ScoreRelay
+from tllm.runtime.results import PENDING, PromptResults
 from tllm.runtime.slots import RunningSequence, Slots
-from tllm.runtime.verdicts import Verdicts
-from tllm.runtime.writer import Additions
-from tllm.spec.groups import STEERING
 from tllm.spec.request import RequestSpec
 from tllm.spec.turns import StepTurns
 
 
-@dataclass(eq=False)
 class RunningSequences:
     """The sequences that the engine computes, for the worker that hears of them."""
 
-    slots: Slots
-    consumers: RegisteredConsumers
-    assignments: Assignments
-    additions: Additions
-    dispatcher: Dispatcher
-    results: Results
-    verdicts: Verdicts
-    relay: ScoreRelay
-    controllers: Controllers
+    def __init__(
+        self,
+        slots: Slots,
+        consumers: RegisteredConsumers,
+        assignments: Assignments,
+        judged: JudgedSequences,
+    ) -> None:
+        self.slots = slots
+        self._consumers = consumers
+        self._assignments = assignments
+        self._judged = judged
+        self._dispatcher = consumers.dispatcher
+        self._results = consumers.results
+        self._controllers = consumers.controllers
 
     def start(
         self,
@@ -60,7 +58,7 @@ class RunningSequences:
             if known.info.prompt_len != prompt_len:
                 self._go_on(known, prompt_token_ids, prompt_len, spec, num_computed)
             return
-        self.consumers.detach_failed()
+        self._consumers.detach_failed()
         info = RequestInfo(
             request_id=spec.request_id or engine_id,
             prompt_id=spec.prompt_id or engine_id,
@@ -82,17 +80,12 @@ class RunningSequences:
         self.slots.add_sequence(sequence)
         if spec.acted:
             tokens = prompt_token_ids or ()
-            self.controllers.start(sequence, spec.steered_from(prompt_len, tokens))
-        for owner in self.consumers:
-            self.consumers.ask(sequence, owner)
-        self.assignments.assign(sequence)
-        # Of rows that have no steering row nothing is judged: what stands there is another's.
-        if spec.steering and STEERING not in sequence.errors:
-            self.relay.ask(info.slot, (use.digest for use in spec.steering))
-            asked = spec.judged_in_prompt, spec.judged_generated
-            if any(asked) and self.relay.is_last:  # the engine hears that stage
-                self.verdicts.ask(info.slot, prompt_len, *asked, each=spec.conversation is None)
-        self.consumers.introduce(sequence, self.consumers)
+            self._controllers.start(sequence, spec.steered_from(prompt_len, tokens))
+        for owner in self._consumers:
+            self._consumers.ask(sequence, owner)
+        self._assignments.assign(sequence)
+        self._judged.start(sequence, spec)
+        self._consumers.introduce(sequence, self._consumers)
 
     def _go_on(
         self,
@@ -104,7 +97,7 @@ class RunningSequences:
     ) -> None:
         """The prompt of a sequence has grown (streaming input), and brings options of its own."""
         # Consumers that the last input asked for still wait for its rows.
-        self.dispatcher.before_forward()
+        self._dispatcher.before_forward()
         # One that was preempted is computed again; its own rows were delivered.
         own = max(num_computed, sequence.info.prompt_len)
         self.slots.grow([sequence.info.slot], [prompt_len], [own])
@@ -114,7 +107,7 @@ class RunningSequences:
 
     def take_turns(self, turns: StepTurns) -> None:
         """Prompts have grown by a token each; some bring options of their own."""
-        self.dispatcher.before_forward()
+        self._dispatcher.before_forward()
         lengths = turns.prompt_lens
         known = [self.slots.get(each) for each in turns.engine_ids]
         sequences = [sequence for sequence in known if sequence is not None]
@@ -122,7 +115,7 @@ class RunningSequences:
         slots = [sequence.info.slot for sequence in sequences]
         before = [sequence.info.prompt_len for sequence in sequences]
         self.slots.grow(slots, lengths, np.maximum(turns.num_computed, before))
-        for owner in self.consumers:
+        for owner in self._consumers:
             owner.forget_all(slots)
         for sequence, token, length in zip(sequences, turns.tokens, lengths, strict=True):
             sequence.info = sequence.info.having(prompt_len=length)
@@ -147,7 +140,7 @@ class RunningSequences:
         if sequence.laid_out is None or before.keys() != consumers.keys():
             return False
         for name, options in consumers.items():
-            old, owner = before[name], self.consumers.by_id.get(name)
+            old, owner = before[name], self._consumers.by_id.get(name)
             enabled = options.get("enabled", True) == old.get("enabled", True)
             if owner is not None and (owner.consumer.has_request_flows or not enabled):
                 return False
@@ -157,17 +150,17 @@ class RunningSequences:
         self, sequence: RunningSequence, consumers: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """The prompt of a sequence has grown: find out what is done to its rows now."""
-        slot, owners = sequence.info.slot, list(self.consumers)
+        slot, owners = sequence.info.slot, list(self._consumers)
         served = [owner for owner in owners if owner.serves(sequence)]
         sequence.consumers = consumers
         for owner in owners:
             owner.forget(slot)
             owner.asked.pop(slot, None)
-            self.consumers.ask(sequence, owner)
+            self._consumers.ask(sequence, owner)
             if owner in served and not owner.serves(sequence):
-                self.consumers.forget_writes(slot, owner)
-        self.assignments.assign(sequence)
-        self.consumers.introduce(sequence, [owner for owner in owners if owner not in served])
+                self._consumers.forget_writes(slot, owner)
+        self._assignments.assign(sequence)
+        self._consumers.introduce(sequence, [owner for owner in owners if owner not in served])
 
     def finish(self, engine_id: str, token_ids: tuple[int, ...] | None = None) -> None:
         """The engine let go of a sequence, whatever ended it.
@@ -179,27 +172,26 @@ class RunningSequences:
         if sequence is not None:
             sequence.token_ids = sequence.token_ids or token_ids
             self._conclude(sequence)
-            self.assignments.release(sequence)
-            self.controllers.finish(sequence)
-            self.verdicts.forget(sequence.info.slot)
-            self.relay.forget(sequence.info.slot)
+            self._assignments.release(sequence)
+            self._controllers.finish(sequence)
+            self._judged.forget(sequence.info.slot)
             self.slots.remove(engine_id)
 
     def _conclude(self, sequence: RunningSequence) -> None:
         """Make the results of a sequence. The engine may still compute it: nobody is told."""
         if sequence.ended:
             return
-        self.dispatcher.before_forward()
+        self._dispatcher.before_forward()
         if sequence.controlled is not None:
             # What a thread has still to decide may raise, and that is to be heard, too.
-            for owner in self.consumers:
+            for owner in self._consumers:
                 if owner.serves(sequence):
-                    self.dispatcher.flush(owner)
-            self.controllers.note_failures(sequence)
-        self.results.conclude(sequence, self.consumers.step)
-        self.additions.forget(sequence.info.slot)
+                    self._dispatcher.flush(owner)
+            self._controllers.note_failures(sequence)
+        self._results.conclude(sequence, self._consumers.step)
+        self._consumers.additions.forget(sequence.info.slot)
         sequence.ended = True
-        self.assignments.end(sequence)
+        self._assignments.end(sequence)
 
     def pop_results(
         self,
@@ -223,7 +215,7 @@ class RunningSequences:
                 continue
             by_sample = tokens.get(info.prompt_id, {})
             if by_sample is None:
-                users = [o.id for o in self.consumers if o.serves(sequence)]
+                users = [o.id for o in self._consumers if o.serves(sequence)]
                 waiting[info.prompt_id] = {info.sample_index: dict.fromkeys(users, PENDING)}
                 continue
             known = by_sample.get(info.sample_index)
@@ -231,8 +223,10 @@ class RunningSequences:
             self._conclude(sequence)
         asked = [prompt_id for prompt_id in prompt_ids if prompt_id not in waiting]
         for prompt_id in asked:
-            self.results.conclude_late(prompt_id, tokens.get(prompt_id) or {}, self.consumers.step)
-        return self.results.pop(asked, wait_s) | waiting
+            self._results.conclude_late(
+                prompt_id, tokens.get(prompt_id) or {}, self._consumers.step
+            )
+        return self._results.pop(asked, wait_s) | waiting
 
     def discard_results(self, prompt_ids: list[str]) -> None:
         """Nobody will come for what consumers say of prompts, which were given up."""
@@ -241,5 +235,5 @@ class RunningSequences:
             if sequence.info.prompt_id in wanted:
                 self._conclude(sequence)
         for prompt_id in prompt_ids:
-            self.results.conclude_late(prompt_id, {}, self.consumers.step)
-        self.results.discard(prompt_ids)
+            self._results.conclude_late(prompt_id, {}, self._consumers.step)
+        self._results.discard(prompt_ids)

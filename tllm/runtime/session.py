@@ -9,28 +9,25 @@ from typing import Any
 import torch
 
 from tllm.ports import ModelView
-from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
+from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.decided_steering import DecidedGroups
-from tllm.runtime.dispatch import Dispatcher
-from tllm.runtime.drafted_latches import DraftedLatches
-from tllm.runtime.flows import BoundConsumer, ConsumerProtocol
+from tllm.runtime.flows import BoundConsumer
+from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.patching import Patching
 from tllm.runtime.planner import RowPlanner
 from tllm.runtime.programs import Programs
 from tllm.runtime.registered import RegisteredConsumers
-from tllm.runtime.results import PromptResults, Results
+from tllm.runtime.results import PromptResults
 from tllm.runtime.ring import Overflow, Ring
-from tllm.runtime.sampling import Guidance, LmHead
-from tllm.runtime.score_relay import ScoreRelay
+from tllm.runtime.sampling import LmHead
 from tllm.runtime.sequences import RunningSequences
 from tllm.runtime.slots import Slots
 from tllm.runtime.steering import Steering
 from tllm.runtime.steps import Steps
 from tllm.runtime.taps import TapKey, Taps
-from tllm.runtime.verdicts import Verdicts
 from tllm.runtime.writer import Additions
 
 
@@ -89,31 +86,46 @@ class Session:
         agree: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self._taps = taps
-        self._model = model
         self._slots = slots = Slots(max_sequences)
-        self._programs = Programs(taps, max_programs)
-        self._consumers: dict[str, BoundConsumer] = {}
-        #: Of the consumers, for rows that the user is given.
-        self.result_memory = ResultMemory()
+        by_id: dict[str, BoundConsumer] = {}
+        # What can be done to rows.
         self.steering = Steering(
             taps, resolve, steering_rows, steering_vectors, max_positions, agree
         )
         self.patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
-        self._additions = Additions(taps, slots)
-        self._assignments = Assignments(
-            slots, self._programs, self.steering, self.patching, self._consumers
+        self._programs = Programs(taps, max_programs)
+        self._assignments = Assignments(slots, self._programs, self.steering, self.patching, by_id)
+        # Who asks for it.
+        decided = DecidedGroups(
+            self.steering,
+            resolve,
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            max_value=torch.finfo(taps.dtype).max,
+            enabled=steering_rows > 0,
         )
-        self._controllers = Controllers(
-            slots, self._decided_groups(resolve, steering_rows), self._assignments, share
-        )
-        self._dispatcher = Dispatcher(
+        refusal = lm_head if isinstance(lm_head, str) else None
+        self.consumers = RegisteredConsumers(
+            by_id,
             slots,
-            model.device,
-            lambda owner: self.consumers.note_failure(owner),
-            self._controllers,
+            model,
+            binder=Binder(taps, resolve, model, samples=samples, refusal=refusal, drafts=drafts),
+            additions=Additions(taps, slots),
+            assignments=self._assignments,
+            controllers=Controllers(slots, decided, self._assignments, share),
+            lm_head=lm_head,
         )
-        self._guidance = Guidance(lm_head, model, slots, self._dispatcher)
-        self._results = Results(self._dispatcher, self._consumers, payloads=model.first_rank)
+        judged = JudgedSequences(
+            slots,
+            self.steering,
+            num_stages=model.num_stages,
+            is_last=samples,
+            max_sequences=max_sequences,
+            device=model.device,
+            agree=agree,
+        )
+        self.sequences = RunningSequences(slots, self.consumers, self._assignments, judged)
+        # When it is done.
         self._ring = Ring(
             hidden_size=taps.hidden_size,
             dtype=taps.dtype,
@@ -125,77 +137,7 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring)
-        refusal = lm_head if isinstance(lm_head, str) else None
-        self.consumers = self._registered(
-            Binder(taps, resolve, model, samples=samples, refusal=refusal, drafts=drafts)
-        )
-        verdicts = Verdicts(self.steering.gates, max_sequences)
-        relay = ScoreRelay(
-            self.steering, model.num_stages, is_last=samples, max_sequences=max_sequences
-        )
-        latches = DraftedLatches(slots, self.steering.gates.latches, model.device, agree)
-        self.sequences = self._running(verdicts, relay)
-        self.steps = self._steps(verdicts, relay, latches)
-
-    def _decided_groups(
-        self, resolve: Callable[[str, int | None], TapKey], steering_rows: int
-    ) -> DecidedGroups:
-        """What controllers may steer with."""
-        return DecidedGroups(
-            self.steering,
-            resolve,
-            num_layers=self._model.num_layers,
-            hidden_size=self._model.hidden_size,
-            max_value=torch.finfo(self._taps.dtype).max,
-            enabled=steering_rows > 0,
-        )
-
-    def _registered(self, binder: Binder) -> RegisteredConsumers:
-        return RegisteredConsumers(
-            self._consumers,
-            self._slots,
-            self._model,
-            binder,
-            self._additions,
-            self._dispatcher,
-            self._guidance,
-            self._assignments,
-            self._results,
-            self.result_memory,
-            self._controllers,
-        )
-
-    def _running(self, verdicts: Verdicts, relay: ScoreRelay) -> RunningSequences:
-        return RunningSequences(
-            self._slots,
-            self.consumers,
-            self._assignments,
-            self._additions,
-            self._dispatcher,
-            self._results,
-            verdicts,
-            relay,
-            self._controllers,
-        )
-
-    def _steps(self, verdicts: Verdicts, relay: ScoreRelay, latches: DraftedLatches) -> Steps:
-        return Steps(
-            self._slots,
-            self._taps,
-            self._planner,
-            self.steering,
-            self.patching,
-            self._additions,
-            self._assignments,
-            self.consumers,
-            self._dispatcher,
-            self._guidance,
-            verdicts,
-            self.steering.gates.means,
-            latches,
-            relay,
-            self._controllers,
-        )
+        self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged)
 
     # -- between steps -----------------------------------------------------------------------------
 
@@ -238,9 +180,9 @@ class Session:
     def flush(self) -> None:
         """Hand out all rows there are, and wait for the delivery threads."""
         self.steps.end()
-        self._dispatcher.before_forward()
+        self.consumers.dispatcher.before_forward()
         for owner in self.consumers:
-            self._dispatcher.flush(owner)
+            self.consumers.dispatcher.flush(owner)
 
     def weights_changed(self, model: ModelView, lm_head: LmHead | str | None) -> None:
         """The model has other weights. What was computed with the old ones was handed out.
@@ -248,14 +190,13 @@ class Session:
         Args:
             model, lm_head: of the new ones.
         """
-        self._model = model
-        self._guidance.set_head(lm_head)
+        self.consumers.guidance.set_head(lm_head)
         self.consumers.weights_changed(model)
 
     def close(self) -> None:
         """The engine ends."""
         self.unregister()
-        self.result_memory.trim()
+        self.consumers.result_memory.trim()
 
     def synchronize(self) -> dict[str, str]:
         """Wait until every consumer is done with what it was given; by consumer, what those raised
@@ -264,12 +205,12 @@ class Session:
         raised = {}
         for owner in self.consumers:
             before = owner.error
-            self._dispatcher.call(owner, owner.consumer.synchronize)
+            self.consumers.dispatcher.call(owner, owner.consumer.synchronize)
             if owner.error is not None and before is None:
                 raised[owner.id] = owner.error
             owner.export_thread.drain()
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
+        if self.consumers.model.device.type == "cuda":
+            torch.cuda.synchronize(self.consumers.model.device)
         self._ring.free_spans()
         return raised
 
@@ -295,7 +236,7 @@ class Session:
                 f"arguments: {error}"
             ) from None
         self.steps.end()
-        answer = self._dispatcher.call(owner, called, *args)
+        answer = self.consumers.dispatcher.call(owner, called, *args)
         if owner.error is not None:
             raise RuntimeError(f"consumer {consumer_id!r} raised and is detached: {owner.error}")
         return answer
@@ -303,7 +244,7 @@ class Session:
     def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
         """A consumer's own statistics, with the runtime's under `runtime`."""
         owner = self.consumers.get(consumer_id)
-        given = self._dispatcher.call(owner, owner.consumer.read_stats)
+        given = self.consumers.dispatcher.call(owner, owner.consumer.read_stats)
         if given is not None and not isinstance(given, Mapping):
             raise TypeError(
                 f"read_stats() of consumer {consumer_id!r} returned {given!r:.100}; let it return "
@@ -313,7 +254,7 @@ class Session:
         stats["runtime"] = {
             **owner.counters(),
             **self._decided_by(owner),
-            "rows_with_too_many_candidates": int(self._guidance.overflow),
+            "rows_with_too_many_candidates": int(self.consumers.guidance.overflow),
         }
         return stats
 
@@ -335,8 +276,8 @@ class Session:
             "bytes_captured": self.steps.ring_rows_taken * self._ring.row_bytes,
             "ring_rows": self._ring.capacity,
             "ring_rows_in_use": self._ring.in_use,
-            "results_forgotten": self._results.forgotten,
-            "results_kept": self._results.num_kept,
+            "results_forgotten": self.consumers.results.forgotten,
+            "results_kept": self.consumers.results.num_kept,
             "steering_configurations": self.steering.rows_in_use,
             "steering_mib": self.steering.vector_bytes / 2**20,
             "patch_mib": self.patching.kept_bytes() / 2**20,
@@ -350,7 +291,7 @@ class Session:
 
     def _decided_by(self, owner: BoundConsumer) -> dict[str, Any]:
         """Counters of a consumer's actions, where it has decided anything."""
-        counters = self._controllers.counters(owner.id)
+        counters = self.consumers.controllers.counters(owner.id)
         return {} if counters is None else {"actions": counters}
 
     def _make_progress(self) -> bool:

@@ -14,7 +14,7 @@ from tllm.runtime.columns import DECODE, NEUTRAL, PREFILL, Column, IntArray
 from tllm.runtime.decided_steering import DecidedSteering
 from tllm.runtime.latches import Latch
 from tllm.runtime.patching import PatchedRows
-from tllm.runtime.steering import Choice
+from tllm.runtime.token_choices import Choice
 from tllm.spec.groups import Configuration, GroupUse
 from tllm.spec.patching import PatchUse
 from tllm.spec.selection import END

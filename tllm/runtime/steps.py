@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,27 +12,18 @@ from tllm.inference_mode import in_inference_mode
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.columns import Column
-from tllm.runtime.controllers import Controllers
-from tllm.runtime.dispatch import Dispatcher
-from tllm.runtime.drafted_latches import DraftedLatches
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.handover import Handover
-from tllm.runtime.patching import Patching
+from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.planner import RowPlanner
-from tllm.runtime.prompt_means import PromptMeans
 from tllm.runtime.registered import RegisteredConsumers
-from tllm.runtime.sampling import Guidance, SamplerStep
-from tllm.runtime.score_relay import ScoreRelay
+from tllm.runtime.sampling import SamplerStep
 from tllm.runtime.slots import Slots
-from tllm.runtime.steering import Steering
 from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
-from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
-from tllm.runtime.verdicts import StepVerdicts, StoppedSequences, Verdicts
-from tllm.runtime.writer import Additions
+from tllm.runtime.verdicts import StepVerdicts, StoppedSequences
 
 
-@dataclass(eq=False)
 class Steps:
     """What an engine's model runner calls, in this order: `begin_idle`, and where that began none,
     `begin`; `take_scores`, where another pipeline stage follows; `before_sampling`; `guide`;
@@ -44,45 +34,56 @@ class Steps:
             of drafted tokens that were rejected.
         ring_rows_taken: a row for each hook point that a captured row was read at.
         tokens_drafted, tokens_accepted: by speculative decoding.
+        guidance: what consumers guide when the step's tokens are drawn.
+        drafted: latches of the step's sequences with drafts.
         count_all_drafts: counts those of steps whose tokens nobody has waited for.
     """
 
-    slots: Slots
-    taps: Taps
-    planner: RowPlanner
-    steering: Steering
-    patching: Patching
-    additions: Additions
-    assignments: Assignments
-    consumers: RegisteredConsumers
-    dispatcher: Dispatcher
-    guidance: Guidance
-    verdicts: Verdicts
-    means: PromptMeans
-    drafted: DraftedLatches
-    relay: ScoreRelay
-    controllers: Controllers
-    rows_captured: int = 0
-    ring_rows_taken: int = 0
-    rows_dropped: int = 0
-    rows_steered: int = 0
-    rows_patched: int = 0
-    tokens_drafted: int = 0
-    tokens_accepted: int = 0
-    count_all_drafts: Callable[[], None] = lambda: None
-    _was_idle: bool = False
-    _observing: bool = False
-    _frame: Frame | None = None
-    _drafting: Frame | None = None
-    _flows: StepFlows = field(default_factory=StepFlows)
-    _handovers: Mapping[BoundFlow, Handover] = field(default_factory=dict)
-    _bundled: bool = False
+    def __init__(
+        self,
+        slots: Slots,
+        planner: RowPlanner,
+        assignments: Assignments,
+        consumers: RegisteredConsumers,
+        judged: JudgedSequences,
+    ) -> None:
+        self._slots = slots
+        self._planner = planner
+        self._taps = planner.taps
+        self._assignments = assignments
+        self._steering = assignments.steering
+        self._patching = assignments.patching
+        self._consumers = consumers
+        self._additions = consumers.additions
+        self._controllers = consumers.controllers
+        self._dispatcher = consumers.dispatcher
+        self.guidance = consumers.guidance
+        self._judged = judged
+        self._verdicts = judged.verdicts
+        self._relay = judged.relay
+        self._means = judged.means
+        self.drafted = judged.drafted
+        self.rows_captured = 0
+        self.ring_rows_taken = 0
+        self.rows_dropped = 0
+        self.rows_steered = 0
+        self.rows_patched = 0
+        self.tokens_drafted = 0
+        self.tokens_accepted = 0
+        self.count_all_drafts: Callable[[], None] = lambda: None
+        self._was_idle = False
+        self._observing = False
+        self._bundled = False
+        self._frame: Frame | None = None
+        self._drafting: Frame | None = None
+        self._flows = StepFlows()
+        self._handovers: Mapping[BoundFlow, Handover] = NO_HANDOVERS
 
     @property
     def idle(self) -> bool:
         """Whether nothing is done to any row of the sequences that run."""
-        changed = self.steering.users or self.patching.users or self.controllers.acting
-        return not (changed or self.consumers.observe)
+        changed = self._steering.users or self._patching.users or self._controllers.acting
+        return not (changed or self._consumers.observe)
 
     @property
     def goes_on(self) -> bool:
@@ -99,25 +100,23 @@ class Steps:
 
     def begin_idle(self) -> bool:
         """Begin a step, if nothing is done to any row of it; else nothing is begun."""
-        if self._frame is not None or self.means.waiting:
+        if self._frame is not None or self._means.waiting:
             self.end()
-        consumers = self.consumers
+        consumers = self._consumers
         if consumers.failed:
             consumers.detach_failed()
         self._observing = bool(consumers.by_id) and consumers.observe
-        changed = self.steering.users or self.patching.users or self.controllers.acting
+        changed = self._steering.users or self._patching.users or self._controllers.acting
         if changed or self._observing:
             return False
-        self.verdicts.skip()
-        self.relay.skip()
-        self.drafted.words = None
-        self.consumers.step += 1
+        consumers.step += 1
         if not self._was_idle:
-            self.planner.clear()
-            self.steering.commit()  # taps at which nobody's rows are steered return at once again
-            self.patching.commit()
-            self.taps.commit()
-            self.taps.separate()
+            self._judged.skip()
+            self._planner.clear()
+            self._steering.commit()  # taps at which nobody's rows are steered return at once again
+            self._patching.commit()
+            self._taps.commit()
+            self._taps.separate()
             self._was_idle = True
         return True
 
@@ -140,42 +139,42 @@ class Steps:
         """
         self._was_idle = False
         self.drafted.words = None
-        self.consumers.step += 1
+        self._consumers.step += 1
         observed = self._observing
         if observed:
-            if self.dispatcher.waiting:
-                self.dispatcher.before_forward()
-                self.consumers.detach_failed()
-            if self.additions.writers:
-                self.additions.commit()
-        if self.controllers.acting:
-            self.consumers.let_act(engine_ids, starts)
-        if self.steering.stale:
-            self.steering.commit()
-        if self.patching.stale:
-            self.patching.commit()
-        slots, frame = self.slots.of(engine_ids), None
-        if observed or drafts is not None or not self.planner.keep(slots, starts, counts):
+            if self._dispatcher.waiting:
+                self._dispatcher.before_forward()
+                self._consumers.detach_failed()
+            if self._additions.writers:
+                self._additions.commit()
+        if self._controllers.acting:
+            self._consumers.let_act(engine_ids, starts)
+        if self._steering.stale:
+            self._steering.commit()
+        if self._patching.stale:
+            self._patching.commit()
+        slots, frame = self._slots.of(engine_ids), None
+        if observed or drafts is not None or not self._planner.keep(slots, starts, counts):
             batch = StepBatch(slots, starts, counts, sampled_from, drafts)
-            frame = self.planner.plan(self.consumers.step, batch)
+            frame = self._planner.plan(self._consumers.step, batch)
             if drafts is not None:
                 self.drafted.begin(batch)
             if frame.chooses:
                 self._choose(int(counts.sum()), token_ids)
-        if self.means.waiting:
-            self.means.begin(slots, starts, counts)
-        self.verdicts.begin(engine_ids, slots, starts, counts, drafts)
-        if self.controllers.acting:
-            self.controllers.begin(engine_ids, starts + counts, self.consumers.step)
-        self.taps.commit()
+        if self._means.waiting:
+            self._means.begin(slots, starts, counts)
+        self._verdicts.begin(engine_ids, slots, starts, counts, drafts)
+        if self._controllers.acting:
+            self._controllers.begin(engine_ids, starts + counts, self._consumers.step)
+        self._taps.commit()
         if frame is not None and observed:
             self._observe(frame)
-        if not self.relay.alone:
-            self.relay.begin(slots, counts, arrived)
-        self.taps.separate()
+        if not self._relay.alone:
+            self._relay.begin(slots, counts, arrived)
+        self._taps.separate()
         self._drafting = frame if drafts is not None else None
         if self._drafting is None:
-            layout = self.planner.layout
+            layout = self._planner.layout
             if layout is not None:
                 self.rows_steered += layout.steered
                 self.rows_patched += layout.patched
@@ -184,29 +183,29 @@ class Steps:
 
     def _choose(self, tokens: int, token_ids: torch.Tensor) -> None:
         """Put steering rows in the place of choices by token."""
-        steering_rows = self.taps.plan[Column.STEER.plan_row, :tokens]
-        self.steering.choices.apply(steering_rows, token_ids[:tokens])
+        steering_rows = self._taps.plan[Column.STEER.plan_row, :tokens]
+        self._steering.choices.apply(steering_rows, token_ids[:tokens])
 
     def _observe(self, frame: Frame) -> None:
         """Consumers take part in the step."""
         self._frame = frame
         self._bundled = False
-        flows, registered = self._flows, self.assignments.flows
+        flows, registered = self._flows, self._assignments.flows
         same = frame.goes_on and frame.layout is flows.layout and registered is flows.registered
         if same:
             known = flows.handovers.get(frame.rows)
-            self._handovers = flows.find_handovers(frame, self.slots) if known is None else known
+            self._handovers = flows.find_handovers(frame, self._slots) if known is None else known
         else:
             flows = self._flows = StepFlows(frame, registered)
             self._handovers = NO_HANDOVERS
         # Steps before, whose signals nobody reads, leave their scores where they are. Of a batch
         # that goes on the same is judged as in its last step, unless tokens decide.
         if flows.read_signals and (frame.chooses or not same):
-            self.steering.gates.forget_scores(int(frame.batch.counts.sum()))
+            self._steering.gates.forget_scores(int(frame.batch.counts.sum()))
 
     def _count(self, frame: Frame) -> None:
         """Count the rows of a step that is observed, of which it is known whose they are."""
-        layout = self.planner.layout
+        layout = self._planner.layout
         certain = frame.rejected is None and layout is not None
         self.rows_captured += layout.captured if certain and layout else frame.captured
         if frame.span is not None:
@@ -224,9 +223,9 @@ class Steps:
         """
         frame, self._drafting = self._drafting, None
         if frame is not None:
-            self.planner.decide(frame, kept)
-            self.rows_steered += self.planner.own(Column.STEER, frame)
-            self.rows_patched += self.planner.own(Column.PATCH, frame)
+            self._planner.decide(frame, kept)
+            self.rows_steered += self._planner.own(Column.STEER, frame)
+            self.rows_patched += self._planner.own(Column.PATCH, frame)
             if self._frame is not None:
                 self._count(self._frame)
 
@@ -246,7 +245,7 @@ class Steps:
             for owner in owners:
                 owner.rows_dropped += total
             for slot, lost in zip(group.slots.tolist(), counts.tolist(), strict=True):
-                sequence = self.slots.by_slot[slot]
+                sequence = self._slots.by_slot[slot]
                 if sequence is not None and lost:
                     for owner in owners:
                         sequence.dropped[owner.id] = sequence.dropped.get(owner.id, 0) + lost
@@ -254,22 +253,20 @@ class Steps:
     def rest(self) -> None:
         """No sequence is left: nothing that was found out about the last batch is kept."""
         self._flows, self._handovers = StepFlows(), NO_HANDOVERS
-        self.planner.forget()
+        self._planner.forget()
         self.guidance.forget()
 
     def skip(self) -> None:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
-        self.verdicts.skip()
-        self.relay.skip()
-        self.drafted.words = None
-        self.planner.clear()
+        self._judged.skip()
+        self._planner.clear()
 
     def take_scores(self) -> torch.Tensor | None:
         """What the next pipeline stage is given with the rows; None for nothing. Behind the forward
         pass, see `ScoreRelay`."""
-        if self.means.waiting:
-            self.means.judge()
-        return self.relay.take()
+        if self._means.waiting:
+            self._means.judge()
+        return self._relay.take()
 
     # -- sampling ----------------------------------------------------------------------------------
 
@@ -283,8 +280,8 @@ class Steps:
         frame = self._frame
         if frame is None or self._bundled:
             return
-        if self.means.waiting:
-            self.means.judge()
+        if self._means.waiting:
+            self._means.judge()
         flows = self._flows
         if logits is not None and (flows.keep_logits or (frame.undecided and flows.read_logits)):
             logits = logits.clone()
@@ -294,11 +291,11 @@ class Steps:
             return
         self._bundled = True
         if flows.read_signals:
-            frame.signals = self.steering.gates.state
+            frame.signals = self._steering.gates.state
         if flows.before:
-            self.dispatcher.before_sampling(flows.before, frame, self._handovers)
+            self._dispatcher.before_sampling(flows.before, frame, self._handovers)
         if flows.read_signals:
-            self.verdicts.copy()
+            self._verdicts.copy()
 
     @property
     def guidance_width(self) -> int:
@@ -347,7 +344,7 @@ class Steps:
         targets[:-1] = input_ids[1:tokens]
         following = np.full(len(batch.logits_rows), -1, np.int64)
         for i in np.flatnonzero(~batch.samples):
-            owner = self.slots.by_slot[batch.slots[i]]
+            owner = self._slots.by_slot[batch.slots[i]]
             if owner is not None and owner.prompt_token_ids is not None:
                 end = int(batch.ends[i])
                 if end < len(owner.prompt_token_ids):
@@ -360,17 +357,17 @@ class Steps:
     def take_verdicts(self) -> StepVerdicts | None:
         """What conditions made of the step, on its way to the host; None where no sequence of it
         asks. What controllers stop comes with it. Before `end`."""
-        if self.means.waiting:
-            self.means.judge()
-        judged, stopped = self.verdicts.take(), self.controllers.take_stops()
+        if self._means.waiting:
+            self._means.judge()
+        judged, stopped = self._verdicts.take(), self._controllers.take_stops()
         return StoppedSequences(stopped, judged) if stopped else judged
 
     # -- its end -----------------------------------------------------------------------------------
 
     def end(self) -> None:
         """Everything of the step is enqueued: hand out the rest. Safe to call again."""
-        if self.means.waiting:
-            self.means.judge()
+        if self._means.waiting:
+            self._means.judge()
         if self._frame is not None:
             self._complete(self._frame)
 
@@ -385,11 +382,11 @@ class Steps:
         flows = self._flows
         ready = flows.ready(frame) if flows.want_targets else flows.after
         if ready:
-            self.dispatcher.after_sampling(ready, frame, self._handovers)
-        for owner in self.consumers.by_id.values():
+            self._dispatcher.after_sampling(ready, frame, self._handovers)
+        for owner in self._consumers.by_id.values():
             if owner.hears_step_end:
                 context = owner.context.at(frame.step)
-                self.dispatcher.call(owner, owner.consumer.on_step_end, context)
+                self._dispatcher.call(owner, owner.consumer.on_step_end, context)
 
 
 def _drawn(batch: StepBatch, sampled: torch.Tensor) -> torch.Tensor:

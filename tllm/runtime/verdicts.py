@@ -13,6 +13,7 @@ import numpy.typing as npt
 from tllm.runtime.batch import together
 from tllm.runtime.columns import IntArray
 from tllm.runtime.gates import Gates
+from tllm.runtime.latches import HOLDS
 from tllm.runtime.transfer import PinnedCopy, upload
 from tllm.spec.conditions import MAX_GATES
 
@@ -24,7 +25,6 @@ Fired: TypeAlias = tuple[tuple[int, int | str], ...]
 that held for the row that a token was drawn from; in order. What a controller stops has its reason
 in place of a number."""
 
-_HOLDS = 0.5
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 
@@ -86,7 +86,7 @@ class StepVerdicts:
         """What held, by the engine's id of the sequence. From any thread, once."""
         judged = self._judged
         # What is no number was not judged, and holds nowhere.
-        rows, numbers = np.nonzero((self._strengths.wait().numpy() > _HOLDS) & judged.asked)
+        rows, numbers = np.nonzero((self._strengths.wait().numpy() > HOLDS) & judged.asked)
         found: dict[str, set[tuple[int, int]]] = {}
         for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
             engine_id = judged.engine_ids[judged.sequence[row]]

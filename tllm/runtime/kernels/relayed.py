@@ -7,8 +7,7 @@ import torch
 from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.columns import Column
 from tllm.runtime.kernels.backend import HAS_TRITON
-from tllm.runtime.kernels.tap import HOLDS
-from tllm.runtime.latches import NEVER
+from tllm.runtime.latches import HOLDS, NEVER
 from tllm.spec.conditions import MAX_GATES
 
 if HAS_TRITON:
