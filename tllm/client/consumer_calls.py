@@ -18,8 +18,8 @@ def call(consumer: Consumer, method: str, *arguments: Any) -> Any:
     """What a method of a consumer returns.
 
     Raises a `ValueError` of the consumer's as it is, since that refuses the request, and
-    `ConsumerError` with the names of both for whatever else it raises, `SystemExit` too: the process
-    has other users.
+    `ConsumerError` with the names of both for whatever else it raises, `SystemExit` too: the
+    process has other users.
     """
     return _heard(consumer, method, lambda: getattr(consumer, method)(*arguments))
 
@@ -51,7 +51,7 @@ def request_flows(
 def _heard(consumer: Consumer, method: str, run: Callable[[], Any]) -> Any:
     try:
         return run()
-    except ValueError:
+    except (ValueError, ConsumerError):  # the latter of a consumer that uses the engine itself
         raise
     except (Exception, SystemExit) as error:
         raise ConsumerError(
