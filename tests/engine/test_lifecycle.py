@@ -530,7 +530,7 @@ class TestMistakes:
                 return flows
 
         llm.register_consumer(Asked(flow()))
-        with pytest.raises(TypeError, match=rf"request_flows\(\) of consumer 'recorder' {told}"):
+        with pytest.raises(RuntimeError, match=rf"request_flows\(\) of consumer 'recorder' {told}"):
             generate(llm, prompts_of([5]), greedy(2))
 
     @pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])

@@ -195,13 +195,35 @@ def test_a_payload_that_does_not_say_is_an_error(tmp_path):
     class Silent(Payload):
         pass
 
+    class Raises(Payload):
+        def written(self):
+            raise KeyError("rows")
+
+    around = []
+    around.append(around)
     for payload, sentence in (
         (Silent(), "Silent does not say how it is written; define written()"),
         ({"a": [object()]}, "it holds a object"),
+        (around, "RecursionError"),
+        ({"a": "\ud800"}, "its text '\\ud800' has lone surrogates"),
+        ({"\ud800": 1}, "has lone surrogates"),
+        (Raises(), "the result cannot be written: KeyError: 'rows'"),
     ):
         given, _ = result_of(payload, tmp_path)
         assert (given["status"], given["payload"]) == ("error", None)
         assert sentence in given["error"]
+
+
+def test_an_error_is_told_whatever_text_it_has(tmp_path):
+    files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
+    given = as_json({"own": ConsumerResult("error", "no \ud800", None)}, files, 100)
+    assert given["own"]["error"] == "no \\ud800"
+
+
+def test_a_sparse_tensor_is_written_as_a_dense_one(tmp_path):
+    given, _ = result_of(torch.eye(2).to_sparse(), tmp_path)
+    assert (given["status"], given["payload"]["shape"]) == ("ok", [2, 2])
+    assert base64.b64decode(given["payload"]["data"]) == torch.eye(2).numpy().tobytes()
 
 
 def test_what_is_not_a_tensor_stays_in_the_response(tmp_path):

@@ -320,6 +320,21 @@ def test_a_controller_of_the_server_steers_and_stops_an_answer(client, model):
         client.completions.create(**WORDS, extra_body={"consumers": {"turning": {}}})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_the_fault_of_a_consumer_is_told_and_ends_no_server(server, route, stream):
+    prompt = {
+        "completions": {"prompt": "One day"},
+        "chat/completions": {"messages": [{"role": "user", "content": "One day"}]},
+        "responses": {"input": "One day"},
+    }[route]
+    asked = {"model": "demo", "stream": stream, **prompt}
+    answer = server.post(f"/v1/{route}", asked | {"consumers": {"turning": {"after": "exit"}}})
+    told = "consumer 'turning' raised in validate_options: SystemExit: 3"
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, told)
+    assert server.post(f"/v1/{route}", asked).status_code == 200
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_prompt_is_refused_by_a_monitor(server, client, model, streamed):
     """Its choices have no tokens, and say why; also in a stream, for which vLLM has no event."""

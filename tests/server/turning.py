@@ -22,6 +22,8 @@ class Turning(Consumer):
         return [ConsumerFlow(reads=[read], writes=[write], window="next_step")]
 
     def validate_options(self, options: Any) -> None:
+        if options.get("after") == "exit":
+            raise SystemExit(3)  # a fault of its author's
         if not isinstance(options.get("after"), int):
             raise ValueError(f"consumers['turning']['after']={options.get('after')!r}: a number")
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
 from tllm.client.attached import Attached
+from tllm.client.consumer_calls import consumer_error
 from tllm.client.core import BUILT_IN
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
@@ -31,6 +33,8 @@ from tllm.spec.patching import PATCHING
 from tllm.spec.request import EXTRA_ARG
 from tllm.spec.tiers import parse_modules
 
+logger = logging.getLogger(__name__)
+
 _BACKGROUND_S = 10.0
 """How long an answer that is computed in the background is waited for to begin."""
 _OVER = ("completed", "incomplete", "cancelled", "failed")
@@ -45,6 +49,7 @@ _TYPES = {
     HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
     HTTPStatus.TOO_MANY_REQUESTS: "RateLimitError",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
 }
 
 
@@ -131,9 +136,14 @@ class Door:
             return self._handler.create_error_response(
                 str(wrong), _TYPES[wrong.status], wrong.status, wrong.field
             )
-        except BaseException:
+        except BaseException as error:
             end()
-            raise
+            fault = consumer_error(error)
+            if fault is None:
+                raise
+            logger.exception("a request failed: %s", fault)
+            status = HTTPStatus.INTERNAL_SERVER_ERROR  # for which vLLM's own answer has no words
+            return self._handler.create_error_response(str(fault), _TYPES[status], status)
         running = self._running(request)
         if running is not None:  # in the background, whoever listens
             running.add_done_callback(lambda _: end())

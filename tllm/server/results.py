@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from tllm.ports import Payload
+from tllm.ports.payload import reason_of
 
 _NAME_BYTES = 16
 _SUFFIXES = (".safetensors", ".partial")
@@ -110,9 +111,12 @@ def _result(result: Any, files: CaptureFiles, inline_bytes: int) -> dict[str, An
     status, error, payload = result.status, result.error, None
     try:
         payload = _payload(result.payload, files, inline_bytes)
-    except (TypeError, NotKeptError) as fault:
+    except Exception as fault:  # a consumer's result may be anything, and do anything
+        told = str(fault) if isinstance(fault, (TypeError, NotKeptError)) else reason_of(fault)
         status = "error"
-        error = "; ".join(filter(None, (error, f"the result cannot be written: {fault}")))
+        error = "; ".join(filter(None, (error, f"the result cannot be written: {told}")))
+    if error is not None:
+        error = error.encode("utf-8", "backslashreplace").decode()
     return {"status": status, "error": error, "payload": payload}
 
 
@@ -133,26 +137,36 @@ def _payload(payload: Any, files: CaptureFiles, inline_bytes: int) -> Any:
 
 def _plain(value: Any) -> Any:
     """Mappings, lists, scalars and CPU tensors."""
-    if value is None or isinstance(value, (bool, int, str)):
+    if isinstance(value, str):
+        return _written(value)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):  # JSON has no numbers that are not finite
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Payload):
         return _plain(value.written())
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+        return value.detach().to_dense().cpu()
     if isinstance(value, np.generic):
         return _plain(value.item())
     if isinstance(value, np.ndarray):
         return torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {_written(str(key)): _plain(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(each) for each in value]
     raise TypeError(
         f"it holds a {type(value).__name__}; return plain data, arrays, tensors, or a Payload with "
         "written()"
     )
+
+
+def _written(text: str) -> str:
+    """A text as UTF-8 has it. Raises `TypeError` for one that it has not."""
+    try:
+        return text.encode().decode()
+    except UnicodeEncodeError:
+        raise TypeError(f"its text {text!r:.60} has lone surrogates; leave them out") from None
 
 
 def _named(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
