@@ -151,8 +151,8 @@ def test_positions_may_be_a_tensor():
     ranges = torch.tensor([[0, 3], [-4, -1]])
     assert Selection.parse({"ranges": ranges}) == Selection.parse({"ranges": ranges.tolist()})
     assert Selection.parse({"ranges": list(ranges)}) == Selection.parse({"ranges": ranges.tolist()})
-    with pytest.raises(ValueError, match="where=3 is int; give one of all"):
-        Selection.parse(torch.tensor(3), "where")
+    for one in (3, torch.tensor(3), {"positions": 3}):
+        assert Selection.parse(one) == Selection.parse([3])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_positions_may_be_a_tensor():
         ({"ranges": [[0, 2**31]]}, "2147483648 must be from"),
         ({"windows": [[0, 2**63]]}, "must be from"),
         ({"token_ids": [2**64]}, "must be from"),
-        (3, "is int; give one of"),
+        (3.5, "is float; give one of"),
         ({"phase": "later"}, "'later' is not known; choose one of any, prompt, generation"),
         ({"place": [1]}, "unknown keys"),
         ({"positions": []}, "would select nothing"),

@@ -25,7 +25,7 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import Ranks
-from tllm.spec.reading import allow_options, own_numbers, require_one_of
+from tllm.spec.reading import allow_options, require_one_of
 from tllm.spec.selection import Selection
 
 ReadoutWindow = Literal["out_of_band", "same_step"]
@@ -163,23 +163,6 @@ class ReadoutConsumer(Consumer):
             }
             for prompt_id, samples in found.items()
         }
-
-
-def chosen_layers(name: str, given: Any, num_layers: int) -> tuple[int, ...]:
-    """Layers as users write them, counted from the start: `"all"`, an index, or a list of them."""
-    given = own_numbers(given)
-    if given == "all":
-        return tuple(range(num_layers))
-    listed = [given] if type(given) is int else given
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise ValueError(f"{name}={given!r} is not known; give 'all', a layer, or a list of layers")
-    for layer in listed:
-        if type(layer) is not int or not -num_layers <= layer < num_layers:
-            raise ValueError(
-                f"{name} has {layer!r}; this model has layers 0 to {num_layers - 1}, or "
-                f"{-num_layers} to -1 counting from the end"
-            )
-    return tuple(dict.fromkeys(layer % num_layers for layer in listed))
 
 
 @lru_cache(1024)

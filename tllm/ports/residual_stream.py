@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tllm.ports.base import Phase, Place, PortRead, PortWrite
-from tllm.spec.reading import hook_named, require_one_of, whole_number
+from tllm.spec.layers import layer_at
+from tllm.spec.reading import hook_named, require_one_of
 
 
 class ResidualStream:
@@ -54,19 +55,11 @@ class ResidualStream:
         The vectors are given per request through `ctx.writer(role)`; a request that has none
         is not touched.
         """
-        point = hook_named(site, "site")
         require_one_of("phase", phase, Phase)
-        return PortWrite(
-            "residual_stream",
-            role,
-            phase,
-            whole_number(layer, "layer=") if point.has_layer else None,
-            point.value,
-        )
+        point, number = _place(site, layer)
+        return PortWrite("residual_stream", role, phase, number, point)
 
 
 def _place(site: str, layer: int | None) -> Place:
     point = hook_named(site, "site")
-    if point.has_layer and layer is None:
-        raise ValueError(f"{point} needs a layer; give its index, negative from the end")
-    return point.value, whole_number(layer, "layer=") if point.has_layer else None
+    return point.value, layer_at(point, layer if point.has_layer else None, "layer")

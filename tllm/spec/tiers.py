@@ -14,6 +14,7 @@ import numpy as np
 
 from tllm.spec.conditions import Condition, parse_condition
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import layer_numbered
 from tllm.spec.methods import METHODS, SteeringMethod, adding
 from tllm.spec.operations import OperationForm
 from tllm.spec.reading import (
@@ -22,7 +23,6 @@ from tllm.spec.reading import (
     digest_of,
     float_array,
     hook_named,
-    layer_numbered,
     require_one_of,
     scalar,
     stacked_rows,
