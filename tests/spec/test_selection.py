@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tllm.ports import ResidualStream, Sampler, TokenTarget
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.selection import Selection, united
 
@@ -155,6 +156,14 @@ def test_positions_may_be_a_tensor():
         assert Selection.parse(one) == Selection.parse([3])
 
 
+@pytest.mark.parametrize(("word", "other"), [("prefill", "prompt"), ("decode", "generation")])
+def test_phases_have_the_same_two_names_in_selections_and_ports(word, other):
+    assert Selection.parse({"phase": word}) == Selection.parse({"phase": other})
+    for port in (ResidualStream.read, ResidualStream.write, TokenTarget.read, Sampler.write):
+        assert port(phase=word) == port(phase=other)
+        assert port(phase=other).phase == word
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -167,7 +176,7 @@ def test_positions_may_be_a_tensor():
         ({"windows": [[0, 2**63]]}, "must be from"),
         ({"token_ids": [2**64]}, "must be from"),
         (3.5, "is float; give one of"),
-        ({"phase": "later"}, "'later' is not known; choose one of any, prompt, generation"),
+        ({"phase": "later"}, "'later' is not known; choose one of any, prefill, decode, prompt"),
         ({"place": [1]}, "unknown keys"),
         ({"positions": []}, "would select nothing"),
         ({"ranges": [[3, 3]]}, "is empty; stop must be greater"),

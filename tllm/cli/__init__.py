@@ -404,7 +404,7 @@ def strength_sweep(
     try:
         loading = {
             "hook": hook,
-            "layers": None if layers is None else Layers.parse(layers, "--layers"),
+            "layers": None if layers is None else _layers_of_file(layers),
             "features": None if features is None else _numbers("--features", features),
         }
         job = strengthening.StrengthJob(
@@ -461,6 +461,12 @@ def _places(option: str, text: str) -> list[tuple[str, Layers]]:
             raise ValueError(f"{option}={text!r}: {each!r} has no layer; give such as mlp_in:3")
         found.append((hook, Layers.parse(layer, option)))
     return found
+
+
+def _layers_of_file(text: str) -> list[int] | None:
+    """Layers as a command line gives them, by number; None for all that a file has."""
+    chosen = Layers.parse(text, "--layers")
+    return None if chosen.is_all else list(chosen.numbers("--layers"))
 
 
 def _numbers(option: str, text: str) -> list[int]:

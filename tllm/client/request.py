@@ -14,6 +14,7 @@ from tllm.spec.conversations import ConversationUse
 from tllm.spec.groups import SteeringGroup
 from tllm.spec.media import MediaItem
 from tllm.spec.patching import RequestPatch
+from tllm.spec.phases import SELECTED_PHASES
 from tllm.spec.request import RowsRead, wire_of
 from tllm.spec.selection import Selection
 
@@ -126,7 +127,7 @@ def rows_given(flow: ConsumerFlow) -> Selection | None:
     """Which rows a flow is given; None for none."""
     positions = flow.selection
     if flow.phase != "any":
-        phase = "prompt" if flow.phase == "prefill" else "generation"
+        phase = SELECTED_PHASES[flow.phase]
         if positions.everything:
             positions = Selection.parse({"phase": phase})
         elif positions.phase == "any":

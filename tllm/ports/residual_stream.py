@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.ports.base import Phase, Place, PortRead, PortWrite
+from tllm.ports.base import Place, PortRead, PortWrite
 from tllm.spec.layers import layer_at
-from tllm.spec.reading import hook_named, require_one_of
+from tllm.spec.phases import Phase, phase_named
+from tllm.spec.reading import hook_named
 
 
 class ResidualStream:
@@ -25,7 +26,7 @@ class ResidualStream:
             phase: `prefill` (the token belongs to the prompt), `decode`, or `any`.
             role: key of the tensor in `PortBundle.entries`.
         """
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         return PortRead("residual_stream", role, phase, (_place(site, layer),))
 
     @staticmethod
@@ -40,7 +41,7 @@ class ResidualStream:
             places: `(site, layer)` of each; that of `embed` and `lm_head_in` is ignored.
             phase, role: as in `read`.
         """
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         if not places:
             raise ValueError("places=[] reads nothing; give one or more (site, layer)")
         located = tuple(_place(site, layer) for site, layer in places)
@@ -55,7 +56,7 @@ class ResidualStream:
         The vectors are given per request through `ctx.writer(role)`; a request that has none
         is not touched.
         """
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         point, number = _place(site, layer)
         return PortWrite("residual_stream", role, phase, number, point)
 

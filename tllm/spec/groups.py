@@ -23,9 +23,10 @@ from tllm.spec.operations import (
     Gradient,
     OperationForm,
 )
+from tllm.spec.phases import Phase
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import EVERYWHERE, Selection, stretch_starts
-from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
+from tllm.spec.tiers import SteeringEntry, Tiers
 
 STEERING = "steering"
 """Under which results say that a request was not steered as it asked."""
@@ -128,7 +129,7 @@ class SteeringGroup:
             where the user gave none.
     """
 
-    phase: SteeringPhase
+    phase: Phase
     positions: Selection
     operations: tuple[tuple[str, int | None, str, OperationForm], ...]
     vectors: Mapping[str, FloatArray] = field(compare=False, repr=False)
@@ -138,7 +139,7 @@ class SteeringGroup:
 
     @classmethod
     def judging(
-        cls, phase: SteeringPhase, conditions: Sequence[Condition], numbers: GateNumbers
+        cls, phase: Phase, conditions: Sequence[Condition], numbers: GateNumbers
     ) -> SteeringGroup:
         """What judges these at all tokens of a phase, and changes nothing.
 
@@ -165,7 +166,7 @@ class SteeringGroup:
     @classmethod
     def of(
         cls,
-        phase: SteeringPhase,
+        phase: Phase,
         positions: Selection,
         entries: Sequence[SteeringEntry],
         numbers: GateNumbers,
@@ -297,7 +298,7 @@ class SteeringGroup:
 class GroupUse:
     """A group in a request: which tokens, and the digest of what is done to them."""
 
-    phase: SteeringPhase
+    phase: Phase
     positions: Selection
     digest: str
 
@@ -339,7 +340,7 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
     All vectors come first, in the parties' order (each one's base tier, then its phases), then all
     clamps likewise. What changes nothing is left out. Last comes what is only judged.
     """
-    runs: list[tuple[tuple[SteeringPhase, Selection], list[SteeringEntry]]] = []
+    runs: list[tuple[tuple[Phase, Selection], list[SteeringEntry]]] = []
     tiers = [party.vectors for party in parties] + [party.clamps for party in parties]
     for tier in tiers:
         for phase, entries in tier.items():
@@ -358,7 +359,7 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
             number = numbers.number(condition)
             if condition.memory.of_prompt:
                 of_prompt.setdefault(condition.memory.over, []).append(number)
-    judged: list[tuple[SteeringPhase, tuple[Condition, ...]]] = []
+    judged: list[tuple[Phase, tuple[Condition, ...]]] = []
     if endings is not None:
         judged = [("decode", endings.stop), ("prefill", endings.abort)]
     for condition in (condition for _, conditions in judged for condition in conditions):

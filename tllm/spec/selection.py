@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from numbers import Integral
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
-from tllm.spec.reading import own_numbers, require_one_of, whole_numbers
-
-SelectedPhase = Literal["any", "prompt", "generation"]
+from tllm.spec.phases import SELECTED_PHASES, SelectedPhase, phase_named
+from tllm.spec.reading import own_numbers, whole_numbers
 
 #: Half-open intervals of positions, sorted, disjoint and not touching.
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
@@ -123,8 +122,9 @@ class Selection:
 
     `Selection.parse` takes what users write: `"all"`, `"all_prompt"`, `"all_generated"`,
     `"last_prompt"`, `"image"`, `"video"`, `"audio"`, a position, a list of positions, or a mapping
-    with any of `phase` (`any`, `prompt`, `generation`), `positions`, `ranges`, `windows`,
-    `token_ids`, `image`, `video`, `audio` and `exclude` (a mapping of the same criteria).
+    with any of `phase` (`any`, `prompt` or `prefill`, `generation` or `decode`), `positions`,
+    `ranges`, `windows`, `token_ids`, `image`, `video`, `audio` and `exclude` (a mapping of the same
+    criteria).
     """
 
     phase: SelectedPhase = "any"
@@ -160,8 +160,7 @@ class Selection:
                 f"{name} has unknown keys {unknown}; it takes "
                 f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
             )
-        phase = given.get("phase", "any")
-        require_one_of(f"{name}['phase']", phase, SelectedPhase)
+        phase = SELECTED_PHASES[phase_named(given.get("phase", "any"), f"{name}['phase']")]
         excluded = given.get("exclude", {})
         if not isinstance(excluded, Mapping) or set(excluded) - set(_CRITERIA):
             raise ValueError(
