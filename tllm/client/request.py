@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from tllm.spec.groups import SteeringGroup
 from tllm.spec.media import MediaItem
 from tllm.spec.patching import RequestPatch
 from tllm.spec.phases import SELECTED_PHASES
-from tllm.spec.request import RowsRead, wire_of
+from tllm.spec.request import Asked, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
 
@@ -113,6 +113,17 @@ class Prepared:
             return None
         prompt = list(output.prompt_token_ids or ())
         return {sample: [*prompt, *tokens] for sample, tokens in self.samples.tokens.items()}
+
+
+def media_of(
+    asked: Asked, groups: Sequence[SteeringGroup], uses: Uses
+) -> tuple[tuple[str, MediaItem], ...] | None:
+    """The items that a prompt must have for what is asked; None where no tokens of items are
+    named at all. Steering of every request is for those that have some."""
+    patched = asked.patch is not None and asked.patch.names_media
+    if uses.media is None and not patched and not any(g.positions.media for g in groups):
+        return None
+    return tuple(dict.fromkeys((*(uses.media or ()), *asked.steered_media)))
 
 
 def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
