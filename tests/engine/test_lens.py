@@ -225,3 +225,18 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             LensConsumer(**arguments)
+
+
+class Faulty(LensConsumer):
+    """A lens that fails when a sequence's result is made."""
+
+    def given(self, options, found):
+        raise RuntimeError("of no use")
+
+
+def test_a_result_that_cannot_be_made_is_said_to_be_an_error(llm):
+    llm.register_consumer(Faulty(consumer_id="faulty"))
+    [output] = generate(llm, prompts_of([5]), greedy(2, consumers={"faulty": {}}))
+    result = output.outputs[0].consumer_results["faulty"]
+    assert result.status == "error"
+    assert "of no use" in result.error

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
-from tllm.consumers.base import Consumer
+from tllm.consumers.exporting import ExportingConsumer
 from tllm.consumers.token_rows import TokenRows
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
-    CpuExport,
     PerToken,
     Place,
     PortBundle,
@@ -30,11 +28,8 @@ from tllm.spec.selection import Selection
 
 ReadoutWindow = Literal["out_of_band", "same_step"]
 
-_ENDS = "end"
-_ROWS = "rows"
 
-
-class ReadoutConsumer(Consumer):
+class ReadoutConsumer(ExportingConsumer):
     """Computes something of the rows of the requests that name it, on a side stream.
 
     Only what `read_out` returns leaves the device. It is sorted by sequence on the host, comes back
@@ -80,11 +75,6 @@ class ReadoutConsumer(Consumer):
         """What a request with these options is given of what was read of its tokens: a `PerToken`,
         or a mapping that has some."""
 
-    def flows(self) -> Sequence[ConsumerFlow]:
-        """The way to the host; no rows of everybody's."""
-        writes = [CpuExport.write(channel=channel) for channel in (_ROWS, _ENDS)]
-        return [ConsumerFlow(writes=writes)]
-
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Which options there are; `places` checks what depends on the model."""
         known = ("enabled", "positions", *self.known_options)
@@ -116,7 +106,7 @@ class ReadoutConsumer(Consumer):
         found = self.read_out(bundle.entries["rows"], bundle.reads[0].places)
         self._read.update(request.slot for request in bundle.meta.requests)
         if self._answers:
-            ctx.export(_ROWS, found, bundle.meta)
+            self.send_rows(ctx, found, bundle.meta)
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """A promise: what was found is on its way. None for a sequence that had no such token, and
@@ -126,25 +116,19 @@ class ReadoutConsumer(Consumer):
         if not had_rows or not self._answers:
             self._found.take(request)
             return None
-        promise: Future[Any] = Future()
-        ctx.export(_ENDS, {}, attach=(request, promise))
-        return promise
+        return self.promised(request, ctx)
 
-    def on_export(
-        self,
-        channel: str,
-        tensors: Mapping[str, torch.Tensor],
-        meta: RowMeta | None,
-        attached: Any = None,
+    def on_rows(
+        self, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None, attached: Any
     ) -> None:
-        """What was found is on the host, or all of a sequence that has ended."""
-        if channel == _ROWS:
-            assert meta is not None
-            self._found.add(meta, {name: tensor.numpy() for name, tensor in tensors.items()})
-            return
-        request, promise = attached
+        """Sort it by sequence."""
+        assert meta is not None
+        self._found.add(meta, {name: tensor.numpy() for name, tensor in tensors.items()})
+
+    def result_of(self, request: RequestInfo) -> Any:
+        """What was found of it; None for nothing."""
         found = self._found.take(request)
-        promise.set_result(None if found is None else self.given(request.options, found))
+        return None if found is None else self.given(request.options, found)
 
     def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, Any]]:
         """What was found of sequences that run, as far as it is on the host.
