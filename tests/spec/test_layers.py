@@ -170,6 +170,11 @@ def test_where_nothing_counts_from_the_end_open_ranges_stop_at_what_is_there():
             Layers.parse(wrong).from_start("layers", why, 7)
 
 
+def test_some_layers_are_the_same_in_every_model():
+    assert Layers.parse("3,0-1,-1,4:6,:-1,7:,-3:").certain == (3, 0, 1, 4, 5)
+    assert Layers.parse("all").certain == ()
+
+
 def test_one_layer_is_read_by_the_same_words():
     forms = [4, "4", " +4 ", np.int64(4), torch.tensor(4)]
     assert [layer_numbered(form, "at") for form in forms] == [4] * 5

@@ -155,11 +155,8 @@ def _done(job: Job, names: list[str]) -> set[str]:
     some_rows = len(found.filter(hook={key.hook for key in there}))
     spec = CaptureSpec.parse(job.capture, "capture")
     for hook, layers in spec.hooks:
-        # Which layers a range has, and where negative ones are, a store does not know.
-        listed: list[int | None] = []
-        if isinstance(layers, tuple):
-            listed = [layer for layer in layers if layer >= 0]
-        for layer in listed or [None]:
+        # Where open ranges end, and where negative layers are, a store does not know.
+        for layer in (layers and layers.certain) or (None,):
             lacking = some_rows - len(found.filter(hook=hook, layers=layer))
             if lacking:
                 place = hook if layer is None else f"{hook}:{layer}"

@@ -138,6 +138,12 @@ class Layers:
             found |= dict.fromkeys(numbers)
         return tuple(found)
 
+    @property
+    def certain(self) -> tuple[int, ...]:
+        """Those that are the same layers, counted from 0, however many there are."""
+        numbers = ((p,) if isinstance(p, int) else p.numbers() or () for p in self.parts)
+        return tuple(dict.fromkeys(n for each in numbers for n in each if n >= 0))
+
     def from_start(self, name: str, why: str, end: int | None = None) -> tuple[int, ...]:
         """As `numbers`, where none can be counted from the end; `why`, the message says."""
         edges = (e for p in self.parts for e in ((p,) if isinstance(p, int) else (p.start, p.stop)))
