@@ -1,7 +1,7 @@
 """Inspect's model provider: `inspect eval TASK --model tllm/MODEL -M steering=happy.gguf`.
 
-It talks to `tllm serve`, which it starts if no server is named. It imports nothing of tLLM's, so a
-machine that only evaluates needs neither vLLM nor torch.
+It talks to `tllm serve`, which it starts if no server is named. Of tLLM's it imports only what is
+plain Python, so a machine that only evaluates needs neither vLLM nor torch.
 """
 
 from __future__ import annotations
@@ -23,24 +23,7 @@ import anyio
 from inspect_ai.model import GenerateConfig, ModelCall, ModelOutput, modelapi
 from inspect_ai.model._providers.openai_compatible import OpenAICompatibleAPI
 
-FIELDS = (
-    "consumers",
-    "capture",
-    "steering_vectors",
-    "prefill_steering_vectors",
-    "decode_steering_vectors",
-    "steering_clamps",
-    "prefill_steering_clamps",
-    "decode_steering_clamps",
-    "steering_module_ref",
-    "steering_name",
-    "steering_positions",
-    "patch",
-    "stop_when",
-    "abort_when",
-    "conversation",
-)
-"""Fields of requests that can be given as model arguments."""
+from tllm.request_fields import FIELDS
 
 _RESULTS = ("capture_results", "consumer_results")
 _START = [sys.executable, "-c", "from tllm.cli import app; app()", "serve"]
@@ -61,7 +44,7 @@ class TLLMAPI(OpenAICompatibleAPI):
         steering: the name of a registered module, or, for a server that is started here, a file.
         strength: what the module's vectors are multiplied with.
         start_timeout: seconds to wait for a server that is started here.
-        more: fields of requests (`FIELDS`); arguments of Inspect's client (`stream`,
+        more: fields of requests (`tllm.request_fields`); arguments of Inspect's client (`stream`,
             `emulate_tools`, ...); and options of `tllm serve`, with `_` for `-`.
     """
 

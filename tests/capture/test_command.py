@@ -79,6 +79,7 @@ def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
     assert f"rows {rows} (" in text
     # Other rows of the same prompts are no job to go on with.
     for other, sentence in (
+        (("--hooks", "post_block:1-2"), "5 of them lack post_block:2"),
         (("--hooks", "post_block:2"), "5 of these prompts with the tag 'run', and 5 of them lack"),
         (("--hooks", "attn_out:all"), "lack attn_out, which is asked for now; give another --tag"),
         (("--hooks", "post_block:1", "--reduction", "mean"), "the reduction 'none', and 'mean'"),

@@ -278,7 +278,7 @@ REFUSED = {
     r"capture\['memory'\]\['hooks'\]: unknown hook point 'middle'": {"hooks": {"middle": [1]}},
     r"capture\['memory'\]\['hooks'\]: post_block has no layer 4": {"hooks": {"post_block": [4]}},
     r"capture\['memory'\]\['hooks'\]: post_block has no layer -5": {"hooks": {"post_block": [-5]}},
-    r"hooks\['post_block'\]: the range 2:9": {"hooks": {"post_block": "2:9"}},
+    r"\['hooks'\]: post_block has no layers 2:9": {"hooks": {"post_block": "2:9"}},
     r"capture\['memory'\]\['hooks'\] is empty": {"hooks": {}},
     r"\['hooks'\]\['post_block'\]: 'x' is not a layer": {"hooks": {"post_block": ["x"]}},
     r"\['hooks'\]\['post_block'\] is empty": {"hooks": {"post_block": []}},

@@ -31,7 +31,7 @@ def installed(tmp_path_factory):
 
 def test_a_plugin_of_another_package(installed, llm, truth):
     consumer = llm.register_consumer(consumer_from_spec("sketch:dims=8,seed=3"))
-    capture = {"sketch": {"layers": [0, 2], "positions": {"exclude": {"positions": [0]}}}}
+    capture = {"sketch": {"layers": "0,-2", "positions": {"exclude": {"positions": [0]}}}}
     outputs = generate(llm, prompts_of([30, 5]), [greedy(4, capture=capture), greedy(4)])
     result = outputs[0].capture_results["sketch"]
     assert result.status == "ok"

@@ -83,7 +83,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
         (["--pairs", "lost.jsonl"], "--pairs 'lost.jsonl' is not there"),
         (["--pairs", str(some)], "1 of 2 lines have 'answers'; give all"),
         (["--pairs", str(lines), "--right", "a"], "--pairs has all prompts and answers"),
-        (["--clean", "a", "--corrupt", "b", "--layers", "first"], "give whole numbers"),
+        (["--clean", "a", "--corrupt", "b", "--layers", "first"], "is not a layer; give"),
         (["--clean", "a", "--corrupt", "b", "--wrong", "c"], "--wrong was given without --right"),
         (["--clean", "a", "--corrupt", "b", "--receivers", "mlp_in"], "'mlp_in' has no layer"),
         (["--out", str(tmp_path / "lost" / "rows.jsonl")], "--out .*: there is no folder"),

@@ -66,7 +66,7 @@ def test_what_a_spec_cannot_say_is_refused(autoencoder: Path) -> None:
         ("lens:layers", "'layers' in 'lens:layers' is not key=value"),
         ("lens:window=", "window='' is not"),
         ("lens:top_k=none", "top_k='none' is not a whole number"),
-        (f"sae:path={autoencoder},features=16", "has features 0 to 15"),
+        (f"sae:path={autoencoder},features=16", "features: 16 must be from 0 to 15"),
     ):
         with pytest.raises(ValueError, match=message):
             consumer_from_spec(spec)

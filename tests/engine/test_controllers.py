@@ -17,8 +17,8 @@ from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition, GatedChange
 from engine.test_stopping import AT, PROMPT, TOKENS, WHEN, P, threshold_that_ends
 from tllm import PoolingParams, SamplingParams
-from tllm.client.core import check_acting
 from tllm.client.request import Uses
+from tllm.client.request_kind import RequestKind
 from tllm.consumers.base import Consumer
 from tllm.ports import (
     Action,
@@ -31,6 +31,7 @@ from tllm.ports import (
     Stop,
     TokenTarget,
 )
+from tllm.spec.request import Asked
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 PROMPTS = 4 if INTERPRETED else 12
@@ -367,11 +368,10 @@ def test_requests_that_nobody_can_act_on_are_refused(llm):
 )
 def test_requests_of_which_tokens_are_dropped_are_refused(kind, sentence):
     uses = Uses(acting="consumers['watch']")
-    plain = {"generates": True, "streamed": False, "generated": 0}
-    check_acting(uses, **plain)
+    RequestKind().check(Asked(), (), uses)
     with pytest.raises(ValueError, match=rf"consumers\['watch'\] decides.*{sentence}.*'enabled'"):
-        check_acting(uses, **plain | kind)
-    check_acting(Uses(), **plain | kind)
+        RequestKind(**kind).check(Asked(), (), uses)
+    RequestKind(**kind).check(Asked(), (), Uses())
 
 
 @pytest.mark.parametrize(

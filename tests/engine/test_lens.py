@@ -100,7 +100,7 @@ def test_the_logit_lens_of_a_mixed_batch(llm, expected, window):
     prompts = prompts_of(LENGTHS, seed=3)
     asked = [
         greedy(4, consumers={"lens": {}}),
-        greedy(4, consumers={"lens": {"layers": [-1, 0], "top_k": 2}}),
+        greedy(4, consumers={"lens": {"layers": "last,0", "top_k": 2}}),
         greedy(4),
         greedy(4, consumers={"lens": {"positions": "all_generated", "layers": 2}}),
     ][: len(prompts)]
@@ -170,8 +170,11 @@ def test_what_a_request_cannot_have_is_refused_before_it_runs(llm, jacobian):
     llm.register_consumer(LensConsumer(path=jacobian, consumer_id="second"))
     for options, message in (
         ({"lens": {"layers": [1]}}, "registered with layers 0, 2; choose of these"),
-        ({"lens": {"layers": 4}}, "this model has layers 0 to 3"),
-        ({"lens": {"layers": "0"}}, "give 'all', a layer, or a list of layers"),
+        (
+            {"lens": {"layers": 4}},
+            "post_block has no layer 4; post_block needs a layer from 0 to 3",
+        ),
+        ({"lens": {"layers": "first"}}, "'first' is not a layer; give 'all', 'last', an index"),
         ({"lens": {"top_k": 4}}, "must be from 1 to 3"),
         ({"lens": {"positions": "last"}}, r"consumers\['lens'\]\['positions'\]='last'"),
         ({"lens": {"layer": 1}}, r"unknown options \['layer'\]; it takes enabled, positions"),
@@ -192,7 +195,7 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
     for lens, message in (
         (LensConsumer(path=wide), "is for hidden size 64, and the model's is 128"),
         (LensConsumer([0, 1], path=short), "has no layer 1; it has 0"),
-        (LensConsumer([9]), "layers has 9; this model has layers 0 to 3"),
+        (LensConsumer([9]), "layers: post_block has no layer 9; post_block needs"),
         (LensConsumer(top_k=1000), "top_k=1000 must be from 1 to 256"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -222,3 +225,18 @@ def test_lenses_that_are_not_understood_are_refused(llm, tuned, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             LensConsumer(**arguments)
+
+
+class Faulty(LensConsumer):
+    """A lens that fails when a sequence's result is made."""
+
+    def given(self, options, found):
+        raise RuntimeError("of no use")
+
+
+def test_a_result_that_cannot_be_made_is_said_to_be_an_error(llm):
+    llm.register_consumer(Faulty(consumer_id="faulty"))
+    [output] = generate(llm, prompts_of([5]), greedy(2, consumers={"faulty": {}}))
+    result = output.outputs[0].consumer_results["faulty"]
+    assert result.status == "error"
+    assert "of no use" in result.error

@@ -85,9 +85,9 @@ class TestResidualStreamRead:
             ResidualStream.read(site="residual")
 
     @pytest.mark.parametrize("ask", [ResidualStream.read, ResidualStream.write])
-    @pytest.mark.parametrize("layer", ["3", 1.0, True])
+    @pytest.mark.parametrize("layer", ["three", 1.0, True])
     def test_a_layer_that_is_no_number_is_refused(self, ask, layer):
-        with pytest.raises(ValueError, match=f"layer={layer!r} is not a whole number"):
+        with pytest.raises(ValueError, match=f"layer: {layer!r} is not a layer"):
             ask(layer=layer)
 
 

@@ -252,16 +252,16 @@ def test_what_cannot_be_had_is_refused(llm, tmp_path):
     weights = weights_of("standard")
     weights |= {"W_enc": weights["W_enc"][:64].clone(), "b_dec": weights["b_dec"][:64].clone()}
     for consumer, message in (
-        (SaeConsumer(folder, layer=7), "layer=7; this model has layers 0 to 3"),
+        (SaeConsumer(folder, layer=7), "post_block has no layer 7"),
         (SaeConsumer(saved(tmp_path / "narrow", narrow, weights)), "is for rows of 64 numbers"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.register_consumer(consumer)
     for arguments, message in (
-        ({"features": [40]}, "features has 40; this autoencoder has features 0 to 39"),
-        ({"features": []}, r"features=\[\] is not known"),
+        ({"features": [40]}, "features: 40 must be from 0 to 39"),
+        ({"features": []}, "features is empty; give one number"),
         ({"top_k": 0}, "top_k=0 must be 1 or more"),
-        ({"layer": 1.5}, "layer 1.5 is not a whole number"),
+        ({"layer": 1.5}, "layer: 1.5 is not a layer"),
         ({"features": [1], "top_k": 10}, r"top_k=10 was given with features=\[1\]"),
     ):
         with pytest.raises(ValueError, match=message):

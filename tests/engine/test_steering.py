@@ -73,6 +73,18 @@ def test_taps_with_their_norms_are_compiled(tiny_model, reference, monkeypatch):
     assert generate(compiled, PROMPTS, asked) == expected
 
 
+def test_vectors_of_a_request_that_is_refused_for_something_else_are_not_brought(llm, monkeypatch):
+    asked, ask = [], llm._sync.calls.ask
+    monkeypatch.setattr(
+        llm._sync.calls, "ask", lambda call: (asked.append(call.method), ask(call))[1]
+    )
+    vector = 2 * torch.randn(HIDDEN, generator=GENERATOR)
+    wrong = {"steering_vectors": at(vector), "consumers": {"nobody": {}}}
+    with pytest.raises(ValueError, match="no such consumer is registered"):
+        generate(llm, PROMPTS[:1], [wrong])
+    assert "update_steering" not in asked
+
+
 def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
     llm, reference, monkeypatch
 ):

@@ -20,7 +20,6 @@ from inspect_ai.model import GenerateConfig, get_model  # noqa: E402
 from inspect_ai.scorer import includes  # noqa: E402
 
 from tllm import inspect_provider  # noqa: E402
-from tllm.server.fields import FIELDS  # noqa: E402
 
 QUESTIONS = ["One day Mia went to the garden.", "Ben had a red kite."]
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
@@ -155,7 +154,3 @@ def test_options_are_arguments_of_the_command_line():
         "b",
     ]
     assert inspect_provider.module_name(str(Path(__file__))) == "test_inspect"
-
-
-def test_fields_of_requests_are_those_of_the_server():
-    assert inspect_provider.FIELDS == FIELDS

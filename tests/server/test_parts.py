@@ -36,9 +36,11 @@ from tllm.engine.front import ADMITTED, RefusedError
 from tllm.engine.handlers import Watch
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.launch import engine_parser
+from tllm.params import ASKED_FIELDS
 from tllm.ports import Payload
+from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
-from tllm.server.fields import FIELDS, FieldError, asked_in
+from tllm.server.fields import FieldError, asked_in
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
 from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.patch_sweeps import PatchSweeps
@@ -439,7 +441,7 @@ def test_the_reference_is_made_from_the_document():
     text = (Path(__file__).parents[2] / "doc" / "reference" / "http.md").read_text()
     made = document.markdown(document.our_document())
     assert text == made, "run python -m tllm.server.document > doc/reference/http.md"
-    assert set(document.PROPERTIES) == set(FIELDS)
+    assert set(document.PROPERTIES) == set(FIELDS) == {*ASKED_FIELDS, "steering_name"}
 
 
 def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):

@@ -17,6 +17,8 @@ def places(hooks, num_layers=6):
         {"post_block": "4:6", "lm_head_in": []},
         {"post_block": "-2:", "lm_head_in": True},
         {"post_block": "4,5", "lm_head_in": "all"},
+        {"post_block": "4-5", "lm_head_in": "all"},
+        {"post_block": ["4", -1], "lm_head_in": "all"},
         {"post_block": range(4, 6), "lm_head_in": "all"},
         "post_block:4:6 lm_head_in",
         "post_block:4+5; lm_head_in:all",
@@ -45,7 +47,7 @@ def test_a_layer_is_there_once():
         ("middle:1", "unknown hook point 'middle'"),
         ("post_block", "names no layers"),
         ("post_block:1 block_output:2", "names post_block twice"),
-        ({"post_block": True}, "is not understood"),
+        ({"post_block": True}, "True is not a layer"),
         ({"post_block": [1.5]}, "1.5 is not a layer"),
         ({"post_block": "x"}, "'x' is not a layer"),
         ("lm_head_in:3", "belongs to no layer"),
@@ -56,7 +58,7 @@ def test_what_is_wrong_is_refused(hooks, message):
         parse_hooks(hooks)
 
 
-@pytest.mark.parametrize("layers", ["2:9", "-9:", "4:4", "5:2"])
-def test_a_range_must_lie_in_the_model(layers):
-    with pytest.raises(ValueError, match=r"hooks\['post_block'\]: the range"):
+@pytest.mark.parametrize("layers", ["2:9", "-9:", "4:4", "5:2", "2-6", [1, 6]])
+def test_layers_must_lie_in_the_model(layers):
+    with pytest.raises(ValueError, match=r"hooks.*: .* has no layer"):
         places({"post_block": layers})

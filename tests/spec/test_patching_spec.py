@@ -40,7 +40,7 @@ def test_tokens_of_an_image_are_patched_by_their_positions(positions, expected):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"positions": "all"}, "give a list of whole numbers"),
+        ({"positions": "all"}, "a list of whole numbers"),
         ({"positions": {"ranges": [[0, 1]]}}, "or a mapping with any of image, video, audio"),
         ({"positions": {"image": []}}, "names no item"),
         ({"positions": {"image": 2}}, "the prompt has no such item"),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tllm.ports import ResidualStream, Sampler, TokenTarget
 from tllm.spec.media import MediaItem, PromptMedia
 from tllm.spec.selection import Selection, united
 
@@ -151,8 +152,16 @@ def test_positions_may_be_a_tensor():
     ranges = torch.tensor([[0, 3], [-4, -1]])
     assert Selection.parse({"ranges": ranges}) == Selection.parse({"ranges": ranges.tolist()})
     assert Selection.parse({"ranges": list(ranges)}) == Selection.parse({"ranges": ranges.tolist()})
-    with pytest.raises(ValueError, match="where=3 is int; give one of all"):
-        Selection.parse(torch.tensor(3), "where")
+    for one in (3, torch.tensor(3), {"positions": 3}):
+        assert Selection.parse(one) == Selection.parse([3])
+
+
+@pytest.mark.parametrize(("word", "other"), [("prefill", "prompt"), ("decode", "generation")])
+def test_phases_have_the_same_two_names_in_selections_and_ports(word, other):
+    assert Selection.parse({"phase": word}) == Selection.parse({"phase": other})
+    for port in (ResidualStream.read, ResidualStream.write, TokenTarget.read, Sampler.write):
+        assert port(phase=word) == port(phase=other)
+        assert port(phase=other).phase == word
 
 
 @pytest.mark.parametrize(
@@ -166,8 +175,8 @@ def test_positions_may_be_a_tensor():
         ({"ranges": [[0, 2**31]]}, "2147483648 must be from"),
         ({"windows": [[0, 2**63]]}, "must be from"),
         ({"token_ids": [2**64]}, "must be from"),
-        (3, "is int; give one of"),
-        ({"phase": "later"}, "'later' is not known; choose one of any, prompt, generation"),
+        (3.5, "is float; give one of"),
+        ({"phase": "later"}, "'later' is not known; choose one of any, prefill, decode, prompt"),
         ({"place": [1]}, "unknown keys"),
         ({"positions": []}, "would select nothing"),
         ({"ranges": [[3, 3]]}, "is empty; stop must be greater"),

@@ -313,6 +313,8 @@ def test_one_row_a_layer(tmp_path: Path, write: Writer):
     rows = np.stack([vector(i) for i in range(4)])
     path = write(tmp_path / "v", {"vectors": rows})
     assert_adds(load(path), dict(enumerate(rows)))
+    assert_adds(load(path, layers="10-13"), dict(enumerate(rows, 10)))
+    assert load(path, layers="all").num_layers == 4
     assert_adds(load(path, layers=[10, 11, 13, 12]), dict(zip((10, 11, 13, 12), rows, strict=True)))
     assert_adds(load(path).select([2]), {2: rows[2]})
     counted = load(path)
@@ -711,7 +713,9 @@ def test_modules_are_scaled_and_selected():
     assert list(module.select(hook="attn_output").vectors) == ["attn_out"]
     with pytest.raises(ValueError, match=r"not for all of layers=\[3, 9\]"):
         module.select([3, 9])
-    with pytest.raises(ValueError, match="not for all"):
+    assert module.select("all").layers == module.layers
+    assert [module.select(form).layers for form in ("4:", "3-4", "4")] == [[4], [3, 4], [4]]
+    with pytest.raises(ValueError, match="layers is empty; give 'all'"):
         module.select([])
     with pytest.raises(ValueError, match="no vectors for hook='mlp_in'"):
         module.select(hook="mlp_in")
@@ -772,7 +776,7 @@ def test_a_file_that_is_not_there(tmp_path: Path):
         load(tmp_path / "nothing.gguf")
 
 
-@pytest.mark.parametrize("layers", [-1, [1, 1], [], [1.5], True])
+@pytest.mark.parametrize("layers", [-1, "last", "-2:", "2:", "2-1", [], [1.5], True])
 def test_layers_that_cannot_be_are_refused(tmp_path: Path, layers: Any):
     path = write_pt(tmp_path / "v.pt", {"1": vector(0)})
     with pytest.raises(ValueError, match="layers"):

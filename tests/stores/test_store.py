@@ -87,6 +87,8 @@ def test_filters_combine(mixed: Store) -> None:
     assert narrow.keys() == [ArrayKey("post_block", 1), ArrayKey("post_block", 2)]
     assert narrow[0].hooks == {"post_block": [1, 2]}
     assert mixed.filter(hook="lm_head_in")[0].keys == [ArrayKey("lm_head_in", None)]
+    for form in ("1:3", "1-2", "1,2", "1:"):
+        assert len(mixed.filter(tag="b", hook="block_output", layers=form)) == len(narrow)
     assert narrow.filter(layers=2)[0].hooks == {"post_block": [2]}
     assert narrow.nbytes == sum(record.nbytes for record in narrow)
     with pytest.raises(ValueError, match="unknown hook point"):
@@ -98,9 +100,9 @@ def test_filters_combine(mixed: Store) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"layers": "a"}, "layers: 'a' is not a whole number"),
-        ({"layers": [0, 1.5]}, "layers: 1.5 is not a whole number"),
-        ({"layers": True}, "layers: True is not a whole number"),
+        ({"layers": "a"}, "layers: 'a' is not a layer"),
+        ({"layers": [0, 1.5]}, "layers: 1.5 is not a layer"),
+        ({"layers": True}, "layers: True is not a layer"),
         ({"layers": -1}, "layers=-1 has negative numbers; layers count from 0 here"),
         ({"sample_index": "a"}, "sample_index: 'a' is not a whole number"),
         ({"hook": 5}, "hook: unknown hook point 5"),

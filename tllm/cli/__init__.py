@@ -20,6 +20,7 @@ from tllm.cli import verify as verifying
 from tllm.cli.doctor import examine, render
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
+from tllm.spec.layers import Layers
 from tllm.spec.reading import scalar
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
@@ -271,7 +272,7 @@ def sweep(
         typer.Option(help="JSON Lines with 'clean', 'corrupt' and 'answers', in their place."),
     ] = None,
     hooks: Annotated[str, typer.Option(help="Hook points, with commas between.")] = "post_block",
-    layers: Annotated[str | None, typer.Option(help="Such as 0,4,-1; all unless told.")] = None,
+    layers: Annotated[str | None, typer.Option(help="Such as 0,4-8,-1; all unless told.")] = None,
     positions: Annotated[str | None, typer.Option(help="Such as 3,-1; all unless told.")] = None,
     metric: Annotated[
         str, typer.Option(help="logit_diff, logprob, recovered, kl; with commas between.")
@@ -324,7 +325,7 @@ def sweep(
             "corrupt": all_corrupt,
             "answers": answers,
             "hooks": hooks.split(","),
-            "layers": None if layers is None else _numbers("--layers", layers),
+            "layers": None if layers is None else Layers.parse(layers, "--layers"),
             "positions": None if positions is None else _numbers("--positions", positions),
             "metric": metric.split(","),
             "noising": noising,
@@ -375,7 +376,7 @@ def strength_sweep(
         str | None, typer.Option(help="The hook point, where the file names none or several.")
     ] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Such as 3,4; those of the file unless told.")
+        str | None, typer.Option(help="Such as 3,4-8; those of the file unless told.")
     ] = None,
     features: Annotated[
         str | None, typer.Option(help="Of a sparse autoencoder, such as 123,77.")
@@ -399,7 +400,7 @@ def strength_sweep(
     try:
         loading = {
             "hook": hook,
-            "layers": None if layers is None else _numbers("--layers", layers),
+            "layers": None if layers is None else _layers_of_file(layers),
             "features": None if features is None else _numbers("--features", features),
         }
         job = strengthening.StrengthJob(
@@ -447,15 +448,21 @@ def _reals(option: str, text: str) -> list[float]:
     return [scalar(number, option) for number in found]
 
 
-def _places(option: str, text: str) -> list[tuple[str, int]]:
+def _places(option: str, text: str) -> list[tuple[str, Layers]]:
     """Hook points with their layers as a command line gives them."""
     found = []
     for each in text.split(","):
         hook, _, layer = each.partition(":")
         if not layer:
             raise ValueError(f"{option}={text!r}: {each!r} has no layer; give such as mlp_in:3")
-        found += [(hook, number) for number in _numbers(option, layer)]
+        found.append((hook, Layers.parse(layer, option)))
     return found
+
+
+def _layers_of_file(text: str) -> list[int] | None:
+    """Layers as a command line gives them, by number; None for all that a file has."""
+    chosen = Layers.parse(text, "--layers")
+    return None if chosen.is_all else list(chosen.numbers("--layers"))
 
 
 def _numbers(option: str, text: str) -> list[int]:

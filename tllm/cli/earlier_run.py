@@ -78,11 +78,8 @@ class EarlierRun:
             return
         some_rows = len(found.filter(hook={key.hook for key in keys}))
         for hook, layers in self.asked.hooks:
-            # Which layers a range has, and where negative ones are, a store does not know.
-            listed: list[int | None] = []
-            if isinstance(layers, tuple):
-                listed = [layer for layer in layers if layer >= 0]
-            for layer in listed or [None]:
+            # Where open ranges end, and where negative layers are, a store does not know.
+            for layer in (layers and layers.certain) or (None,):
                 lacking = some_rows - len(found.filter(hook=hook, layers=layer))
                 if lacking:
                     place = hook if layer is None else f"{hook}:{layer}"

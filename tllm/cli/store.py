@@ -23,7 +23,7 @@ _RUNS = 8  # of positions, or layers, that are shown
 Root = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 Tag = Annotated[str | None, typer.Option(help="Only records with this tag.")]
 Hook = Annotated[str | None, typer.Option(help="Only this hook point, or its alias.")]
-Layer = Annotated[int | None, typer.Option(help="Only this layer.", min=0)]
+Layer = Annotated[str | None, typer.Option(help="Only these layers, such as 4 or 0,4-8.")]
 
 
 @app.command("ls")

@@ -10,7 +10,7 @@ import runpy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +18,7 @@ from rich.table import Table
 from tllm.cli.engine import start_engine
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.progress import progress_bar
+from tllm.spec.phases import Phase, phase_named
 from tllm.spec.reading import json_lines, scalar
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class StrengthJob:
     texts: Path | None = None
     matches: str | None = None
     effect: str | None = None
-    phase: Literal["any", "prefill", "decode"] = "decode"
+    phase: Phase = "decode"
     max_tokens: int = 48
     temperature: float = 0.0
     seed: int = 0
@@ -66,8 +67,7 @@ class StrengthJob:
 
     def __post_init__(self) -> None:
         # All of it before an engine starts, which takes minutes.
-        if self.phase not in ("any", "prefill", "decode"):
-            raise ValueError(f"--phase {self.phase!r} is not known; give any, prefill or decode")
+        object.__setattr__(self, "phase", phase_named(self.phase, "--phase"))
         if self.max_tokens < 1:
             raise ValueError(f"--max-tokens {self.max_tokens} must be 1 or more")
         if not 0 <= self.temperature < math.inf:

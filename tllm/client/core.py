@@ -26,7 +26,8 @@ from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
 from tllm.client.feature_probes import FeatureProbes
 from tllm.client.patching import PatchComposer
-from tllm.client.request import Prepared, Uses, collect
+from tllm.client.request import Prepared, Uses, collect, media_of
+from tllm.client.request_kind import RequestKind
 from tllm.client.results import LEFT, Samples, attach_results, samples_of, set_result
 from tllm.client.steering import (
     GLOBAL,
@@ -52,7 +53,7 @@ from tllm.spec.conditions import signal_names
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import GroupUse, SteeringGroup, gates_of, use_of_conversation
 from tllm.spec.hooks import HookPoint
-from tllm.spec.media import MediaItem, PromptMedia
+from tllm.spec.media import PromptMedia
 from tllm.spec.patching import KEPT, PATCHING, PatchUse, check_patch_positions
 from tllm.spec.reading import allow_options, require_bool
 from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
@@ -332,13 +333,9 @@ class Client:
         if not self.is_current:
             yield from self.current()
         asked = asked_of(params) if asked is None else asked
-        _check_endings(asked, params, streamed=streamed)
-        _check_conversation(asked, params, streamed=streamed)
-        _check_pooled(asked, params)
         groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
-        _check_memory(groups, streamed=streamed, generated=generated)
         if SignalsConsumer.consumer_id in asked.consumers:
             _check_signals(asked.consumers[SignalsConsumer.consumer_id])
         if results and groups:
@@ -348,20 +345,16 @@ class Client:
                 yield ALONE
                 if name not in self.consumers:  # it may have come meanwhile
                     yield from self._add(make(), False)
-        if first is None and groups:
+        kind = RequestKind(isinstance(params, VllmSamplingParams), streamed, generated, results)
+        uses = self._checked_uses(kind, asked, groups)
+        if first is None and not self.held.has(groups):
             yield from self.bring(groups)  # nothing is waited for until they are held, below
-        if asked.patch is not None and streamed:
-            raise ValueError(
-                "patch was given for a prompt that is streamed, of which nobody knows where it "
-                "ends; give the whole prompt at once"
-            )
+            uses = self._checked_uses(kind, asked, groups)  # with what was registered meanwhile
         patch: tuple[PatchUse, ...] = ()
         if asked.patch is not None and not asked.patch.names_media:
             patch = self.patches.uses(asked.patch)
         prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
-        prepared = self._prepare(
-            params, asked, request_id, prompt_id, (groups, patch), results, streamed, generated
-        )
+        prepared = self._prepare(params, asked, request_id, prompt_id, (groups, patch), kind, uses)
         if first is None:
             self.held.hold(prompt_id, groups)
         if _converses(asked, groups):  # last, since who is refused begins no conversation
@@ -489,34 +482,23 @@ class Client:
         request_id: str,
         prompt_id: str,
         changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
-        results: bool,
-        streamed: bool,
-        generated: int,
+        kind: RequestKind,
+        uses: Uses,
     ) -> Prepared:
-        uses = self._uses(asked)
-        if streamed and results and len(uses.unused) < len(self.consumers):
+        if kind.streamed and kind.results and len(uses.unused) < len(self.consumers):
             uses.wants_tokens = True
-        generates = isinstance(params, VllmSamplingParams)
-        check_acting(uses, generates=generates, streamed=streamed, generated=generated)
         groups, patch = changes
         stops, aborts = _ends(groups, params)
         if aborts:  # rows of cached blocks would not be judged
             uses.reads.append(RowsRead("abort_when", _PROMPT))
-        media = _media_of(asked, groups, uses)
-        patched = asked.patch is not None and asked.patch.names_media
-        if (media or patched) and (streamed or not results):
-            raise ValueError(
-                "positions name the tokens of an image, a video or a sound, and the prompt is "
-                "streamed, or a question for log-probabilities; give a whole prompt at once, to "
-                "generate() or chat()"
-            )
+        media = media_of(asked, groups, uses)
         if needing := [group for group in groups if group.needs_prompt]:
             once = _converses(asked, groups) and all(g.needs_prompt_once for g in needing)
             uses.reads.append(RowsRead(CONVERSATION if once else "when", _PROMPT))
         spec = RequestSpec(
             request_id=request_id,
-            prompt_id=prompt_id if results else "",
-            num_samples=params.n if generates else 1,
+            prompt_id=prompt_id if kind.results else "",
+            num_samples=params.n if kind.generates else 1,
             consumers=asked.consumers,
             reads=tuple(dict.fromkeys(uses.reads)),
             wants_tokens=uses.wants_tokens,
@@ -525,29 +507,38 @@ class Client:
             isolated=uses.writes,
             steering=tuple(group.use for group in groups),
             patch=patch,
-            generated=generated,
-            streamed=streamed,
+            generated=kind.generated,
+            streamed=kind.streamed,
             stops=stops,
             aborts=aborts,
             media=media,
         )
         prepared = Prepared(
-            self._params.copy(params, spec.to_wire()) if generates else _pooled(params, spec),
+            self._params.copy(params, spec.to_wire()) if kind.generates else _pooled(params, spec),
             prompt_id,
             {name: asked.consumers.get(name, {}) for name in uses.captures},
             wants_tokens=uses.wants_tokens,
-            streamed=streamed,
+            streamed=kind.streamed,
             unused=frozenset(uses.unused),
             named=frozenset(asked.consumers.keys() - uses.unused),
             groups=groups,
             patch=asked.patch,
             ended_by=frozenset(name for _, name in (*stops, *aborts)),
-            keeps_results=results,
+            keeps_results=kind.results,
             samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
         )
         if media is not None:
             self._unplaced[spec.prompt_id] = prepared
         return prepared
+
+    def _checked_uses(
+        self, kind: RequestKind, asked: Asked, groups: Sequence[SteeringGroup]
+    ) -> Uses:
+        """What the consumers have to do with a request. Raises `ValueError` for what it asks and
+        cannot have: all of it is found here, but for what hangs on its prompt (`check_prompt`)."""
+        uses = self._uses(asked)
+        kind.check(asked, groups, uses)
+        return uses
 
     def _uses(self, asked: Asked) -> Uses:
         """What the consumers have to do with a request. Raises `ValueError` for what it asks of
@@ -797,93 +788,9 @@ def _check_media(flow: ConsumerFlow, options: Mapping[str, Any], field: str) -> 
         )
 
 
-def _media_of(
-    asked: Asked, groups: Sequence[SteeringGroup], uses: Uses
-) -> tuple[tuple[str, MediaItem], ...] | None:
-    """The items that a prompt must have for what is asked; None where no tokens of items are
-    named at all. Steering of every request is for those that have some."""
-    patched = asked.patch is not None and asked.patch.names_media
-    if uses.media is None and not patched and not any(g.positions.media for g in groups):
-        return None
-    return tuple(dict.fromkeys((*(uses.media or ()), *asked.steered_media)))
-
-
-def _check_endings(asked: Asked, params: Any, *, streamed: bool) -> None:
-    """Refuse conditions that end a request of a kind that they cannot end."""
-    endings = None if asked.steering is None else asked.steering.endings
-    if not endings:
-        return
-    name = "stop_when" if endings.stop else "abort_when"
-    if not isinstance(params, VllmSamplingParams):
-        raise ValueError(f"{name} was given for pooling, which generates nothing; use generate()")
-    if streamed:
-        raise ValueError(
-            f"{name} was given for a prompt that is streamed, whose answers end with each part of "
-            "it; give the whole prompt at once"
-        )
-
-
-def _check_conversation(asked: Asked, params: Any, *, streamed: bool) -> None:
-    """Refuse a conversation of a request of a kind that can have none."""
-    if asked.conversation is None:
-        return
-    if not isinstance(params, VllmSamplingParams):
-        raise ValueError(
-            "conversation was given for pooling, which generates nothing; use generate()"
-        )
-    if streamed:
-        raise ValueError(
-            "conversation was given for a prompt that is streamed; give the whole prompt at once"
-        )
-
-
-def _check_pooled(asked: Asked, params: Any) -> None:
-    """Refuse steering of generated tokens alone where none are generated."""
-    if asked.steering is None or not isinstance(params, VllmPoolingParams):
-        return
-    for phase, entry in asked.steering.own.by_phase():
-        if phase == "decode" or not entry.steers_in("prefill"):
-            raise ValueError(
-                f"{entry.name} steers generated tokens alone, and was given for pooling, which "
-                "generates nothing; use steering_vectors or steering_clamps, and other positions"
-            )
-
-
 def _converses(asked: Asked, groups: Sequence[SteeringGroup]) -> bool:
     """Whether a request takes part in a conversation."""
     return asked.conversation is not None and any(group.is_kept for group in groups)
-
-
-def _check_memory(groups: Sequence[SteeringGroup], *, streamed: bool, generated: int) -> None:
-    """Refuse conditions that remember, in a request of a kind of which they cannot."""
-    if not (streamed or generated) or not any(group.remembers for group in groups):
-        return
-    why = (
-        "a prompt that is streamed, of which tokens are dropped; give the whole prompt at once"
-        if streamed
-        else "a beam, which is computed by many requests; use generate()"
-    )
-    raise ValueError(
-        "a condition of steering, the request's own or a global one, decides on later tokens "
-        f"('scope', 'over'), and was given for {why}, or leave scope and over out"
-    )
-
-
-def check_acting(uses: Uses, *, generates: bool, streamed: bool, generated: int) -> None:
-    """Refuse controllers for requests of a kind that they cannot act on."""
-    if uses.acting is None or (generates and not streamed and not generated):
-        return
-    why = "a beam, which is computed by many requests; use generate()"
-    if not generates:
-        why = "pooling, which generates nothing; use generate()"
-    elif streamed:
-        why = (
-            "a prompt that is streamed, of which tokens are dropped; give the whole prompt at once"
-        )
-    raise ValueError(
-        f"{uses.acting} decides what is done to requests (Actions.write), and this one is for "
-        f"{why}, or turn it off for this request: {uses.acting} = {{'enabled': False}}"
-    )
 
 
 def _ends(

@@ -21,15 +21,16 @@ from tllm.params import SamplingParams
 from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
+from tllm.spec.layers import Layers, layer_numbered
 from tllm.spec.patching import KEPT, KeptRows
 from tllm.spec.reading import (
     FloatArray,
     hook_named,
     numeric_array,
     one_or_several,
-    own_numbers,
     require_bool,
     whole_number,
+    whole_numbers,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class PatchingControl:
         prompt: Any,
         *,
         hooks: str | Sequence[str],
-        layers: int | Sequence[int] | str | None = None,
+        layers: Any = None,
         name: str | None = None,
         on_host: bool = False,
     ) -> Any:
@@ -62,7 +63,7 @@ class PatchingControl:
         Args:
             prompt: text or token ids.
             hooks: hook points whose rows are kept.
-            layers: of those that belong to layers; negative ones count from the end. None or
+            layers: of those that belong to layers, as `tllm.spec.layers.Layers` reads them. None or
                 `"all"`: all.
             name: what requests may call it, in place of the run itself.
             on_host: keep the rows in the host's memory, up to `max_patch_host_mib`; a request takes
@@ -113,7 +114,7 @@ class PatchingControl:
         corrupt: Any,
         *,
         hooks: str | Sequence[str],
-        layers: int | Sequence[int] | str | None = None,
+        layers: Any = None,
         positions: Sequence[int] | str | None = None,
         heads: Any = None,
         together: bool = False,
@@ -222,12 +223,7 @@ class PatchingControl:
         most = max(splits[HookPoint(point), layer].num_heads for point, layer in places)
         if isinstance(given, str) and given == "all":
             return tuple(range(most))
-        given = own_numbers(given)
-        heads = [given] if type(given) is int else given
-        plain = isinstance(heads, Sequence) and not isinstance(heads, (str, bytes))
-        if not plain or not heads or not all(type(h) is int and 0 <= h < most for h in heads):
-            raise ValueError(f"heads={given!r:.60}: give 'all', or numbers from 0 to {most - 1}")
-        return tuple(dict.fromkeys(heads))
+        return tuple(dict.fromkeys(whole_numbers(given, "heads", 0, most - 1)))
 
     def _ways(self, freeze: Any, receivers: Any) -> PathWays | None:
         """What a sweep keeps still, and where changes arrive."""
@@ -242,7 +238,7 @@ class PatchingControl:
                     f"receivers: {each!r:.60} is no place; give pairs such as ('mlp_in', 3)"
                 )
             hook, layer = each
-            places += self.places(hook, layer, "receivers")
+            places += self.places(hook, layer, "receivers", "receivers")
         return PathWays.parse(self._client.facts.points, freeze, places)
 
     def _answers(self, given: Any, count: int) -> list[Answer]:
@@ -414,27 +410,27 @@ class PatchingControl:
                 f"llm.patching.drop({name!r})"
             )
 
-    def places(self, hooks: Any, layers: Any, field: str = "hooks") -> list[Place]:
+    def places(
+        self, hooks: Any, layers: Any, field: str = "hooks", of_layers: str = "layers"
+    ) -> list[Place]:
         """Hook points by layer. Raises `ValueError` for what this engine does not have.
 
         Args:
-            field: where the hook points were given, for messages.
+            field, of_layers: where hook points and layers were given, for messages.
         """
         points = self._client.facts.points
-        layers = _numbers(layers, "layers")
+        asked = Layers.parse("all" if layers is None else layers, of_layers)
         named = [] if hooks is None else one_or_several(hooks)
         if not named:
             raise ValueError(f"{field} is empty; give one hook point or more")
         found: list[Place] = []
         for hook in named:
             point = hook_named(hook, field)
-            chosen = points.layers(point) if layers is None else layers
-            if not point.has_layer:
-                chosen = [None]
+            chosen: Sequence[int | None] = points.layers(point)
+            if point.has_layer and not asked.is_all:
+                chosen = asked.of(points.num_layers, point, of_layers)
             if not chosen:
-                raise ValueError(
-                    points.explain_missing(point, 0) if layers is None else "layers is empty"
-                )
+                raise ValueError(points.explain_missing(point, 0))
             for layer in chosen:
                 point, at = points.check(point, layer)
                 found.append((point.value, at))
@@ -471,7 +467,8 @@ class PatchingControl:
             if point.has_layer and not layers:
                 raise ValueError(f"rows[{hook!r}] is empty; give {{layer: row}}, or leave it out")
             for layer, row in layers.items() if point.has_layer else [(None, layers)]:
-                point, at = facts.points.check(point, layer)
+                number = None if layer is None else layer_numbered(layer, f"rows[{hook!r}]")
+                point, at = facts.points.check(point, number)
                 with np.errstate(over="ignore"):
                     array = np.array(numeric_array(row, f"rows[{hook!r}][{layer}]"), np.float32)
                 if array.shape != (facts.hidden_size,):
@@ -494,21 +491,11 @@ def _refuse_failed(output: Any) -> None:
             raise RuntimeError(f"the rows of the run are not all there: {result.error}")
 
 
-def _numbers(given: Any, field: str) -> list[int] | None:
-    """Whole numbers that were chosen, one or several, or None for all of them."""
-    if given is None or (isinstance(given, str) and given == "all"):
-        return None
-    if isinstance(given, str):
-        raise ValueError(f"{field}={given!r:.60}: give 'all', or numbers")
-    return [whole_number(number, f"{field}: ") for number in one_or_several(given)]
-
-
 def _positions(given: Any) -> tuple[int, ...] | None:
     """The positions that a sweep patches, each once; None for all."""
-    chosen = _numbers(given, "positions")
-    if chosen is not None and not chosen:
-        raise ValueError("positions is empty; give numbers, or leave it out for all")
-    return None if chosen is None else tuple(dict.fromkeys(chosen))
+    if given is None or (isinstance(given, str) and given == "all"):
+        return None
+    return tuple(dict.fromkeys(whole_numbers(given, "positions")))
 
 
 def _are_several(given: Any) -> bool:

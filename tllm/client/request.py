@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,8 @@ from tllm.spec.conversations import ConversationUse
 from tllm.spec.groups import SteeringGroup
 from tllm.spec.media import MediaItem
 from tllm.spec.patching import RequestPatch
-from tllm.spec.request import RowsRead, wire_of
+from tllm.spec.phases import SELECTED_PHASES
+from tllm.spec.request import Asked, RowsRead, wire_of
 from tllm.spec.selection import Selection
 
 
@@ -114,6 +115,17 @@ class Prepared:
         return {sample: [*prompt, *tokens] for sample, tokens in self.samples.tokens.items()}
 
 
+def media_of(
+    asked: Asked, groups: Sequence[SteeringGroup], uses: Uses
+) -> tuple[tuple[str, MediaItem], ...] | None:
+    """The items that a prompt must have for what is asked; None where no tokens of items are
+    named at all. Steering of every request is for those that have some."""
+    patched = asked.patch is not None and asked.patch.names_media
+    if uses.media is None and not patched and not any(g.positions.media for g in groups):
+        return None
+    return tuple(dict.fromkeys((*(uses.media or ()), *asked.steered_media)))
+
+
 def collect(prepared: Mapping[str, Prepared], answers: Iterable[Mapping[str, Any]]) -> list[str]:
     """Give requests, by `prompt_id`, what each worker answered; returns who must ask again."""
     for worker, answer in enumerate(answers):
@@ -126,7 +138,7 @@ def rows_given(flow: ConsumerFlow) -> Selection | None:
     """Which rows a flow is given; None for none."""
     positions = flow.selection
     if flow.phase != "any":
-        phase = "prompt" if flow.phase == "prefill" else "generation"
+        phase = SELECTED_PHASES[flow.phase]
         if positions.everything:
             positions = Selection.parse({"phase": phase})
         elif positions.phase == "any":

@@ -43,10 +43,11 @@ from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.memory import NOTHING
 from tllm.spec.operations import max_reach
 from tllm.spec.packed_vectors import PackedVectors
+from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.probes import FindFeature
 from tllm.spec.reading import FloatArray, check_text
 from tllm.spec.selection import Selection
-from tllm.spec.tiers import SELECTED_PHASES, TIER_FIELDS, SteeringEntry, SteeringPhase, Tiers
+from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
 
 if TYPE_CHECKING:
     from tllm.client.core import Client
@@ -332,7 +333,7 @@ class Composer:
                 )
         return found
 
-    def _check(self, entry: SteeringEntry, phase: SteeringPhase) -> None:
+    def _check(self, entry: SteeringEntry, phase: Phase) -> None:
         facts, name = self.facts, entry.name
         assert facts is not None
         if not facts.max_configs:
@@ -365,7 +366,7 @@ class Composer:
             )
         entry.check_numbers(facts.max_value, facts.max_reach)
 
-    def _check_condition(self, entry: SteeringEntry, phase: SteeringPhase) -> None:
+    def _check_condition(self, entry: SteeringEntry, phase: Phase) -> None:
         """Refuse a condition, found, that cannot decide on its entry."""
         facts, when, name = self.facts, entry.when, entry.name
         assert facts is not None

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow, chosen_layers
+from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow
 from tllm.consumers.translators import SITES, Translator, TranslatorFile
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
+from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, whole_number
 
 RowMap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -29,7 +30,7 @@ class LensConsumer(ReadoutConsumer):
     `token_ids` and `logprobs`, each a `PerToken` with values `[rows, layers, top_k]`, best first.
 
     Args:
-        layers: `"all"` (all that `path` has), an index or a list; negative counts from the end.
+        layers: as `tllm.spec.layers.Layers` reads them; `"all"` are all that `path` has.
         path: of a fitted lens: a folder of `tuned-lens`, or a file of `jacobian-lens`. None: the
             logit lens.
         site: hook point whose rows are read, `post_block` unless told. A fitted lens has its own.
@@ -58,7 +59,7 @@ class LensConsumer(ReadoutConsumer):
         self._given_window = window
         self.consumer_id = consumer_id
         self._top_k = whole_number(top_k, "top_k=", 1)
-        self._layers = layers
+        self._layers = Layers.parse(layers)
         self._path = None if path is None else Path(path).resolve()
         self._fitted: tuple[int, ...] | None = None
         own = "post_block"
@@ -81,19 +82,20 @@ class LensConsumer(ReadoutConsumer):
 
     def _chosen(self, options: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         """The layers of a request, in its order."""
-        offered = chosen_layers("layers", self._layers, num_layers)
+        offered = self._layers.of(num_layers, self._site, "layers")
         if self._fitted is not None:
-            if self._layers == "all":
+            if self._layers.is_all:
                 offered = self._fitted
             if missing := sorted(set(offered) - set(self._fitted)):
                 raise ValueError(
-                    f"layers={self._layers!r}: the lens in path={str(self._path)!r} has no layer "
-                    f"{missing[0]}; it has {', '.join(map(str, self._fitted))}"
+                    f"layers={str(self._layers)!r}: the lens in path={str(self._path)!r} has no "
+                    f"layer {missing[0]}; it has {', '.join(map(str, self._fitted))}"
                 )
-        if "layers" not in options or options["layers"] == "all":
-            return offered
         name = f"consumers[{self.consumer_id!r}]['layers']"
-        chosen = chosen_layers(name, options["layers"], num_layers)
+        asked = Layers.parse(options.get("layers", "all"), name)
+        if asked.is_all:
+            return offered
+        chosen = asked.of(num_layers, self._site, name)
         if missing := sorted(set(chosen) - set(offered)):
             raise ValueError(
                 f"{name} has {missing[0]}, and the consumer was registered with layers "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from tllm.ports import (
     ResidualStream,
     RowMeta,
 )
+from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, require_one_of, whole_number
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ LogLevel = Literal["debug", "info", "warning"]
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING}
 _PHASES = ("prefill", "decode")
-_RANGE = re.compile(r"(-?\d+)(?:-(\d+))?")
 
 
 class LoggingConsumer(Consumer):
@@ -40,7 +39,8 @@ class LoggingConsumer(Consumer):
 
     Args:
         layers: the layers to look at, the last one by default; negative ones count from the end.
-            As a string, ranges and numbers with spaces between: `"0-27"`, `"0-3 12 -1"`.
+            As `tllm.spec.layers.Layers` reads them, such as `"0-27"` or `"0-3 12 -1"`, but for
+            those that only the model tells, such as `"all"`.
         site: hook point, or its alias.
         every_n_steps: log the figures so far every n engine steps, a line for each layer and phase;
             0 logs nothing.
@@ -51,7 +51,7 @@ class LoggingConsumer(Consumer):
 
     def __init__(
         self,
-        layers: Iterable[int] | int | str = (-1,),
+        layers: Any = -1,
         *,
         site: str = "post_block",
         every_n_steps: int = 0,
@@ -65,7 +65,7 @@ class LoggingConsumer(Consumer):
         self.consumer_id = consumer_id
         point = hook_named(site, "site")
         self._site = point.value
-        self._layers = parse_layers(layers) if point.has_layer else (None,)
+        self._layers = Layers.parse(layers).numbers("layers") if point.has_layer else (None,)
         self._every_n_steps = every_n_steps
         self._level = _LEVELS[level]
         self._window = window
@@ -184,26 +184,3 @@ class _Tables:
                 "sums": self._sums.cpu() if wait else self._sums.clone(),
                 "largest": self._largest.cpu() if wait else self._largest.clone(),
             }
-
-
-def parse_layers(given: Iterable[int] | int | str) -> tuple[int, ...]:
-    """Layers from what a user or a spec string gives; `"0-3 12 -1"` is 0, 1, 2, 3, 12, -1."""
-    layers: list[int] = []
-    if isinstance(given, str):
-        for part in given.split():
-            match = _RANGE.fullmatch(part)
-            if match is None:
-                raise ValueError(
-                    f"layers={given!r} is not understood at {part!r}; give numbers and ranges with "
-                    "spaces between, such as '0-3 12 -1' (how many layers there are is not known "
-                    "before the model is)"
-                )
-            first = int(match[1])
-            layers += range(first, int(match[2] or first) + 1)
-    else:
-        layers += [given] if isinstance(given, int) else given
-    if not layers or any(isinstance(n, bool) or not isinstance(n, int) for n in layers):
-        raise ValueError(f"layers={given!r} is not allowed; give one or more integers")
-    if repeated := sorted({layer for layer in layers if layers.count(layer) > 1}):
-        raise ValueError(f"layers={given!r} names {repeated} more than once; give each layer once")
-    return tuple(layers)

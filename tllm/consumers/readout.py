@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 
-from tllm.consumers.base import Consumer
+from tllm.consumers.exporting import ExportingConsumer
 from tllm.consumers.token_rows import TokenRows
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
-    CpuExport,
     PerToken,
     Place,
     PortBundle,
@@ -25,16 +23,13 @@ from tllm.ports import (
     RowMeta,
 )
 from tllm.ports.base import Ranks
-from tllm.spec.reading import allow_options, own_numbers, require_one_of
+from tllm.spec.reading import allow_options, require_one_of
 from tllm.spec.selection import Selection
 
 ReadoutWindow = Literal["out_of_band", "same_step"]
 
-_ENDS = "end"
-_ROWS = "rows"
 
-
-class ReadoutConsumer(Consumer):
+class ReadoutConsumer(ExportingConsumer):
     """Computes something of the rows of the requests that name it, on a side stream.
 
     Only what `read_out` returns leaves the device. It is sorted by sequence on the host, comes back
@@ -80,11 +75,6 @@ class ReadoutConsumer(Consumer):
         """What a request with these options is given of what was read of its tokens: a `PerToken`,
         or a mapping that has some."""
 
-    def flows(self) -> Sequence[ConsumerFlow]:
-        """The way to the host; no rows of everybody's."""
-        writes = [CpuExport.write(channel=channel) for channel in (_ROWS, _ENDS)]
-        return [ConsumerFlow(writes=writes)]
-
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Which options there are; `places` checks what depends on the model."""
         known = ("enabled", "positions", *self.known_options)
@@ -116,7 +106,7 @@ class ReadoutConsumer(Consumer):
         found = self.read_out(bundle.entries["rows"], bundle.reads[0].places)
         self._read.update(request.slot for request in bundle.meta.requests)
         if self._answers:
-            ctx.export(_ROWS, found, bundle.meta)
+            self.send_rows(ctx, found, bundle.meta)
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """A promise: what was found is on its way. None for a sequence that had no such token, and
@@ -126,25 +116,19 @@ class ReadoutConsumer(Consumer):
         if not had_rows or not self._answers:
             self._found.take(request)
             return None
-        promise: Future[Any] = Future()
-        ctx.export(_ENDS, {}, attach=(request, promise))
-        return promise
+        return self.promised(request, ctx)
 
-    def on_export(
-        self,
-        channel: str,
-        tensors: Mapping[str, torch.Tensor],
-        meta: RowMeta | None,
-        attached: Any = None,
+    def on_rows(
+        self, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None, attached: Any
     ) -> None:
-        """What was found is on the host, or all of a sequence that has ended."""
-        if channel == _ROWS:
-            assert meta is not None
-            self._found.add(meta, {name: tensor.numpy() for name, tensor in tensors.items()})
-            return
-        request, promise = attached
+        """Sort it by sequence."""
+        assert meta is not None
+        self._found.add(meta, {name: tensor.numpy() for name, tensor in tensors.items()})
+
+    def result_of(self, request: RequestInfo) -> Any:
+        """What was found of it; None for nothing."""
         found = self._found.take(request)
-        promise.set_result(None if found is None else self.given(request.options, found))
+        return None if found is None else self.given(request.options, found)
 
     def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, Any]]:
         """What was found of sequences that run, as far as it is on the host.
@@ -163,23 +147,6 @@ class ReadoutConsumer(Consumer):
             }
             for prompt_id, samples in found.items()
         }
-
-
-def chosen_layers(name: str, given: Any, num_layers: int) -> tuple[int, ...]:
-    """Layers as users write them, counted from the start: `"all"`, an index, or a list of them."""
-    given = own_numbers(given)
-    if given == "all":
-        return tuple(range(num_layers))
-    listed = [given] if type(given) is int else given
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise ValueError(f"{name}={given!r} is not known; give 'all', a layer, or a list of layers")
-    for layer in listed:
-        if type(layer) is not int or not -num_layers <= layer < num_layers:
-            raise ValueError(
-                f"{name} has {layer!r}; this model has layers 0 to {num_layers - 1}, or "
-                f"{-num_layers} to -1 counting from the end"
-            )
-    return tuple(dict.fromkeys(layer % num_layers for layer in listed))
 
 
 @lru_cache(1024)

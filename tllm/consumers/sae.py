@@ -11,9 +11,10 @@ import torch
 from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 from tllm.ports import ConsumerContext, PerToken, Place
-from tllm.spec.hooks import HookPoint
+from tllm.spec.hooks import HookPoint, counted_layer
+from tllm.spec.layers import layer_numbered
 from tllm.spec.probes import FeatureProbe
-from tllm.spec.reading import hook_named, layer_numbered, own_numbers, whole_number
+from tllm.spec.reading import hook_named, whole_number, whole_numbers
 
 _CHUNK_BYTES = 64 * 2**20
 """Activations that are there at once: vLLM's memory profile knows nothing of us."""
@@ -69,7 +70,7 @@ class SaeConsumer(ReadoutConsumer):
                 "here; give the layer= and site= that it is to read"
             )
         if layer is not None:
-            layer = layer_numbered(layer, "SaeConsumer")
+            layer = layer_numbered(layer, "layer")
         trained_site, trained_layer = own or (site, layer)
         point = hook_named(site or trained_site or "", "site")
         self._place = point.value, trained_layer if layer is None else layer
@@ -99,14 +100,8 @@ class SaeConsumer(ReadoutConsumer):
     def places(self, options: Mapping[str, Any], num_layers: int) -> tuple[Place, ...]:
         """The one that it reads."""
         site, layer = self._place
-        if layer is not None and HookPoint(site).has_layer:
-            if not -num_layers <= layer < num_layers:
-                raise ValueError(
-                    f"layer={layer}; this model has layers 0 to {num_layers - 1}, or {-num_layers} "
-                    "to -1 counting from the end"
-                )
-            layer %= num_layers
-        return ((site, layer if HookPoint(site).has_layer else None),)
+        has_layer = HookPoint(site).has_layer
+        return ((site, counted_layer(layer, num_layers, site) if has_layer else None),)
 
     def probe_of(self, feature: int, *, centers_rows: bool) -> FeatureProbe:
         """A feature as a probe, for conditions: any, also where only some are given to requests.
@@ -192,13 +187,4 @@ def _listed(features: Any, count: int) -> tuple[int, ...] | None:
     """Chosen features, each once."""
     if features is None:
         return None
-    features = own_numbers(features)
-    listed = [features] if type(features) is int else features
-    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise ValueError(f"features={features!r} is not known; give a feature, or a list of them")
-    for feature in listed:
-        if type(feature) is not int or not 0 <= feature < count:
-            raise ValueError(
-                f"features has {feature!r}; this autoencoder has features 0 to {count - 1}"
-            )
-    return tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(whole_numbers(features, "features", 0, count - 1)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.consumers.base import Consumer
+from tllm.consumers.exporting import ExportingConsumer
 from tllm.consumers.token_rows import TokenRows
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
     ConsumerFlow,
-    CpuExport,
     Payload,
     PerToken,
     PortBundle,
@@ -26,8 +24,6 @@ from tllm.ports import (
     RowMeta,
     Signals,
 )
-
-_ROWS, _END = "rows", "end"
 
 _STEPS, _HELD_ROWS = 16, 4096
 """Scores wait on the device for so many steps, or rows: each way to the host costs the engine time,
@@ -78,7 +74,7 @@ class Signal(Payload):
         return {**super().written(), "fired": self.fired}
 
 
-class SignalsConsumer(Consumer):
+class SignalsConsumer(ExportingConsumer):
     """Brings scores and strengths to the user, for requests whose steering has conditions.
 
     A request need not name it: what has conditions uses it, unless it says
@@ -88,10 +84,6 @@ class SignalsConsumer(Consumer):
 
     consumer_id = "signals"
     on_request_only = True
-
-    def flows(self) -> Sequence[ConsumerFlow]:
-        """What is exported goes to a thread; what is read, each request asks for."""
-        return [ConsumerFlow(writes=[CpuExport.write(channel=each) for each in (_ROWS, _END)])]
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
         """Every row that is computed: rows that the prefix cache has were judged for another."""
@@ -139,44 +131,31 @@ class SignalsConsumer(Consumer):
         if self._held:
             held, self._held, self._held_rows = self._held, [], 0
             values = torch.cat([each for each, _ in held])
-            ctx.export(_ROWS, {"signals": values}, attach=[meta for _, meta in held])
+            self.send_rows(ctx, {"signals": values}, attached=[meta for _, meta in held])
 
     def synchronize(self) -> None:
         """Everything of the steps so far is on its way."""
         self._send(self._context)
 
-    def on_export(
-        self,
-        channel: str,
-        tensors: Mapping[str, torch.Tensor],
-        meta: RowMeta | None,
-        attached: Any = None,
+    def on_rows(
+        self, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None, attached: Any
     ) -> None:
-        """Keep what has arrived; a sequence that has ended is given all of its own."""
-        if channel == _ROWS:
-            values, first = tensors["signals"].numpy(), 0
-            for each in attached:
-                self._rows.add(each, {"signals": values[first : first + len(each)]})
-                first += len(each)
-            return
-        promised, request = attached
-        try:
-            promised.set_result(self._signals(request))
-        except Exception as error:
-            promised.set_exception(error)
-            raise
+        """Sort it by sequence."""
+        values, first = tensors["signals"].numpy(), 0
+        for each in attached:
+            self._rows.add(each, {"signals": values[first : first + len(each)]})
+            first += len(each)
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
         """Its signals, when what is under way has arrived; None without conditions."""
         if not request.options.get("names"):
             return None
         self._requests = ()  # the batch is another one, if there is one
-        promised: Future[dict[str, Signal]] = Future()
         self._send(ctx)
-        ctx.export(_END, {}, attach=(promised, request))
-        return promised
+        return self.promised(request, ctx)
 
-    def _signals(self, request: RequestInfo) -> dict[str, Signal]:
+    def result_of(self, request: RequestInfo) -> dict[str, Signal]:
+        """Each of its signals, by name."""
         found = self._rows.take(request, _width(request)) or {}
         nothing = PerToken(np.zeros(0, np.int32), np.zeros((0, 2, 0), np.float32))
         rows = found.get("signals", nothing)

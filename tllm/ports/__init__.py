@@ -1,7 +1,7 @@
 """The catalogue: what a consumer may read and write."""
 
 from tllm.ports.actions import Action, ActionLog, Actions, Note, SetScale, Steer, Stop, TakenAction
-from tllm.ports.base import ConsumerFlow, Phase, Place, PortRead, PortWrite, Window
+from tllm.ports.base import ConsumerFlow, Place, PortRead, PortWrite, Window
 from tllm.ports.bundle import ConsumerContext, HostTensor, ModelView, PortBundle, ResidualWriter
 from tllm.ports.cpu_export import CpuExport
 from tllm.ports.logits import Logits
@@ -11,6 +11,7 @@ from tllm.ports.residual_stream import ResidualStream
 from tllm.ports.sampler import Candidates, Sampler
 from tllm.ports.signals import Signals
 from tllm.ports.token_target import TokenTarget
+from tllm.spec.phases import Phase
 
 __all__ = [
     "Action",

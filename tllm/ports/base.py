@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+from tllm.spec.phases import Phase
 from tllm.spec.reading import require_one_of, whole_number
 from tllm.spec.selection import Selection
 
-Phase = Literal["prefill", "decode", "any"]
 Window = Literal["same_step", "next_step", "background", "out_of_band"]
 Delivery = Literal["bundle", "device_lease"]
 PromptRows = Literal["each_sample", "once", "computed"]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tllm.ports.base import Phase, Place, PortRead, PortWrite
-from tllm.spec.reading import hook_named, require_one_of, whole_number
+from tllm.ports.base import Place, PortRead, PortWrite
+from tllm.spec.layers import layer_at
+from tllm.spec.phases import Phase, phase_named
+from tllm.spec.reading import hook_named
 
 
 class ResidualStream:
@@ -24,7 +26,7 @@ class ResidualStream:
             phase: `prefill` (the token belongs to the prompt), `decode`, or `any`.
             role: key of the tensor in `PortBundle.entries`.
         """
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         return PortRead("residual_stream", role, phase, (_place(site, layer),))
 
     @staticmethod
@@ -39,7 +41,7 @@ class ResidualStream:
             places: `(site, layer)` of each; that of `embed` and `lm_head_in` is ignored.
             phase, role: as in `read`.
         """
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         if not places:
             raise ValueError("places=[] reads nothing; give one or more (site, layer)")
         located = tuple(_place(site, layer) for site, layer in places)
@@ -54,19 +56,11 @@ class ResidualStream:
         The vectors are given per request through `ctx.writer(role)`; a request that has none
         is not touched.
         """
-        point = hook_named(site, "site")
-        require_one_of("phase", phase, Phase)
-        return PortWrite(
-            "residual_stream",
-            role,
-            phase,
-            whole_number(layer, "layer=") if point.has_layer else None,
-            point.value,
-        )
+        phase = phase_named(phase)
+        point, number = _place(site, layer)
+        return PortWrite("residual_stream", role, phase, number, point)
 
 
 def _place(site: str, layer: int | None) -> Place:
     point = hook_named(site, "site")
-    if point.has_layer and layer is None:
-        raise ValueError(f"{point} needs a layer; give its index, negative from the end")
-    return point.value, whole_number(layer, "layer=") if point.has_layer else None
+    return point.value, layer_at(point, layer if point.has_layer else None, "layer")

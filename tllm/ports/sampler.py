@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from tllm.ports.base import Phase, PortWrite
+from tllm.ports.base import PortWrite
 from tllm.ports.request_meta import RowMeta
-from tllm.spec.reading import require_one_of
+from tllm.spec.phases import Phase, phase_named
 
 
 class Candidates(ABC):
@@ -84,7 +84,7 @@ class Sampler:
                 generated token, `any` both.
             width: the most candidates that a compact row has room for.
         """
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         if width < 1:
             raise ValueError(f"width={width} must be 1 or more")
         return PortWrite("sampler", role, phase, options={"width": width})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tllm.ports.base import Phase, PortRead
-from tllm.spec.reading import require_one_of
+from tllm.ports.base import PortRead
+from tllm.spec.phases import Phase, phase_named
 
 
 class TokenTarget:
@@ -16,5 +16,5 @@ class TokenTarget:
     @staticmethod
     def read(*, phase: Phase = "any", role: str = "token_target") -> PortRead:
         """Read the token that follows each row."""
-        require_one_of("phase", phase, Phase)
+        phase = phase_named(phase)
         return PortRead("token_target", role, phase)

@@ -9,7 +9,8 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tllm.server.fields import FIELDS, UNSUPPORTED
+from tllm.request_fields import FIELDS
+from tllm.server.fields import UNSUPPORTED
 from tllm.spec.request import EXTRA_ARG
 
 _READ_BY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")

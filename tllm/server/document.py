@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from tllm.server.fields import FIELDS
+from tllm.request_fields import FIELDS
 from tllm.version import __version__
 
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")

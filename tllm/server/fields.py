@@ -10,28 +10,9 @@ from http import HTTPStatus
 from typing import Any
 
 from tllm.params import parse_asked
+from tllm.request_fields import FIELDS
 from tllm.server.settings import ServerSettings
 from tllm.spec.conversations import COUNTED
-
-FIELDS = (
-    "consumers",
-    "capture",
-    "steering_vectors",
-    "prefill_steering_vectors",
-    "decode_steering_vectors",
-    "steering_clamps",
-    "prefill_steering_clamps",
-    "decode_steering_clamps",
-    "steering_module_ref",
-    "steering_name",
-    "steering_positions",
-    "patch",
-    "stop_when",
-    "abort_when",
-    "conversation",
-)
-"""As arguments of `tllm.SamplingParams`; `steering_name` is another name of
-`steering_module_ref`."""
 
 ENDING_FIELDS = ("stop_when", "abort_when")
 """Those that end a request where a condition holds."""

@@ -36,7 +36,8 @@ class SweepBody(BaseModel):
     ]
     hooks: Annotated[str | list[str], Field(description="Hook points whose rows are patched.")]
     layers: Annotated[
-        Literal["all"] | int | list[int] | None, Field(description="All unless told.")
+        str | int | list[int | str] | None,
+        Field(description='"all", 4, [0, 4], "4:9", "0,4-8,-1"; all unless told.'),
     ] = None
     positions: Annotated[
         Literal["all"] | list[int] | None,
@@ -65,7 +66,7 @@ class SweepBody(BaseModel):
         Field(description='Path patching: "attn_out", "mlp_out", or "all" keep still.'),
     ] = []
     receivers: Annotated[
-        list[tuple[str, int]],
+        list[tuple[str, str | int | list[int | str]]],
         Field(description='Where paths end, as [["mlp_in", 3]]; else at the logits.'),
     ] = []
 

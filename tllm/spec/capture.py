@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from numbers import Integral
-from typing import Any, Literal, TypeAlias
+from types import NoneType
+from typing import Any, Literal
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, require_one_of
 from tllm.spec.selection import Selection
 
@@ -19,25 +19,8 @@ CaptureDtype = Literal["model", "float32", "float16"]
 
 OPTIONS = ("hooks", "positions", "reduction", "dtype")
 
-_RANGE = re.compile(r"(-?\d*):(-?\d*)")
-
 _SHORT = 4096
 """Characters of a capture's text up to which what was parsed is kept for whoever asks the same."""
-
-
-@dataclass(frozen=True)
-class LayerRange:
-    """Layers from `start` to before `stop`; open ends are the model's."""
-
-    start: int | None = None
-    stop: int | None = None
-
-    def __str__(self) -> str:
-        return ":".join("" if edge is None else str(edge) for edge in (self.start, self.stop))
-
-
-Layers: TypeAlias = "tuple[int, ...] | LayerRange | None"
-"""Layers of a hook point: listed, a range, or none to choose."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +28,14 @@ class CaptureSpec:
     """One capture, as a user wrote it and with nothing left to check but the model.
 
     Attributes:
-        hooks: `(hook point, layers)`, in the order given.
+        hooks: `(hook point, layers)`, in the order given; no layers where it has none.
         positions: which tokens.
         reduction: `none` keeps every row; `mean`, `max` (of each component) and `last` keep one
             row of a sequence.
         dtype: of what is kept: the model's own, or another.
     """
 
-    hooks: tuple[tuple[str, Layers], ...]
+    hooks: tuple[tuple[str, Layers | None], ...]
     positions: Selection
     reduction: Reduction = "none"
     dtype: CaptureDtype = "model"
@@ -97,12 +80,12 @@ class CaptureSpec:
             return "none", "model"
         return self.reduction, self.dtype
 
-    def places(self, num_layers: int) -> tuple[tuple[str, int | None], ...]:
-        """Each hook point with its layer; negative layers stay as given.
+    def places(self, num_layers: int, name: str = "hooks") -> tuple[tuple[str, int | None], ...]:
+        """Each hook point with its layer, counted from 0, in a model of so many layers.
 
-        Raises `ValueError` for a range that is empty in a model of `num_layers` layers.
+        Raises `ValueError` naming the field `name` for layers that it does not have.
         """
-        return _places(self.hooks, num_layers)
+        return _places(self.hooks, num_layers, name)
 
 
 @lru_cache(4096)
@@ -112,36 +95,22 @@ def _parsed(text: str) -> CaptureSpec:
 
 @lru_cache(4096)
 def _places(
-    hooks: tuple[tuple[str, Layers], ...], num_layers: int
+    hooks: tuple[tuple[str, Layers | None], ...], num_layers: int, name: str
 ) -> tuple[tuple[str, int | None], ...]:
-    found: dict[tuple[str, int | None], None] = {}
-    for point, layers in hooks:
-        if layers is None:
-            found[point, None] = None
-        elif isinstance(layers, LayerRange):
-            chosen = range(*slice(layers.start, layers.stop).indices(num_layers))
-            edges = [edge for edge in (layers.start, layers.stop) if edge is not None]
-            if not chosen or any(not -num_layers <= edge <= num_layers for edge in edges):
-                raise ValueError(
-                    f"hooks[{point!r}]: the range {layers} does not lie in a model of "
-                    f"{num_layers} layers; give edges from 0 to {num_layers}"
-                )
-            found.update(dict.fromkeys((point, layer) for layer in chosen))
-        else:
-            for layer in layers:
-                located = layer + num_layers if -num_layers <= layer < 0 else layer
-                found[point, located] = None
-    return tuple(found)
+    return tuple(
+        (point, layer)
+        for point, layers in hooks
+        for layer in ((None,) if layers is None else layers.of(num_layers, point, name))
+    )
 
 
-def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers], ...]:
+def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers | None], ...]:
     """Hook points with their layers.
 
     Args:
-        given: `{hook point: layers}`, where layers are `"all"`, an index, a list of indices, or a
-            range such as `"4:9"` (4 to 8); or text such as `"post_block:4:9 pre_attn:all"`, with
-            commas or plus signs between single layers (`"post_block:0,4,8"`); or a list of such
-            texts. Negative layers count from the end. `lm_head_in` has no layers.
+        given: `{hook point: layers}`, with layers as `Layers.parse` takes them; or text such as
+            `"post_block:0,4:9 pre_attn:all"`, in which no spaces are between layers; or a list of
+            such texts. `lm_head_in` has no layers.
     """
     if isinstance(given, str):
         given = given.replace(";", " ").split()
@@ -161,7 +130,7 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers], ..
         )
     if not pairs:
         raise ValueError(f"{name} is empty; name at least one hook point")
-    found: dict[str, Layers] = {}
+    found: dict[str, Layers | None] = {}
     for given_point, layers in pairs:
         point = hook_named(given_point, name)
         if point.value in found:
@@ -170,37 +139,11 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers], ..
     return tuple(found.items())
 
 
-def _layers(point: HookPoint, given: Any, name: str) -> Layers:
-    if not point.has_layer:
-        if given in (None, True, "", "all", []):
-            return None
-        raise ValueError(f"{name}={given!r}: {point} belongs to no layer; give 'all'")
-    if given is None:
-        raise ValueError(
-            f"{name} names no layers; give 'all', a list of indices, or a range such as '4:9'"
-        )
-    if isinstance(given, str):
-        if given == "all":
-            return LayerRange()
-        if match := _RANGE.fullmatch(given):
-            return LayerRange(*(int(edge) if edge else None for edge in match.groups()))
-        given = re.split("[,+]", given)
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        given = [given]
-    if not isinstance(given, Iterable):
-        raise ValueError(
-            f"{name}={given!r} is not understood; give 'all', a list of indices, or a range such "
-            "as '4:9'"
-        )
-    layers: list[int] = []
-    for layer in given:
-        if isinstance(layer, str) and re.fullmatch(r"-?\d+", layer.strip()):
-            layer = int(layer)
-        if isinstance(layer, bool) or not isinstance(layer, Integral):
-            raise ValueError(
-                f"{name}: {layer!r} is not a layer; give 'all', indices, or a range such as '4:9'"
-            )
-        layers.append(int(layer))
-    if not layers:
-        raise ValueError(f"{name} is empty; give 'all', a list of indices, or leave the point out")
-    return tuple(dict.fromkeys(layers))
+def _layers(point: HookPoint, given: Any, name: str) -> Layers | None:
+    if point.has_layer:
+        if given is None:
+            raise ValueError(f"{name} names no layers; give 'all', an index, a range or a list")
+        return Layers.parse(given, name)
+    if isinstance(given, (str, list, bool, NoneType)) and given in (None, True, "", "all", []):
+        return None
+    raise ValueError(f"{name}={given!r:.60}: {point} belongs to no layer; give 'all'")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, TapKey
+from tllm.spec.layers import layer_at
 from tllm.spec.memory import NOTHING, OVERS, SCOPES, Memory
 from tllm.spec.probes import KINDS, SCORES, FindFeature, MlpProbe
 from tllm.spec.reading import (
@@ -21,7 +22,6 @@ from tllm.spec.reading import (
     digest_of,
     float_array,
     hook_named,
-    layer_numbered,
     own_numbers,
     require_one_of,
     scalar,
@@ -627,15 +627,8 @@ def _probe_condition(
     for key in ("hook", "vector"):
         if probe.get(key) is None and (mlp is None or key == "hook"):
             raise ValueError(f"{inner} has no {key!r}; give a hook point, a layer and a vector")
-    point, layer = hook_named(probe["hook"], inner), probe.get("layer")
-    if point.has_layer == (layer is None):
-        has = (
-            "needs a layer; give its index, negative from the end"
-            if point.has_layer
-            else ("belongs to no layer; leave it out")
-        )
-        raise ValueError(f"{inner}: {point} {has}")
-    layer = None if layer is None else layer_numbered(layer, inner)
+    point = hook_named(probe["hook"], inner)
+    layer = layer_at(point, probe.get("layer"), inner)
     score = probe.get("score", SCORES[0])
     edges = _range(given, field)
     if mlp is not None:

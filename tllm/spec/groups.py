@@ -23,9 +23,10 @@ from tllm.spec.operations import (
     Gradient,
     OperationForm,
 )
+from tllm.spec.phases import Phase
 from tllm.spec.reading import FloatArray, digest_of
 from tllm.spec.selection import EVERYWHERE, Selection, stretch_starts
-from tllm.spec.tiers import SteeringEntry, SteeringPhase, Tiers
+from tllm.spec.tiers import SteeringEntry, Tiers
 
 STEERING = "steering"
 """Under which results say that a request was not steered as it asked."""
@@ -129,7 +130,7 @@ class SteeringGroup:
             where the user gave none.
     """
 
-    phase: SteeringPhase
+    phase: Phase
     positions: Selection
     operations: tuple[tuple[str, int | None, str, OperationForm], ...]
     vectors: Mapping[str, FloatArray] = field(compare=False, repr=False)
@@ -139,7 +140,7 @@ class SteeringGroup:
 
     @classmethod
     def judging(
-        cls, phase: SteeringPhase, conditions: Sequence[Condition], numbers: GateNumbers
+        cls, phase: Phase, conditions: Sequence[Condition], numbers: GateNumbers
     ) -> SteeringGroup:
         """What judges these at all tokens of a phase, and changes nothing.
 
@@ -153,7 +154,7 @@ class SteeringGroup:
     @classmethod
     def watching(
         cls,
-        phase: SteeringPhase,
+        phase: Phase,
         positions: Selection,
         conditions: Iterable[Condition],
         numbers: GateNumbers,
@@ -182,7 +183,7 @@ class SteeringGroup:
     @classmethod
     def of(
         cls,
-        phase: SteeringPhase,
+        phase: Phase,
         positions: Selection,
         entries: Sequence[SteeringEntry],
         numbers: GateNumbers,
@@ -314,7 +315,7 @@ class SteeringGroup:
 class GroupUse:
     """A group in a request: which tokens, and the digest of what is done to them."""
 
-    phase: SteeringPhase
+    phase: Phase
     positions: Selection
     digest: str
 
@@ -357,8 +358,8 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
     clamps likewise. What changes nothing is left out; its conditions are judged all the same. Last
     comes what is only judged.
     """
-    runs: list[tuple[tuple[SteeringPhase, Selection], list[SteeringEntry]]] = []
-    idle: list[tuple[SteeringPhase, SteeringEntry]] = []
+    runs: list[tuple[tuple[Phase, Selection], list[SteeringEntry]]] = []
+    idle: list[tuple[Phase, SteeringEntry]] = []
     tiers = [party.vectors for party in parties] + [party.clamps for party in parties]
     for tier in tiers:
         for phase, entries in tier.items():
@@ -375,7 +376,7 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
     of_prompt: dict[str, list[int]] = {}
     steering = [entry.when for _, run in runs for entry in run if entry.when is not None]
     known = {numbers.number(condition) for condition in steering}
-    watched: dict[tuple[SteeringPhase, Selection], list[Condition]] = {}
+    watched: dict[tuple[Phase, Selection], list[Condition]] = {}
     for phase, entry in idle:
         if entry.when is None or numbers.number(entry.when) in known:
             continue  # the latter is judged where it steers
@@ -385,7 +386,7 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
     for condition in steering:
         if condition.memory.of_prompt:
             of_prompt.setdefault(condition.memory.over, []).append(numbers.number(condition))
-    judged: list[tuple[SteeringPhase, tuple[Condition, ...]]] = []
+    judged: list[tuple[Phase, tuple[Condition, ...]]] = []
     if endings is not None:
         judged = [("decode", endings.stop), ("prefill", endings.abort)]
     for condition in (condition for _, conditions in judged for condition in conditions):

@@ -163,12 +163,7 @@ class ModelPoints:
         if point.has_layer:
             if point not in self.points:
                 raise ValueError(self.explain_missing(point, 0))
-            if layer is None or not -self.num_layers <= layer < self.num_layers:
-                raise ValueError(
-                    f"{point} has no layer {layer}; {point} needs a layer from 0 to "
-                    f"{self.num_layers - 1}, or from {-self.num_layers} to -1 counting from the end"
-                )
-            layer %= self.num_layers
+            layer = counted_layer(layer, self.num_layers, point)
         if (point, layer) in self.missing:
             raise ValueError(self.explain_missing(point, layer))
         return point, layer
@@ -245,6 +240,17 @@ class ModelPoints:
             )
         has = ", ".join(self.points) or "none"
         return f"{self.family} has no hook point {point}: {why} (it has: {has})"
+
+
+def counted_layer(layer: int | None, num_layers: int, what: object) -> int:
+    """A layer, counted from 0. Raises `ValueError` for one that `what` does not have in a model of
+    so many layers, and for None."""
+    if layer is None or not -num_layers <= layer < num_layers:
+        raise ValueError(
+            f"{what} has no layer {layer}; {what} needs a layer from 0 to {num_layers - 1}, or "
+            f"from {-num_layers} to -1 counting from the end"
+        )
+    return layer % num_layers
 
 
 def ranges(numbers: Iterable[int | None], most: int | None = None) -> str:

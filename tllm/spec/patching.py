@@ -7,22 +7,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from tllm.spec.changes import Changes
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ranges
+from tllm.spec.layers import layer_at
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, parse_media
 from tllm.spec.reading import (
     FloatArray,
     allow_keys,
     hook_named,
     numeric_array,
-    own_numbers,
     scalar,
     whole_number,
+    whole_numbers,
 )
 
 KeptKind = Literal["run", "mean"]
@@ -189,9 +189,7 @@ class Patch:
             if given.get(key) is None:
                 raise ValueError(f"{name} has no {key!r}; give it")
         point = hook_named(given["hook"], name)
-        layer = given.get("layer")
-        if layer is not None:
-            layer = whole_number(layer, f"{name}['layer']: ")
+        layer = layer_at(point, given.get("layer"), name)
         media = _media(given["positions"], f"{name}['positions']")
         positions = () if media else _positions(given["positions"], f"{name}['positions']")
         count = None if media else len(positions)
@@ -426,14 +424,7 @@ def _parts(given: Mapping[str, Any], key: str, name: str, kind: str) -> tuple[in
 
 
 def _positions(given: Any, name: str, *, distinct: bool = True) -> tuple[int, ...]:
-    given = own_numbers(given)
-    if isinstance(given, Integral) and not isinstance(given, bool):
-        given = [given]
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f"{name} is {given!r:.60}; give a list of whole numbers")
-    found = tuple(whole_number(each, f"{name}: ") for each in given)
-    if not found:
-        raise ValueError(f"{name} is empty; give one number or more")
+    found = tuple(whole_numbers(given, name))
     if distinct and len(set(found)) < len(found):
         raise ValueError(f"{name} names a number twice; give each once")
     return found

@@ -1,4 +1,4 @@
-"""Reading what users write: numbers, arrays, layers and hook points, with errors that name the
+"""Reading what users write: numbers, arrays and hook points, with errors that name the
 field."""
 
 from __future__ import annotations
@@ -6,8 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, get_args
@@ -67,15 +66,6 @@ def hook_named(hook: Any, name: str) -> HookPoint:
         raise ValueError(f"{name}: {error}") from None
 
 
-def layer_numbered(given: Any, name: str) -> int:
-    """The number of a layer, which a key of JSON gives as text."""
-    if type(given) is int:
-        return given
-    if isinstance(given, str) and re.fullmatch(r"\s*[+-]?\d+\s*", given):
-        return int(given)
-    return whole_number(given, f"{name}: layer ")
-
-
 def whole_number(given: Any, before: str, least: float = -math.inf, most: float = math.inf) -> int:
     """A whole number from `least` to `most`; `before` begins the message where it is none."""
     if isinstance(given, bool) or not isinstance(given, Integral):
@@ -85,6 +75,25 @@ def whole_number(given: Any, before: str, least: float = -math.inf, most: float 
         allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{before}{number} must be {allowed}")
     return number
+
+
+def whole_numbers(
+    given: Any,
+    name: str,
+    least: float = -math.inf,
+    most: float = math.inf,
+    *,
+    may_be_empty: bool = False,
+) -> list[int]:
+    """A whole number or several, in a list, an array or a tensor; each from `least` to `most`."""
+    given = own_numbers(given)
+    listed = given if isinstance(given, Iterable) else [given]
+    if isinstance(listed, (str, bytes, Mapping)):
+        raise ValueError(f"{name}={given!r:.60}: give a whole number, or a list of whole numbers")
+    found = [whole_number(own_numbers(each), f"{name}: ", least, most) for each in listed]
+    if not found and not may_be_empty:
+        raise ValueError(f"{name} is empty; give one number or more")
+    return found
 
 
 def require_one_of(name: str, given: object, known: Any) -> None:

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal, TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias
 
 from tllm.spec.media import MODALITIES, MediaItem, PromptMedia, media_to_wire, parse_media
-from tllm.spec.reading import own_numbers, require_one_of, whole_number
-
-SelectedPhase = Literal["any", "prompt", "generation"]
+from tllm.spec.phases import SELECTED_PHASES, SelectedPhase, phase_named
+from tllm.spec.reading import own_numbers, whole_numbers
 
 #: Half-open intervals of positions, sorted, disjoint and not touching.
 Intervals: TypeAlias = tuple[tuple[int, int], ...]
@@ -121,9 +121,10 @@ class Selection:
     the prompt or was generated; its position is its index in the sequence.
 
     `Selection.parse` takes what users write: `"all"`, `"all_prompt"`, `"all_generated"`,
-    `"last_prompt"`, `"image"`, `"video"`, `"audio"`, a list of positions, or a mapping with any of
-    `phase` (`any`, `prompt`, `generation`), `positions`, `ranges`, `windows`, `token_ids`, `image`,
-    `video`, `audio` and `exclude` (a mapping of the same criteria).
+    `"last_prompt"`, `"image"`, `"video"`, `"audio"`, a position, a list of positions, or a mapping
+    with any of `phase` (`any`, `prompt` or `prefill`, `generation` or `decode`), `positions`,
+    `ranges`, `windows`, `token_ids`, `image`, `video`, `audio` and `exclude` (a mapping of the same
+    criteria).
     """
 
     phase: SelectedPhase = "any"
@@ -144,8 +145,8 @@ class Selection:
                 )
             given = _NAMED[given]
         given = own_numbers(given)
-        if isinstance(given, Iterable) and not isinstance(given, Mapping):
-            listed = list(given)
+        if isinstance(given, (Iterable, Integral)) and not isinstance(given, Mapping):
+            listed = whole_numbers(given, name, -END, END, may_be_empty=True)
             if not listed:
                 raise ValueError(f"{name}=[] selects nothing; leave it out or list positions")
             given = {"positions": listed}
@@ -159,8 +160,7 @@ class Selection:
                 f"{name} has unknown keys {unknown}; it takes "
                 f"{', '.join(('phase', *_CRITERIA, 'exclude'))}"
             )
-        phase = given.get("phase", "any")
-        require_one_of(f"{name}['phase']", phase, SelectedPhase)
+        phase = SELECTED_PHASES[phase_named(given.get("phase", "any"), f"{name}['phase']")]
         excluded = given.get("exclude", {})
         if not isinstance(excluded, Mapping) or set(excluded) - set(_CRITERIA):
             raise ValueError(
@@ -374,11 +374,7 @@ def _token_ids(given: Any, name: str) -> list[int]:
 
 
 def _whole_numbers(given: Any, name: str) -> list[int]:
-    given = own_numbers(given)
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise ValueError(f"{name}={given!r}: give a list of whole numbers")
-    numbers = list(map(own_numbers, given))
-    return list(dict.fromkeys(whole_number(each, f"{name}: ", -END, END) for each in numbers))
+    return list(dict.fromkeys(whole_numbers(given, name, -END, END, may_be_empty=True)))
 
 
 def _pairs(given: Any, name: str, *, signed: bool) -> list[tuple[int | None, int | None]]:

@@ -8,31 +8,30 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from tllm.spec.conditions import Condition, parse_condition
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import layer_numbered
 from tllm.spec.methods import METHODS, SteeringMethod, adding
 from tllm.spec.operations import OperationForm
+from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.reading import (
     FloatArray,
     allow_keys,
     digest_of,
     float_array,
     hook_named,
-    layer_numbered,
     require_one_of,
     scalar,
     stacked_rows,
     whole_number,
 )
-from tllm.spec.selection import EVERYWHERE, SelectedPhase, Selection
+from tllm.spec.selection import EVERYWHERE, Selection
 
-SteeringPhase = Literal["any", "prefill", "decode"]
-
-TIER_FIELDS: Mapping[str, tuple[str, SteeringPhase, str]] = {
+TIER_FIELDS: Mapping[str, tuple[str, Phase, str]] = {
     "vectors": ("vectors", "any", "add"),
     "prefill_vectors": ("vectors", "prefill", "add"),
     "decode_vectors": ("vectors", "decode", "add"),
@@ -42,13 +41,6 @@ TIER_FIELDS: Mapping[str, tuple[str, SteeringPhase, str]] = {
 }
 """The fields in which steering is given: attribute of `Tiers`, phase, and method of entries that
 name none."""
-
-SELECTED_PHASES: Mapping[SteeringPhase, SelectedPhase] = {
-    "any": "any",
-    "prefill": "prompt",
-    "decode": "generation",
-}
-"""Phases as a selection calls them."""
 
 _PACKED_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 """numpy has no bfloat16: its bits are the upper half of a float32's."""
@@ -100,7 +92,7 @@ class SteeringEntry:
         """The most that it may add to a number of a row whose norm is at most 1."""
         return self.coefficients.reach(self.largest)
 
-    def steers_in(self, phase: SteeringPhase) -> bool:
+    def steers_in(self, phase: Phase) -> bool:
         """Whether any token of a phase may be meant."""
         phases = self.positions.phases
         return bool(phases) if phase == "any" else SELECTED_PHASES[phase] in phases
@@ -132,8 +124,8 @@ class Tiers:
         vectors, clamps: entries in the order given, by phase (`any` is the base tier).
     """
 
-    vectors: Mapping[SteeringPhase, tuple[SteeringEntry, ...]] = field(default_factory=dict)
-    clamps: Mapping[SteeringPhase, tuple[SteeringEntry, ...]] = field(default_factory=dict)
+    vectors: Mapping[Phase, tuple[SteeringEntry, ...]] = field(default_factory=dict)
+    clamps: Mapping[Phase, tuple[SteeringEntry, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return any(self.vectors.values()) or any(self.clamps.values())
@@ -142,7 +134,7 @@ class Tiers:
         for tier in (*self.vectors.values(), *self.clamps.values()):
             yield from tier
 
-    def by_phase(self) -> Iterator[tuple[SteeringPhase, SteeringEntry]]:
+    def by_phase(self) -> Iterator[tuple[Phase, SteeringEntry]]:
         """Each entry with the phase of its tier."""
         for phases in (self.vectors, self.clamps):
             for phase, tier in phases.items():
@@ -167,7 +159,7 @@ class Tiers:
             **given: any of `TIER_FIELDS`, as `{hook: {layer: entry}}`. An entry without a `method`
                 adds its vector, or clamps, as the field says.
         """
-        parsed: dict[str, dict[SteeringPhase, tuple[SteeringEntry, ...]]]
+        parsed: dict[str, dict[Phase, tuple[SteeringEntry, ...]]]
         parsed = {"vectors": {}, "clamps": {}}
         for name, (kind, phase, method) in TIER_FIELDS.items():
             if (spec := given.pop(name, None)) is not None:
@@ -197,9 +189,9 @@ class Tiers:
         """These entries, then the other's, tier by tier."""
 
         def join(
-            ours: Mapping[SteeringPhase, tuple[SteeringEntry, ...]],
-            theirs: Mapping[SteeringPhase, tuple[SteeringEntry, ...]],
-        ) -> dict[SteeringPhase, tuple[SteeringEntry, ...]]:
+            ours: Mapping[Phase, tuple[SteeringEntry, ...]],
+            theirs: Mapping[Phase, tuple[SteeringEntry, ...]],
+        ) -> dict[Phase, tuple[SteeringEntry, ...]]:
             phases = dict.fromkeys((*ours, *theirs))
             return {phase: (*ours.get(phase, ()), *theirs.get(phase, ())) for phase in phases}
 

@@ -11,6 +11,7 @@ import numpy as np
 from safetensors import safe_open
 
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+from tllm.spec.layers import layer_numbered
 
 Numbers = Mapping[int, float]
 
@@ -90,7 +91,7 @@ def steer_features(
         "strength": strength,
         **more,
     }
-    return {str(hook): {int(layer): entry}}
+    return {str(hook): {layer_numbered(layer, "layer"): entry}}
 
 
 def _arrays(

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named
 from tllm.steering.formats import gguf, sae
 from tllm.steering.formats.arrays import (
@@ -47,7 +48,7 @@ def load(
     path: str | PathLike[str] | ControlVector,
     *,
     hook: str | HookPoint | None = None,
-    layers: int | Iterable[int] | None = None,
+    layers: Any = None,
     scale: float = 1.0,
     normalize: bool = False,
     features: Features | None = None,
@@ -69,10 +70,11 @@ def load(
         path: the file or folder, or a `ControlVector` of repeng.
         hook: the hook point of vectors for which the file names none; `post_block` if not given.
             From a file that does name hook points, only the vectors for this one.
-        layers: from a file that numbers its vectors, only those of these layers. For an array
-            `[hidden]`, the layers it goes to; for `[layers, hidden]`, the layer of each row, as
-            many as there are rows (row i is layer i if not given, when there are two or more; it
-            can be used with models of as many layers then). Counted from 0.
+        layers: as `tllm.spec.layers.Layers` reads them, counted from 0. From a file that numbers
+            its vectors, only those of these layers. For an array `[hidden]`, the layers it goes to;
+            for `[layers, hidden]`, the layer of each row, as many as there are rows (row i is layer
+            i if not given, when there are two or more; it can be used with models of as many layers
+            then).
         scale: multiplies the scale of every vector.
         normalize: give every vector unit length; of a sparse autoencoder, every row.
         features: of a sparse autoencoder, which decoder rows: one, several, or
@@ -89,7 +91,7 @@ def load(
     """
     source = f"repeng {path.model_type}" if isinstance(path, ControlVector) else str(path)
     with _said_of(source):
-        wanted = None if layers is None else _layer_list(layers)
+        wanted = None if layers is None else _wanted(layers)
         point = None if hook is None else hook_named(hook, "hook")
         read = _read(path, point, wanted, normalize, features)
         vectors = {} if isinstance(read, SteeringModule) else _arranged(read, point, wanted)
@@ -232,17 +234,12 @@ def _from_stack(stack: Any, hook: HookPoint, layers: list[int] | None) -> Iterab
     return [Placed(NamedPlace(hook, layer), row) for layer, row in zip(layers, array, strict=True)]
 
 
-def _layer_list(layers: int | Iterable[int]) -> list[int]:
-    given = [layers] if isinstance(layers, int) else list(layers)
-    for layer in given:
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or layer < 0:
-            raise ValueError(
-                f"layers={layers!r} has {layer!r}; layers are whole numbers that count from 0 (a "
-                "file does not say how many there are, so none counts from the end)"
-            )
-    if not given or len(set(given)) < len(given):
-        raise ValueError(f"layers={given} must name at least one layer, and none twice")
-    return [int(layer) for layer in given]
+def _wanted(layers: Any) -> list[int] | None:
+    """The layers that were chosen; None for all that the file has."""
+    chosen = Layers.parse(layers)
+    if chosen.is_all:
+        return None
+    return list(chosen.from_start("layers", "a file does not say how many the model has"))
 
 
 def _normalized(module: SteeringModule) -> SteeringModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
@@ -14,13 +14,12 @@ from safetensors.numpy import save_file
 from typing_extensions import Self
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import Layers
 from tllm.spec.reading import (
     FloatArray,
     hook_named,
     numeric_array,
-    one_or_several,
     scalar,
-    whole_number,
 )
 
 FORMAT = "tllm.steering"
@@ -72,12 +71,11 @@ class SteeringModule:
         """The layers that any of its hook points has a vector for, in order."""
         return sorted({layer for layers in self.vectors.values() for layer in layers})
 
-    def select(
-        self, layers: int | Iterable[int] | None = None, hook: str | HookPoint | None = None
-    ) -> Self:
+    def select(self, layers: Any = None, hook: str | HookPoint | None = None) -> Self:
         """The same module with only some layers, or one hook point; `ValueError` if it lacks one.
 
-        Layers are absolute: a module does not know how many the model has.
+        Layers as `tllm.spec.layers.Layers` reads them, counted from 0: a module does not know how
+        many the model has.
         """
         vectors = self.vectors
         if hook is not None:
@@ -87,8 +85,8 @@ class SteeringModule:
                     f"{self.source} has no vectors for hook={point!r}; it has {', '.join(vectors)}"
                 )
             vectors = {point: vectors[point]}
-        if layers is not None:
-            wanted = [whole_number(each, "layers: ") for each in one_or_several(layers)]
+        if layers is not None and not (asked := Layers.parse(layers)).is_all:
+            wanted = [*asked.numbers("layers", self.layers[-1] + 1)]
             missing = sorted(set(wanted) - {layer for each in vectors.values() for layer in each})
             if missing or not wanted:
                 raise ValueError(

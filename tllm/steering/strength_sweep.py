@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tllm.patching.sweep import frame_of
-from tllm.spec.reading import require_one_of, scalar
+from tllm.spec.phases import Phase, phase_named
+from tllm.spec.reading import scalar
 from tllm.steering.extraction import Prompt, check_waits, listed, prompt_input, prompts_listed
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def sweep(
     prompts: Sequence[Prompt],
     effect: Effect,
     *,
-    phase: Literal["any", "prefill", "decode"] = "decode",
+    phase: Phase = "decode",
     texts: Sequence[Prompt] = (),
     max_tokens: int = 48,
     temperature: float = 0.0,
@@ -120,7 +121,7 @@ def sweep(
     prompts = prompts_listed(prompts, "prompts")
     if not factors or not prompts:
         raise ValueError("give at least one strength, and a list of at least one prompt")
-    require_one_of("phase", phase, ("any", "prefill", "decode"))
+    phase = phase_named(phase)
     texts = prompts_listed(texts, "texts")
     if not callable(effect):
         raise ValueError(f"effect={effect!r:.60} is no function; give one from a text to a number")

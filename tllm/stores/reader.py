@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import torch
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, one_or_several, require_one_of, whole_number
 from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype
 from tllm.stores.catalog import (
@@ -274,7 +275,7 @@ class Store:
         request_id: str | Iterable[str] | None = None,
         sample_index: int | None = None,
         hook: str | HookPoint | Iterable[str | HookPoint] | None = None,
-        layers: int | Iterable[int] | None = None,
+        layers: Any = None,
         model: str | None = None,
         status: Status | Iterable[Status] | None = None,
     ) -> Store:
@@ -282,7 +283,8 @@ class Store:
         Unicode calls equal are one.
 
         With `hook` or `layers`, records without such an array are left out, and the others show
-        only these arrays; `lm_head_in` has no layer, and no `layers` choose it.
+        only these arrays; `layers` are as `tllm.spec.layers.Layers` reads them, counted from 0, and
+        never choose `lm_head_in`, which has none.
 
         Raises:
             ValueError: an unknown hook point or status, or what is no layer, number or text.
@@ -528,22 +530,21 @@ class Store:
     def _chosen_keys(
         self,
         hook: str | HookPoint | Iterable[str | HookPoint] | None,
-        layers: int | Iterable[int] | None,
+        layers: Any,
     ) -> frozenset[int]:
+        keys = self._table.piece_keys[0]
         hooks: set[str] | None = None
         if hook is not None:
             hooks = {hook_named(point, "hook").value for point in one_or_several(hook)}
         numbers = None
         if layers is not None:
-            numbers = {whole_number(layer, "layers: ") for layer in one_or_several(layers)}
-            if any(layer < 0 for layer in numbers):
-                raise ValueError(
-                    f"layers={layers!r:.60} has negative numbers; layers count from 0 here, since "
-                    "a store does not know how many a model has"
-                )
+            chosen = Layers.parse(layers, may_be_empty=True)
+            last = max((layer for _, layer in keys if layer is not None), default=-1)
+            why = "a store does not know how many a model has"
+            numbers = set(chosen.from_start("layers", why, last + 1))
         return frozenset(
             code
-            for code, (name, layer) in enumerate(self._table.piece_keys[0])
+            for code, (name, layer) in enumerate(keys)
             if (hooks is None or name in hooks) and (numbers is None or layer in numbers)
         )
 

@@ -17,8 +17,10 @@ from tllm.ports import (
     RequestInfo,
     ResidualStream,
 )
-from tllm.spec.capture import parse_hooks
+from tllm.spec.layers import Layers
 from tllm.spec.selection import Selection
+
+_LAYERS = "capture['sketch']['layers']"
 
 
 class SketchConsumer(Consumer):
@@ -48,13 +50,12 @@ class SketchConsumer(Consumer):
     def validate_options(self, options: Mapping[str, Any]) -> None:
         if unknown := sorted(set(options) - {"enabled", "layers", "positions"}):
             raise ValueError(f"capture['sketch'] has unknown options {unknown}")
-        parse_hooks({"post_block": options.get("layers", "all")}, "capture['sketch']['layers']")
+        Layers.parse(options.get("layers", "all"), _LAYERS)
         Selection.parse(options.get("positions", "all"), "capture['sketch']['positions']")
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
-        layers = options.get("layers", "all")
-        chosen = range(num_layers) if layers == "all" else layers
-        places = [("post_block", layer) for layer in chosen]
+        layers = Layers.parse(options.get("layers", "all"))
+        places = [("post_block", n) for n in layers.of(num_layers, "post_block", _LAYERS)]
         return [
             ConsumerFlow(
                 reads=[ResidualStream.read_block(places, role="rows")],

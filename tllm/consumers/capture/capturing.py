@@ -141,7 +141,8 @@ class Capturing(Consumer):
 
     def request_flows(self, options: Mapping[str, Any], num_layers: int) -> Sequence[ConsumerFlow]:
         """One flow for all hook points, or two that make one of another's rows."""
-        return _flows(self.spec(options), num_layers)
+        spec = self.spec(options)
+        return _flows(spec, spec.places(num_layers, f"capture[{self.consumer_id!r}]['hooks']"))
 
     def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
         """Also when which token was generated decides whether its row is wanted."""
@@ -472,11 +473,11 @@ class Ending:
 
 
 @lru_cache(4096)
-def _flows(spec: CaptureSpec, num_layers: int) -> tuple[ConsumerFlow, ...]:
+def _flows(spec: CaptureSpec, places: tuple[Place, ...]) -> tuple[ConsumerFlow, ...]:
     positions = spec.positions
     return tuple(
         ConsumerFlow(
-            reads=[ResidualStream.read_block(spec.places(num_layers), role="rows")],
+            reads=[ResidualStream.read_block(places, role="rows")],
             window="out_of_band",
             delivery="device_lease",
             positions=each,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import layer_numbered
 from tllm.spec.reading import (
     allow_options,
     hook_named,
@@ -75,8 +76,9 @@ class ESampConsumerConfig:
     cuda_graph: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("source_layer", "target_layer", "seed"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}="))
+        object.__setattr__(self, "seed", whole_number(self.seed, "seed="))
+        for name in ("source_layer", "target_layer"):
+            object.__setattr__(self, name, layer_numbered(getattr(self, name), name))
         for name in ("rank", "train_every_n_steps", "slots", "width"):
             object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}=", 1))
         for name in ("persist", "guide", "train", "cuda_graph"):
