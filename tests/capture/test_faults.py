@@ -485,7 +485,7 @@ def test_an_engine_that_waits_for_a_writer_goes_on_when_it_fails(llm, tmp_path, 
 def test_what_only_a_worker_can_refuse_is_an_error_of_the_request(llm, truth):
     """Requests may come by ways that the user's process does not see."""
     spec = {"hooks": {"post_block": [1]}}
-    wrong = {"hooks": {"post_block": [77]}}
+    wrong = {"hooks": {"router": [1]}}
     generate(llm, prompts_of([5]), greedy(1, capture={"memory": spec}))
     client = llm._tllm
     with pytest.MonkeyPatch.context() as patch:
@@ -494,5 +494,5 @@ def test_what_only_a_worker_can_refuse_is_an_error_of_the_request(llm, truth):
         outputs = generate(llm, prompts_of([5, 9]), params)
     result = outputs[0].capture_results["memory"]
     assert result.status == "error"
-    assert "post_block needs a layer from 0 to 3" in result.error
+    assert "has no hook point router" in result.error
     truth.check(outputs[1], spec)
