@@ -14,6 +14,18 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    @triton.jit
+    def _keep(value, at, row, ids_ptr, values_ptr, found_ptr, width):
+        """Put what may be drawn of some logits behind what a compact row has, as far as it fits."""
+        keep = value > float("-inf")
+        found = tl.sum(keep.to(tl.int32), axis=0)
+        if found > 0:
+            base = tl.atomic_add(found_ptr + row, found)
+            place = base + tl.cumsum(keep.to(tl.int32), axis=0) - 1
+            store = keep & (place < width)
+            tl.store(ids_ptr + row * width + place, at, mask=store)
+            tl.store(values_ptr + row * width + place, value, mask=store)
+
     @RepeatedLaunch
     @triton.jit
     def _open_filter_kernel(
@@ -82,14 +94,7 @@ if HAS_TRITON:
             value = value / temperature
             value = tl.where(value < threshold, float("-inf"), value)
             tl.store(out_ptr + row * out_stride + at, value, mask=inside)
-            keep = value > float("-inf")
-            found = tl.sum(keep.to(tl.int32), axis=0)
-            if found > 0:
-                base = tl.atomic_add(found_ptr + row, found)
-                place = base + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-                store = keep & (place < width)
-                tl.store(ids_ptr + row * width + place, at, mask=store)
-                tl.store(values_ptr + row * width + place, value, mask=store)
+            _keep(value, at, row, ids_ptr, values_ptr, found_ptr, width)
 
     @RepeatedLaunch
     @triton.jit
@@ -113,14 +118,7 @@ if HAS_TRITON:
             value = tl.load(
                 logits_ptr + row * logits_stride + at, mask=at < vocab, other=float("-inf")
             )
-            keep = value > float("-inf")
-            found = tl.sum(keep.to(tl.int32), axis=0)
-            if found > 0:
-                base = tl.atomic_add(found_ptr + out, found)
-                place = base + tl.cumsum(keep.to(tl.int32), axis=0) - 1
-                store = keep & (place < width)
-                tl.store(ids_ptr + out * width + place, at, mask=store)
-                tl.store(values_ptr + out * width + place, value, mask=store)
+            _keep(value, at, out, ids_ptr, values_ptr, found_ptr, width)
 
     @RepeatedLaunch
     @triton.jit

@@ -241,101 +241,33 @@ def contrast(
         temperature: float32 `[rows]`.
         tally: int64 `[2]`: the candidates of the guided rows, and how many were changed, are added.
     """
-    arguments = (logits, found, hidden, states, strength, weight, bias, scale, soft_cap)
     if not uses_triton(logits.device):
+        arguments = (logits, found, hidden, states, strength, weight, bias, scale, soft_cap)
         _contrast_reference(*arguments, temperature, tally)
         return
-    _contrast_narrow_rows(*arguments, temperature, tally)
-    if found.width < logits.shape[1]:
-        _contrast_wide(*arguments, temperature, tally)
-
-
-def _contrast_narrow_rows(
-    logits: torch.Tensor,
-    found: CandidateRows,
-    hidden: torch.Tensor,
-    states: torch.Tensor,
-    strength: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    temperature: torch.Tensor,
-    tally: torch.Tensor,
-) -> None:
-    """`contrast` in the rows whose candidates fit `width`."""
     size, width = weight.shape[1], found.width
+    pair = hidden, hidden.stride(0), states, strength, weight, weight.stride(0)
+    rows = bias if bias is not None else weight, logits, logits.stride(0), found.rows
+    factors = scale, soft_cap if soft_cap is not None else 1.0
+    has = {"HIDDEN": size, "HAS_BIAS": bias is not None, "HAS_CAP": soft_cap is not None}
     _narrow_kernel[(len(found.rows), _SPLITS)](
-        hidden,
-        hidden.stride(0),
-        states,
-        strength,
-        weight,
-        weight.stride(0),
-        bias if bias is not None else weight,
-        logits,
-        logits.stride(0),
-        found.rows,
-        found.ids,
-        found.values,
-        found.found,
-        temperature,
-        tally,
-        width,
-        scale,
-        soft_cap if soft_cap is not None else 1.0,
-        HIDDEN=size,
-        HAS_BIAS=bias is not None,
-        HAS_CAP=soft_cap is not None,
+        *(*pair, *rows, found.ids, found.values, found.found, temperature, tally, width, *factors),
+        **has,
         BLOCK_H=triton.next_power_of_2(size),
         num_warps=4,
     )
-
-
-def _contrast_wide(
-    logits: torch.Tensor,
-    found: CandidateRows,
-    hidden: torch.Tensor,
-    states: torch.Tensor,
-    strength: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-    soft_cap: float | None,
-    temperature: torch.Tensor,
-    tally: torch.Tensor,
-) -> None:
-    """`contrast` in the rows that have more candidates than `width`."""
-    # The head may be padded beyond the vocabulary.
-    vocab, size = min(weight.shape[0], logits.shape[1]), weight.shape[1]
-    _contrast_kernel[(_programs(logits.device),)](
-        hidden,
-        hidden.stride(0),
-        states,
-        strength,
-        weight,
-        weight.stride(0),
-        bias if bias is not None else weight,
-        logits,
-        logits.stride(0),
-        found.rows,
-        found.found,
-        temperature,
-        tally,
-        len(found.rows),
-        vocab,
-        found.width,
-        scale,
-        soft_cap if soft_cap is not None else 1.0,
-        HIDDEN=size,
-        HAS_BIAS=bias is not None,
-        HAS_CAP=soft_cap is not None,
-        BLOCK_M=_BLOCK_ROWS,
-        BLOCK_N=_BLOCK_TOKENS,
-        BLOCK_K=_BLOCK_HIDDEN,
-        num_warps=4,
-        num_stages=4,
-    )
+    if width < logits.shape[1]:
+        # The head may be padded beyond the vocabulary.
+        sizes = len(found.rows), min(weight.shape[0], logits.shape[1]), width
+        _contrast_kernel[(_programs(logits.device),)](
+            *(*pair, *rows, found.found, temperature, tally, *sizes, *factors),
+            **has,
+            BLOCK_M=_BLOCK_ROWS,
+            BLOCK_N=_BLOCK_TOKENS,
+            BLOCK_K=_BLOCK_HIDDEN,
+            num_warps=4,
+            num_stages=4,
+        )
 
 
 def _contrast_reference(
