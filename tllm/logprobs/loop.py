@@ -159,7 +159,7 @@ class Collector(Generic[T]):
             self._hand_over(batch)
 
 
-class Asking:
+class PendingQueries:
     """Queries that one caller waits for, until each has been answered.
 
     Attributes:
@@ -175,7 +175,7 @@ class Asking:
         queries: Sequence[Query],
         holders: Sequence[Holder | None],
         loop: asyncio.AbstractEventLoop,
-        deliver: Callable[[Asking], None],
+        deliver: Callable[[PendingQueries], None],
     ) -> None:
         self.loop = loop
         self.future: asyncio.Future[list[Answer]] = loop.create_future()
@@ -221,22 +221,24 @@ class Waiter:
         holder: the lane whose next step it is, or None.
     """
 
-    __slots__ = ("_asking", "_place", "holder", "query")
+    __slots__ = ("_pending", "_place", "holder", "query")
 
-    def __init__(self, query: Query, holder: Holder | None, asking: Asking, place: int) -> None:
+    def __init__(
+        self, query: Query, holder: Holder | None, pending: PendingQueries, place: int
+    ) -> None:
         self.query = query
         self.holder = holder
-        self._asking = asking
+        self._pending = pending
         self._place = place
 
     @property
     def is_awaited(self) -> bool:
         """Whether the caller still waits."""
-        return not self._asking.future.done()
+        return not self._pending.future.done()
 
     def resolve(self, outcome: Answer | Exception) -> None:
         """Called once, on the engine's loop."""
-        self._asking.answered(self._place, outcome)
+        self._pending.answered(self._place, outcome)
 
 
 class Mailbox:
@@ -264,24 +266,24 @@ class Mailbox:
         self._collectors: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, Collector[Waiter]
         ] = weakref.WeakKeyDictionary()
-        self._waiting: set[Asking] = set()
-        self._ready: dict[asyncio.AbstractEventLoop, list[Asking]] = {}
+        self._waiting: set[PendingQueries] = set()
+        self._ready: dict[asyncio.AbstractEventLoop, list[PendingQueries]] = {}
 
     async def ask(self, queries: Sequence[Query], holders: Sequence[Holder | None]) -> list[Answer]:
         """The answers to queries, on any loop: of lanes, or of none."""
         self._loop.check_open()
         loop = asyncio.get_running_loop()
-        asking = Asking(queries, holders, loop, self._deliver)
-        self._waiting.add(asking)
-        self._collector(loop).add(asking.waiters)
+        pending = PendingQueries(queries, holders, loop, self._deliver)
+        self._waiting.add(pending)
+        self._collector(loop).add(pending.waiters)
         try:
-            return await asking.future
+            return await pending.future
         except asyncio.CancelledError:
             if not self._loop.closed:
-                self._loop.post(self._cancel, asking.waiters)
+                self._loop.post(self._cancel, pending.waiters)
             raise
         finally:
-            self._waiting.discard(asking)
+            self._waiting.discard(pending)
 
     def _collector(self, loop: asyncio.AbstractEventLoop) -> Collector[Waiter]:
         collector = self._collectors.get(loop)
@@ -297,11 +299,11 @@ class Mailbox:
         else:
             self._loop.post(self._serve, batch)
 
-    def _deliver(self, asking: Asking) -> None:
-        ready = self._ready.setdefault(asking.loop, [])
-        ready.append(asking)
+    def _deliver(self, pending: PendingQueries) -> None:
+        ready = self._ready.setdefault(pending.loop, [])
+        ready.append(pending)
         if len(ready) == 1:
-            self._loop.loop.call_soon(self._send, asking.loop)
+            self._loop.loop.call_soon(self._send, pending.loop)
 
     def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         ready = self._ready.pop(loop)
@@ -312,19 +314,19 @@ class Mailbox:
 
     def reset(self) -> None:
         """Cancel all who wait, but lanes, and what they asked of the engine."""
-        waiting = [asking for asking in self._waiting if not asking.of_lanes]
-        for asking in waiting:
-            if not asking.loop.is_closed():
-                asking.loop.call_soon_threadsafe(asking.future.cancel)
-        self._loop.post(self._cancel, [waiter for asking in waiting for waiter in asking.waiters])
+        waiting = [pending for pending in self._waiting if not pending.of_lanes]
+        for pending in waiting:
+            if not pending.loop.is_closed():
+                pending.loop.call_soon_threadsafe(pending.future.cancel)
+        self._loop.post(self._cancel, [waiter for pending in waiting for waiter in pending.waiters])
 
     def fail_all(self) -> None:
         """Tell all who wait that the engine is gone."""
-        for asking in list(self._waiting):
-            if not asking.loop.is_closed():
-                asking.loop.call_soon_threadsafe(asking.fail, RuntimeError(_AFTER_CLEANUP))
+        for pending in list(self._waiting):
+            if not pending.loop.is_closed():
+                pending.loop.call_soon_threadsafe(pending.fail, RuntimeError(_AFTER_CLEANUP))
 
 
-def _end_all(ready: Iterable[Asking]) -> None:
-    for asking in ready:
-        asking.end()
+def _end_all(ready: Iterable[PendingQueries]) -> None:
+    for pending in ready:
+        pending.end()
