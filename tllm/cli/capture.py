@@ -135,6 +135,11 @@ def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
 
 
 def _earlier_run(job: Job) -> EarlierRun:
+    def encode(text: str) -> list[int]:
+        from tllm.engine.tokenizer import tokenizer_of  # vLLM takes seconds to import
+
+        return list(tokenizer_of(job.model, job.engine).encode(text))
+
     served = job.engine.get("served_model_name") or job.model
     return EarlierRun(
         job.out,
@@ -142,19 +147,7 @@ def _earlier_run(job: Job) -> EarlierRun:
         model=served if isinstance(served, str) else served[0],
         asked=CaptureSpec.parse(job.capture, "capture"),
         max_tokens=job.max_tokens,
-        encode=lambda text: list(_tokenizer(job).encode(text)),
-    )
-
-
-def _tokenizer(job: Job) -> Any:
-    """The one that the engine will have."""
-    from vllm.tokenizers import cached_get_tokenizer  # vLLM takes seconds to import
-
-    return cached_get_tokenizer(
-        job.engine.get("tokenizer") or job.model,
-        tokenizer_mode=job.engine.get("tokenizer_mode", "auto"),
-        revision=job.engine.get("tokenizer_revision"),
-        trust_remote_code=job.engine.get("trust_remote_code", False),
+        encode=encode,
     )
 
 

@@ -12,8 +12,8 @@ from tllm.spec.hooks import HookPoint, counted_layer
 from tllm.spec.reading import own_numbers
 
 _INDEX = re.compile(r"[+-]?\d{1,9}")
-_HALF_OPEN = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?")
-_INCLUSIVE = re.compile(r"(-?\d{1,9})-(-?\d{1,9})")
+_HALF_OPEN = re.compile(r"(-?\d{1,5})?:(-?\d{1,5})?")
+_INCLUSIVE = re.compile(r"(-?\d{1,5})-(-?\d{1,5})")
 _BETWEEN = re.compile(r"\s*[,+]\s*|\s+")
 
 _ALLOWED = (

@@ -1,0 +1,22 @@
+"""The tokenizer that an engine will have, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.tokenizers import cached_get_tokenizer
+
+
+def tokenizer_of(model: str, arguments: Mapping[str, Any]) -> Any:
+    """The tokenizer of an engine that is started with such arguments; made once.
+
+    Args:
+        arguments: of `tllm.LLM`, beside the model.
+    """
+    return cached_get_tokenizer(
+        arguments.get("tokenizer") or model,
+        tokenizer_mode=arguments.get("tokenizer_mode", "auto"),
+        revision=arguments.get("tokenizer_revision"),
+        trust_remote_code=arguments.get("trust_remote_code", False),
+    )
