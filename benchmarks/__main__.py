@@ -192,6 +192,10 @@ def main(
     tensor_parallel: Annotated[
         int, typer.Option(help="GPUs that each engine's model is spread over.", min=1)
     ] = 1,
+    kv_gib: Annotated[
+        float | None,
+        typer.Option(help="KV cache of each engine, in GiB: less, where three do not fit a GPU."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure benchmarks; those of one shape and workload share a pair of engines, and rounds."""
@@ -211,6 +215,7 @@ def main(
                     copies=copies,
                     against=tree,
                     ranks=tensor_parallel,
+                    kv_gib=kv_gib,
                 ) as (vllm, tllm, older):
                     sets = [
                         [*together]

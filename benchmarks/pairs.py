@@ -35,9 +35,19 @@ class Engine:
     started: Mapping[str, Any]
 
     def __init__(
-        self, engine: str, benchmark: Benchmark, tree: Path | None = None, ranks: int = 1
+        self,
+        engine: str,
+        benchmark: Benchmark,
+        tree: Path | None = None,
+        ranks: int = 1,
+        kv_gib: float | None = None,
     ) -> None:
         arguments = benchmark.workload.engine_arguments
+        if kv_gib is not None:
+            arguments |= {
+                "kv_cache_memory_bytes": int(kv_gib * 2**30),
+                "gpu_memory_utilization": 0.25,  # no more than what must be free at the start
+            }
         if ranks > 1:
             # FlashInfer's fusion of sums over ranks with norms may use NVLink multicast, which a
             # rented machine may forbid.
@@ -134,6 +144,7 @@ def engines(
     copies: int = 1,
     against: Path | None = None,
     ranks: int = 1,
+    kv_gib: float | None = None,
 ) -> Iterator[tuple[Copies, Copies, Copies | None]]:
     """Untouched vLLM, tLLM and an older tLLM, all resident: they start side by side, and work in
     turn.
@@ -143,6 +154,7 @@ def engines(
         copies: engines of each.
         against: a folder with the older `tllm` and its `benchmarks`; None for no older one.
         ranks: that each engine's model is spread over.
+        kv_gib: KV cache of each engine; None for what `engine_process` takes.
     """
     kinds: list[tuple[str, Path | None]] = [("vllm", None), ("vllm" if control else "tllm", None)]
     if against is not None:
@@ -150,7 +162,7 @@ def engines(
     opened: list[Engine] = []
     try:
         for name, tree in kinds:
-            opened += [Engine(name, benchmark, tree, ranks) for _ in range(copies)]
+            opened += [Engine(name, benchmark, tree, ranks, kv_gib) for _ in range(copies)]
         for engine in opened:
             engine.wait()
         vllm, tllm, *older = (

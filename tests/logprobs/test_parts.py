@@ -23,8 +23,8 @@ from tllm.logprobs import (
     transport,
     virtual_lm,
 )
-from tllm.logprobs.loop import Collector
-from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, stacked
+from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
+from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, Query, stacked
 from tllm.logprobs.service import Service
 from tllm.logprobs.transport import Arena
 from tllm.shared_memory import SharedRows
@@ -139,6 +139,25 @@ def test_memory_grows_once_for_what_is_asked_together():
     arena.close()
 
 
+def test_rows_of_large_results_follow_each_other_where_there_is_memory():
+    """They are one tensor as they lie; else each step of lanes would be copied."""
+    arena = Arena(2**15, 2**25)
+    held = [*arena.lease_many(16), *arena.lease_many(16)]
+    assert (len(arena), arena.free) == (32, 0)
+    for place in held[::2]:
+        arena.release(place)
+    for _ in range(3):
+        places = arena.lease_many(12)  # there are 16 rows, but no two that are neighbours
+        assert places == [*range(places[0], places[0] - 12, -1)]
+        for place in places:
+            arena.release(place)
+    assert (len(arena.paths), len(arena)) == (2, 32 + 24)
+    while arena.free:  # more than there is memory for so
+        assert arena.lease_many(12)
+    assert len(arena) == arena._max_rows
+    arena.close()
+
+
 def test_memory_that_others_need_is_not_taken_and_that_is_told(monkeypatch, caplog):
     arena = Arena(64, 2**24)
     row = 4 * arena.width
@@ -229,6 +248,34 @@ def test_whoever_finds_no_free_row_waits_for_one():
         arena.close()
 
     asyncio.run(run())
+
+
+def test_answers_are_free_as_soon_as_nobody_refers_to_them():
+    """Their rows would be wanting until a garbage collection, and the next ones be copied."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    query = Query((1, 2), WHOLE, None, Interventions())
+
+    def serve(waiters):
+        for waiter in waiters:
+            values = torch.ones(4)
+            made.append(weakref.ref(values))
+            waiter.resolve(Answer(values))
+
+    async def run():
+        loop = EngineLoop(asyncio.get_running_loop())
+        mailbox = Mailbox(loop, serve, lambda waiters: None, batch_size=8, timeout=1.0)
+        answers = await mailbox.ask([query, query], [None, None])
+        assert [each() is not None for each in made] == [True, True]
+        del answers
+        await asyncio.sleep(0)  # what woke this task has the future until then
+        assert [each() is not None for each in made] == [False, False]
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_blocks_are_counted_once_when_they_are_shared():
@@ -352,7 +399,7 @@ def test_rows_that_lie_one_after_the_other_are_stacked_where_they_are():
         rows = [Answer(torch.from_numpy(memory[at, 1:5])) for at in order]
         found = stacked(rows)
         assert torch.equal(found, torch.from_numpy(memory[order, 1:5]))
-        assert found.data_ptr() != rows[0].values.data_ptr()
+        assert (found.data_ptr() == rows[0].values.data_ptr()) == (len(rows) == 1)
 
 
 def test_backends_by_name():

@@ -163,12 +163,13 @@ class PendingQueries:
     """Queries that one caller waits for, until each has been answered.
 
     Attributes:
-        waiters: one a query.
+        waiters: one a query, until the caller has the answers.
         loop: where the caller waits.
         future: of the answers, in the order of the queries; the first error in their place.
+        of_lanes: whether they are steps of lanes.
     """
 
-    __slots__ = ("_deliver", "_left", "_outcomes", "future", "loop", "waiters")
+    __slots__ = ("_deliver", "_left", "_outcomes", "future", "loop", "of_lanes", "waiters")
 
     def __init__(
         self,
@@ -178,6 +179,7 @@ class PendingQueries:
         deliver: Callable[[PendingQueries], None],
     ) -> None:
         self.loop = loop
+        self.of_lanes = holders[0] is not None
         self.future: asyncio.Future[list[Answer]] = loop.create_future()
         self.waiters = [
             Waiter(query, holder, self, place)
@@ -196,21 +198,19 @@ class PendingQueries:
 
     def end(self) -> None:
         """Called on the caller's loop, when there are outcomes of all."""
-        error = next((each for each in self._outcomes if isinstance(each, Exception)), None)
+        # This and the waiters refer to each other. Answers may lie in rows that are free when
+        # nobody refers to them, which must not take until the next garbage collection.
+        outcomes, self._outcomes, self.waiters = self._outcomes, [], []
+        error = next((each for each in outcomes if isinstance(each, Exception)), None)
         if error is not None:
             self.fail(error)
         elif not self.future.done():
-            self.future.set_result(cast(list[Answer], self._outcomes))
+            self.future.set_result(cast(list[Answer], outcomes))
 
     def fail(self, error: Exception) -> None:
         """Called on the caller's loop: there will be no more outcomes."""
         if not self.future.done():
             self.future.set_exception(error)
-
-    @property
-    def of_lanes(self) -> bool:
-        """Whether they are steps of lanes."""
-        return self.waiters[0].holder is not None
 
 
 class Waiter:

@@ -264,17 +264,17 @@ class Answer:
 def stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
     """One result of answers of one form: values `[batch, ...]`. Those that lie in memory one after
     the other, as answers do that arrived together, stay where they are."""
-    values = _in_place([answer.values for answer in answers])
+    rows = [answer.values for answer in answers]
+    values = rows[0][None] if len(rows) == 1 else _in_place(rows)
     if values is None:
-        values = torch.stack([answer.values for answer in answers])
+        # Not torch.stack, whose threads would spin on every core, beside the engine, after it.
+        values = torch.from_numpy(np.stack([row.numpy() for row in rows]))
     ids = [answer.token_ids for answer in answers if answer.token_ids is not None]
     return TopLogprobs(values, torch.stack(ids)) if ids else values
 
 
 def _in_place(rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Rows of equal distance as one tensor that holds them; None for others."""
-    if len(rows) < 2:
-        return None
+    """Two rows or more of equal distance as one tensor that holds them; None for others."""
     starts = np.array([row.data_ptr() for row in rows])
     distances = np.diff(starts)
     step = int(distances[0])

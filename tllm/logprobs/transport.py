@@ -25,7 +25,7 @@ from tllm.consumers.next_token import (
     NextTokenConsumer,
 )
 from tllm.logprobs.query import WHOLE, Answer, Form
-from tllm.shared_memory import FOLDER, IN_MEMORY, SharedRows, room
+from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, SharedRows, room
 from tllm.spec.reading import require_one_of
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ class Arena:
     def __init__(self, numbers: int, max_bytes: int) -> None:
         self.width = -(-(HEADER + numbers) // _ALIGNED) * _ALIGNED
         self.addresses = Addresses()
-        self._max_rows = max(2, max_bytes // (4 * self.width))
+        self._row_bytes = 4 * self.width
+        self._max_rows = max(2, max_bytes // self._row_bytes)
         self._files: list[_ArenaFile] = []
         self.paths: tuple[str, ...] = ()
         self._free: list[int] = []  # a heap: neighbours are copied in one go
@@ -88,20 +89,42 @@ class Arena:
 
     def expect(self, rows: int) -> None:
         """So many results will be asked for now: have rows for them, if there is memory, and for
-        as many again, since those before are often held until the next are there."""
+        as many again, since those before are often held until the next are there. Many have rows
+        that follow each other, so that they are one tensor as they lie."""
         missing = rows - self.free
-        if missing > 0 and self._rows < self._max_rows:
+        if missing > 0:
+            self._grow_if_possible(max(missing, self._rows + 2 * missing))
+        scattered = rows <= len(self._free) and self._run_of(rows) is None
+        if scattered and rows * self._row_bytes >= WORTHWHILE and self._fits(2 * rows):
+            self._grow_if_possible(2 * rows)
+
+    def _fits(self, rows: int) -> bool:
+        """Whether there is memory for so many more."""
+        within = self._rows + rows <= self._max_rows
+        return within and (not IN_MEMORY or rows * self._row_bytes <= room())
+
+    def _grow_if_possible(self, wanted: int) -> None:
+        if self._rows < self._max_rows:
             with contextlib.suppress(RuntimeError):  # told to whoever asks for a row
-                self._grow(max(missing, 2 * (self._rows + missing) - self._rows))
+                self._grow(wanted)
+
+    def _run_of(self, wanted: int) -> int | None:
+        """Where in the list of free rows so many begin that follow each other."""
+        self._free.sort()  # still a heap
+        found = np.array(self._free, np.int64)
+        ends = found[wanted - 1 :]
+        begins = np.flatnonzero(ends - found[: len(ends)] == wanted - 1)
+        return int(begins[0]) if len(begins) else None
 
     def lease_many(self, wanted: int) -> list[int]:
         """So many free rows, the last one first; fewer where there is no memory for as many, or
-        somebody waits for one."""
+        somebody waits for one. They follow each other where so many do."""
         self.expect(wanted)
         if self._waiting and any(not waiter.done() for waiter in self._waiting):
             return []
-        self._free.sort()  # still a heap
-        taken, self._free = self._free[:wanted], self._free[wanted:]
+        first = self._run_of(wanted) or 0
+        taken = self._free[first : first + wanted]
+        del self._free[first : first + wanted]  # still a heap
         self._note_on_the_way()
         taken.reverse()
         return taken
@@ -192,7 +215,7 @@ class Arena:
 
     def _grow(self, wanted: int) -> bool:
         rows = min(max(_FIRST_ROWS, wanted), self._max_rows - self._rows)
-        fitting = min(rows, room() // (4 * self.width)) if IN_MEMORY else rows
+        fitting = min(rows, room() // self._row_bytes) if IN_MEMORY else rows
         if not fitting and not self._rows:  # the first ones may take what is left to others
             fitting = min(rows, _FIRST_ROWS)
         try:
@@ -200,7 +223,7 @@ class Arena:
         except OSError as error:
             if not self._rows:
                 raise RuntimeError(
-                    f"no room for {fitting * self.width * 4 / 2**20:.0f} MiB of shared rows in "
+                    f"no room for {fitting * self._row_bytes / 2**20:.0f} MiB of shared rows in "
                     f"{FOLDER}: {error}. Enlarge it (docker run --shm-size=...), or pass "
                     "transport='rpc'"
                 ) from error
