@@ -15,6 +15,8 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["NUMBA_NUM_THREADS"] = "1"  # drafting with numba sets OpenMP's number to its own
 
+import gc
+import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,6 +74,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "kernels: runs Triton kernels; without a GPU, in the v2 pass"
     )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Full collections of garbage take 0.4 s each with all that is imported, and vLLM asks for four
+    with every engine, to have a GPU's memory back. Without a GPU there is nothing to be had: what
+    imports made is left out for good, and Python collects when it is time."""
+    if HAS_GPU or not ("vllm" in sys.modules or len(session.items) > 100):
+        return
+    from tllm.engine import seams
+
+    seams.modules()
+    gc.collect()
+    gc.freeze()
+    at_ease = {name: lambda *given: 0 for name in ("collect", "freeze", "unfreeze")}
+    of_vllm = types.SimpleNamespace(**{**vars(gc), **at_ease})
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("vllm.") and vars(module).get("gc") is gc:
+            vars(module)["gc"] = of_vllm
 
 
 def pytest_unconfigure() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 
@@ -47,17 +46,8 @@ ENGINES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def frozen() -> None:
-    """What was imported lives on anyway; the collections at each engine's end need not see it."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", params=ENGINES, ids="-".join)
-def engine(
-    request: pytest.FixtureRequest, reference: ReferenceProcess, frozen: None
-) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, reference: ReferenceProcess) -> Iterator[Engine]:
     family, mode = request.param
     with serving(
         family,

@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from packaging.version import Version
@@ -157,10 +157,19 @@ def _has(owner: Any, name: str) -> bool:
 def _stores(owner: type, name: str) -> bool:
     """Whether a method of this very class assigns an attribute of that name."""
     return any(
-        instruction.opname == "STORE_ATTR" and instruction.argval == name
+        name in _stored_by(function.__code__)
         for function in map(inspect.unwrap, filter(inspect.isfunction, vars(owner).values()))
         if name in function.__code__.co_names
-        for instruction in dis.get_instructions(function)
+    )
+
+
+@cache
+def _stored_by(code: CodeType) -> frozenset[str]:
+    """Names of the attributes that a function assigns; an engine that starts asks each time."""
+    return frozenset(
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_ATTR"
     )
 
 
