@@ -96,6 +96,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     """Python waits at its exit for processes that were started, also for one that hangs."""
+    gc.unfreeze()  # libraries complain at the exit of what was not let go
     ours = psutil.Process()
     helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
     for left in ours.children(recursive=True):
