@@ -77,18 +77,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Full collections of garbage take 0.4 s each with all that is imported, and vLLM asks for four
-    with every engine, to have a GPU's memory back. Without a GPU there is nothing to be had: what
-    imports made is left out for good, and Python collects when it is time."""
+    """A full collection of garbage takes 0.4 s with all that is imported, and vLLM asks for four
+    with every engine, to have a GPU's memory back. Without a GPU Python may collect in its own time
+    what an engine leaves."""
     if HAS_GPU or not ("vllm" in sys.modules or len(session.items) > 100):
         return
     from tllm.engine import seams
 
     seams.modules()
-    gc.collect()
-    gc.freeze()
-    at_ease = {name: lambda *given: 0 for name in ("collect", "freeze", "unfreeze")}
-    of_vllm = types.SimpleNamespace(**{**vars(gc), **at_ease})
+    of_vllm = types.SimpleNamespace(**{**vars(gc), "collect": lambda *generation: 0})
     for name, module in [*sys.modules.items()]:
         if name.startswith("vllm.") and vars(module).get("gc") is gc:
             vars(module)["gc"] = of_vllm
@@ -96,7 +93,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     """Python waits at its exit for processes that were started, also for one that hangs."""
-    gc.unfreeze()  # libraries complain at the exit of what was not let go
     ours = psutil.Process()
     helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
     for left in ours.children(recursive=True):
