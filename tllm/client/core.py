@@ -337,7 +337,7 @@ class Client:
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
         if SignalsConsumer.consumer_id in asked.consumers:
-            _check_signals(asked.consumers[SignalsConsumer.consumer_id])
+            _check_signals(asked.consumers[SignalsConsumer.consumer_id], groups)
         if results and groups:
             asked = _with_signals(asked, groups)
         for name, make in BUILT_IN.items():
@@ -734,9 +734,16 @@ def _check(consumer: Any) -> None:
         )
 
 
-def _check_signals(chosen: Mapping[str, Any]) -> None:
-    """Refuse what a request may not say: which signals there are, its conditions say."""
-    allow_options(chosen, ("enabled",), f"consumers[{SignalsConsumer.consumer_id!r}]")
+def _check_signals(chosen: Mapping[str, Any], groups: Sequence[SteeringGroup]) -> None:
+    """Refuse what a request may not say: which signals there are, its conditions say. Without any
+    there would be none."""
+    name = f"consumers[{SignalsConsumer.consumer_id!r}]"
+    allow_options(chosen, ("enabled",), name)
+    if chosen.get("enabled", True) and not gates_of(groups):
+        raise ValueError(
+            f"{name} is {dict(chosen)!r}, and the request has no condition to score; give "
+            "steering with a 'when', 'stop_when' or 'abort_when', or leave the consumer out"
+        )
 
 
 def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:
