@@ -577,6 +577,17 @@ def test_what_cannot_be_served_is_refused_with_a_sentence(invoke, given, sentenc
         ServerSettings(admin_api_key="")
 
 
+@pytest.mark.parametrize("given", ["1e300", "Infinity", "NaN"])
+@pytest.mark.parametrize("name", ["captures_seconds", "result_timeout_s"])
+def test_times_that_never_end_are_refused(invoke, monkeypatch, name, given):
+    """A result would have expired at no time that JSON can tell."""
+    monkeypatch.setenv(VARIABLE, f'{{"{name}": {given}}}')
+    status, _, error = invoke("serve", "MODEL", "--dry-run")
+    assert status == 2
+    said = f"{name}: Input should be less than or equal to 31536000"
+    assert said in " ".join(error.split())
+
+
 def test_choices_that_are_refused_end_once_before_the_tokens_are_counted():
     """The second sample of the first prompt was echoed, and ended, by vLLM."""
     watch = Watch(outputs={"cmpl-a-0": None, "cmpl-a-1": None})
