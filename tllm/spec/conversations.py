@@ -75,7 +75,8 @@ class RequestConversation:
 
 def _seconds(given: Any) -> float:
     """How long a conversation is remembered."""
-    if isinstance(given, Real) and not isinstance(given, bool) and not 0 < given <= LONGEST_S:
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if is_number and not 0 < given <= LONGEST_S:
         raise ValueError(  # also of what is infinite, or no number
             f"{_FIELD}['expires_s']={given!s:.20} must be above 0 and at most "
             f"{LONGEST_S:.0f}, in seconds"
