@@ -63,6 +63,10 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
         ({"--features": "2"}, "features= is for sparse autoencoders"),
         ({"--engine-arg": "dtype"}, "--engine-arg 'dtype' is not NAME=VALUE"),
         ({"--engine-arg": "model=x"}, "--engine-arg 'model' is the command's own; leave it out"),
+        (
+            {"--engine-arg": "max_num_seq=4"},
+            "'max_num_seq' is no argument of an engine; did you mean max_num_seqs",
+        ),
         ({}, "no engine with the model 'no-model': "),
     ):
         given = {name: str(value) for name, value in (asked | changed).items() if value is not None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from dataclasses import fields
 
@@ -10,7 +11,7 @@ import vllm
 from client import vllm_arguments
 from vllm import AsyncEngineArgs, EngineArgs
 
-from tllm import LLM
+from tllm import LLM, AsyncLLM
 from tllm.client.arguments import AsyncLLMArguments, LLMArguments, OurArguments, split
 from tllm.client.vllm_arguments import VllmArguments
 from tllm.engine.options import EngineOptions
@@ -92,3 +93,23 @@ def test_a_time_that_no_result_can_be_waited_for_is_refused(given):
 def test_a_specification_alone_is_not_read_as_its_letters(name):
     with pytest.raises(ValueError, match="unknown consumer 'nobody' in 'nobody:x=1'"):
         LLM("nowhere", **{name: "nobody:x=1"})
+
+
+def test_arguments_that_no_engine_takes_are_refused_with_the_nearest():
+    """The sentence was Python's, of a class that nobody had named."""
+    for given, near in (
+        ("max_steering_config", "max_steering_configs"),
+        ("max_num_seq", "max_num_seqs"),
+    ):
+        with pytest.raises(
+            TypeError, match=f"'{given}' is no argument of an engine; .*mean .*{near}"
+        ):
+            LLM("no-model", **{given: 4})
+        with pytest.raises(
+            TypeError, match=f"'{given}' is no argument of an engine; .*mean .*{near}"
+        ):
+            asyncio.run(AsyncLLM.create("no-model", **{given: 4}))
+    with pytest.raises(
+        TypeError, match=r"'qqqq' is no argument of an engine; it takes what vllm\.LLM"
+    ):
+        LLM("no-model", qqqq=1)

@@ -368,6 +368,21 @@ def test_which_signals_there_are_no_request_says(llm):
     assert len(output.signals["post_block:0"].positions) == 20
 
 
+@pytest.mark.parametrize("options", [{}, {"enabled": True}])
+def test_signals_of_no_condition_are_refused(llm, options):
+    """Who asked for them was given nothing, and not told."""
+    [prompt] = prompts_of([20], seed=4)
+    asked = {"consumers": {"signals": options}}
+    for more in ({}, {"steering_vectors": {"post_block": {1: V}}}):
+        with pytest.raises(ValueError, match=r"no condition to score; give steering with a 'when'"):
+            generate(llm, [prompt], greedy(1, **asked, **more))
+    conditional = {"steering_vectors": {"post_block": {1: ENTRY}}}
+    [output] = generate(llm, [prompt], greedy(1, **asked, **conditional))
+    assert len(output.signals["post_block:0"].positions) == 20
+    off = {"consumers": {"signals": {"enabled": False}}}
+    assert not generate(llm, [prompt], greedy(1, **off))[0].signals
+
+
 @pytest.mark.parametrize("more", [{}, {"scope": "rest"}, {"over": "prompt_mean"}])
 def test_a_scale_of_0_has_the_signals_of_any_other(llm, more):
     """As the plain request that others are compared with; its cached blocks are everybody's."""

@@ -493,6 +493,34 @@ class TestMistakes:
             result = output.consumer_results["recorder"]
             assert (result.status, result.error) == ("error", f"{error.__name__}: my mistake")
 
+    @pytest.mark.parametrize("raises", [False, True])
+    @pytest.mark.parametrize("how", ["clear", "replace"])
+    def test_an_on_result_that_takes_samples_away_harms_its_own_result_alone(
+        self, llm, how, raises
+    ):
+        """Our own code looked for a sample that was no longer there: IndexError in `generate`."""
+
+        class Emptying(Recorder):
+            def on_result(self, output, sample_index, result):
+                if how == "clear":
+                    output.outputs.clear()
+                else:
+                    output.outputs = []
+                if raises:
+                    raise ZeroDivisionError("my mistake")
+
+        llm.register_consumer(Emptying(flow()))
+        asked = {"memory": {"hooks": {"post_block": [1]}}}
+        outputs = generate(llm, prompts_of([5, 6]), sampled(2, n=2, capture=asked))
+        for output in outputs:
+            assert [len(sample.token_ids) for sample in output.outputs] == [2, 2]
+            for sample in output.outputs:
+                result = sample.consumer_results["recorder"]
+                assert result.status == "error"
+                assert "changed which samples output.outputs has; they were" in result.error
+                assert ("my mistake" in result.error) == raises
+                assert sample.capture_results["memory"].status == "ok"
+
     def test_logits_are_not_missed_by_a_reader_beside_one_that_raises(self, llm):
         recorder = llm.register_consumer(Recorder(ConsumerFlow(reads=[Logits.read()])))
         llm.register_consumer(Raising("consume_bundle", flow()))

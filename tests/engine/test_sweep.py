@@ -364,6 +364,20 @@ def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
         sweep.frame  # noqa: B018
 
 
+def test_functions_of_one_name_are_told_apart_by_names_that_they_are_given(llm):
+    """Two lambdas were refused as the same twice, and there was no way to give them."""
+    [clean], [corrupt] = pairs_of([12], first=5)
+    asked = {"hooks": "post_block", "layers": [3], "positions": [-1]}
+    own = {"a": lambda logprobs: logprobs[3], "b": lambda logprobs: logprobs[4]}
+    sentence = r"two different ones are called '<lambda>'.*metric=\{'name': function"
+    with pytest.raises(ValueError, match=sentence):
+        llm.patching.sweep(clean, corrupt, metric=list(own.values()), **asked)
+    sweep = llm.patching.sweep(clean, corrupt, metric={**own, "kl": "kl"}, **asked)
+    assert sweep.metrics == ("a", "b", "kl")
+    third_alone = llm.patching.sweep(clean, corrupt, metric=third, **asked)
+    assert sweep.values["a"].item() == third_alone.tensor.item() != sweep.values["b"].item()
+
+
 def returned(logprobs):
     """No metric."""
     return logprobs
@@ -377,6 +391,12 @@ def returned(logprobs):
         ({"corrupt": [[1] * 12, [2] * 12]}, "1 clean prompts and 2 corrupt"),
         ({"metric": "accuracy"}, "choose of logit_diff, logprob, recovered, kl"),
         ({"metric": []}, "names nothing"),
+        ({"metric": {}}, "names nothing"),
+        ({"metric": ["kl", "kl"]}, "or the same twice"),
+        ({"metric": {"a": "kl"}}, r"metric\['a'\] is 'kl'; .* each has its own name"),
+        ({"metric": {"kl": returned}}, r"metric\['kl'\] is <function returned"),
+        ({"metric": {"a": 5}}, r"metric\['a'\] is 5; give a function"),
+        ({"metric": {3: returned}}, "metric has the key 3; give each function a name"),
         ({"answers": None}, r"give answers=\(right, wrong\)"),
         ({"answers": (5, 9000)}, "no token id from 0 to 255"),
         ({"answers": [(5, 9)] * 3}, "answers has 3 entries for 1 pairs"),

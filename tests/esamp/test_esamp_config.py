@@ -39,6 +39,24 @@ def test_a_bad_configuration_names_the_field_and_what_was_given(field, given):
     assert repr(given) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [
+        ("rank", 65536),
+        ("slots", 65536),
+        ("width", 4194304),
+        ("train_every_n_steps", 1048576),
+        ("seed", 2**63 - 1),
+    ],
+)
+def test_sizes_that_no_machine_has_room_for_are_refused_at_once(field, most):
+    """They failed when the workers made the distillers."""
+    assert getattr(ESampConsumerConfig(**{field: most}), field) == most
+    for given in (most + 1, 10**30):
+        with pytest.raises(ValueError, match=rf"{field}={given} must be from -?\d+ to {most}$"):
+            ESampConsumerConfig(**{field: given})
+
+
 def test_an_unknown_hook_point_is_refused():
     with pytest.raises(ValueError, match="unknown hook point 'nowhere'"):
         ESampConsumerConfig(source_site="nowhere")

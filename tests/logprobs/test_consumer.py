@@ -124,6 +124,27 @@ def test_results_that_stay_are_taken_or_forgotten(llm, reference):
     assert llm.call_consumer("next_token", "pop", [7]) == [{}]
 
 
+def test_results_that_nobody_takes_make_room_for_later_ones(llm):
+    """They stayed in the worker for ever."""
+    llm.unregister_consumer("next_token")
+    llm.register_consumer(NextTokenConsumer(kept_results=3))
+    try:
+        for ticket in range(1, 6):
+            generate(llm, PROMPTS[:1], ticket=ticket)
+        stats = llm.read_stats("next_token")
+        assert (stats["kept"], stats["kept_dropped"]) == (3, 2), stats
+        [popped] = llm.call_consumer("next_token", "pop", [1, 3, 4, 99])
+        assert sorted(popped) == [1, 3, 4]
+        assert "ticket 1 was dropped: more than kept_results=3" in popped[1].error
+        assert len(popped[3].values) == len(popped[4].values) > 1000
+        assert llm.call_consumer("next_token", "pop", [1, 3]) == [{}]
+        llm.call_consumer("next_token", "forget", [2])
+        assert llm.call_consumer("next_token", "pop", [2]) == [{}]
+    finally:
+        llm.unregister_consumer("next_token")
+        llm.register_consumer(NextTokenConsumer())
+
+
 def test_a_token_that_is_not_there_is_its_own_requests_error_alone(llm):
     params = [
         SamplingParams(

@@ -41,6 +41,7 @@ from tllm.ports import Payload
 from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
 from tllm.server.fields import FieldError, asked_in
+from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
 from tllm.server.metrics import CONSUMER, WORKER, Stats
 from tllm.server.patch_sweeps import PatchSweeps
@@ -455,6 +456,42 @@ def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):
     assert "secret" not in serve.shown(arguments, environment)
 
 
+@pytest.mark.parametrize("given", [["--port", "0"], ["--port=0"], ["--port", "80", "--port=0"]])
+def test_servers_whose_port_the_system_chooses_share_no_folder(given):
+    """They shared results, and what their callers have in flight."""
+    folders = []
+    for _ in range(2):
+        _, environment = serve.command("MODEL", given, ServerSettings(), {})
+        folders.append(ServerSettings.model_validate_json(environment[VARIABLE]).captures_folder)
+    assert None not in folders and folders[0] != folders[1]
+    chosen = ServerSettings(captures_folder=Path("here"))
+    _, environment = serve.command("MODEL", given, chosen, {})
+    assert ServerSettings.model_validate_json(environment[VARIABLE]) == chosen
+    _, environment = serve.command("MODEL", [*given, "--port", "80"], ServerSettings(), {})
+    assert ServerSettings.model_validate_json(environment[VARIABLE]).captures_folder is None
+
+
+def test_results_of_answers_that_nobody_fetches_make_room_for_later_ones():
+    """They were kept for ever; vLLM keeps the answers alone."""
+    written = []
+
+    def write(outputs, wanted):
+        written.append(outputs)
+        return [{"consumer_results": dict.fromkeys(wanted, "here")}]
+
+    later = LaterAnswers(write, most=2)
+    for number in range(4):
+        later.keep(f"resp_{number}", {"output": number}, ["signals"] if number else [])
+    assert later.results("resp_0") == []
+    [gone] = later.results("resp_1")
+    assert gone["consumer_results"]["signals"]["status"] == "error"
+    assert "keeps those of its newest 2 answers" in gone["consumer_results"]["signals"]["error"]
+    for _ in range(2):
+        assert later.results("resp_3") == [{"consumer_results": {"signals": "here"}}]
+    assert written == [{"output": 3}]
+    assert "resp_9" not in later and "resp_1" in later
+
+
 def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
     """Some settings have no option: inline_bytes, result_timeout_s."""
 
@@ -575,6 +612,17 @@ def test_what_cannot_be_served_is_refused_with_a_sentence(invoke, given, sentenc
     assert sentence in " ".join(error.split())
     with pytest.raises(ValueError, match="at least 1 character"):
         ServerSettings(admin_api_key="")
+
+
+@pytest.mark.parametrize("given", ["1e300", "Infinity", "NaN"])
+@pytest.mark.parametrize("name", ["captures_seconds", "result_timeout_s"])
+def test_times_that_never_end_are_refused(invoke, monkeypatch, name, given):
+    """A result would have expired at no time that JSON can tell."""
+    monkeypatch.setenv(VARIABLE, f'{{"{name}": {given}}}')
+    status, _, error = invoke("serve", "MODEL", "--dry-run")
+    assert status == 2
+    said = f"{name}: Input should be less than or equal to 31536000"
+    assert said in " ".join(error.split())
 
 
 def test_choices_that_are_refused_end_once_before_the_tokens_are_counted():

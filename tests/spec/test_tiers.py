@@ -1,13 +1,16 @@
 """What steering may be asked, and how it is put together."""
 
 import base64
+import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
 
 from tllm.spec.groups import (
+    GroupUse,
     TokenChoice,
     compose,
     configurations,
@@ -300,6 +303,44 @@ def test_what_is_done_to_generated_tokens_may_depend_on_which_they_are():
     ]
     assert configurations(found) == {(), (named,), (prompt,), (others,), (named, others)}
     assert most_configurations(uses) >= 4
+
+
+def uses_at(*positions):
+    """Groups that differ in what they do, at these positions."""
+    return [GroupUse("any", Selection.parse(each), str(n)) for n, each in enumerate(positions)]
+
+
+def test_no_token_has_the_groups_of_two_single_positions():
+    """Thirteen of them were said to need 8192 configurations."""
+    assert most_configurations(uses_at(*([n] for n in range(40)))) == 40
+    assert most_configurations(uses_at(*([-n] for n in range(1, 41)))) == 40
+    assert most_configurations(uses_at([0, 1], [1, 2], "all")) == 4  # all; with one; other; both
+    assert most_configurations(uses_at([0], [-1])) == 3  # the prompt may have one token
+    assert most_configurations(uses_at("all_prompt", "all_generated")) == 2
+    assert most_configurations(uses_at(*({"token_ids": [n]} for n in range(13)))) == 2**14
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_request_needs_more_configurations_than_were_counted(seed):
+    chosen = random.Random(seed)
+    forms = [
+        *([n] for n in range(3)),
+        *([-n] for n in range(1, 3)),
+        *([0, 2], [1, -1], "all", "all_prompt", "all_generated"),
+        {"positions": [1, 3], "phase": "generation"},
+        {"ranges": [[1, 4]], "exclude": {"positions": [-1]}},
+        {"token_ids": [1]},
+        {"positions": [0], "token_ids": [2]},
+    ]
+    uses = [
+        GroupUse(chosen.choice(["any", "prefill", "decode"]), Selection.parse(form), str(number))
+        for number, form in enumerate(chosen.sample(forms, 5))
+    ]
+    needed = set()
+    for length in range(1, 7):
+        for tokens in itertools.product((0, 1, 2), repeat=length):
+            needed |= configurations(steering_stretches(uses, length, tokens))
+    assert len(needed - {()}) <= most_configurations(uses) <= 2 ** len(uses) * 2
 
 
 @pytest.mark.parametrize(

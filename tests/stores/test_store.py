@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,20 @@ def test_batches_that_cannot_be_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=problem):
         mixed.batches(**{"hook": "post_block", "layer": 0, **given})
+
+
+def test_rows_of_several_models_are_not_in_one_batch(tmp_path: Path) -> None:
+    """They were, where the models are as wide."""
+    records = [record_of(name) for name in ("a", "b")]
+    metas = [replace(each.meta, model=f"{each.meta.request_id}/model") for each in records]
+    write(tmp_path, [Record(meta, each.arrays) for meta, each in zip(metas, records, strict=True)])
+    store = stores.open(tmp_path)
+    problem = r"post_block.* are of the models \['a/model', 'b/model'\]; .*filter\(model=\.\.\.\)"
+    with pytest.raises(StoreError, match=problem):
+        store.batches("post_block", 0)
+    for name in ("a", "b"):
+        [batch] = store.filter(model=f"{name}/model").batches("post_block", 0)
+        assert batch.request_ids == [name] * 3
 
 
 def test_numbers_of_numpy_name_layers_and_sizes_of_batches(mixed: Store) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,8 @@ def command(
     engine = engine_arguments(eager, options, consumers)
     arguments = [sys.executable, "-m", launch.module(), "serve", model]
     arguments += ["--worker-cls", engine["worker_cls"], "--scheduler-cls", engine["scheduler_cls"]]
+    if settings.captures_folder is None and _any_port(more):
+        settings = settings.model_copy(update={"captures_folder": _folder_of_its_own()})
     config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
     arguments += ["--additional-config", json.dumps(config), *more]
     allowed = [*filter(None, os.environ.get(_PLUGINS, "").split(",")), "tllm"]
@@ -74,6 +79,20 @@ def command(
         _PLUGINS: ",".join(dict.fromkeys(allowed)),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def _any_port(more: Sequence[str]) -> bool:
+    """Whether the system chooses the server's port. Its folder cannot be named after that: two
+    servers of one user would share results, and the count of what callers have in flight."""
+    port = ""
+    for argument, after in zip_longest(more, more[1:], fillvalue=""):
+        if _flag_of(argument) == "--port":
+            port = argument.partition("=")[2] if "=" in argument else after
+    return port == "0"
+
+
+def _folder_of_its_own() -> Path:
+    return Path(tempfile.gettempdir(), f"tllm-captures-{os.getuid()}-{secrets.token_hex(8)}")
 
 
 def check_admin_key(key: str | None) -> None:

@@ -22,6 +22,7 @@ _RUNS = 8  # of positions, or layers, that are shown
 
 Root = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 Tag = Annotated[str | None, typer.Option(help="Only records with this tag.")]
+OfModel = Annotated[str | None, typer.Option("--model", help="Only records of this model.")]
 Hook = Annotated[str | None, typer.Option(help="Only this hook point, or its alias.")]
 Layer = Annotated[str | None, typer.Option(help="Only these layers, such as 4 or 0,4-8.")]
 
@@ -30,6 +31,7 @@ Layer = Annotated[str | None, typer.Option(help="Only these layers, such as 4 or
 def list_records(
     root: Root,
     tag: Tag = None,
+    model: OfModel = None,
     hook: Hook = None,
     layer: Layer = None,
     status: Annotated[
@@ -40,7 +42,7 @@ def list_records(
 ) -> None:
     """List the records."""
     with _errors():
-        whole = _open(root).filter(tag=tag, hook=hook, layers=layer)
+        whole = _open(root).filter(tag=tag, model=model, hook=hook, layers=layer)
         store = whole.filter(status=status)
         table = Table("record", "status", "layout", "arrays", "rows", "bytes", "created")
         shown = store[: limit or len(store)]
@@ -157,6 +159,7 @@ def export(
         Literal["parquet", "npz", "safetensors"], typer.Option(help="Of the files.")
     ] = "parquet",
     tag: Tag = None,
+    model: OfModel = None,
     hook: Hook = None,
     layer: Layer = None,
 ) -> None:
@@ -164,7 +167,7 @@ def export(
     with _errors():
         from tllm.stores import export as export_store
 
-        store = _open(root).filter(tag=tag, hook=hook, layers=layer)
+        store = _open(root).filter(tag=tag, model=model, hook=hook, layers=layer)
         console = Console()
         for path in export_store(store, out, format):
             console.print(f"{escape(str(path))}, {_size(path.stat().st_size)}", highlight=False)

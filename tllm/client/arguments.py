@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -87,3 +88,20 @@ def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dic
     if points != "all":
         options["hook_points"] = tuple(one_or_several(points))
     return of_client, options, theirs
+
+
+def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse arguments that no engine takes; `TypeError` names the nearest.
+
+    Args:
+        known: what vLLM's engines take.
+    """
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is None:
+        return
+    near = get_close_matches(unknown, [*OurArguments.__annotations__, *known], cutoff=0.5)
+    meant = f"did you mean {' or '.join(near)}?" if near else "it takes what vllm.LLM takes"
+    raise TypeError(
+        f"{unknown!r} is no argument of an engine; {meant} tLLM's own are "
+        f"{', '.join(OurArguments.__annotations__)}"
+    )

@@ -337,7 +337,7 @@ class Client:
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
         if SignalsConsumer.consumer_id in asked.consumers:
-            _check_signals(asked.consumers[SignalsConsumer.consumer_id])
+            _check_signals(asked.consumers[SignalsConsumer.consumer_id], groups)
         if results and groups:
             asked = _with_signals(asked, groups)
         for name, make in BUILT_IN.items():
@@ -715,12 +715,30 @@ class Client:
                 if consumer is None or result.status == "pending" or key in request.handed_over:
                     continue
                 request.handed_over.add(key)
-                try:
-                    consumer.on_result(output, index, result)
-                except (Exception, SystemExit) as error:
-                    logger.exception("consumer %r raised in on_result", name)
-                    text = reason_of(error)
-                    set_result(output, sample, name, replace(result, status="error", error=text))
+                wrong = _wrong_in_on_result(consumer, output, index, result)
+                if wrong:
+                    set_result(output, sample, name, replace(result, status="error", error=wrong))
+
+
+def _wrong_in_on_result(consumer: Consumer, output: Any, index: int, result: Any) -> str:
+    """Give a consumer a result of an output; what went wrong, or nothing. The output keeps its
+    samples: other consumers, and who asked, are given theirs out of it."""
+    of_output, wrong = output.outputs, ""
+    samples = list(of_output) if isinstance(of_output, list) else []
+    try:
+        consumer.on_result(output, index, result)
+    except (Exception, SystemExit) as error:
+        logger.exception("consumer %r raised in on_result", consumer.consumer_id)
+        wrong = reason_of(error)
+    is_changed = isinstance(of_output, list) and [*map(id, of_output)] != [*map(id, samples)]
+    if is_changed or output.outputs is not of_output:
+        output.outputs = of_output
+        if is_changed:
+            of_output[:] = samples
+        told = "on_result changed which samples output.outputs has; they were put back"
+        logger.error("consumer %r: %s", consumer.consumer_id, told)
+        wrong = "; ".join(filter(None, (wrong, told)))
+    return wrong
 
 
 def _check(consumer: Any) -> None:
@@ -734,9 +752,16 @@ def _check(consumer: Any) -> None:
         )
 
 
-def _check_signals(chosen: Mapping[str, Any]) -> None:
-    """Refuse what a request may not say: which signals there are, its conditions say."""
-    allow_options(chosen, ("enabled",), f"consumers[{SignalsConsumer.consumer_id!r}]")
+def _check_signals(chosen: Mapping[str, Any], groups: Sequence[SteeringGroup]) -> None:
+    """Refuse what a request may not say: which signals there are, its conditions say. Without any
+    there would be none."""
+    name = f"consumers[{SignalsConsumer.consumer_id!r}]"
+    allow_options(chosen, ("enabled",), name)
+    if chosen.get("enabled", True) and not gates_of(groups):
+        raise ValueError(
+            f"{name} is {dict(chosen)!r}, and the request has no condition to score; give "
+            "steering with a 'when', 'stop_when' or 'abort_when', or leave the consumer out"
+        )
 
 
 def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:

@@ -140,7 +140,8 @@ class PatchingControl:
                 or `"all"`.
             together: patch all positions in one experiment.
             metric: a name of `tllm.patching.METRICS`, a function of the log-probabilities
-                `[vocab]`, or a list of these.
+                `[vocab]`, a list of these, or `{name: function}` for functions without names of
+                their own, such as lambdas.
             answers: `(right, wrong)` next tokens, ids or text of one token each, or a list with a
                 pair for each pair of prompts; of `logprob` the right one is enough.
             noising: put rows of the corrupt run into the clean one instead.

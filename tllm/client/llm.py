@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import fields
 from functools import wraps
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar, Unpack
@@ -12,7 +14,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
 from vllm.usage.usage_lib import UsageContext
 
-from tllm.client.arguments import RESULT_TIMEOUT_S, AsyncLLMArguments, LLMArguments, split
+from tllm.client.arguments import (
+    RESULT_TIMEOUT_S,
+    AsyncLLMArguments,
+    LLMArguments,
+    check_names,
+    split,
+)
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.core import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
@@ -80,6 +88,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
 
     def __init__(self, model: str, **given: Unpack[LLMArguments]) -> None:
         ours, options, theirs = split(given)
+        check_names(theirs, _vllm_names())
         chosen, capturing = _chosen(**ours)
         result_timeout_s = ours.get("result_timeout_s", RESULT_TIMEOUT_S)
         client = Client(chosen, capturing)
@@ -201,6 +210,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
                 `tllm.client.arguments.OurArguments`.
         """
         ours, options, theirs = split(given)
+        check_names(theirs, _vllm_names())
         arguments = AsyncEngineArgs(model=model, **engine_arguments(theirs, options, ()))
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         engine = cls(
@@ -322,6 +332,12 @@ def _attached(
     handle._set_up(client, run, AsyncGeneration(engine, run))
     driver.front.handle = handle
     return driver
+
+
+def _vllm_names() -> set[str]:
+    """What vLLM's engines take by keyword."""
+    parameters = inspect.signature(vllm.LLM.__init__).parameters
+    return {*parameters, *(field.name for field in fields(AsyncEngineArgs))} - {"self", "kwargs"}
 
 
 def _refuse_captures(asked: Asked, why: str) -> None:

@@ -42,6 +42,9 @@ _FLOWS = (
 _SENT = {"place": (str, int, int), "address": (str, int, int, int, list)}
 """Options that say where results go, and of what kind their parts are."""
 
+KEPT_RESULTS, KEPT_MIB = 2**16, 4096
+"""The most results, and MiB of them, that wait in the worker until somebody takes them."""
+
 _CHUNK_BYTES = 64 * 2**20
 """Rows are normalised this much at a time: vLLM's memory profile knows nothing of us."""
 
@@ -57,6 +60,17 @@ class NextToken:
 
     values: npt.NDArray[np.float32]
     token_ids: npt.NDArray[np.int32] | None = None
+
+
+@dataclass(frozen=True)
+class DroppedResult:
+    """What `pop` gives for a ticket whose result had to make room for later ones.
+
+    Attributes:
+        error: that it was dropped, in words.
+    """
+
+    error: str
 
 
 def _check_sent(name: str, given: Any, kinds: Sequence[type]) -> None:
@@ -92,15 +106,24 @@ class NextTokenConsumer(Consumer):
       of `ADDRESS_WIDTH`: int64 ticket, place (the file's number among `paths`, and `FILE_BITS`
       bits of its row) and serial. Whoever writes there another serial gets nothing for this one.
     - Without a place it stays in the worker, until `call_consumer("next_token", "pop", [tickets])`
-      gives `{ticket: NextToken}`.
+      gives `{ticket: NextToken}`. At most `kept_results` wait there, of at most `kept_mib`; the
+      oldest make room for later ones: `pop` gives a `DroppedResult` for their tickets, and the
+      statistics count them.
 
     `call_consumer("next_token", "forget", [tickets])` forgets results that nobody will ask for, and
     returns when no write of an earlier step is under way.
+
+    Args:
+        kept_results, kept_mib: the most results that wait in the worker, and what they may take.
     """
 
     consumer_id = "next_token"
     on_request_only = True
     remote_methods = ("pop", "forget")
+
+    def __init__(self, *, kept_results: int = KEPT_RESULTS, kept_mib: int = KEPT_MIB) -> None:
+        self._most_kept = whole_number(kept_results, "kept_results=", 1)
+        self._most_bytes = whole_number(kept_mib, "kept_mib=", 1) << 20
 
     def flows(self) -> Sequence[ConsumerFlow]:
         """The logits as the LM head gave them, prompts and generated tokens together."""
@@ -141,7 +164,7 @@ class NextTokenConsumer(Consumer):
         self._files: dict[str, tuple[SharedRows, torch.Tensor, bool]] = {}
         self._tables: dict[str, npt.NDArray[np.int64]] = {}
         self._asks: dict[int, _Ask] = {}
-        self._by_ticket: dict[int, tuple[_HostRows, int]] = {}
+        self._kept = _KeptResults(self._most_kept, self._most_bytes)
         self._by_slot: dict[int, _SequenceRows] = {}
         self._device = ctx.device
         self._answers = ctx.model.first_rank
@@ -271,25 +294,20 @@ class NextTokenConsumer(Consumer):
         """On the host: nobody knows how long they stay."""
         for i, (ask, position) in enumerate(zip(asked.asks, asked.positions, strict=True)):
             if ask.ticket >= 0:
-                self._by_ticket[ask.ticket] = arriving, i
+                self._kept.put(ask.ticket, arriving, i)
             else:
                 kept = self._by_slot.setdefault(ask.slot, _SequenceRows())
                 kept.add(int(position), arriving, i)
 
-    def pop(self, tickets: Sequence[int]) -> dict[int, NextToken]:
-        """The last result of each ticket that this worker has; it is given once."""
-        popped = {}
-        for ticket in tickets:
-            if ticket in self._by_ticket:
-                arriving, row = self._by_ticket.pop(ticket)
-                values, ids = arriving.row(row)
-                popped[ticket] = NextToken(values.numpy(), None if ids is None else ids.numpy())
-        return popped
+    def pop(self, tickets: Sequence[int]) -> dict[int, NextToken | DroppedResult]:
+        """The last result of each ticket that this worker has, or had to drop; it is given once."""
+        popped = ((ticket, self._kept.pop(ticket)) for ticket in tickets)
+        return {ticket: result for ticket, result in popped if result is not None}
 
     def forget(self, tickets: Sequence[int] = ()) -> None:
         """Forget some results, and wait until nothing of an earlier step is being written."""
         for ticket in tickets:
-            self._by_ticket.pop(ticket, None)
+            self._kept.forget(ticket)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -311,12 +329,14 @@ class NextTokenConsumer(Consumer):
         self._tables.clear()
 
     def read_stats(self) -> Mapping[str, Any]:
-        """Rows answered, bundles that had any, and bytes that were written to shared rows."""
+        """Rows answered, bundles that had any, and bytes that were written to shared rows; results
+        that wait to be taken, and those that were dropped since nobody did."""
         return {
             "rows": self.rows,
             "bundles": self.bundles,
             "bytes_out": self.bytes_out,
-            "kept": len(self._by_ticket) + len(self._by_slot),
+            "kept": len(self._kept) + len(self._by_slot),
+            "kept_dropped": self._kept.dropped,
         }
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -431,11 +451,69 @@ class _HostRows:
     ) -> None:
         self._values = ctx.to_host(values)
         self._ids = None if ids is None else ctx.to_host(ids)
+        self.row_bytes = 4 * values.shape[1] * (1 if ids is None else 2)
 
     def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One of them, once it is there."""
         ids = None if self._ids is None else self._ids.wait()[index]
         return self._values.wait()[index], ids
+
+
+class _KeptResults:
+    """Results that wait to be taken, by ticket; the oldest make room for later ones.
+
+    Attributes:
+        dropped: how many did.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._found: dict[int, tuple[_HostRows, int]] = {}
+        self._bytes = 0
+        # The newest of those that were dropped, whose users are told when they ask.
+        self._gone: dict[int, None] = {}
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def put(self, ticket: int, arriving: _HostRows, row: int) -> None:
+        """The newest result of a ticket; that before is over."""
+        self.forget(ticket)
+        self._found[ticket] = arriving, row
+        self._bytes += arriving.row_bytes
+        while len(self._found) > self._most or self._bytes > self._most_bytes:
+            oldest = next(iter(self._found))
+            if oldest == ticket:
+                return
+            self.forget(oldest)
+            self._gone[oldest] = None
+            self.dropped += 1
+            if len(self._gone) > KEPT_RESULTS:
+                del self._gone[next(iter(self._gone))]
+
+    def pop(self, ticket: int) -> NextToken | DroppedResult | None:
+        """The result of a ticket, which is given once; None for one that was not computed."""
+        if ticket in self._gone:
+            del self._gone[ticket]
+            return DroppedResult(
+                f"the result of ticket {ticket} was dropped: more than kept_results={self._most}, "
+                f"or kept_mib={self._most_bytes >> 20}, were waiting to be taken; pop results "
+                "sooner, or register NextTokenConsumer with more"
+            )
+        if ticket not in self._found:
+            return None
+        arriving, row = self._found[ticket]
+        self.forget(ticket)
+        values, ids = arriving.row(row)
+        return NextToken(values.numpy(), None if ids is None else ids.numpy())
+
+    def forget(self, ticket: int) -> None:
+        """Nobody will ask for it."""
+        self._gone.pop(ticket, None)
+        found = self._found.pop(ticket, None)
+        if found is not None:
+            self._bytes -= found[0].row_bytes
 
 
 class _SequenceRows:

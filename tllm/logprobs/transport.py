@@ -21,6 +21,7 @@ from tllm.consumers.next_token import (
     ADDRESS_WIDTH,
     FILE_BITS,
     HEADER,
+    DroppedResult,
     NextToken,
     NextTokenConsumer,
 )
@@ -468,8 +469,11 @@ class Transport:
         for ticket, future in wanted.items():
             if future.done():
                 continue
-            if ticket in found:
-                future.set_result(found[ticket])
+            result = found.get(ticket)
+            if isinstance(result, DroppedResult):
+                future.set_exception(RuntimeError(result.error))
+            elif result is not None:
+                future.set_result(result)
             else:
                 future.set_exception(failure)
 

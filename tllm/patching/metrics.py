@@ -43,18 +43,11 @@ class Measures:
 
     @classmethod
     def parse(cls, metric: Any, answers: Sequence[Answer] | None) -> Measures:
-        """Metrics as users write them: a name, a function, or a list of these."""
-        given = [metric] if callable(metric) else one_or_several(metric)
-        found: dict[str, Callable[[FloatArray], float] | None] = {}
-        for each in given:
-            if not callable(each) and (not isinstance(each, str) or each not in METRICS):
-                raise ValueError(
-                    f"metric={each!r} is not known; choose of {', '.join(METRICS)}, or give a "
-                    "function of the log-probabilities [vocab]"
-                )
-            found[_name_of(each)] = each if callable(each) else None
-        if not found or len(found) < len(given):
-            raise ValueError("metric names nothing, or the same twice; give different ones")
+        """Metrics as users write them: a name, a function, a list of these, functions by name."""
+        if isinstance(metric, Mapping):
+            found = _named(metric)
+        else:
+            found = _listed([metric] if callable(metric) else one_or_several(metric))
         named = [name for name, own in found.items() if own is None]
         needed = max((_NEEDED_ANSWERS.get(name, 0) for name in named), default=0)
         if needed and (answers is None or min(map(len, answers)) < needed):
@@ -112,6 +105,50 @@ class Measures:
     def _difference(self, logprobs: FloatArray, pair: int) -> float:
         right, wrong = self._answers(logprobs, pair)[:2].astype(np.float64)
         return float(right - wrong)
+
+
+def _listed(given: Sequence[Any]) -> dict[str, Callable[[FloatArray], float] | None]:
+    """Names and functions of a list, which have their own names."""
+    found: dict[str, Callable[[FloatArray], float] | None] = {}
+    for each in given:
+        if not callable(each) and (not isinstance(each, str) or each not in METRICS):
+            raise ValueError(
+                f"metric={each!r} is not known; choose of {', '.join(METRICS)}, or give a "
+                "function of the log-probabilities [vocab]"
+            )
+        name, own = _name_of(each), each if callable(each) else None
+        if name in found and found[name] is not own:
+            raise ValueError(
+                f"metric: two different ones are called {name!r}, and their values could not be "
+                "told apart; give functions by name: metric={'name': function, ...}"
+            )
+        found[name] = own
+    if not found or len(found) < len(given):
+        raise ValueError("metric names nothing, or the same twice; give different ones")
+    return found
+
+
+def _named(given: Mapping[Any, Any]) -> dict[str, Callable[[FloatArray], float] | None]:
+    """Functions by the names that the user gave them; those of `METRICS` by their own."""
+    found: dict[str, Callable[[FloatArray], float] | None] = {}
+    for name, each in given.items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"metric has the key {name!r:.60}; give each function a name, as text")
+        of_ours = isinstance(each, str) and each in METRICS
+        if not callable(each) and not of_ours:
+            raise ValueError(
+                f"metric[{name!r}] is {each!r:.60}; give a function of the log-probabilities "
+                f"[vocab], or one of {', '.join(METRICS)} under its own name"
+            )
+        if (name in METRICS or of_ours) and name != each:
+            raise ValueError(
+                f"metric[{name!r}] is {each!r:.60}; {', '.join(METRICS)} are tLLM's metrics: each "
+                "has its own name, and no function has it"
+            )
+        found[name] = None if of_ours else each
+    if not found:
+        raise ValueError("metric names nothing; give one of " + ", ".join(METRICS))
+    return found
 
 
 def _one_number(given: Any, name: str) -> float:

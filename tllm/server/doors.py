@@ -23,6 +23,7 @@ from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.media import media_of_prompt
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, field_error, of_caller
+from tllm.server.later import LaterAnswers
 from tllm.server.limits import Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
 from tllm.server.refusals import RefusedChoices
@@ -78,9 +79,7 @@ class Door:
         self._files = files
         self._live = live
         self._limits = limits
-        #: Of answers that are fetched later, which vLLM keeps for ever: what came of them, once
-        #: that was looked at; else outputs, and the results that are wanted.
-        self._later: dict[str, tuple[Mapping[str, Any], list[str]] | list[dict[str, Any]]] = {}
+        self._later = LaterAnswers(self._samples)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)
@@ -179,10 +178,7 @@ class Door:
 
     def _with_told(self, response: Any, response_id: str) -> Any:
         """An answer of the background that is over, with what came of it."""
-        later = self._later[response_id]
-        if isinstance(later, tuple):
-            later = self._later[response_id] = self._samples(*later)
-        return _with_turns(response, later)
+        return _with_turns(response, self._later.results(response_id))
 
     async def _answered(
         self,
@@ -204,7 +200,7 @@ class Door:
         if watch.eager:  # who asks later how it goes would wait for ever for what is refused
             await watch.called(_BACKGROUND_S)
             await watch.begin()
-            self._later[request.request_id] = outputs, wanted
+            self._later.keep(request.request_id, outputs, wanted)
         if isinstance(response, AsyncGenerator):
             # What is refused is an error of the request, and not of a stream.
             if in_turns:

@@ -11,6 +11,9 @@ VARIABLE = "TLLM_SERVER"
 """Environment variable with the settings as JSON: `vllm serve` has no flags for its plugins."""
 
 
+LONGEST_S = 365 * 86400.0
+
+
 class ServerSettings(BaseModel):
     """Settings of the server's interventions; a field that is not known is refused."""
 
@@ -34,13 +37,13 @@ class ServerSettings(BaseModel):
     """The most that the body of a request may have."""
     inline_bytes: int = Field(default=65536, ge=0)
     """Results up to this size stand in the response; larger ones are fetched by reference."""
-    captures_seconds: float = Field(default=600.0, gt=0)
+    captures_seconds: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """How long a result that is fetched by reference is kept."""
     captures_mib: int = Field(default=1024, ge=1)
     """The most that such results take on disk; the oldest go first."""
     captures_folder: Path | None = None
     """Where they are kept, the same for all processes of a server."""
-    result_timeout_s: float = Field(default=600.0, gt=0)
+    result_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """How long a response waits for consumers that still work on a result."""
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple
 
 from tllm.spec.reading import check_text, scalar
@@ -67,14 +68,20 @@ class RequestConversation:
             )
         expires_s = EXPIRES_S
         if given.get("expires_s") is not None:
-            expires_s = scalar(given["expires_s"], f"{_FIELD}['expires_s']")
-            if not 0 < expires_s <= LONGEST_S:
-                raise ValueError(
-                    f"{_FIELD}['expires_s']={expires_s:g} must be above 0 and at most "
-                    f"{LONGEST_S:.0f}, in seconds"
-                )
+            expires_s = _seconds(given["expires_s"])
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
         return cls(name, digest, expires_s, *_counted(given))
+
+
+def _seconds(given: Any) -> float:
+    """How long a conversation is remembered."""
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    if is_number and not 0 < given <= LONGEST_S:
+        raise ValueError(  # also of what is infinite, or no number
+            f"{_FIELD}['expires_s']={given!s:.20} must be above 0 and at most "
+            f"{LONGEST_S:.0f}, in seconds"
+        )
+    return scalar(given, f"{_FIELD}['expires_s']")
 
 
 def _counted(given: Mapping[str, Any]) -> tuple[str, int | None]:

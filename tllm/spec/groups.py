@@ -23,9 +23,9 @@ from tllm.spec.operations import (
     Gradient,
     OperationForm,
 )
-from tllm.spec.phases import Phase
+from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.reading import FloatArray, digest_of
-from tllm.spec.selection import EVERYWHERE, Selection, stretch_starts
+from tllm.spec.selection import EVERYWHERE, Criteria, Selection, stretch_starts
 from tllm.spec.tiers import SteeringEntry, Tiers
 
 STEERING = "steering"
@@ -479,6 +479,9 @@ class TokenChoice:
         return frozenset((self.others, *(configuration for _, configuration in self.by_token)))
 
 
+_MOST_COUNTED = 2**12
+"""Combinations of groups in a phase that are counted one by one; of more, a bound is told."""
+
 Stretches: TypeAlias = list[tuple[int, Configuration | TokenChoice]]
 """`(first position, what is done)` of each stretch of positions; the first begins at 0, the last
 has no end."""
@@ -558,12 +561,42 @@ def _kinds_of_tokens(uses: Sequence[GroupUse]) -> list[list[int]]:
 def most_configurations(uses: Sequence[GroupUse]) -> int:
     """How many distinct combinations of groups a request may need, whatever its tokens are."""
     found: set[tuple[str, ...]] = set()
-    for phase in ("prefill", "decode"):
-        there = [use for use in uses if use.phase in ("any", phase)]
-        choices = [(True,) if use.positions.everything else (True, False) for use in there]
-        if sum(len(choice) > 1 for choice in choices) > 12:
-            return 2**13
-        for chosen in product(*choices):
-            applied = zip(there, chosen, strict=True)
-            found.add(tuple(use.digest for use, applies in applied if applies))
+    phases: tuple[Phase, ...] = ("prefill", "decode")
+    for phase in phases:
+        meant = ("any", SELECTED_PHASES[phase])
+        there = [u for u in uses if u.phase in ("any", phase) and u.positions.phase in meant]
+        front, end = _listed_together(there, phase)
+        free = [
+            ((), (number,)) if use.positions.include or use.positions.exclude else ((number,),)
+            for number, use in enumerate(there)
+            if not _lists_positions(use.positions)
+        ]
+        most = len(front) * len(end) * 2 ** sum(len(choice) > 1 for choice in free)
+        if most > _MOST_COUNTED:
+            return 2 * most
+        for one, other, *chosen in product(front, end, *free):
+            applied = sorted(set().union(one, other, *chosen))
+            found.add(tuple(there[number].digest for number in applied))
     return len(found - {()})
+
+
+def _lists_positions(where: Selection) -> bool:
+    """Whether a selection is a list of positions and nothing else."""
+    alone = Criteria(positions=where.include.positions)
+    return bool(alone) and not where.exclude and where.include == alone
+
+
+def _listed_together(
+    uses: Sequence[GroupUse], phase: Phase
+) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Of those that list positions, which one token may have together: at a position from the
+    beginning, and at one from the end. How far these are apart nobody knows, but no position is
+    two others that are counted from where it is."""
+    at: dict[int, list[int]] = defaultdict(list)
+    for number, use in enumerate(uses):
+        if _lists_positions(use.positions):
+            for position in set(use.positions.include.positions):
+                at[position].append(number)
+    front = {(), *(tuple(each) for position, each in at.items() if position >= 0)}
+    end = {(), *(tuple(each) for position, each in at.items() if position < 0)}
+    return front, end if phase == "prefill" else {()}  # the end is that of the prompt

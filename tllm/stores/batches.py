@@ -255,3 +255,15 @@ def one_dtype(key: ArrayKey, pieces: pa.Table) -> tuple[str, int]:
             "damaged",
         )
     return dtypes[0], widths[0]
+
+
+def one_model(key: ArrayKey, models: pa.ChunkedArray) -> None:
+    """Refuse records of several models: their rows mean different things, also where they are as
+    wide."""
+    names = sorted(set(models.unique().to_pylist()))
+    if len(names) > 1:
+        raise StoreError(
+            f"the records' {key.name} are of the models {names}; choose those of one with "
+            "filter(model=...), or export --model, and take the rows of each for themselves",
+            "damaged",
+        )

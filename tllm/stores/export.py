@@ -46,7 +46,7 @@ def export(
 
     Raises:
         ValueError: the format is not known, or a file is there already.
-        StoreError: there are no arrays, or records differ in the dtype or width of one.
+        StoreError: there are no arrays, or records differ in the model, dtype or width of one.
         OSError: a file cannot be written.
     """
     require_one_of("format", format, ExportFormat)

@@ -19,7 +19,7 @@ import torch
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, one_or_several, require_one_of, whole_number
-from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype
+from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype, one_model
 from tllm.stores.catalog import (
     PIECE_SCHEMA,
     STATUSES,
@@ -411,8 +411,8 @@ class Store:
 
         Raises:
             ValueError: hook point, layer, rows or format are not allowed.
-            StoreError: no record has such an array, or records differ in its dtype or width; while
-                iterating, a file is gone or damaged.
+            StoreError: no record has such an array, or records differ in its dtype or width, or are
+                of several models; while iterating, a file is gone or damaged.
         """
         require_one_of("format", format, BatchFormat)
         stream = self.stream(hook, layer, rows=rows, shuffle=shuffle, seed=seed, dtype=dtype)
@@ -448,11 +448,13 @@ class Store:
             )
         pieces = self._table.pieces.take(pa.array(chosen))
         name, hidden = one_dtype(key, pieces)
+        of_records = self._table.piece_records[chosen]
+        one_model(key, self._table.heads["model"].take(pa.array(np.unique(of_records))))
         place = np.full(self._table.size, -1, np.int64)
         place[self._records] = np.arange(len(self._records))
         return Batches(
             key,
-            RowRuns.of(pieces, place[self._table.piece_records[chosen]]),
+            RowRuns.of(pieces, place[of_records]),
             name,
             hidden,
             self._payloads,

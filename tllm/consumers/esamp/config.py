@@ -20,6 +20,15 @@ from tllm.spec.reading import (
 Scope = Literal["prompt", "request", "shared"]
 OnFull = Literal["grow", "unguided"]
 
+_MOST = {
+    "rank": 2**16,
+    "slots": 2**16,
+    "width": 2**22,
+    "train_every_n_steps": 2**20,
+}
+"""What numbers may be: more than any model, or vocabulary, has a use for could not be allocated."""
+_SEEDS = -(2**63), 2**63 - 1
+
 #: Targets whose prediction the final norm and the LM head can turn into logits.
 _PROJECTABLE = (
     HookPoint.LM_HEAD_IN,
@@ -76,11 +85,11 @@ class ESampConsumerConfig:
     cuda_graph: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", whole_number(self.seed, "seed="))
+        object.__setattr__(self, "seed", whole_number(self.seed, "seed=", *_SEEDS))
         for name in ("source_layer", "target_layer"):
             object.__setattr__(self, name, layer_numbered(getattr(self, name), name))
-        for name in ("rank", "train_every_n_steps", "slots", "width"):
-            object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}=", 1))
+        for name, most in _MOST.items():
+            object.__setattr__(self, name, whole_number(getattr(self, name), f"{name}=", 1, most))
         for name in ("persist", "guide", "train", "cuda_graph"):
             require_bool(name, getattr(self, name))
         require_one_of("scope", self.scope, Scope)
