@@ -176,6 +176,34 @@ def test_logits_and_following_tokens_are_those_of_the_output(drafting, reference
     drafts.assert_some_came_true()
 
 
+@beyond_interpreting
+@pytest.mark.parametrize("asked", [{"temperature": 0.4}, {"temperature": 1.4, "top_k": 2}])
+def test_sampled_tokens_are_as_often_drawn_as_without_drafts(drafting, reference, drafts, asked):
+    """On a CPU vLLM verifies drafts at any temperature, and a request with `top_k` ends it."""
+    allowed = [*range(2, 6)]
+    prompts = [random.Random(seed).choices(allowed, k=12) for seed in range(3)]
+    # Seeds of their own: sample i of each prompt would be drawn with the same random numbers.
+    params = [sampled(6, n=60, seed=1000 * i, allowed_token_ids=allowed, **asked) for i in range(3)]
+    found, expected, variance = torch.zeros(3, len(allowed))
+    known = {}
+    for output in generate(drafting, prompts, params):
+        for sample in output.outputs:
+            tokens = list(sample.token_ids)
+            before = (*output.prompt_token_ids, *tokens[:-1])
+            if before not in known:
+                logits = reference.run(before)[0][len(output.prompt_token_ids) - 1 :, allowed]
+                if "top_k" in asked:
+                    least = logits.topk(asked["top_k"]).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -torch.inf)
+                known[before] = (logits / asked["temperature"]).softmax(-1)
+            chances = known[before][1:]  # the first token is drawn without drafts
+            expected += chances.sum(0)
+            variance += (chances * (1 - chances)).sum(0)
+            found += torch.bincount(torch.tensor(tokens[1:]) - allowed[0], minlength=len(allowed))
+    assert ((found - expected).abs() < 4 * variance.sqrt() + 1).all(), (found, expected)
+    drafts.assert_some_came_true()
+
+
 def test_a_sequence_that_ends_among_accepted_tokens_has_no_rows_beyond(drafting, reference, drafts):
     read = ResidualStream.read(layer=1, role="mid")
     recorder = drafting.register_consumer(Recorder(ConsumerFlow(reads=[read])))

@@ -11,6 +11,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
+from tllm.engine.cpu_drafts import DraftConstraints
 from tllm.engine.drafts import GUIDANCE_REFUSAL, StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment
 from tllm.engine.seams import overrides, uses
@@ -93,6 +94,8 @@ class V1Attachment(RunnerAttachment):
         runner._model_forward = self._on_model_forward
         runner._dummy_run = self._on_dummy_run
         self._sample = self._override_when_observed(runner, "_sample", self._on_sample)
+        if runner.speculative_config is not None and runner.device.type == "cpu":
+            DraftConstraints.install()
         if runner.sampler is not None:
             self._filter_and_draw = self._override_when_observed(
                 runner.sampler.topk_topp_sampler, "forward", self._on_filter_and_draw
