@@ -16,7 +16,7 @@ import tllm.stores
 from capture.truth import POINTS, WITHOUT_LAYER, meant, reduced
 from tllm import SamplingParams, result_memory
 from tllm.consumers.capture import landing
-from tllm.consumers.capture.activations import NOTHING_SELECTED, Activations
+from tllm.consumers.capture.activations import Activations
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.ports import ConsumerFlow, ResidualStream
 from tllm.runtime import answers
@@ -119,49 +119,6 @@ def test_samples_share_the_prompt_rows_which_are_captured_once(llm, truth):
         truth.check(output, spec)
     captured = llm.intervention_stats()[0]["rows_captured"] - before
     assert captured == 40 + 12 + 2 * 3 * 4
-
-
-@pytest.mark.parametrize("how", ["none", "mean"])
-@pytest.mark.parametrize(
-    "positions",
-    [
-        {"ranges": [[500, 600]]},
-        {"phase": "prompt", "ranges": [[20, 30]]},
-        {"phase": "generation", "windows": [[7, 9]]},
-        {"token_ids": [VOCAB - 1], "phase": "prompt"},
-        {"positions": [3], "exclude": {"ranges": [[0, 9]]}},
-    ],
-)
-def test_positions_of_no_token_are_told(llm, truth, tmp_path, positions, how):
-    """The result was `ok`, without a row; what else was captured stays as it is."""
-    llm.register_consumer(FilesystemConsumer(tmp_path))
-    [prompt] = prompts_of([20])
-    prompt = [token if token != VOCAB - 1 else 1 for token in prompt]
-    nothing = {"hooks": {"post_block": [1]}, "positions": positions, "reduction": how}
-    some = {"hooks": {"post_block": [1]}, "positions": "all_prompt"}
-    try:
-        for capture in (
-            {"memory": nothing, "filesystem": some},
-            {"memory": some, "filesystem": nothing},
-        ):
-            [output] = generate(llm, [prompt], greedy(4, capture=capture))
-            results = output.capture_results
-            [empty] = [name for name, asked in capture.items() if asked is nothing]
-            [full] = [name for name, asked in capture.items() if asked is some]
-            assert results[empty].status == "partial_error"
-            assert results[empty].error == NOTHING_SELECTED
-            assert results[full].status == "ok", results[full]
-            assert results[full].error is None
-    finally:
-        llm.unregister_consumer("filesystem")
-
-
-def test_samples_without_rows_of_their_own_are_not_told_that_nothing_was_selected(llm):
-    [prompt] = prompts_of([20])
-    asked = memory(hooks={"post_block": [1]}, positions="all_prompt")
-    [output] = generate(llm, [prompt], sampled(4, n=2, capture=asked))
-    for sample in output.outputs:
-        assert sample.capture_results["memory"].status == "ok"
 
 
 def test_generated_rows_alone_leave_the_prompt_to_the_prefix_cache(llm, truth):

@@ -21,12 +21,6 @@ IntArray = npt.NDArray[np.int32]
 _FEW = 256
 """Positions that are pickled as they are."""
 
-NOTHING_SELECTED = (
-    "nothing was captured: positions select no token that was computed, as all of the prompt are, "
-    "and of the generated ones all but the last; give positions of tokens that there are"
-)
-"""What is told of a sequence without rows."""
-
 _MANY_BYTES = 1 << 20
 """Rows that are not copied where that can be avoided."""
 
@@ -202,15 +196,6 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with the rows; or that there are none, with those of all stages and of the
-        prompt there."""
-        if self._problem is None and all(map(_is_empty, self._blocks)):
-            return NOTHING_SELECTED
-        return self._problem
-
-    @property
-    def damage(self) -> str | None:
-        """What is wrong with the rows that are there."""
         return self._problem
 
     # -- as the user sees it -------------------------------------------------------------------

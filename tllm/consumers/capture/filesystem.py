@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tllm.consumers.capture.activations import NOTHING_SELECTED, Activations, CapturedRows
+from tllm.consumers.capture.activations import Activations, CapturedRows
 from tllm.consumers.capture.capturing import Capturing, Ending
 from tllm.consumers.capture.reductions import sequence_key
 from tllm.ports import (
@@ -27,7 +27,6 @@ from tllm.ports import (
 )
 from tllm.spec.capture import OPTIONS, CaptureSpec
 from tllm.spec.reading import allow_options, require_one_of, whole_number
-from tllm.spec.selection import intersected
 from tllm.stores import (
     Layout,
     Published,
@@ -270,11 +269,9 @@ class FilesystemConsumer(Capturing):
             problems.append("the request was aborted; this is what was captured until then")
         else:
             activations = activations.up_to(len(request.token_ids))
-        problems.append(activations.damage)
-        spec = ending.spec
-        if not any(problems) and _selects_nothing(request, spec):
-            problems.append(NOTHING_SELECTED)
+        problems.append(activations.problem)
         error = "; ".join(filter(None, problems))
+        spec = ending.spec
         try:
             meta = self._meta(request, spec, error)
             published = self._hand_over(begun, meta, request, _pieces(activations, spec))
@@ -418,16 +415,6 @@ def _give_up(begun: RecordStream | Exception | None) -> None:
     """Keep nothing of a record."""
     if isinstance(begun, RecordStream) and begun.active:
         begun.abort()
-
-
-def _selects_nothing(request: RequestInfo, spec: CaptureSpec) -> bool:
-    """Whether none of a sequence's tokens is meant. Its rows do not say that: those of its prompt
-    may be in the record of sample 0, and another pipeline stage may have all of them."""
-    if spec.positions.media or spec.positions.everything:  # a prompt without an image is refused
-        return False
-    tokens = request.token_ids or ()
-    num_rows = max(request.prompt_len, len(tokens) - 1)
-    return not intersected(spec.positions.intervals(request.prompt_len, tokens), ((0, num_rows),))
 
 
 def _pieces(activations: Activations, spec: CaptureSpec) -> list[StackedRows]:
