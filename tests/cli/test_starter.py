@@ -85,7 +85,7 @@ def test_a_module_path_names_a_hook_point(path: str, expected: tuple[int, str]) 
         ("--target-layer-path model.model.layers[3].mlp", "target_site='mlp_out' cannot guide"),
         ("--num-answers 0", "must be 1 or more"),
         ("--graph-scratch-rows -1", "must be 0 or more"),
-        ("--model-bank-rank 0", "rank=0 must be 1 or more"),
+        ("--model-bank-rank 0", "rank=0 must be from 1 to 65536"),
     ],
 )
 def test_a_value_without_a_meaning_is_refused_with_a_sentence(
