@@ -378,6 +378,10 @@ def test_functions_of_one_name_are_told_apart_by_names_that_they_are_given(llm):
     assert sweep.values["a"].item() == third_alone.tensor.item() != sweep.values["b"].item()
 
 
+async def told_later(done, of):
+    """Nobody would await it."""
+
+
 def returned(logprobs):
     """No metric."""
     return logprobs
@@ -436,6 +440,7 @@ def returned(logprobs):
         ({"at_once": "a"}, "at_once='a' is not a whole number"),
         ({"at_once": 0}, "at_once=0 must be 1 or more"),
         ({"window": 0}, "window=0 must be 1 or more"),
+        ({"progress": told_later}, "progress=<function told_later.* is an async function"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(llm, change, sentence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -167,6 +168,12 @@ class Sweeping:
         self._pairs = pairs
         self._measures = measures
         self._watch = watch
+        for name, told in (("progress", watch.progress), ("each", watch.each)):
+            if inspect.iscoroutinefunction(told):
+                raise ValueError(
+                    f"{name}={told!r:.80} is an async function, and a sweep awaits none; give a "
+                    "plain one"
+                )
         self.form = form
         longest = max(len(pair.clean) for pair in pairs)
         given = form.positions

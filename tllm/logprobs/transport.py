@@ -95,8 +95,8 @@ class Arena:
         missing = rows - self.free
         if missing > 0:
             self._grow_if_possible(max(missing, self._rows + 2 * missing))
-        scattered = rows <= len(self._free) and self._run_of(rows) is None
-        if scattered and rows * self._row_bytes >= WORTHWHILE and self._fits(2 * rows):
+        many = rows <= len(self._free) and rows * self._row_bytes >= WORTHWHILE
+        if many and self._fits(2 * rows) and self._run_of(rows) is None:
             self._grow_if_possible(2 * rows)
 
     def _fits(self, rows: int) -> bool:

@@ -66,6 +66,12 @@ WORKER = (
         "Sequences that were to be steered and could not be",
     ),
     Figure(
+        "tllm:sequences_not_patched",
+        "sequences_not_patched",
+        True,
+        "Sequences that were to be patched and could not be",
+    ),
+    Figure(
         "tllm:conversations",
         "conversations",
         False,

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tllm.spec.conversations import LONGEST_S
+
 VARIABLE = "TLLM_SERVER"
 """Environment variable with the settings as JSON: `vllm serve` has no flags for its plugins."""
-
-
-LONGEST_S = 365 * 86400.0
 
 
 class ServerSettings(BaseModel):
