@@ -359,6 +359,25 @@ def test_unused_vectors_make_room_and_used_ones_do_not(narrow, reference):
     assert generate(narrow, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
 
 
+def test_global_steering_that_there_is_no_room_for_changes_nothing(narrow, reference):
+    """Every request would be refused that comes after it."""
+    room = 2**20 // (4 * HIDDEN)
+    asked = [SamplingParams(steering_vectors=at(V * (3 + i / room))) for i in range(room - 1)]
+    for i, params in enumerate(asked):
+        narrow.llm_engine.add_request(f"{i}", {"prompt_token_ids": [1]}, params)
+    three = {"post_block": {layer: V * (2 + layer) for layer in range(3)}}
+    with pytest.raises(ValueError, match="max_steering_mib=1; start the engine with a larger"):
+        narrow.steering.set(three)
+    assert narrow.steering.status()["global"] == {}
+    narrow.llm_engine.abort_request([f"{i}" for i in range(room - 1)])
+    assert generate(narrow, [PROMPTS[0]], {}) == [reference.greedy(PROMPTS[0], TOKENS)]
+    narrow.steering.set(three)
+    additions = [Addition(("post_block", layer), V * (2 + layer)) for layer in range(3)]
+    found = generate(narrow, [PROMPTS[0]], {})
+    narrow.steering.clear()
+    assert found == [reference.greedy(PROMPTS[0], TOKENS, additions)]
+
+
 GOOD = [0.0] * HIDDEN
 LAST = {"positions": [-1]}
 

@@ -570,8 +570,14 @@ class SteeringControl:
         composer = self._client.composer
 
         def steps() -> Steps[None]:
-            yield from self._change(GLOBAL, lambda: composer.with_more(given, positions, replace))
-            yield from self._client.bring(composer.groups(None))
+            yield ALONE
+            changed = False
+            while not changed:
+                yield from self._client.current()
+                merged = composer.with_more(given, positions, replace)
+                # What the workers have no room for would be refused with every request.
+                yield from self._client.bring(compose([merged]))
+                changed = yield from self._client.change(GLOBAL, cloudpickle.dumps(merged))
 
         return self._run(steps())
 
