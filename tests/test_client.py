@@ -33,7 +33,7 @@ def a_client(*consumers):
     client = Client()
     client._attached = True
     for consumer in consumers:
-        client._adopt(consumer, False)
+        client._adopt(consumer, False, "")
     return client
 
 
@@ -238,6 +238,7 @@ def test_what_a_request_asks_arrives_as_it_was_sent():
         prompt_id="b",
         num_samples=3,
         consumers={"c": {"k": 1}},
+        registrations={"c": "first"},
         reads=(read,),
         wants_tokens=True,
         acted=True,

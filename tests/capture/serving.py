@@ -17,6 +17,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from capture import ranks
 from tllm import AsyncLLM, SamplingParams
+from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerContext, ConsumerFlow, PortBundle, ResidualStream
 
 MEMORY = {"hooks": {"post_block": [1]}}
 DISK = {"hooks": {"post_block": [1]}, "tag": "t"}
@@ -40,6 +42,22 @@ def params(max_tokens: int, capture, **options) -> SamplingParams:
         output_kind=RequestOutputKind.CUMULATIVE,
         capture=capture,
     )
+
+
+class OfTheFirstRank(Consumer):
+    """Cannot begin on the second rank."""
+
+    consumer_id = "of the first"
+
+    def flows(self) -> list[ConsumerFlow]:
+        return [ConsumerFlow(reads=[ResidualStream.read(layer=1)])]
+
+    def start(self, ctx: ConsumerContext) -> None:
+        if not ctx.model.first_rank:
+            raise RuntimeError("no room here")
+
+    def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
+        raise RuntimeError("it was never registered")
 
 
 async def last(engine, prompt, asked, request_id):
@@ -125,6 +143,10 @@ async def serve(model: str, root: str) -> dict:
             await last(engine, [5, 6], wrong, "wrong")
         except ValueError as error:
             saved["refused"].append(str(error))
+    try:
+        await engine.register_consumer(OfTheFirstRank())
+    except RuntimeError as error:
+        saved["of the first rank"] = str(error)
     await last(engine, [7], params(2, both), "after")
     saved["calls_for_plain"] = await calls_for_plain(engine)
     for _ in range(100):

@@ -80,6 +80,12 @@ def test_an_aborted_request_has_what_was_captured_until_then(served, truth):
     assert {tuple(left.positions(*key).tolist()) for key in left.keys} == {(0,)}
 
 
+def test_a_consumer_that_cannot_begin_on_one_rank_is_on_none(served):
+    """What the other rank has of it must serve nobody: `consumers` are looked at below."""
+    saved, _ = served
+    assert saved["of the first rank"] == "consumer 'of the first' cannot begin: no room here"
+
+
 def test_what_is_wrong_is_refused_and_nothing_is_left(served):
     saved, _ = served
     positions, layer, consumer, by_hand = saved["refused"]

@@ -234,6 +234,35 @@ def test_consumers_of_one_front_end_serve_the_requests_of_the_other(two):
     assert not mine.is_attached_to(llm)
 
 
+def test_a_request_hears_that_another_front_end_removed_its_consumer(two):
+    llm, other = two
+    llm.register_consumer(LoggingConsumer())
+    asked = greedy(4, consumers={"logging": {}})
+    for name, params in (("asked", asked), ("not asked", greedy(4))):
+        llm.llm_engine.add_request(name, {"prompt_token_ids": [5, 6, 7]}, params)
+    llm.llm_engine.step()
+    other.run(other.client.unregister("logging"))
+    ended = {}
+    while llm.llm_engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in llm.llm_engine.step()}
+    result = ended["asked"].outputs[0].consumer_results["logging"]
+    assert result.status == "error"
+    assert result.error == "the consumer was unregistered before the request had ended"
+    assert ended["not asked"].outputs[0].consumer_results == {}
+
+
+def test_a_consumer_that_is_gone_when_it_is_first_heard_of_is_gone():
+    """Another front end may remove it before who registered it asks what is new."""
+    client = Client()
+    client._own["logging"] = payload = b"the one that was registered"
+    client._adopt(LoggingConsumer(), False, "first")
+    client._learn_consumer("logging", payload)
+    assert "logging" in client.consumers
+    client._own["logging"] = payload
+    client._learn_consumer("logging", None)
+    assert not client.consumers
+
+
 def test_a_steady_request_asks_the_workers_nothing(two, monkeypatch):
     llm, _ = two
     asked = greedy(

@@ -13,7 +13,8 @@ from engine.ahead import scheduling_ahead
 from engine.modes import Reader, vectors
 from engine.reference import HIDDEN
 from tllm import AsyncLLM, SamplingParams
-from tllm.ports import ResidualStream
+from tllm.consumers.base import Consumer
+from tllm.ports import ConsumerFlow, RequestMeta, ResidualStream
 
 READ = ResidualStream.read(layer=1, site="post_block", role="hidden")
 TURNS = [[5, 6, 7, 8], [30, 31, 32]]
@@ -43,6 +44,18 @@ ALWAYS = {
 REMEMBERED = {"post_block": {2: {"vector": [1.0] * HIDDEN, "when": {**ALWAYS, "scope": "rest"}}}}
 ENDED_AFTER = 3
 """Tokens before which it does not end a sample."""
+
+
+class Writing(Consumer):
+    """Adds to rows."""
+
+    consumer_id = "writing"
+
+    def flows(self):
+        return [ConsumerFlow(reads=[RequestMeta.read()], writes=[ResidualStream.write(layer=1)])]
+
+    def consume_bundle(self, bundle, ctx):
+        ctx.writer("delta").set(bundle.meta.requests, torch.ones(HIDDEN))
 
 
 def params(max_tokens: int, **options) -> SamplingParams:
@@ -250,6 +263,14 @@ async def main(model: str, output: str) -> None:
         "the same": await refused_session(engine, {"capture": other}, {"capture": other}),
         "the same steering": await refused_session(engine, vector, vector),
     }
+    await engine.register_consumer(Writing())
+    saved["refused"] |= {
+        name: await refused_session(
+            engine, *({"consumers": {"writing": {"enabled": each}}} for each in asked)
+        )
+        for name, asked in {"a writer": (False, True), "no writer": (False, False)}.items()
+    }
+    await engine.unregister_consumer("writing")
     session = await collect(engine, turns(), params(ANSWER, capture=CAPTURE), "session")
     saved["session"] = {
         "tokens": [list(o.outputs[0].token_ids) for o in session],

@@ -90,6 +90,36 @@ class Slotted(Counting, Consumer):
     seen: dict = field(default_factory=dict)
 
 
+class Numbered(Consumer):
+    """Takes numbers below its own."""
+
+    consumer_id = "numbered"
+
+    def __init__(self, own):
+        self.own = own
+
+    def flows(self):
+        return [flow()]
+
+    def validate_options(self, options):
+        if options.get("number", 0) >= self.own:
+            raise ValueError(f"number={options['number']} is too large for {self.own}")
+
+    def consume_bundle(self, bundle, ctx):
+        assert all(info.options.get("number", 0) < self.own for info in bundle.meta.requests)
+
+    def on_request_finished(self, request, ctx):
+        return self.own, request.options.get("number")
+
+
+def ended(llm):
+    """Step until all requests have ended; their last outputs."""
+    outputs = {}
+    while llm.llm_engine.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.llm_engine.step()}
+    return outputs
+
+
 class TestRegistration:
     def test_a_consumer_registered_mid_traffic_sees_rows_from_the_next_step_on(self, llm):
         start(llm, "early", prompts_of([5])[0], greedy(8))
@@ -176,6 +206,40 @@ class TestRegistration:
         assert (result.status, result.payload) == ("partial_error", None)
         assert "registered anew" in result.error
         assert outputs["not asked"].outputs[0].consumer_results == {}
+
+    @pytest.mark.parametrize("steps", [0, 3])
+    def test_a_request_hears_that_another_consumer_has_the_id_that_it_named(self, llm, steps):
+        """Also one that waited, or that the new consumer cannot serve, which harms nobody else."""
+        asked = {"consumers": {"numbered": {"number": 7}}}
+        llm.register_consumer(Numbered(10))
+        start(llm, "asked", prompts_of([5])[0], greedy(6, **asked))
+        start(llm, "unasked", prompts_of([5])[0], greedy(6))
+        for _ in range(steps):
+            llm.llm_engine.step()
+        llm.unregister_consumer("numbered")
+        for _ in range(1 if steps else 0):  # it may run without any for a while
+            llm.llm_engine.step()
+        llm.register_consumer(Numbered(20))
+        outputs = ended(llm)
+        result = outputs["asked"].outputs[0].consumer_results["numbered"]
+        assert (result.status, result.payload) == ("partial_error", (20, 7))
+        told = "anew while the request ran" if steps else "another registered under its id, before"
+        assert told in result.error
+        unasked = outputs["unasked"].outputs[0].consumer_results["numbered"]
+        assert unasked.status == "partial_error" if steps else "ok"
+
+        start(llm, "asked", prompts_of([5])[0], greedy(6, **asked))
+        for _ in range(steps):
+            llm.llm_engine.step()
+        llm.unregister_consumer("numbered")
+        llm.register_consumer(Numbered(5))
+        start(llm, "beside", prompts_of([5])[0], greedy(6, consumers={"numbered": {"number": 3}}))
+        outputs = ended(llm)
+        result = outputs["asked"].outputs[0].consumer_results["numbered"]
+        assert (result.status, result.payload) == ("error", None)
+        assert "cannot do what it asks: ValueError: number=7 is too large for 5" in result.error
+        result = outputs["beside"].outputs[0].consumer_results["numbered"]
+        assert (result.status, result.payload) == ("ok", (5, 3))
 
     def test_a_second_consumer_of_the_same_id_is_refused(self, llm):
         llm.register_consumer(Recorder(flow()))

@@ -133,6 +133,8 @@ def test_an_input_that_asks_otherwise_than_its_request_is_refused(saved):
         assert "asks for steering of its own" in refused[name]
     assert "asks for DELTA, and the request for CUMULATIVE" in refused["deltas"]
     assert refused["the same"] is refused["the same steering"] is None
+    assert "consumers['writing']: an input of a streamed prompt asks for it" in refused["a writer"]
+    assert refused["no writer"] is None
     assert "stop_when was given for a prompt that is streamed" in refused["stop_when"]
     assert "conversation was given for a prompt that is streamed" in refused["conversation"]
     assert (

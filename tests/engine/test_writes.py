@@ -197,3 +197,25 @@ def test_a_consumer_that_writes_nan_is_detached_and_spoils_no_block(llm):
     llm.clear_consumers()
     llm.reset_prefix_cache()
     assert tokens_of(generate(llm, prompts, greedy(6))) == before
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_who_comes_to_write_serves_no_request_whose_blocks_are_shared(llm, reference, steps):
+    """Blocks with rows that were written to would be found by requests that nobody writes to."""
+    place, v = ("post_block", 1), vector(12)
+    (prompt,) = prompts_of([40], seed=12)
+    llm.llm_engine.add_request("early", {"prompt_token_ids": prompt}, greedy(60))
+    for _ in range(steps):
+        llm.llm_engine.step()
+    adder = llm.register_consumer(Adder(place, v))
+    llm.llm_engine.add_request("late", {"prompt_token_ids": [*prompt, 1]}, greedy(3))
+    ended = {}
+    while llm.llm_engine.has_unfinished_requests():
+        ended |= {o.request_id: list(o.outputs[0].token_ids) for o in llm.llm_engine.step()}
+    assert ended["early"] == reference.greedy(prompt, 60)
+    assert ended["late"] == reference.greedy([*prompt, 1], 3, [Addition(place, v)])
+    llm.unregister_consumer(adder)
+    again = [*prompt, *ended["early"][:50]]
+    (output,) = generate(llm, [again], greedy(3))
+    assert output.num_cached_tokens == 64
+    assert tokens_of([output]) == [reference.greedy(again, 3)]

@@ -189,3 +189,22 @@ def test_results_nobody_comes_for_are_forgotten_and_counted(monkeypatch):
         results._keep(info(prompt_id), "mine", 1, None)
     assert results.forgotten == 1
     assert sorted(results.pop("abc", 0)) == ["b", "c"]
+
+
+def test_what_begins_after_its_prompt_was_given_up_is_not_kept():
+    """Of several samples some may wait in the engine, whose user has left."""
+    results = results_of({"mine": 1})
+    results.discard(["prompt"])
+    results._keep(info(sample=1), "mine", 2, None)
+    assert results.num_kept == 0
+    results._keep(info("another"), "mine", 3, None)
+    assert results.num_kept == 1
+
+
+def test_only_so_many_prompts_that_were_given_up_are_remembered(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_GIVEN_UP", 2)
+    results = results_of({})
+    results.discard(["a", "b", "c"])
+    for name in ("a", "b", "c"):
+        results._keep(info(name), "mine", 1, None)
+    assert {*results.pop(["a", "b", "c"], 0.0)} == {"a"}

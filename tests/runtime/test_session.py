@@ -100,7 +100,9 @@ class Engine:
 
     def start(self, name, *steering, consumers=(), patch=()):
         options = {consumer: {"enabled": True} for consumer in consumers}
-        spec = RequestSpec(name, name, steering=steering, consumers=options, patch=patch)
+        spec = RequestSpec(
+            name, name, steering=steering, consumers=options, patch=patch, isolated=True
+        )
         self.session.sequences.start(name, [1] * PROMPT, PROMPT, spec, 0)
         self.computed[name] = 0
 

@@ -55,7 +55,8 @@ class Attached:
         return self._tllm.consumers
 
     def register_consumer(self, consumer: Consumer | str) -> Any:
-        """Add a consumer now; it sees rows from the next forward pass on.
+        """Add a consumer now; it sees rows from the next forward pass on. One that writes to rows
+        serves the requests that are added from then on.
 
         Returns:
             The consumer: its `synchronize()` and `read_stats()` reach the workers.
@@ -137,6 +138,7 @@ class SyncClient:
         """Put results on the last outputs of requests."""
         for output in outputs:
             self._client.release(output.tllm_request)
+        self.calls.run(self._client.hear_who_left([each.tllm_request for each in outputs]))
         self.calls.run(self._client.gather(outputs, self.result_timeout_s, alone=True))
 
     def refuse(self, request: Prepared) -> None:
@@ -214,6 +216,7 @@ class AsyncClient:
                 theirs, request_id, results=request.keeps_results, streamed=True, first=request
             )
             own = await self.calls.run(steps)
+            self._client.check_input(request, own)
             if own.capture_options != request.capture_options:
                 raise RefusedError(
                     "capture: an input of a streamed prompt asks otherwise than the request "
@@ -237,6 +240,7 @@ class AsyncClient:
         """Put results on the last output of a request; plain requests cost the engine nothing."""
         output.tllm_request = request
         if request.keeps_results:
+            await self.calls.run(self._client.hear_who_left([request]))
             await self.calls.run(self._client.gather([output], self.result_timeout_s, alone=False))
         self._finished.add(request.prompt_id)
 

@@ -115,7 +115,10 @@ class Client:
         self._waiting = list(consumers)
         self._capturing = set(capturing)
         self._flows: dict[str, tuple[ConsumerFlow, ...]] = {}
-        self._own: set[str] = set()  # consumers that were registered here, and not heard of yet
+        #: By id, what consumers were registered with here that were not heard of yet.
+        self._own: dict[str, bytes] = {}
+        #: Of the consumers that are there: each tells one from others of its id.
+        self._registrations: dict[str, str] = {}
         self._params = CheckedParams()
         #: Groups that requests wait for, each under a key of its own.
         self._wanted: dict[object, Sequence[SteeringGroup]] = {}
@@ -172,7 +175,8 @@ class Client:
         while self._waiting:
             consumer = self._waiting[0]
             if consumer.consumer_id in self.consumers:  # another front end was first
-                self._adopt(consumer, consumer.consumer_id in self._capturing)
+                known = self._registrations[consumer.consumer_id]
+                self._adopt(consumer, consumer.consumer_id in self._capturing, known)
             else:
                 yield from self._add(consumer, consumer.consumer_id in self._capturing)
             self._waiting.pop(0)
@@ -213,8 +217,8 @@ class Client:
         self._version = version
 
     def _learn_consumer(self, name: str, payload: bytes | None) -> None:
-        if name in self._own:
-            self._own.remove(name)
+        own = self._own.pop(name, None)
+        if payload is not None and payload == own:
             return
         gone = self.consumers.pop(name, None)
         self._capturing.discard(name)
@@ -223,9 +227,10 @@ class Client:
         if payload is not None:
             self._adopt(*cloudpickle.loads(payload))
 
-    def _adopt(self, consumer: Consumer, capturing: bool) -> None:
+    def _adopt(self, consumer: Consumer, capturing: bool, registration: str) -> None:
         """A consumer is registered: this object stands for its copies in the workers."""
         self.consumers[consumer.consumer_id] = consumer
+        self._registrations[consumer.consumer_id] = registration
         self._flows[consumer.consumer_id] = tuple(consumer.flows())
         if capturing:
             self._capturing.add(consumer.consumer_id)
@@ -233,9 +238,9 @@ class Client:
 
     def _add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
         """Register a consumer, unless one of its id is there; whether it was."""
-        name = consumer.consumer_id
+        name, registration = consumer.consumer_id, os.urandom(8).hex()
         try:
-            payload = cloudpickle.dumps((consumer, capturing))
+            payload = cloudpickle.dumps((consumer, capturing, registration))
         except Exception as error:
             raise TypeError(
                 f"consumer {name!r} cannot be copied to the workers: {reason_of(error)}; make what "
@@ -244,12 +249,14 @@ class Client:
         try:
             added = any((yield WorkerCall("register", (name, payload))))
         except (ValueError, RuntimeError) as error:  # of several, which one it is
+            yield WorkerCall("withdraw", (name, registration))  # other workers may have it
+            yield from self._fetch()
             if type(error) not in (ValueError, RuntimeError) or repr(name) in str(error):
                 raise
             raise type(error)(f"consumer {name!r} cannot begin: {error}") from error
         if added:
-            self._own.add(name)
-            self._adopt(consumer, capturing)
+            self._own[name] = payload
+            self._adopt(consumer, capturing, registration)
         yield from self._fetch()
         return added
 
@@ -469,6 +476,19 @@ class Client:
         """A request has ended, or did not begin."""
         self.held.release(prepared.prompt_id)
 
+    def check_input(self, request: Prepared, later: Prepared) -> None:
+        """Refuse a later input of a streamed prompt whose rows would be written to by a consumer
+        that the request did without: its cached blocks are shared with others."""
+        if wire_of(request.params).get("isolated"):
+            return
+        wanted = later.named | (request.unused - later.unused)
+        for name in sorted(wanted & self.consumers.keys()):
+            if any(w.port == "residual_stream" for flow in self._flows[name] for w in flow.writes):
+                raise RefusedError(
+                    f"consumers[{name!r}]: an input of a streamed prompt asks for it, and it "
+                    "writes to rows; ask for it in the request, or begin another one"
+                )
+
     def leave(self, prepared: Prepared) -> WorkerCall | None:
         """What the workers have to hear of a request that did not begin, beside that it is over."""
         if prepared.conversation is None:
@@ -500,6 +520,7 @@ class Client:
             prompt_id=prompt_id if kind.results else "",
             num_samples=params.n if kind.generates else 1,
             consumers=asked.consumers,
+            registrations=self._registrations_of(asked, uses),
             reads=tuple(dict.fromkeys(uses.reads)),
             wants_tokens=uses.wants_tokens,
             acted=uses.acting is not None,
@@ -530,6 +551,12 @@ class Client:
         if media is not None:
             self._unplaced[spec.prompt_id] = prepared
         return prepared
+
+    def _registrations_of(self, asked: Asked, uses: Uses) -> dict[str, str]:
+        """By which consumers a request was accepted, of those that it names and that are not of
+        every engine: another may have the id of one when it begins."""
+        named = asked.consumers.keys() - uses.unused - BUILT_IN.keys()
+        return {name: self._registrations[name] for name in named}
 
     def _checked_uses(
         self, kind: RequestKind, asked: Asked, groups: Sequence[SteeringGroup]
@@ -635,6 +662,16 @@ class Client:
         if prepared.named - self.consumers.keys():  # it asked for what has left
             return True
         return bool(used) or (bool(prepared.groups) and bool(self.consumers))
+
+    def hear_who_left(self, requests: Iterable[Prepared]) -> Steps[None]:
+        """Know which consumers other front ends have removed, before the results of requests that
+        name some are gathered."""
+        if self.is_current or not any(request.named for request in requests):
+            return
+        try:
+            yield from self.current()
+        except Exception as error:  # the engine is going down, and `gather` says so
+            logger.warning("it is not known which consumers have left: %s", error)
 
     def gather(
         self, outputs: Sequence[Any], timeout_s: float | None, *, alone: bool

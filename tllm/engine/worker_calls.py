@@ -37,7 +37,7 @@ class WorkerCalls:
         self._registered = Registered()
         self._groups = HeldGroups(session.steering)
         self._conversations = Conversations(options.max_conversations)
-        self._consumers: set[str] = set()
+        self._consumers: dict[str, str] = {}  # registration by id
         self._front_ends = 1
 
     def close(self) -> None:
@@ -85,21 +85,28 @@ class WorkerCalls:
         """Add a consumer, unless one of this id is there; whether it was added.
 
         Args:
-            payload: the consumer, pickled, first in a tuple; this worker makes a copy of its own.
+            payload: the consumer, pickled, first in a tuple, of which this worker makes a copy of
+                its own, and last its registration.
         """
         if consumer_id in self._consumers:
             return False
-        self._session.register(cloudpickle.loads(payload)[0])
-        self._consumers.add(consumer_id)
+        consumer, *_, registration = cloudpickle.loads(payload)
+        self._session.register(consumer, registration)
+        self._consumers[consumer_id] = registration
         self._registered.put(f"consumer:{consumer_id}", payload)
         return True
 
     def unregister(self, consumer_id: str | None) -> None:
         """Remove a consumer, or all."""
         self._session.unregister(consumer_id)
-        for name in sorted(self._consumers if consumer_id is None else {consumer_id}):
-            self._consumers.remove(name)
+        for name in sorted(self._consumers) if consumer_id is None else [consumer_id]:
+            del self._consumers[name]
             self._registered.put(f"consumer:{name}", None)
+
+    def withdraw(self, consumer_id: str, registration: str) -> None:
+        """Remove a consumer that could not be registered in every worker, where it is."""
+        if self._consumers.get(consumer_id) == registration:
+            self.unregister(consumer_id)
 
     def update_steering(
         self,

@@ -138,8 +138,10 @@ class BoundConsumer:
     Args:
         writers: by role.
         call: calls into a consumer, and keeps what it raises to it.
+        registration: tells it from others that had its id, or will have.
 
     Attributes:
+        writes_rows: whether it adds to rows, in any worker.
         forgotten: how often sequences have changed, so that what was said of them is asked anew.
     """
 
@@ -150,8 +152,10 @@ class BoundConsumer:
         writers: Mapping[str, ResidualWriter],
         result_memory: ResultMemory,
         call: Callable[..., Any],
+        registration: str = "",
     ) -> None:
         self.consumer = consumer
+        self.registration = registration
         self.id = consumer.consumer_id
         self.hears_step_end = consumer.hears_step_end
         self.context = Context(self, model, writers, result_memory)
@@ -165,6 +169,9 @@ class BoundConsumer:
             for write in flow.writes
             if write.port == "cpu_export"
         }
+        self.writes_rows = any(
+            write.port == "residual_stream" for flow in consumer.flows() for write in flow.writes
+        )
         self.thread = DeliveryThread(f"tllm-{self.id}", model.device)
         self.export_thread = DeliveryThread(f"tllm-{self.id}-export", model.device)
         self.error: str | None = None
@@ -198,8 +205,16 @@ class BoundConsumer:
         }
 
     def serves(self, sequence: RunningSequence) -> bool:
-        """Whether the sequence uses it."""
+        """Whether the sequence uses it. One that was accepted when nobody wrote to its rows shares
+        its cached blocks with others: whoever writes does not serve it."""
+        if self.writes_rows and not sequence.isolated:
+            return False
         return sequence.uses(self.id, unasked=not self.consumer.on_request_only)
+
+    def is_of_another(self, sequence: RunningSequence) -> bool:
+        """Whether the sequence names one of this id that was registered before this one, or after
+        it."""
+        return sequence.registrations.get(self.id, self.registration) != self.registration
 
     def info(self, sequence: RunningSequence) -> RequestInfo:
         """The sequence as this consumer sees it, with the options meant for it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
 from tllm.ports import ModelView
+from tllm.ports.payload import reason_of
 from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
@@ -81,8 +83,11 @@ class RegisteredConsumers:
             owner.alive and not owner.consumer.on_request_only for owner in self
         )
 
-    def register(self, consumer: ConsumerProtocol) -> None:
+    def register(self, consumer: ConsumerProtocol, registration: str = "") -> None:
         """Add a consumer; it sees rows from the next forward pass on.
+
+        Args:
+            registration: tells it from others of its id.
 
         Raises `ValueError` when a flow asks for what this engine does not have.
         """
@@ -107,6 +112,7 @@ class RegisteredConsumers:
             {**own, **elsewhere},
             self.result_memory,
             self.dispatcher.call,
+            registration,
         )
         owner.flows = [
             self._binder.bound(owner, number, flow, here)
@@ -125,6 +131,8 @@ class RegisteredConsumers:
                 raise
             raise RuntimeError(f"consumer {owner.id!r} raised {error!r} in start") from error
         for sequence in self._slots:
+            if owner.is_of_another(sequence):  # rows before are missing, whether that had any
+                sequence.left.add(owner.id)
             self.ask(sequence, owner)
         self.reassign()
         for sequence in self._slots:
@@ -220,6 +228,10 @@ class RegisteredConsumers:
         if not (owner.alive and owner.serves(sequence)):
             return
         options = sequence.consumers.get(owner.id, {})
+        if owner.is_of_another(sequence) and (refusal := _refusal_of(owner, options)):
+            sequence.errors[owner.id] = refusal
+            sequence.refused.add(owner.id)
+            return
         try:
             flows = owner.consumer.request_flows(options, self.model.num_layers)
             asked = []
@@ -256,3 +268,17 @@ class RegisteredConsumers:
     def forget_writes(self, slot: int, owner: BoundConsumer) -> None:
         """Add nothing more to a sequence in a consumer's name."""
         self.additions.forget(slot, self._writers.get(owner.id, ()))
+
+
+def _refusal_of(owner: BoundConsumer, options: Mapping[str, Any]) -> str:
+    """Why a consumer cannot do what another of its id was asked for; empty where it can."""
+    try:
+        owner.consumer.validate_options(options)
+    except BaseException as error:  # the options were never meant for it: no fault of its own
+        if ends_process(error):
+            raise
+        return (
+            f"another consumer was registered under the id {owner.id!r} after the request was "
+            f"added, and cannot do what it asks: {reason_of(error)}"
+        )
+    return ""

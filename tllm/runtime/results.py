@@ -25,9 +25,17 @@ PENDING: dict[str, Any] = {"status": "pending", "error": None, "payload": None}
 #: Results nobody came for are forgotten beyond this many prompts.
 _MAX_KEPT = 65536
 
+#: Prompts that were given up are remembered, up to so many: sequences of theirs may still begin.
+_MAX_GIVEN_UP = 4096
+
 _CAME_ANEW = (
     "the consumer was unregistered and registered anew while the request ran, so that rows before "
     "that are missing; register another under an id of its own"
+)
+
+_REPLACED = (
+    "the consumer was unregistered, and another registered under its id, before the request began: "
+    "this is of the other one; register it under an id of its own"
 )
 
 _DROPPED = (
@@ -71,6 +79,7 @@ class Results:
         self._kept: OrderedDict[str, dict[int, dict[str, _Pending]]] = OrderedDict()
         #: By prompt and consumer: sequences that ended, and whose tokens are not known.
         self._late: dict[str, dict[str, list[RequestInfo]]] = {}
+        self._given_up: OrderedDict[str, None] = OrderedDict()
         self.forgotten = 0
 
     def conclude(self, sequence: RunningSequence, step: int) -> None:
@@ -94,7 +103,8 @@ class Results:
                     late.setdefault(owner.id, []).append(info)
                 else:
                     result = self._ask(owner, info, step)
-                    if result is None and owner.id in sequence.left & sequence.consumers.keys():
+                    anew = (sequence.left | sequence.replaced) & sequence.consumers.keys()
+                    if result is None and owner.id in anew:
                         result = RequestResult(None)
                     if result is not None:
                         results[owner.id] = result
@@ -163,6 +173,9 @@ class Results:
         """Nobody will come for the results of prompts, made or promised."""
         for prompt_id in prompt_ids:
             self._kept.pop(prompt_id, None)
+            self._given_up[prompt_id] = None
+        while len(self._given_up) > _MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
 
     @property
     def num_kept(self) -> int:
@@ -181,6 +194,8 @@ class Results:
         missing: str | None,
         num_tokens: int | None = None,
     ) -> None:
+        if info.prompt_id in self._given_up:
+            return
         samples = self._kept.setdefault(info.prompt_id, {})
         samples.setdefault(info.sample_index, {})[consumer] = _Pending(result, missing, num_tokens)
         while len(self._kept) > _MAX_KEPT:
@@ -269,4 +284,6 @@ def _missing(sequence: RunningSequence, consumer_id: str) -> str | None:
     rows = sequence.dropped.get(consumer_id)
     dropped = _DROPPED.format(rows=rows) if rows else None
     came_anew = _CAME_ANEW if consumer_id in sequence.left else None
+    if came_anew is None and consumer_id in sequence.replaced:
+        came_anew = _REPLACED
     return "; ".join(filter(None, (dropped, came_anew))) or None

@@ -76,12 +76,16 @@ class RunningSequences:
             spec.steering,
             spec.patch,
             () if spec.conversation is None else spec.conversation.held,
+            registrations=spec.registrations,
+            isolated=spec.isolated,
         )
         self.slots.add_sequence(sequence)
         if spec.acted:
             tokens = prompt_token_ids or ()
             self._controllers.start(sequence, spec.steered_from(prompt_len, tokens))
         for owner in self._consumers:
+            if owner.is_of_another(sequence):
+                sequence.replaced.add(owner.id)
             self._consumers.ask(sequence, owner)
         self._assignments.assign(sequence)
         self._judged.start(sequence, spec)

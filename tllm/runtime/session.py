@@ -141,9 +141,9 @@ class Session:
 
     # -- between steps -----------------------------------------------------------------------------
 
-    def register(self, consumer: ConsumerProtocol) -> None:
+    def register(self, consumer: ConsumerProtocol, registration: str = "") -> None:
         """Add a consumer; see `RegisteredConsumers.register`."""
-        self.consumers.register(consumer)
+        self.consumers.register(consumer, registration)
 
     def unregister(self, consumer_id: str | None = None) -> None:
         """Remove a consumer, or all of them, after its pending rows were handed out."""

@@ -82,7 +82,13 @@ class RunningSequence:
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows that were given up, by the id of the consumer that asked for them."""
     left: set[str] = field(default_factory=set)
-    """Consumers that were unregistered while they served it. One may have come anew since."""
+    """Consumers that were unregistered while it ran. One may have come anew since."""
+    replaced: set[str] = field(default_factory=set)
+    """Consumers that it names, and of whose ids there was another when it was accepted."""
+    registrations: Mapping[str, str] = field(default_factory=dict)
+    """Of the consumers that it names, which one of that id it was accepted with."""
+    isolated: bool = False
+    """Whether its cached blocks are its own, so that its rows may be written to."""
     token_ids: tuple[int, ...] | None = None
     """All tokens, once it has ended and they are known."""
     ended: bool = False

@@ -96,6 +96,7 @@ class RequestSpec:
             results are kept under it. Empty when nobody will come for results.
         num_samples: n.
         consumers: options by consumer id.
+        registrations: of the consumers that it names, which one of that id it was accepted with.
         reads: the rows that somebody reads, those of generated tokens too.
         wants_tokens: the workers are told its tokens when it ends.
         acted: controllers may act on it.
@@ -118,6 +119,7 @@ class RequestSpec:
     prompt_id: str = ""
     num_samples: int = 1
     consumers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    registrations: Mapping[str, str] = field(default_factory=dict)
     reads: tuple[RowsRead, ...] = ()
     wants_tokens: bool = False
     acted: bool = False
@@ -145,6 +147,8 @@ class RequestSpec:
             wire["num_samples"] = self.num_samples
         if self.consumers:
             wire["consumers"] = dict(self.consumers)
+        if self.registrations:
+            wire["registrations"] = dict(self.registrations)
         if self.reads:
             wire["reads"] = [read.to_wire() for read in self.reads]
         if self.wants_tokens:
