@@ -181,16 +181,21 @@ def test_who_did_not_see_the_last_change_changes_nothing():
     assert registered.since(1) == {"steering": (2, None), "module:x": (3, b"c")}
 
 
+class SecondFront:
+    """What the user of another front end calls."""
+
+    def __init__(self, client, run):
+        self.client, self.run, self.steering = client, run, SteeringControl(client, run)
+        client.speak_for(self)
+
+
 @pytest.fixture(scope="module")
 def two(tiny_model):
     """An engine, and a second front end of its workers."""
     llm = LLM(tiny_model, **TINY_ENGINE)
     other = Client()
     calls = SyncCalls(llm.llm_engine, other.shared.token, list)
-    other.handle = object()
-    return llm, SimpleNamespace(
-        client=other, run=calls.run, steering=SteeringControl(other, calls.run)
-    )
+    return llm, SecondFront(other, calls.run)
 
 
 def test_what_one_front_end_sets_steers_the_requests_of_the_other(two):

@@ -1,6 +1,7 @@
 """Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
 
 import re
+import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,12 +9,14 @@ from threading import Lock
 
 import pytest
 import torch
+from tiny_engines import TINY_ENGINE
 
 from engine.asking import assert_rows_match, generate, greedy, prompts_of, sampled, tokens_of
 from engine.recorder import Recorder
 from engine.reference import HIDDEN
-from tllm import SamplingParams
+from tllm import LLM, SamplingParams
 from tllm.consumers.base import Consumer
+from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, CpuExport, Logits, ResidualStream, Sampler
 
@@ -118,6 +121,29 @@ def ended(llm):
     while llm.llm_engine.has_unfinished_requests():
         outputs |= {output.request_id: output for output in llm.llm_engine.step()}
     return outputs
+
+
+def test_an_engine_ends_with_its_user_and_others_of_the_process_go_on(
+    llm, tiny_model, tmp_path, reference
+):
+    """The user may keep a consumer, and what speaks for it; the next may have its store."""
+    asked = greedy(3, capture={"filesystem": {"hooks": {"post_block": [1]}}})
+    for _ in range(2):
+        consumer = FilesystemConsumer(tmp_path / "store")
+        other = LLM(tiny_model, capture_consumers=[consumer], **TINY_ENGINE)
+        (output,) = generate(other, prompts_of([5]), asked)
+        assert output.capture_results["filesystem"].status == "ok"
+        engine, steering = weakref.ref(other.llm_engine), other.steering
+        del other
+        assert engine() is None
+        with pytest.raises(RuntimeError, match="consumer 'filesystem' was registered in has ended"):
+            consumer.read_stats()
+        with pytest.raises(RuntimeError, match="this engine has ended"):
+            steering.status()
+    for prompt, tokens in zip(
+        prompts_of([5, 9]), tokens_of(generate(llm, prompts_of([5, 9]), greedy(3))), strict=True
+    ):
+        assert tokens == reference.greedy(prompt, 3)
 
 
 class TestRegistration:

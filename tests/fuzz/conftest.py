@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine.ahead import scheduling_ahead
-from engine.conftest import plain_engine  # noqa: F401 - a fixture
+from engine.conftest import kept_plain_engine, plain_engine  # noqa: F401 - fixtures
 from tiny_engines import TINY_ENGINE
 
 from fuzz.rounds import SETUPS, Attack

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -77,6 +78,17 @@ async def drive_async(
         return result
 
 
+def living(engine: weakref.ref[LLMEngine]) -> LLMEngine:
+    """An engine, which ends with what its user has of it; `RuntimeError` where it has ended."""
+    found = engine()
+    if found is None:
+        raise RuntimeError(
+            "this engine has ended, since nobody had it any more; keep the LLM for as long as its "
+            "steering, patching and consumers are used"
+        )
+    return found
+
+
 class SyncCalls:
     """Does what steps want, for an engine whose caller waits.
 
@@ -87,7 +99,7 @@ class SyncCalls:
     """
 
     def __init__(self, engine: LLMEngine, token: str, over: Callable[[], list[str]]) -> None:
-        self._engine = engine
+        self._engine = weakref.ref(engine)  # which has us
         self._token = token
         self._over = over
 
@@ -101,7 +113,7 @@ class SyncCalls:
         if over:
             self.ask(WorkerCall("take_results", (over,)))
         payload = cloudpickle.dumps(call.args)
-        answers = ask_workers(self._engine, "tllm", (call.method, payload, self._token))
+        answers = ask_workers(living(self._engine), "tllm", (call.method, payload, self._token))
         return decode_answers(answers())
 
     def _do(self, step: WorkerCall | Pause | Alone) -> Any:

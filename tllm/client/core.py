@@ -10,7 +10,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -86,12 +87,11 @@ class Client:
 
     Attributes:
         consumers: those that are registered, by id, whichever front end did it.
-        handle: what the user calls; registered consumers reach the workers through it.
         over: prompts that are over and that the workers have not heard of.
         replicas: data-parallel ones that this front end sends requests to.
     """
 
-    handle: Any = None
+    _handle: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Client:
             return
         gone = self.consumers.pop(name, None)
         self._capturing.discard(name)
-        if gone is not None and gone.is_attached_to(self.handle):
+        if gone is not None and gone.is_attached_to(self._handle()):
             gone.attach(None)
         if payload is not None:
             self._adopt(*cloudpickle.loads(payload))
@@ -234,7 +234,7 @@ class Client:
         self._flows[consumer.consumer_id] = tuple(consumer.flows())
         if capturing:
             self._capturing.add(consumer.consumer_id)
-        consumer.attach(self.handle)
+        consumer.attach(self._handle())
 
     def _add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
         """Register a consumer, unless one of its id is there; whether it was."""
@@ -263,8 +263,8 @@ class Client:
     # -- consumers -------------------------------------------------------------------------------
 
     def speak_for(self, handle: Any) -> None:
-        """Let consumers reach the workers through what the user calls."""
-        self.handle = handle
+        """Let consumers reach the workers through what the user calls, which has this object."""
+        self._handle = weakref.ref(handle)
         for consumer in self._waiting:
             consumer.attach(handle)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from vllm import AsyncLLMEngine, LLMEngine
 
-from tllm.client.calls import Steps, drive, drive_async
+from tllm.client.calls import Steps, drive, drive_async, living
 from tllm.params import SamplingParams
 
 _T = TypeVar("_T")
@@ -34,13 +35,13 @@ class SyncGeneration:
     """
 
     def __init__(self, engine: LLMEngine, run: Callable[[Steps[Any]], Any]) -> None:
-        self._engine = engine
+        self._engine = weakref.ref(engine)  # which may have us
         self._run = run
 
     @property
     def tokenizer(self) -> Any:
         """The engine's."""
-        return self._engine.get_tokenizer()
+        return living(self._engine).get_tokenizer()
 
     def do(self, work: Work[_T]) -> _T:
         """Take work to its end."""
@@ -51,7 +52,7 @@ class SyncGeneration:
 
     def _computed(self, asked: Generation) -> list[Any]:
         """The outputs of requests, while nobody else's run."""
-        engine = self._engine
+        engine = living(self._engine)
         if engine.has_unfinished_requests():
             raise ValueError(
                 "requests of this engine are unfinished, and their outputs would be lost; step "

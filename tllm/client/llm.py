@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import fields
 from functools import wraps
@@ -97,7 +98,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             super().__init__(model, **arguments)
         self._sync = SyncClient(self.llm_engine, client, result_timeout_s)
         self._front = self._sync.front
-        self._front.handle = self
+        self._front.handle = weakref.ref(self)
         run = self._sync.calls.run
         self._set_up(client, run, SyncGeneration(self.llm_engine, run))
         self._run(client.current())
@@ -312,7 +313,7 @@ def attach(
         sync = SyncClient(engine, client, result_timeout_s)
         run = sync.calls.run
         handle._set_up(client, run, SyncGeneration(engine, run))
-        sync.front.handle = handle
+        sync.front.handle = lambda: handle
     else:
         _attached(handle, engine, chosen, capturing, result_timeout_s)
     return handle
@@ -330,7 +331,7 @@ def _attached(
     driver = AsyncClient(engine, client, result_timeout_s)
     run = driver.calls.run
     handle._set_up(client, run, AsyncGeneration(engine, run))
-    driver.front.handle = handle
+    driver.front.handle = weakref.ref(handle) if handle is engine else lambda: handle
     return driver
 
 

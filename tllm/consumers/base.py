@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
@@ -23,12 +24,27 @@ from tllm.ports import (
 class Copies:
     """Those of a consumer in an engine's workers. A copy of the consumer has none of its own.
 
-    Attributes:
-        engine: has `synchronize(consumer)` and `read_stats(consumer)`.
+    Args:
+        engine: has `synchronize(consumer)` and `read_stats(consumer)`. It is not kept: it ends with
+            its user, who may keep the consumer.
     """
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
+        self._engine = weakref.ref(engine)
+
+    def are_in(self, engine: Any) -> bool:
+        """Whether they are of that engine."""
+        return self._engine() is engine
+
+    def ask(self, method: str, consumer: Consumer) -> Any:
+        """Call a method of the engine; `RuntimeError` where it has ended."""
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError(
+                f"the engine that consumer {consumer.consumer_id!r} was registered in has ended; "
+                f"call {method}() before, or keep the engine"
+            )
+        return getattr(engine, method)(consumer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -92,7 +108,7 @@ class Consumer(ABC):
 
     def is_attached_to(self, engine: Any) -> bool:
         """Whether this object stands for its copies in that engine's workers."""
-        return self._copies is not None and self._copies.engine is engine
+        return self._copies is not None and self._copies.are_in(engine)
 
     def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
         """The same for one request, by its options; `needs_tokens` by default."""
@@ -232,7 +248,7 @@ def _reaching_the_workers(name: str, own: Callable[[Any], Any]) -> Callable[[Any
     def method(self: Consumer) -> Any:
         if self._copies is None:
             return own(self)
-        return getattr(self._copies.engine, name)(self)
+        return self._copies.ask(name, self)
 
     vars(method)["reaches_the_workers"] = True
     return method

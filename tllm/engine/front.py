@@ -7,8 +7,10 @@ it. What happens to a request is decided by whoever is given (`tllm.client`).
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -140,23 +142,25 @@ class _Running(NamedTuple):
 class LLMEngineFront:
     """Stands before an `LLMEngine`: `add_request`, `step` and `abort_request` of that instance.
 
+    It belongs to the engine, which ends as soon as its user has it no more.
+
     Attributes:
-        handle: what the user calls.
+        handle: gives what the user calls.
         generated: how many of the last tokens of the prompts that are added now were generated.
     """
 
-    handle: Any = None
+    handle: Callable[[], Any] = staticmethod(lambda: None)
     generated = 0
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests, check: Any) -> None:
-        self._engine = engine
+        self._engine: LLMEngine = weakref.proxy(engine)
         self._requests = requests
         self._check = check
         self._running: dict[str, _Running] = {}
         self._ended: list[Any] | None = None
         self._interrupted = False
-        self._add_request, self._step = engine.add_request, engine.step
-        self._abort_request = engine.abort_request
+        self._add_request, self._step = _unowned(engine.add_request), _unowned(engine.step)
+        self._abort_request = _unowned(engine.abort_request)
         engine.add_request = self.add_request  # type: ignore[method-assign]
         engine.step = self.step  # type: ignore[method-assign]
         engine.abort_request = self.abort_request  # type: ignore[method-assign]
@@ -339,10 +343,10 @@ class AsyncLLMFront:
     calls it himself.
 
     Attributes:
-        handle: what the user calls.
+        handle: gives what the user calls.
     """
 
-    handle: Any = None
+    handle: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, engine: AsyncLLM, requests: AsyncRequests, check: Any) -> None:
         self._engine = engine
@@ -497,12 +501,27 @@ def check_requests(engine: Any, check: Any) -> None:
 def handle_of(engine: Any) -> Any:
     """What the user of an engine calls that one of ours stands before; None: none does."""
     front = getattr(engine.add_request, "__self__", None)
-    return front.handle if isinstance(front, (LLMEngineFront, AsyncLLMFront)) else None
+    return front.handle() if isinstance(front, (LLMEngineFront, AsyncLLMFront)) else None
 
 
 def front_ends_of(engine: AsyncLLM) -> int:
     """How many processes of the API server share the workers of this engine."""
     return engine._client_count
+
+
+def _unowned(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an engine, for what the engine has: with a cycle of references it would stay, and
+    all its memory, since vLLM takes it out of what Python collects."""
+    if not inspect.ismethod(method):
+        return method
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = found()
+        assert own is not None, "an engine that has ended calls nothing"
+        return own(*args, **kwargs)
+
+    return call
 
 
 def _params_of(prompt: Any, params: Any) -> Any:

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 import torch
-from vllm.distributed.parallel_state import get_tp_group
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from tllm.engine import limits, model_view
 from tllm.engine.drafts import check_drafter, reads_between_blocks
@@ -66,6 +69,17 @@ uses(
     "get_tp_group",
     "what is decided on the first rank is told to all",
 )
+_OTHER_ENGINE = "an engine goes on when another one of its process has ended"
+uses("vllm.distributed.parallel_state", "model_parallel_is_initialized", _OTHER_ENGINE)
+uses("vllm.config", "set_current_vllm_config", _OTHER_ENGINE)
+uses("vllm.platforms", "current_platform", _OTHER_ENGINE)
+uses(
+    "vllm.v1.worker.gpu_worker",
+    "init_worker_distributed_environment",
+    _OTHER_ENGINE,
+    takes="vllm_config rank distributed_init_method local_rank backend",
+)
+uses("vllm.v1.worker.gpu_worker.Worker", "rank distributed_init_method local_rank", _OTHER_ENGINE)
 uses(
     "vllm.distributed.parallel_state.GroupCoordinator",
     "broadcast_object",
@@ -197,6 +211,8 @@ class InterventionWorker(_Base):
         "sequences that begin and end with a step; what is left of a step without sampling",
     )
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if not model_parallel_is_initialized():
+            self._join_groups()
         later = self._track(scheduler_output)
         output = super().execute_model(scheduler_output)
         if later:
@@ -204,6 +220,18 @@ class InterventionWorker(_Base):
         if output is not None:  # nothing is left for `sample_tokens`
             self._end_step(output)
         return output
+
+    def _join_groups(self) -> None:
+        """Make the process groups anew: an engine that ends takes along those of its process, which
+        has this engine, too."""
+        with set_current_vllm_config(self.vllm_config):
+            init_worker_distributed_environment(
+                self.vllm_config,
+                self.rank,
+                self.distributed_init_method,
+                self.local_rank,
+                current_platform.dist_backend,
+            )
 
     @overrides(
         "vllm.v1.worker.gpu_worker.Worker.sample_tokens",
