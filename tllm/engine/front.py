@@ -7,6 +7,7 @@ it. What happens to a request is decided by whoever is given (`tllm.client`).
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import signal
 import threading
@@ -55,6 +56,14 @@ uses(
     "vllm.entrypoints.generate.beam_search.utils.BeamSearchSequence",
     "logprobs",
     "a beam's generated tokens are told apart",
+)
+_ENDS_ALONE = "an engine in the user's process ends, and others beside it go on"
+uses("vllm.v1.engine.core_client.InprocClient", "_finalizer engine_core", _ENDS_ALONE, since="0.32")
+uses(
+    "vllm.v1.engine.core.EngineCore",
+    "shutdown structured_output_manager model_executor scheduler",
+    _ENDS_ALONE,
+    since="0.32",
 )
 uses("vllm.v1.engine.async_llm.AsyncLLM", "_client_count", "front ends that share the workers")
 uses(
@@ -161,6 +170,8 @@ class LLMEngineFront:
         self._interrupted = False
         self._add_request, self._step = _unowned(engine.add_request), _unowned(engine.step)
         self._abort_request = _unowned(engine.abort_request)
+        if isinstance(engine.engine_core, InprocClient):
+            _let_others_live(engine.engine_core)
         engine.add_request = self.add_request  # type: ignore[method-assign]
         engine.step = self.step  # type: ignore[method-assign]
         engine.abort_request = self.abort_request  # type: ignore[method-assign]
@@ -507,6 +518,35 @@ def handle_of(engine: Any) -> Any:
 def front_ends_of(engine: AsyncLLM) -> int:
     """How many processes of the API server share the workers of this engine."""
     return engine._client_count
+
+
+_CORES: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The engines in this process that have not ended: they share vLLM's process groups."""
+
+
+def _let_others_live(client: InprocClient) -> None:
+    """Let an engine in this process end without those that are there beside it. vLLM's own end of
+    one takes along the process groups of all, and may come in the middle of another's step, when
+    Python collects garbage."""
+    finalizer = vars(client).get("_finalizer")
+    if finalizer is None:  # before 0.32 nothing ends with the client
+        return
+    finalizer.detach()
+    core = client.engine_core
+    _CORES.add(core)
+    client._finalizer = weakref.finalize(client, _end, core)
+
+
+def _end(core: Any) -> None:
+    """As vLLM's `EngineCore.shutdown`, without the groups where others need them."""
+    _CORES.discard(core)
+    if not _CORES:
+        core.shutdown()
+        return
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
 
 
 def _unowned(method: Callable[..., Any]) -> Callable[..., Any]:
