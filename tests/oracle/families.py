@@ -407,6 +407,8 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
         _BASE
         | _HEAD_DIM
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16}
+        # As `rotary_dim` says, which older releases of transformers do not read.
+        | {"rope_parameters": _ROPE["rope_parameters"] | {"partial_rotary_factor": 0.5}}
         # vLLM asks for these, which transformers does not write.
         | {"scoring_func": "sigmoid", "use_routing_bias": True},
     ),
@@ -1088,6 +1090,8 @@ def save(name: str, root: Path, variant: Variant = Variant()) -> Path:
         for path, tensor in model.state_dict().items():
             if path.endswith(_ZERO.get(name, "no such weight")):
                 tensor.zero_()
+            if name.startswith(_UNSCALED) and path.endswith("k_norm.weight"):
+                tensor.mul_(0.125)
     model.save_pretrained(folder)
     if "architectures" in values:  # which transformers fills in itself
         file = folder / "config.json"
@@ -1101,11 +1105,17 @@ _SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1, "qwen3_5_moe": 3}
 _ZERO = {
     # vLLM's router for CPUs leaves it out where experts are scored by a softmax.
     "ernie4_5_moe": "e_score_correction_bias",
+    # vLLM 0.32 does not load it: it looks for it under the name it had before.
+    "laguna": "e_score_correction_bias",
     # vLLM loads it, and does not add it.
     "phimoe": "lm_head.bias",
     # vLLM adds its embeddings by layer in its multimodal class alone: nothing comes of them here.
     "gemma3n": "post_per_layer_input_norm.weight",
 }
+
+_UNSCALED = ("gemma4",)
+"""Whose attention does not divide by the square root of the heads' size: trained weights of the
+norm of keys do. Random ones near one would make the softmax magnify each rounding of bfloat16."""
 
 
 def _named(values: dict[str, Any]) -> dict[str, Any]:
