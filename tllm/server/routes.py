@@ -169,9 +169,15 @@ async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
 async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
     """Forget a module."""
     if body.name not in await state.interventions.steering.modules():
-        raise HTTPException(404, f"name: no module {body.name!r} is registered")
+        raise _unregistered("module", body.name)
     await state.interventions.steering.unregister_module(body.name)
     return {"unregistered": body.name}
+
+
+def _unregistered(what: str, name: str) -> HTTPException:
+    return HTTPException(
+        404, f"name: no {what} {name!r} is registered; GET /v1/steering/{what}s says which are"
+    )
 
 
 @router.get("/v1/steering/monitors", responses=_ADMIN)
@@ -191,7 +197,7 @@ async def register_monitor(body: MonitorBody, state: Admin) -> dict[str, Any]:
 async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
     """Forget a monitor."""
     if body.name not in await state.interventions.steering.monitors():
-        raise HTTPException(404, f"name: no monitor {body.name!r} is registered")
+        raise _unregistered("monitor", body.name)
     await state.interventions.steering.unregister_monitor(body.name)
     return {"unregistered": body.name}
 
