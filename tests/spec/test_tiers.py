@@ -365,5 +365,7 @@ def test_mistaken_module_references(given):
 
 def test_a_path_in_the_place_of_vectors_is_told_who_reads_it():
     for path in ("happy.gguf", Path("happy.gguf")):
-        with pytest.raises(ValueError, match=r"vectors is .*; a file is read by tllm.steering.load"):
+        with pytest.raises(
+            ValueError, match=r"vectors is .*; a file is read by tllm.steering.load"
+        ):
             Tiers.parse(vectors=path)
