@@ -1,4 +1,4 @@
-"""`--help`: every subcommand has it, at once and without what libraries say when they are loaded."""
+"""`--help`: every subcommand has it, at once and without what libraries say when they load."""
 
 from __future__ import annotations
 
