@@ -46,8 +46,8 @@ def main(
     """What every subcommand shares."""
 
 
-@app.command()
-def doctor(
+@app.command("doctor")
+def doctor_command(
     model: Annotated[
         str | None,
         typer.Option(help="Also start an engine with this model (with random weights)."),
@@ -133,8 +133,8 @@ def serve(
     serving.run(*command)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def verify(
+@app.command("verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def verify_command(
     context: typer.Context,
     model: Model,
     points: Annotated[
@@ -201,8 +201,8 @@ def verify(
     raise typer.Exit(certificate.exit_status)
 
 
-@app.command()
-def capture(
+@app.command("capture")
+def capture_command(
     model: Annotated[str, typer.Option(help="A path, or a name on the Hugging Face hub.")],
     input: Annotated[
         Path,
@@ -258,8 +258,8 @@ def capture(
     raise typer.Exit(1 if summary.failures else 0)
 
 
-@app.command()
-def sweep(
+@app.command("sweep")
+def sweep_command(
     model: Model,
     clean: Annotated[
         str | None, typer.Option(help="The prompt that gives the right answer.")
@@ -350,8 +350,8 @@ def sweep(
         _refuse(error)
 
 
-@app.command()
-def strength_sweep(
+@app.command("strength-sweep")
+def strength_sweep_command(
     model: Model,
     vectors: Annotated[Path, typer.Option(help="What tllm.steering.load reads.")],
     strengths: Annotated[str, typer.Option(help="Such as -1,0,0.5,1.")],
