@@ -282,7 +282,10 @@ def print_statistics(stats: Mapping[str, Any]) -> None:
 def run(llm: LLM, esamp: ESampConsumer, arguments: argparse.Namespace) -> int:
     """Ask, print answers and statistics; 1 when nothing was learned, which is an error."""
     answers = ask(llm, arguments)
-    print(f"\n{arguments.prompt}\n")
+    print(
+        f"\n{len(answers)} answers in parallel, with ESamp (beta {arguments.distiller_beta}), to:"
+    )
+    print(f"{arguments.prompt}\n")
     for number, answer in enumerate(answers):
         print(f"[{number:2}] {answer}\n")
     print(f"{len(set(answers))} of {len(answers)} answers are different.\n")

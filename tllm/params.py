@@ -16,6 +16,7 @@ import torch
 import vllm
 from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 
+from tllm.request_fields import meant_by
 from tllm.spec.conditions import parse_conditions
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
@@ -124,6 +125,13 @@ class _Checked:
         if name in ASKED_FIELDS:
             fields = zip(ASKED_FIELDS, _given_in(self), strict=True)
             self.asked = _asked_in([value if field == name else own for field, own in fields])
+        elif not hasattr(type(self), name) and (meant := meant_by(name)) is not None:
+            # vLLM's structs take any attribute, and nobody would read this one.
+            meant = "steering_module_ref" if meant == "steering_name" else meant
+            raise AttributeError(
+                f"{type(self).__name__} has no field {name!r}, and nobody would read it; "
+                f"{meant} may be meant"
+            )
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: Any) -> Any:

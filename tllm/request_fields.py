@@ -1,5 +1,9 @@
-"""The fields of a request's body that are tLLM's. It imports nothing: who only sends requests needs
-neither vLLM nor torch."""
+"""The fields of a request's body that are tLLM's. It imports only Python's own: who only sends
+requests needs neither vLLM nor torch."""
+
+from __future__ import annotations
+
+import re
 
 FIELDS = (
     "consumers",
@@ -20,3 +24,49 @@ FIELDS = (
 )
 """As arguments of `tllm.SamplingParams`; `steering_name` is another name of
 `steering_module_ref`."""
+
+_SHORTEST = 7
+"""Letters of a name from which on one wrong letter leaves no doubt: `path` is not `patch`."""
+
+
+def meant_by(name: str) -> str | None:
+    """What may be meant by a name that nobody knows: a field that is spelt like it but for a
+    letter, or the fields that steer. None for what is none of ours."""
+    spelt = _spelling(name)
+    meant = _SPELLINGS.get(spelt) or next(
+        (
+            field
+            for spelling, field in _SPELLINGS.items()
+            if len(spelling) >= _SHORTEST and _differ_by_one(spelt, spelling)
+        ),
+        None,
+    )
+    if meant is None and spelt.startswith("steer"):
+        return ", ".join(field for field in FIELDS if "steering" in field)
+    return meant
+
+
+def _spelling(name: str) -> str:
+    """A name without what is easily mistaken in it."""
+    return re.sub("[-_]", "", name.lower())
+
+
+_SPELLINGS = {
+    _spelling(variant): name
+    for name in FIELDS
+    for variant in (name, f"{name}s", f"{name}es", name.removesuffix("s"))
+}
+
+
+def _differ_by_one(one: str, other: str) -> bool:
+    """Whether one letter more, less or another, or two in the other order, make one the other."""
+    if abs(len(one) - len(other)) > 1:
+        return False
+    begin = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    one, other = one[begin:], other[begin:]
+    while one and other and one[-1] == other[-1]:
+        one, other = one[:-1], other[:-1]
+    return max(len(one), len(other)) < 2 or (len(one) == 2 and one == other[::-1])

@@ -138,6 +138,8 @@ async def serve(model: str, root: str) -> dict:
         params(2, {"memory": {"hooks": {"post_block": [9]}}}),
         params(2, {"disc": {}}),
         vllm.SamplingParams(extra_args={"capture": {"memory": MEMORY}}),
+        params(2, MEMORY),
+        {"max_tokens": 2},
     ):
         try:
             await last(engine, [5, 6], wrong, "wrong")

@@ -88,11 +88,13 @@ def test_a_consumer_that_cannot_begin_on_one_rank_is_on_none(served):
 
 def test_what_is_wrong_is_refused_and_nothing_is_left(served):
     saved, _ = served
-    positions, layer, consumer, by_hand = saved["refused"]
+    positions, layer, consumer, by_hand, no_consumer, no_params = saved["refused"]
     assert "capture['memory']['positions']: position 99" in positions
     assert "capture['memory']['hooks']: post_block has no layer 9" in layer
     assert "capture['disc']" in consumer
     assert "extra_args['capture'] was given, where nobody reads it" in by_hand
+    assert "; 'hooks' is an option of one: give {'memory': {'hooks': ...}}" in no_consumer
+    assert "in the place of parameters, and is dict; give tllm.SamplingParams(" in no_params
     for worker in saved["stats"]:
         assert worker["running_sequences"] == 0
         assert worker["results_kept"] == 0  # of the one that was left, too, whose were promised

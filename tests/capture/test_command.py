@@ -135,7 +135,7 @@ def test_a_folder_with_other_files_is_no_store_to_go_on_with(here, arguments, tm
     assert list(other.parent.iterdir()) == [other]
 
 
-def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
+def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_path):
     status, text = here(arguments(["hello", {"no": 1}], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: give a text, or an object" in text
@@ -163,4 +163,13 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments):
         assert sentence in text
     status, text = here([*arguments(["hello"], "--hooks", "post_block:1"), "--model", "no-model"])
     assert status == 2
-    assert "no engine with the model 'no-model': " in text
+    assert "no engine with the model 'no-model' (there is no such folder here): " in text
+    for option in ("--max-tokens", "--batch"):
+        status, text = here(arguments(["hello"], "--hooks", "post_block:1", option, "0"))
+        assert (status, f"{option} 0 must be 1 or more" in text) == (2, True)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("Once upon a time\n")
+    asked = [*arguments(["hello"], "--hooks", "post_block:1"), "--input", str(lines)]
+    status, text = here(asked)
+    assert status == 2
+    assert "line 1 is not JSON: Expecting value" in text and "text with quotation marks" in text

@@ -83,6 +83,12 @@ def test_show_tells_all_about_a_record(root: Path) -> None:
     status, text = tllm("show", root, "nobody")
     assert status == 1
     assert "no record has the request id 'nobody'" in text
+    with StoreWriter(root, writer_id="other") as writer:
+        writer.submit(record_of("r[3]", tag="second", layers=1))
+    status, text = tllm("show", root, "r[3]")
+    assert status == 1
+    assert "give one of their names (probe/r[3]#0, second/r[3]#0), or --tag and --sample" in text
+    assert tllm("show", root, "r[3]", "--tag", "second")[0] == 0
 
 
 def test_verify_fails_when_something_is_wrong(root: Path) -> None:

@@ -67,7 +67,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
             {"--engine-arg": "max_num_seq=4"},
             "'max_num_seq' is no argument of an engine; did you mean max_num_seqs",
         ),
-        ({}, "no engine with the model 'no-model': "),
+        ({}, "no engine with the model 'no-model' (there is no such folder here): "),
     ):
         given = {name: str(value) for name, value in (asked | changed).items() if value is not None}
         options = [part for option in given.items() for part in option]

@@ -16,6 +16,8 @@ ENGINE = [
     *("--engine-arg", "disable_log_stats=true"),
 ]
 
+KL = ["--clean", "a", "--corrupt", "b", "--metric", "kl"]
+
 
 def test_a_pair_is_swept_written_and_drawn(invoke, tiny_model, tmp_path):
     out, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
@@ -41,8 +43,8 @@ def test_paths_of_heads_are_swept(invoke, tiny_model, tmp_path):
     asked = ["--clean", "a story", "--corrupt", "a stXry", "--right", "a", "--wrong", "b"]
     more = ["--hooks", "attn_heads", "--heads", "all", "--together", "--freeze", "all"]
     more += ["--receivers", "mlp_in:2,attn_in:3", "--out", str(out), "--heatmap", str(picture)]
-    engine = [*ENGINE, "--engine-arg", "hook_points=all"]
-    status, text, error = invoke("sweep", tiny_model, *asked, *more, *engine)
+    # The command starts its engine with the hook points that are asked for.
+    status, text, error = invoke("sweep", tiny_model, *asked, *more, *ENGINE)
     assert (status, error.count("Error")) == (0, 0), text + error
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 4 * 4 and rows[5] | {"recovered": 0} == {
@@ -90,7 +92,10 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
         (["--out", str(tmp_path)], "is a folder; give the name of a file"),
         (["--heatmap", "mood.svg"], "--heatmap 'mood.svg' must end in .png"),
         (["--clean", "a", "--corrupt", "b", "--metric", "top"], "metric='top' is not known"),
-        (["--clean", "a", "--corrupt", "b"], "metric=recovered compares answers"),
+        (["--clean", "a", "--corrupt", "b"], "compares answers; .*tllm sweep: --right and --wr"),
+        ([*KL, "--hooks", "post_blck"], "--hooks: unknown hook point 'post_blck'"),
+        ([*KL, "--freeze", "attn_ou"], "--freeze: unknown hook point 'attn_ou'"),
+        ([*KL, "--receivers", "mlp_inn:3"], "--receivers: unknown hook point 'mlp_inn'"),
     ):
         status, _, error = invoke("sweep", "no-model", *asked)
         assert status == 2

@@ -226,3 +226,28 @@ def test_threads_that_share_parameters_ask_the_same_and_change_nothing():
     assert len(found) == 1
     assert shared == before
     assert (shared.stop, shared.logit_bias) == (["the end"], {3: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("steering_vector", "steering_vectors"),
+        ("steering_vectrs", "steering_vectors"),
+        ("capture_", "capture"),
+        ("captrue", "capture"),
+        ("steering_name", "steering_module_ref"),
+        ("steering_scale", "steering_vectors, "),
+    ],
+)
+def test_a_field_that_is_set_under_a_misspelt_name_is_refused(name, meant):
+    """vLLM's structs take any attribute; the request would run without what was asked."""
+    for params in (SamplingParams(), PoolingParams()):
+        with pytest.raises(AttributeError, match=f"no field '{name}'.*{meant}"):
+            setattr(params, name, {})
+
+
+def test_attributes_that_are_not_like_ours_may_be_set():
+    params = SamplingParams()
+    for name in ("path", "matched", "stopped", "conversations_id", "_seen", "min_tokens"):
+        setattr(params, name, 3)
+    assert copy.deepcopy(params) == params

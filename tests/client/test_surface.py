@@ -192,6 +192,8 @@ def beams_as_greedy(llm: Any) -> None:
 def beams_refuse(llm: Any) -> None:
     with pytest.raises(ValueError, match="a beam is computed by many requests; capture its rows"):
         llm.beam_search(TEXTS, BeamSearchParams(**BEAMS, capture=CAPTURE))
+    with pytest.raises(TypeError, match=r"given SamplingParams; give tllm\.BeamSearchParams"):
+        llm.beam_search(TEXTS, SamplingParams())
     [(point, layers)] = VECTOR.items()
     [(layer, vector)] = layers.items()
     probe = {"hook": "embed", "vector": vector}

@@ -109,6 +109,25 @@ def test_the_code_of_a_document_runs_from_top_to_bottom(
     assert run(script)
 
 
+_GUARD = 'if __name__ == "__main__":'
+_ENGINE = re.compile(r"^(?:\w+ = )?(?:LLM|make_llm)\(", re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_a_document_whose_code_makes_an_engine_outside_a_guard_says_where_it_runs(document):
+    """`run` above does not see it: there the main module is none that a new process imports."""
+    if _ENGINE.search(python_blocks(document)):
+        text = document.read_text()
+        assert text.index("a notebook") < text.index("```python")
+        assert f"In a script put them under `{_GUARD}`" in text
+
+
+def test_an_example_makes_its_engine_behind_a_guard():
+    for script in EXAMPLES:
+        assert _GUARD in script.read_text(), script.name
+        assert not _ENGINE.search(script.read_text()), script.name
+
+
 #: Run beside a server, in `tests/server`.
 _CLIENTS = {"openai_client.py"}
 EXAMPLES = [p for p in sorted((ROOT / "examples").glob("*.py")) if p.name not in _CLIENTS]

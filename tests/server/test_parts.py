@@ -744,3 +744,17 @@ def test_a_server_whose_consumer_cannot_begin_ends_and_says_which(tmp_path):
     finally:
         server.process.kill()
     assert "consumer 'far' cannot begin: layers: " in server.log.read_text()
+
+
+def test_a_name_with_a_wrong_letter_is_refused_and_a_strange_one_is_not():
+    wrong = {
+        "captur": "capture", "consumesr": "consumers", "stop_wen": "stop_when",
+        "Abort-When": "abort_when", "steering_vectrs": "steering_vectors",
+        "decode_steering_vector": "decode_steering_vectors", "converstion": "conversation",
+        "steer_vector_request": "steering_vectors, prefill_steering_vectors, ",
+    }  # fmt: skip
+    for name, meant in wrong.items():
+        with pytest.raises(FieldError, match=f"{name} was given, and is no field; {meant}"):
+            asked_in({name: {"memory": {}}}, ServerSettings())
+    for name in ("path", "match", "batch", "conversation_id", "consumer_group_id", "stop_words"):
+        assert asked_in({name: "x"}, ServerSettings()) == {}

@@ -107,7 +107,10 @@ def test_all_layers_and_positions_are_asked_for_by_that_word_too(server):
         ({"answers": None}, "give answers=(right, wrong)"),
         ({"freeze": "post_block"}, "is no branch that a layer adds"),
         ({"window": 0}, "window=0 must be 1 or more"),
-        ({"model": "demo"}, "Extra inputs are not permitted"),
+        (
+            {"layer": 1},
+            "layer was given, and is no field; give any of clean, corrupt, hooks, layers",
+        ),
     ],
 )
 def test_what_cannot_be_swept_over_http_is_refused(server, change, sentence):

@@ -860,6 +860,8 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"steering_vector": VECTORS}, "steering_vector was given, and is no field; steering_v"),
         ({"stopWhen": "x"}, "stopWhen was given, and is no field; stop_when may be meant"),
         ({"captures": {}}, "captures was given, and is no field; capture may be meant"),
+        ({"steering_vectrs": VECTORS}, "steering_vectrs was given, and is no field; steering_v"),
+        ({"steering_scale": 2}, "steering_scale was given, and is no field; steering_vectors, "),
         ({"steering": {"a": 1}}, "(use steering_vectors) is not supported"),
         ({"extra_body": {"capture": {}}}, "extra_body['capture'] was given; put capture into the"),
         ({"vllm_xargs": {"steering_name": "odd"}}, "vllm_xargs['steering_name'] was given"),

@@ -4,6 +4,7 @@ import base64
 import itertools
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -360,3 +361,11 @@ def test_module_references(given, expected):
 def test_mistaken_module_references(given):
     with pytest.raises(ValueError, match="steering_module_ref"):
         parse_modules(given)
+
+
+def test_a_path_in_the_place_of_vectors_is_told_who_reads_it():
+    for path in ("happy.gguf", Path("happy.gguf")):
+        with pytest.raises(
+            ValueError, match=r"vectors is .*; a file is read by tllm.steering.load"
+        ):
+            Tiers.parse(vectors=path)

@@ -136,6 +136,9 @@ def test_a_file_that_could_not_be_written_is_refused_before_the_work(
     status, _, error = invoke("verify", "no-model", "--json", str(tmp_path / "lost" / "c.json"))
     assert status == 2
     assert "not verified: --json" in error and "there is no folder" in error
+    status, _, error = invoke("verify", "no-model", "--points", "post_blck")
+    assert status == 2
+    assert "not verified: unknown hook point 'post_blck'" in error
 
 
 def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -143,6 +146,19 @@ def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path: Path) -> None
         VerifyJob("model", points=("nowhere",))
     with pytest.raises(ValueError, match="is no file"):
         VerifyJob("model", prompts=tmp_path / "absent")
+    lines = tmp_path / "prompts.jsonl"
+    for content, sentence in (
+        ("Once upon a time", "line 1 is not JSON: .* a text with quotation marks"),
+        ('"a"\n{"promt": "b"}', "line 2: give a text, or an object with 'prompt' or"),
+        ('{"prompt": 3}', "line 1: give a text"),
+        ('{"prompt_token_ids": ["3"]}', "line 1: give a text"),
+        ("\n", "has none; give one or more, each a line"),
+    ):
+        lines.write_text(content)
+        with pytest.raises(ValueError, match=sentence):
+            VerifyJob("model", prompts=lines)
+    lines.write_text('"a"\n{"prompt_token_ids": [3]}')
+    VerifyJob("model", prompts=lines)
     with pytest.raises(ValueError, match="unknown options --no-such-thing"):
         engine_options(["--no-such-thing"])
     assert engine_options(["--tensor-parallel-size", "2", "--enforce-eager"]) == {

@@ -1,4 +1,5 @@
-"""The `tllm` command."""
+"""The `tllm` command. What a subcommand needs, it imports itself: vLLM and torch take seconds, and
+`tllm --help` must not."""
 
 from __future__ import annotations
 
@@ -12,12 +13,6 @@ from rich.console import Console
 from rich.markup import escape
 
 import tllm
-from tllm.cli import capture as capturing
-from tllm.cli import serving
-from tllm.cli import strength_sweep as strengthening
-from tllm.cli import sweep as sweeping
-from tllm.cli import verify as verifying
-from tllm.cli.doctor import examine, render
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
 from tllm.spec.layers import Layers
@@ -51,14 +46,16 @@ def main(
     """What every subcommand shares."""
 
 
-@app.command()
-def doctor(
+@app.command("doctor")
+def doctor_command(
     model: Annotated[
         str | None,
         typer.Option(help="Also start an engine with this model (with random weights)."),
     ] = None,
 ) -> None:
     """Say what is installed, what was found in vLLM and in a model, and what is wrong."""
+    from tllm.cli.doctor import examine, render
+
     report = examine(model)
     render(report, Console())
     raise typer.Exit(1 if report.problems else 0)
@@ -107,6 +104,8 @@ def serve(
     dry_run: Annotated[bool, typer.Option(help="Print the command, and do not run it.")] = False,
 ) -> None:
     """Serve a model over HTTP with interventions; further options are those of `vllm serve`."""
+    from tllm.cli import serving
+
     try:
         serving.check_admin_key(admin_api_key)
         settings = serving.settings_of(
@@ -134,8 +133,8 @@ def serve(
     serving.run(*command)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def verify(
+@app.command("verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def verify_command(
     context: typer.Context,
     model: Model,
     points: Annotated[
@@ -175,6 +174,7 @@ def verify(
     2 if it could not be carried out,
     3 if something could not be compared.
     """
+    from tllm.cli import verify as verifying
     from tllm.verify.job import VerifyJob, run
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -201,8 +201,8 @@ def verify(
     raise typer.Exit(certificate.exit_status)
 
 
-@app.command()
-def capture(
+@app.command("capture")
+def capture_command(
     model: Annotated[str, typer.Option(help="A path, or a name on the Hugging Face hub.")],
     input: Annotated[
         Path,
@@ -230,6 +230,8 @@ def capture(
     engine_arg: EngineArguments = None,
 ) -> None:
     """Write activations of many prompts into a store. Run it again to go on where it stopped."""
+    from tllm.cli import capture as capturing
+
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     try:
@@ -256,8 +258,8 @@ def capture(
     raise typer.Exit(1 if summary.failures else 0)
 
 
-@app.command()
-def sweep(
+@app.command("sweep")
+def sweep_command(
     model: Model,
     clean: Annotated[
         str | None, typer.Option(help="The prompt that gives the right answer.")
@@ -302,6 +304,8 @@ def sweep(
     engine_arg: EngineArguments = None,
 ) -> None:
     """Patch one row at a time of one prompt into another, and say where it matters."""
+    from tllm.cli import sweep as sweeping
+
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     try:
@@ -346,8 +350,8 @@ def sweep(
         _refuse(error)
 
 
-@app.command()
-def strength_sweep(
+@app.command("strength-sweep")
+def strength_sweep_command(
     model: Model,
     vectors: Annotated[Path, typer.Option(help="What tllm.steering.load reads.")],
     strengths: Annotated[str, typer.Option(help="Such as -1,0,0.5,1.")],
@@ -395,6 +399,8 @@ def strength_sweep(
     engine_arg: EngineArguments = None,
 ) -> None:
     """Steer at several strengths, and say what each brings, and what it costs."""
+    from tllm.cli import strength_sweep as strengthening
+
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console()
     try:

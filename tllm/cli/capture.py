@@ -56,10 +56,9 @@ class Job:
     def __post_init__(self) -> None:
         CaptureSpec.parse(self.capture, "capture")
         object.__setattr__(self, "out", root_path(self.out))
-        if self.max_tokens < 1 or self.batch < 1:
-            raise ValueError(
-                f"max_tokens={self.max_tokens} and batch={self.batch} must be 1 or more"
-            )
+        for option, number in (("--max-tokens", self.max_tokens), ("--batch", self.batch)):
+            if number < 1:
+                raise ValueError(f"{option} {number} must be 1 or more")
         if not self.inputs.is_file():
             raise ValueError(f"input {str(self.inputs)!r} is no file; give a file of JSON Lines")
         if self.out.exists() and not self.out.is_dir():
@@ -224,8 +223,8 @@ def _rate(summary: Summary, begin: float) -> str:
 def render(summary: Summary, job: Job, console: Console) -> None:
     """Print what came of it."""
     table = Table(show_header=False)
-    table.add_row("captured", f"{summary.captured:,} prompts")
-    table.add_row("there before", f"{summary.skipped:,} prompts")
+    table.add_row("captured", _prompts(summary.captured))
+    table.add_row("there before", _prompts(summary.skipped))
     table.add_row("rows", f"{summary.rows:,} ({summary.bytes / 1e6:,.1f} MB)")
     if summary.seconds:
         seconds = summary.seconds
@@ -235,8 +234,12 @@ def render(summary: Summary, job: Job, console: Console) -> None:
             f"for {seconds:,.1f} s",
         )
     table.add_row("rows dropped", f"{summary.rows_dropped:,}")
-    table.add_row("failed", f"{sum(summary.failures.values()):,} prompts")
+    table.add_row("failed", _prompts(summary.failures.total()))
     for error, count in summary.failures.most_common(5):
         table.add_row("", escape(f"{count} x {error}"))
     table.add_row("store", escape(str(job.out)))
     console.print(table)
+
+
+def _prompts(number: int) -> str:
+    return f"{number:,} prompt" if number == 1 else f"{number:,} prompts"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,4 +17,6 @@ def start_engine(model: str, **arguments: Any) -> LLM:
         return LLM(model, **arguments)
     except Exception as error:
         said = str(error).strip() or type(error).__name__
-        raise ValueError(f"no engine with the model {model!r}: {said}") from error
+        sought = isinstance(error, OSError) and not Path(model).exists()
+        here = " (there is no such folder here)" if sought else ""
+        raise ValueError(f"no engine with the model {model!r}{here}: {said}") from error

@@ -212,6 +212,12 @@ def _find(store: Store, name: str) -> StoredRecord:
     for record in by_id if len(by_id) else store:
         if record.name == name:
             return record
+    if len(by_id) > 1:
+        names = ", ".join(record.name for record in by_id[:5])
+        raise ValueError(
+            f"{len(by_id)} records have the request id {name!r}; give one of their names ({names}),"
+            " or --tag and --sample"
+        )
     return store.record(name)
 
 

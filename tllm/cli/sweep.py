@@ -14,7 +14,8 @@ from rich.table import Table
 from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.patching.metrics import Measures
-from tllm.spec.reading import json_lines
+from tllm.spec.hooks import HookPoint
+from tllm.spec.reading import hook_named, json_lines
 
 if TYPE_CHECKING:
     from tllm.patching import Sweep
@@ -62,8 +63,10 @@ def run(
         engine: further arguments of `tllm.LLM`.
         asked: arguments of `llm.patching.sweep`.
     """
-    Measures.parse(asked["metric"], asked["answers"])  # minutes before the sweep does
-    llm = start_engine(model, **engine)
+    # Minutes before the sweep does.
+    Measures.parse(asked["metric"], asked["answers"])
+    points = _points(asked)
+    llm = start_engine(model, **{"hook_points": points, **engine})
     with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)
         sweep = llm.patching.sweep(
@@ -72,6 +75,21 @@ def run(
         )
     tokenizer = llm.get_tokenizer()
     return sweep, [[tokenizer.decode([token]) for token in tokens] for tokens in sweep.tokens]
+
+
+def _points(asked: Mapping[str, Any]) -> list[str]:
+    """The hook points that the engine needs taps for. `ValueError` names one that is none."""
+    from tllm.client.path_ways import BRANCHES
+    from tllm.engine.options import CHEAP_POINTS  # vLLM takes seconds to import
+
+    branches = BRANCHES if "all" in asked["freeze"] else asked["freeze"]
+    named = [
+        *(hook_named(hook, "--hooks") for hook in asked["hooks"]),
+        *(hook_named(branch, "--freeze") for branch in branches),
+        *(hook_named(hook, "--receivers") for hook, _ in asked["receivers"]),
+    ]
+    points = {*CHEAP_POINTS, *named}
+    return [point.value for point in HookPoint if point.value in points]
 
 
 def render(sweep: Sweep, texts: Sequence[Sequence[str]], top: int, console: Console) -> None:

@@ -339,7 +339,11 @@ class Client:
         """
         if not self.is_current:
             yield from self.current()
-        asked = asked_of(params) if asked is None else asked
+        if asked is None:
+            try:
+                asked = asked_of(params)
+            except TypeError as error:  # what vLLM hands on of an `AsyncLLM`'s has no text
+                raise RefusedError(str(error)) from None
         groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
         if first is None and self.composer.concerns(asked.steering):
             groups = self.composer.groups(asked.steering)
@@ -909,4 +913,6 @@ def _hint(name: str, captures: bool) -> str:
             f"; start the engine with {given}=[{example!r}], or the server with "
             f"--{given.replace('_', '-').removesuffix('s')} {example}"
         )
+    if captures and name in ("hooks", "positions", "reduction", "dtype"):
+        return f"; {name!r} is an option of one: give {{'memory': {{{name!r}: ...}}}}"
     return f" (beside the built-in {', '.join(BUILT_IN)})"

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, Unpack
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 from vllm.usage.usage_lib import UsageContext
 
 from tllm.client.arguments import (
@@ -142,6 +143,11 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         """As vLLM's; all beams are steered as `tllm.BeamSearchParams` say, and by what is global:
         a beam's tokens are generated tokens, though each of its steps is a request."""
         asked = asked_of(params)
+        if not isinstance(params, VllmBeamSearchParams):
+            raise TypeError(
+                f"beam_search was given {type(params).__name__}; give "
+                "tllm.BeamSearchParams(beam_width=..., max_tokens=...)"
+            )
         _refuse_captures(
             asked,
             "a beam is computed by many requests; capture its rows with generate() of the tokens "

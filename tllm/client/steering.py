@@ -701,8 +701,8 @@ class SteeringControl:
             answers = yield from self._client.ask(call)
             if not answers[0]:
                 raise ValueError(
-                    f"no conversation {name!r:.80} is remembered; llm.steering.conversations() "
-                    "says which are"
+                    f"no conversation {name!r:.80} is remembered; llm.steering.conversations(), or "
+                    "GET /v1/steering/conversations, says which are"
                 )
 
         return self._run(steps())

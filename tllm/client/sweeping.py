@@ -184,7 +184,8 @@ class Sweeping:
                 if not -len(pair.clean) <= position < len(pair.clean):
                     raise ValueError(
                         f"positions: {position} is out of range for pair {number} of "
-                        f"{len(pair.clean)} tokens"
+                        f"{len(pair.clean)} tokens; give {-len(pair.clean)} to "
+                        f"{len(pair.clean) - 1}"
                     )
         noising = form.noising
         self._sources = [pair.corrupt if noising else pair.clean for pair in pairs]

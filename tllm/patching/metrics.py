@@ -54,7 +54,8 @@ class Measures:
             pair = "(right, wrong)" if needed == 2 else "right"
             raise ValueError(
                 f"metric={', '.join(found)} compares answers; give answers={pair}, token ids or "
-                "text of one token each, or a list with one for each pair of prompts"
+                "text of one token each, or a list with one for each pair of prompts (tllm sweep: "
+                f"{'--right and --wrong' if needed == 2 else '--right'}, or 'answers' in --pairs)"
             )
         return cls(found, answers)
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from tllm.params import parse_asked
-from tllm.request_fields import FIELDS
+from tllm.request_fields import FIELDS, meant_by
 from tllm.server.settings import ServerSettings
 from tllm.spec.conversations import COUNTED
 
@@ -81,8 +81,8 @@ def _check_names(body: Mapping[str, Any]) -> None:
     """Refuse fields that are ours but for their spelling, or stand in a place where nobody reads
     them: vLLM ignores what it does not know."""
     for name, value in body.items():
-        meant = _SPELLINGS.get(_spelling(name))
-        if meant is not None and name not in FIELDS and value is not None:
+        meant = None if name in FIELDS or value is None else meant_by(name)
+        if meant is not None:
             raise FieldError(name, f"{name} was given, and is no field; {meant} may be meant")
     for place in _PLACES:
         inside = body.get(place)
@@ -92,16 +92,6 @@ def _check_names(body: Mapping[str, Any]) -> None:
             )
 
 
-def _spelling(name: str) -> str:
-    """A name without what is easily mistaken in it."""
-    return re.sub("[-_]", "", name.lower())
-
-
-_SPELLINGS = {
-    _spelling(variant): name
-    for name in FIELDS
-    for variant in (name, f"{name}s", f"{name}es", name.removesuffix("s"))
-}
 _PLACES = ("extra_body", "vllm_xargs", "extra_args", "sampling_params")
 """Where clients put fields of a body, beside the body itself: the first is an argument of OpenAI's
 client, which sends what is in it as fields."""

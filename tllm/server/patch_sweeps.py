@@ -11,22 +11,21 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from tllm.client.attached import Attached
 from tllm.patching import METRICS, Sweep
 from tllm.server.fields import FieldError
 from tllm.server.limits import Limits, LimitsByKey
+from tllm.server.strict_body import StrictBody
 
 _Prompt: TypeAlias = str | list[int]
 _Answers: TypeAlias = str | int | list[str | int | list[str | int]]
 _Line: TypeAlias = dict[str, Any]
 
 
-class SweepBody(BaseModel):
+class SweepBody(StrictBody, BaseModel):  # by which ruff knows that defaults are copied
     """A sweep; the fields are those of `llm.patching.sweep`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     clean: Annotated[
         _Prompt | list[_Prompt], Field(description="A prompt as text or token ids, or a list.")

@@ -10,13 +10,14 @@ from typing import Annotated, Any, TypeAlias
 from fastapi import APIRouter, Depends, HTTPException, Request
 from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from tllm.engine.handlers import engine_metrics
 from tllm.server.fields import FieldError, bearer_key
 from tllm.server.metrics import exposition
 from tllm.server.patch_sweeps import SweepBody
 from tllm.server.state import ServerState, state_of
+from tllm.server.strict_body import StrictBody
 
 Vectors = Annotated[
     dict[str, Any] | None,
@@ -27,10 +28,8 @@ Vectors = Annotated[
 ]
 
 
-class SteeringBody(BaseModel):
+class SteeringBody(StrictBody):
     """Global steering; the fields are those of `llm.steering.set`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     vectors: Vectors = None
     prefill_vectors: Vectors = None
@@ -42,27 +41,21 @@ class SteeringBody(BaseModel):
     replace: bool = False
 
 
-class ModuleBody(BaseModel):
+class ModuleBody(StrictBody):
     """A steering module: its name, and what it does."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1, max_length=256)
     spec: Any = Field(description="Vectors, or an object with any of the fields of /set.")
 
 
-class ModuleName(BaseModel):
+class ModuleName(StrictBody):
     """A steering module by its name."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
 
 
-class MonitorBody(BaseModel):
+class MonitorBody(StrictBody):
     """A monitor: its name, and the condition that it stands for."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1, max_length=256)
     condition: Any = Field(
@@ -72,18 +65,14 @@ class MonitorBody(BaseModel):
     )
 
 
-class ConversationName(BaseModel):
+class ConversationName(StrictBody):
     """A conversation by its id."""
-
-    model_config = ConfigDict(extra="forbid")
 
     id: str
 
 
-class MonitorName(BaseModel):
+class MonitorName(StrictBody):
     """A monitor by its name."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
 
@@ -169,9 +158,15 @@ async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
 async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
     """Forget a module."""
     if body.name not in await state.interventions.steering.modules():
-        raise HTTPException(404, f"name: no module {body.name!r} is registered")
+        raise _unregistered("module", body.name)
     await state.interventions.steering.unregister_module(body.name)
     return {"unregistered": body.name}
+
+
+def _unregistered(what: str, name: str) -> HTTPException:
+    return HTTPException(
+        404, f"name: no {what} {name!r} is registered; GET /v1/steering/{what}s says which are"
+    )
 
 
 @router.get("/v1/steering/monitors", responses=_ADMIN)
@@ -191,7 +186,7 @@ async def register_monitor(body: MonitorBody, state: Admin) -> dict[str, Any]:
 async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
     """Forget a monitor."""
     if body.name not in await state.interventions.steering.monitors():
-        raise HTTPException(404, f"name: no monitor {body.name!r} is registered")
+        raise _unregistered("monitor", body.name)
     await state.interventions.steering.unregister_monitor(body.name)
     return {"unregistered": body.name}
 

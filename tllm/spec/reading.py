@@ -34,7 +34,10 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line.decode())
                 except ValueError as error:  # not UTF-8, or not JSON
-                    raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+                    raise ValueError(
+                        f"{path}, line {number} is not JSON: {error}; give a line of JSON for "
+                        'each, a text with quotation marks ("...")'
+                    ) from None
 
 
 def check_text(given: str, name: str) -> str:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
@@ -226,8 +227,10 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
         counted = given.num_layers if hasattr(given, "num_layers") else None
         given = given.to_spec()
     if not isinstance(given, Mapping):
+        file = "; a file is read by tllm.steering.load" if isinstance(given, str | PurePath) else ""
         raise ValueError(
             f"{name} is {type(given).__name__}; give a mapping {{hook point: {{layer: vector}}}}"
+            f"{file}"
         )
     if not given:
         raise ValueError(

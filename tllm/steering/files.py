@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
-from tllm.spec.reading import hook_named
+from tllm.spec.reading import hook_named, scalar
 from tllm.steering.formats import gguf, sae
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
@@ -103,7 +103,7 @@ def load(
         module = module.select(wanted, point)
     if normalize and features is None:
         module = _normalized(module)
-    return module.scaled(scale)
+    return module.scaled(scalar(scale, "scale"))
 
 
 @contextmanager

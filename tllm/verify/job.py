@@ -70,6 +70,10 @@ class VerifyJob:
             HookPoint.parse(point)
         if self.prompts is not None and not self.prompts.is_file():
             raise ValueError(f"prompts {str(self.prompts)!r} is no file; give a file of JSON Lines")
+        if self.prompts is not None and not [*_prompts_in(self.prompts)]:
+            raise ValueError(
+                f"prompts {str(self.prompts)!r} has none; give one or more, each a line"
+            )
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise ValueError(f"tolerance {self.tolerance} must be between 0 and 1")
         if self.reference not in ("transformers", "plain"):
@@ -212,19 +216,28 @@ def _verifier(
     )
 
 
-def _given_prompts(path: Path, llm: LLM) -> list[list[int]]:
-    """Token ids of the user's prompts; `ValueError` names the line that is wrong."""
-    found: list[list[int]] = []
-    longest = llm.llm_engine.model_config.max_model_len - 8
+def _prompts_in(path: Path) -> Iterator[tuple[int, str | list[int]]]:
+    """Number and prompt of each line; `ValueError` names the line that is wrong."""
     for number, entry in json_lines(path):
-        if isinstance(entry, str):
-            entry = {"prompt": entry}
-        if not isinstance(entry, dict) or not ({"prompt", "prompt_token_ids"} & entry.keys()):
+        found = entry if isinstance(entry, dict) else {"prompt": entry}
+        tokens, text = found.get("prompt_token_ids"), found.get("prompt")
+        if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+            yield number, tokens
+        elif isinstance(text, str):
+            yield number, text
+        else:
             raise ValueError(
                 f"{path}, line {number}: give a text, or an object with 'prompt' or "
                 "'prompt_token_ids'"
             )
-        tokens = entry.get("prompt_token_ids") or llm.get_tokenizer().encode(entry["prompt"])
+
+
+def _given_prompts(path: Path, llm: LLM) -> list[list[int]]:
+    """Token ids of the user's prompts; `ValueError` names the line that is wrong."""
+    found: list[list[int]] = []
+    longest = llm.llm_engine.model_config.max_model_len - 8
+    for number, prompt in _prompts_in(path):
+        tokens = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
         if not 0 < len(tokens) <= longest:
             raise ValueError(
                 f"{path}, line {number} has {len(tokens)} tokens; give 1 to {longest}, or a larger "

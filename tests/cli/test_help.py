@@ -1,0 +1,33 @@
+"""`--help`: every subcommand has it, at once and without what libraries say when they load."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_SCRIPT = """
+import sys
+from typer.main import get_command
+from typer.testing import CliRunner
+from tllm.cli import app
+
+def asked(command, *before):
+    yield before
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from asked(inner, *before, name)
+
+for names in asked(get_command(app)):
+    found = CliRunner().invoke(app, [*names, "--help"])
+    assert found.exit_code == 0 and "Usage:" in found.output, names
+    print(" ".join(names))
+print({"vllm", "torch"} & sys.modules.keys())
+"""
+
+
+def test_help_loads_neither_vllm_nor_torch():
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True
+    )
+    *commands, loaded = found.stdout.splitlines()
+    assert {"serve", "verify", "capture", "sweep", "strength-sweep", "store ls"} <= {*commands}
+    assert (loaded, found.stderr) == ("set()", "")
