@@ -20,11 +20,14 @@ INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 
 METHODS = ["ngram", "eagle", "eagle3", "mtp", "eagle3-compiled"]
 """How tokens are drafted; `-compiled` where model and drafter are, and `-ahead` on the V2 runner
-where a step is scheduled before the tokens of the last are known."""
+where a step is scheduled before the tokens of the last are known. Others by hand, as
+`TLLM_TEST_DRAFTS="eagle-ahead-compiled mtp-ahead-compiled"`."""
 if INTERPRETED:  # vLLM's kernel for n-grams is beyond Triton's interpreter
     METHODS = ["eagle3-ahead"]
 elif ON_V2:
     METHODS = ["ngram", "eagle", "eagle-ahead", "eagle3-ahead", "mtp-ahead"]
+if asked := os.environ.get("TLLM_TEST_DRAFTS"):
+    METHODS = asked.split()
 
 beyond_interpreting = pytest.mark.skipif(
     INTERPRETED, reason="many passes in Triton's interpreter; runs on the V1 runner and on a GPU"

@@ -1105,7 +1105,7 @@ _SEEDS = {"qwen3_5": 1, "qwen3_5_mm": 1, "qwen3_5_moe": 3}
 _ZERO = {
     # vLLM's router for CPUs leaves it out where experts are scored by a softmax.
     "ernie4_5_moe": "e_score_correction_bias",
-    # vLLM 0.32 does not load it: it looks for it under the name it had before.
+    # vLLM does not load it: its parameter has another name than the checkpoint's.
     "laguna": "e_score_correction_bias",
     # vLLM loads it, and does not add it.
     "phimoe": "lm_head.bias",

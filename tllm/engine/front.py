@@ -168,8 +168,12 @@ class LLMEngineFront:
         self._running: dict[str, _Running] = {}
         self._ended: list[Any] | None = None
         self._interrupted = False
-        self._add_request, self._step = _unowned(engine.add_request), _unowned(engine.step)
+        self._add_request = _unowned(engine.add_request)
         self._abort_request = _unowned(engine.abort_request)
+        # A step is on the path of every token: it has no function of ours more than it needs.
+        self._living: weakref.ref[LLMEngine] = weakref.ref(engine)
+        step = engine.step
+        self._step = step.__func__ if inspect.ismethod(step) else lambda _: step()
         if isinstance(engine.engine_core, InprocClient):
             _let_others_live(engine.engine_core)
         engine.add_request = self.add_request  # type: ignore[method-assign]
@@ -209,7 +213,7 @@ class LLMEngineFront:
     def step(self) -> list[Any]:
         """The outputs of a step; the last one of a request has its results."""
         self._requests.step()
-        outputs = self._step()
+        outputs = self._step(self._living())
         ended = []
         for output in outputs:
             running = self._running.get(output.request_id)
