@@ -298,3 +298,10 @@ def test_a_root_that_cannot_be_written_is_refused_at_registration(llm, tmp_path)
     with pytest.raises(ValueError, match="root="):
         llm.register_consumer(FilesystemConsumer("/proc/1/nothing"))
     assert generate(llm, prompts_of([5]), greedy(2))
+
+
+def test_a_root_of_another_engine_s_captures_is_refused_with_what_to_give(llm, tight_llm, tmp_path):
+    llm.register_consumer(FilesystemConsumer(tmp_path))
+    with pytest.raises(ValueError, match=r"consumer_id='filesystem' is that of another engine's"):
+        tight_llm.register_consumer(FilesystemConsumer(tmp_path))
+    tight_llm.register_consumer(FilesystemConsumer(tmp_path, consumer_id="second"))

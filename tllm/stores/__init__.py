@@ -5,7 +5,7 @@ Payloads are plain safetensors files, sidecars JSON; doc/reference/store-format.
 
 from tllm.stores.batches import Batch
 from tllm.stores.catalog import Damage
-from tllm.stores.error import StoreError
+from tllm.stores.error import StoreError, WriterInUseError
 from tllm.stores.export import export
 from tllm.stores.format import Layout
 from tllm.stores.publish import Published
@@ -32,6 +32,7 @@ __all__ = [
     "StoreWriter",
     "StoredRecord",
     "Verification",
+    "WriterInUseError",
     "WriterOptions",
     "WriterStats",
     "export",

@@ -49,3 +49,15 @@ def plain_text(text: str) -> str:
     """`text` with lone surrogates escaped: a file's name may have them, and neither UTF-8 nor a
     terminal takes them."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
+
+
+class WriterInUseError(ValueError):
+    """A store's `writer_id` is another writer's now.
+
+    Attributes:
+        owner: the process that has it, and its host.
+    """
+
+    def __init__(self, message: str, owner: str) -> None:
+        super().__init__(message)
+        self.owner = owner

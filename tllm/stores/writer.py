@@ -24,7 +24,7 @@ import torch
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import require_one_of, whole_number
 from tllm.stores.catalog import Catalog
-from tllm.stores.error import StoreError, describe
+from tllm.stores.error import StoreError, WriterInUseError, describe
 from tllm.stores.format import (
     MARKER,
     Identity,
@@ -437,8 +437,9 @@ class StoreWriter:
         options: see `WriterOptions`, by name.
 
     Raises:
-        ValueError: an argument is not allowed, the root is no folder, another process writes under
-            the same `writer_id`, or the store has a format that is not known.
+        ValueError: an argument is not allowed, the root is no folder, or the store has a format
+            that is not known.
+        WriterInUseError: another process writes under the same `writer_id`. A `ValueError`.
         PermissionError: the root cannot be written.
         OSError: what else the system says.
     """
@@ -818,10 +819,11 @@ def _lock(paths: WriterPaths, sync: bool) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(fd, 200, 0).decode(errors="replace").strip()
-            raise ValueError(
+            raise WriterInUseError(
                 f"writer_id={paths.writer_id!r} is in use under {str(paths.root)!r} by {owner}; "
                 "give each writer an id of its own, or a root of its own; where that process is "
-                "left of a run that was killed, end it"
+                "left of a run that was killed, end it",
+                owner,
             ) from None
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)

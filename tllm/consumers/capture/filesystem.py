@@ -36,6 +36,7 @@ from tllm.stores import (
     StackedRows,
     StoreError,
     StoreWriter,
+    WriterInUseError,
     WriterOptions,
 )
 from tllm.stores.format import checked_text, root_path
@@ -213,6 +214,13 @@ class FilesystemConsumer(Capturing):
                     writer_id=f"{self._model.worker}-{self.consumer_id}-{layout}",
                     **self._writing,
                 )
+            except WriterInUseError as error:
+                raise ValueError(
+                    f"consumer_id={self.consumer_id!r} is that of another engine's captures into "
+                    f"{str(self._root)!r}, of {error.owner}; give this one a consumer_id of its "
+                    "own, or a root of its own; where that process is left of a run that was "
+                    "killed, end it"
+                ) from error
             except OSError as error:
                 raise ValueError(error.strerror or str(error)) from error  # it names the root
             self._writers[layout] = writer
