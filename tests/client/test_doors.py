@@ -106,14 +106,33 @@ def test_workers_keep_nothing_of_requests_that_were_aborted(llm):
     assert not results._kept and not results._late
 
 
+class Watched:
+    """Stands in the place of methods of an engine, as a profiler does."""
+
+    def __init__(self, engine):
+        self.added, self.steps = 0, 0
+        self._add_request, self._step = engine.add_request, engine.step
+        engine.add_request, engine.step = self.add_request, self.step
+
+    def add_request(self, *args, **kwargs):
+        self.added += 1
+        return self._add_request(*args, **kwargs)
+
+    def step(self):
+        self.steps += 1
+        return self._step()
+
+
 def test_an_engine_of_vllms_that_exists_is_attached_to_once(tiny_model):
     options = {name: value for name, value in TINY_ENGINE.items() if name != "hook_points"}
     theirs = vllm.LLM(tiny_model, worker_cls=WORKERS[0], scheduler_cls=SCHEDULER, **options)
+    watched = Watched(theirs.llm_engine)
     handle = attach(theirs)
     assert attach(theirs.llm_engine) is handle
     (output,) = generate(theirs, prompts_of([5]), greedy(2, capture=CAPTURE))
     assert output.activations["post_block"][1].tensor.shape[0] == 6
     assert set(handle.consumers) == {"memory"}
+    assert watched.added == 1 and watched.steps >= 2
 
 
 def test_an_engine_with_other_workers_is_refused(llm):

@@ -168,12 +168,12 @@ class LLMEngineFront:
         self._running: dict[str, _Running] = {}
         self._ended: list[Any] | None = None
         self._interrupted = False
-        self._add_request = _unowned(engine.add_request)
-        self._abort_request = _unowned(engine.abort_request)
+        self._add_request = _unowned(engine, "add_request")
+        self._abort_request = _unowned(engine, "abort_request")
         # A step is on the path of every token: it has no function of ours more than it needs.
         self._living: weakref.ref[LLMEngine] = weakref.ref(engine)
         step = engine.step
-        self._step = step.__func__ if inspect.ismethod(step) else lambda _: step()
+        self._step = step.__func__ if _is_own(step, engine) else lambda _: step()
         if isinstance(engine.engine_core, InprocClient):
             _let_others_live(engine.engine_core)
         engine.add_request = self.add_request  # type: ignore[method-assign]
@@ -553,10 +553,12 @@ def _end(core: Any) -> None:
     gc.unfreeze()
 
 
-def _unowned(method: Callable[..., Any]) -> Callable[..., Any]:
+def _unowned(engine: LLMEngine, name: str) -> Callable[..., Any]:
     """A method of an engine, for what the engine has: with a cycle of references it would stay, and
-    all its memory, since vLLM takes it out of what Python collects."""
-    if not inspect.ismethod(method):
+    all its memory, since vLLM takes it out of what Python collects. What somebody has put in the
+    method's place is kept as it is."""
+    method: Callable[..., Any] = getattr(engine, name)
+    if not _is_own(method, engine):
         return method
     found = weakref.WeakMethod(method)
 
@@ -566,6 +568,10 @@ def _unowned(method: Callable[..., Any]) -> Callable[..., Any]:
         return own(*args, **kwargs)
 
     return call
+
+
+def _is_own(method: Callable[..., Any], engine: LLMEngine) -> bool:
+    return inspect.ismethod(method) and method.__self__ is engine
 
 
 def _params_of(prompt: Any, params: Any) -> Any:
