@@ -245,6 +245,10 @@ def test_a_writer_that_was_removed_changes_nothing():
     for number in range(2):
         goes.set(requests, 10.0 * ones)
         assert torch.equal(worker.added(DECODE), ones), number
+    worker.additions.remove_writer(stays)
+    stays.set(requests, ones)
+    assert not worker.additions.writers, "steps go on asking for writers"
+    assert not worker.added(DECODE).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams need a GPU")

@@ -89,12 +89,18 @@ class Additions:
         self.writers[writer.tap].remove(writer)
         self._versions[writer.tap] += 1
         self._refresh(writer.tap, sorted(writer.values))
+        if not self.writers[writer.tap]:
+            del self.writers[writer.tap]  # steps without any writer ask nothing here
+        with self._lock:
+            self._staged = [each for each in self._staged if each[0] is not writer]
 
     def submit(
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
     ) -> None:
         """Apply a write now, or before the next forward pass when another thread or stream made
         it: a forward pass in flight must not see half of it. Later writes are applied later."""
+        if writer not in self.writers.get(writer.tap, ()):
+            return  # removed: a thread of its consumer goes on
         stream = self._current_stream()
         if threading.get_ident() == self._thread and stream == self._stream:
             self._apply_staged()
@@ -130,8 +136,8 @@ class Additions:
     def _apply(
         self, writer: TapWriter, requests: Sequence[RequestInfo], vectors: torch.Tensor | None
     ) -> None:
-        if writer not in self.writers[writer.tap]:
-            return  # removed: a thread of its consumer goes on
+        if writer not in self.writers.get(writer.tap, ()):
+            return  # it was removed in the meantime
         if vectors is not None and self._repeated(writer, requests, vectors):
             return
         running = [i for i, r in enumerate(requests) if self._slots.running(r)]
