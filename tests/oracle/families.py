@@ -1026,6 +1026,10 @@ class Variant:
         """transformers' model_type, and its config."""
         model_type, values = (CONFIGS | SURVEYED)[name]
         changed = {key: self._wider(values[key]) for key in _WIDTHS if key in values}
+        if "swa_v_head_dim" in values:
+            changed["v_head_dim"] = self._wider(values["v_head_dim"])
+        if name == "minicpm":  # vLLM divides its scores by the root of a head's size
+            changed["attention_multiplier"] = values["attention_multiplier"] * self.width**-0.5
         if self.dtype != torch.float32:
             # Every expert: which of two nearly equal ones is chosen would hang on rounding.
             changed |= dict.fromkeys(values.keys() & _CHOSEN_EXPERTS, 4)
@@ -1061,6 +1065,9 @@ _WIDTHS = (
     "linear_value_head_dim",
     "attention_hidden_size",
     "attention_head_dim",
+    "dim_model_base",
+    "swa_head_dim",
+    "swa_v_head_dim",
 )
 
 

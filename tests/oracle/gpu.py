@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tllm.verify.tolerance import UNITS, Tolerance
+from tllm.verify.tolerance import FLOAT32, UNITS, Tolerance
 
 if TYPE_CHECKING:
     from .survey import Finding
@@ -125,13 +125,14 @@ def serve(
     from tllm.verify.steered import PHASES
 
     from .differential import CHUNK, prompts_of, serving, written_batch
-    from .families import LACKING, SURVEYED
+    from .families import LACKING, SURVEYED, tolerance
 
     family = finding.family
     if _has_experts(family) and (why := _why_no_experts()):
         yield Line(family, "", note=f"skipped: {why}")
         return
-    accepted = Tolerance.of(dtype)
+    own = tolerance(family)
+    accepted = Tolerance.of(dtype, given=own if dtype == torch.float32 and own > FLOAT32 else None)
     checkpoint = reference.checkpoint(family)
     config = json.loads((checkpoint / "config.json").read_text())
     finding.architecture = config["architectures"][0]

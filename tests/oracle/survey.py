@@ -359,8 +359,12 @@ refused.
 This page is written by `python -m tests.oracle.survey`: tiny random models of three layers, served
 in one mixed batch, against `transformers` with forward hooks, one request at a time. Compared are
 the rows of every hook point of every layer, tokens, and steering at one place of each point. The
-error is the largest of any row, relative to the largest value of its tensor; on a CPU in float32,
-on a GPU in bfloat16. Numbers of layers are those of the tiny model.
+error is the largest of any row, relative to the largest value of its tensor, in float32 where no
+other type is named. Numbers of layers are those of the tiny model.
+
+On the GPU, an H200, engines were compiled, with CUDA graphs and the V2 runner, of models twice as
+wide, and answered the six batches of `python -m tests.oracle.gpu`: mixed, the same again, written
+by consumers, steered, patched, and steered under conditions.
 
 *given NAME*: `transformers` has no class of it. Its tiny model is one of NAME, which computes the
 same in this configuration, and vLLM serves it with the class of the architecture that is named.
@@ -370,14 +374,17 @@ An empty cell was not run. *not run* on V2: the harness interprets Triton on a C
 compiles a part of these models with it (or, of Qwen 2 MoE and Qwen 3.5, its process ends).
 
 Quantized: a Qwen 2 in five formats, W8A8, W4A16 and FP8 of `compressed-tensors`, GPTQ and AWQ, was
-served on a CPU on the V1 runner. Its tokens, and the rows that leave every block, are those of the
-same quantized model in plain vLLM (`tests/engine/test_quantized.py`). Bitsandbytes was not run.
+served on a CPU on the V1 runner, and on an H200, there with FP8 of one scale, too. Its tokens, and
+the rows that leave every block, are those of the same quantized model in plain vLLM
+(`tests/engine/test_quantized.py`). vLLM 0.32 has no bitsandbytes any more.
 """
 
 
 def document(findings: Sequence[Finding]) -> str:
     """`doc/reference/models.md`."""
     by_family: dict[str, dict[str, Finding]] = {}
+    in_every_run = [finding for finding in findings if finding.family in CONFIGS]
+    findings = [finding for finding in findings if finding.family not in CONFIGS]
     for finding in findings:
         by_family.setdefault(finding.family, {})[finding.runner] = finding
     right, refused, differing, failed = [], [], [], []
@@ -416,7 +423,7 @@ def document(findings: Sequence[Finding]) -> str:
         "As right, and held in every run of the tests (`tests/oracle/test_differential.py`), under "
         "preemption, prefix caching and prompts computed in chunks:",
         "",
-        ", ".join(f"`{name}`" for name in tested) + ".",
+        ", ".join(f"`{name}`" for name in tested) + f". {_said_of_gpus(in_every_run)}",
         *_table("Refused", "", ("Architecture", "Reason"), refused),
         *_table(
             "Differing",
@@ -536,6 +543,14 @@ def _version() -> str:
     return ".".join(vllm.__version__.split(".")[:2])
 
 
+def _said_of_gpus(findings: Sequence[Finding]) -> str:
+    """Which families that every run of the tests compares were right on a GPU."""
+    right = {one.family for one in findings if one.runner == "GPU" and one.is_right}
+    lacking = sorted(CONFIGS.keys() - right)
+    but = f", but for {', '.join(lacking)}" if lacking else ""
+    return f"On a GPU they were right, too{but}."
+
+
 def _error_cell(finding: Finding | None) -> str:
     if finding is None:
         return ""
@@ -543,7 +558,7 @@ def _error_cell(finding: Finding | None) -> str:
         return "not run"
     if not finding.is_right:
         return "differs"
-    computed_in = "" if finding.dtype == "float32" or finding.runner == "GPU" else " (bfloat16)"
+    computed_in = "" if finding.dtype == "float32" else f" ({finding.dtype})"
     return f"{max(finding.worst.values()):.0e}{computed_in}"
 
 

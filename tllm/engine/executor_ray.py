@@ -6,6 +6,8 @@ Needs Ray. Run with Ray 2.60 on vLLM 0.32; the source of 0.30 was read.
 from __future__ import annotations
 
 import logging
+import signal
+import threading
 
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
@@ -38,12 +40,17 @@ class InterventionRayExecutor(RayExecutorV2):
 
     @overrides(
         "vllm.v1.executor.ray_executor_v2.RayExecutorV2._init_executor",
-        "workers leave the choice of devices to Ray",
+        "workers leave the choice of devices to Ray, and Ray the end of the engine to vLLM",
     )
     def _init_executor(self) -> None:
         # vLLM's workers look for this word, to leave the choice of devices to Ray.
         self.parallel_config.distributed_executor_backend = "ray"
+        handler = signal.getsignal(signal.SIGTERM)
         super()._init_executor()
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            # Ray has put one in its place that ends the engine at once: workers would not hear
+            # of the requests that have just finished, whose captures would be lost.
+            signal.signal(signal.SIGTERM, handler)
 
     @overrides(
         "vllm.v1.executor.ray_executor_v2.RayExecutorV2.shutdown",
