@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from tllm.engine import limits, model_view
+from tllm.engine.adapters import Adapters
 from tllm.engine.drafts import check_drafter, reads_between_blocks
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
@@ -112,6 +113,7 @@ class InterventionWorker(_Base):
     _options: EngineOptions
     _answers: AnswerWriter
     _calls: WorkerCalls
+    _adapters: Adapters
 
     @overrides(
         "vllm.v1.worker.gpu_worker.Worker.init_device",
@@ -149,6 +151,7 @@ class InterventionWorker(_Base):
             self.session = self._session(model, self._taps())
         self._answers = AnswerWriter(self.session.consumers.result_memory)
         self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
+        self._adapters = Adapters()
         self._attachment = attachment(self.model_runner, self.session)
 
     def _taps(self) -> Taps:
@@ -297,6 +300,7 @@ class InterventionWorker(_Base):
                 spec,
                 spec.sample_index(new.req_id),
                 new.num_computed_tokens,
+                self._adapters.of_head(new.lora_request),
             )
 
     @overrides(
