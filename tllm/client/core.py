@@ -34,6 +34,7 @@ from tllm.client.steering import Composer, Facts, HeldByWorkers, Upload
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
+from tllm.consumers.readout import ReadoutConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
@@ -602,6 +603,16 @@ class Client:
                 _check_media(flow, chosen, field)
                 uses.add(flow, field)
         return uses
+
+    def asked_for_results(self, asked: Asked) -> Steps[list[str]]:
+        """The fields by which a request asks for nothing but results: captures and readouts."""
+        yield from self.current()
+        captures = [f"capture[{name!r}]" for name in asked.captures]
+        return captures + [
+            f"consumers[{name!r}]"
+            for name, chosen in asked.consumers.items()
+            if isinstance(self.consumers.get(name), ReadoutConsumer) and chosen.get("enabled", True)
+        ]
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""
