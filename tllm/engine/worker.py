@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -94,6 +95,13 @@ uses(
     takes="input_",
 )
 
+uses(
+    "vllm.model_executor.models.llama.LlamaForCausalLM",
+    "load_weights",
+    "what was made of the old weights goes with them, whoever loads others; as of every model",
+    takes="weights",
+)
+
 _Begun: TypeAlias = "tuple[NewRequestData, RequestSpec]"
 
 
@@ -114,6 +122,7 @@ class InterventionWorker(_Base):
     _answers: AnswerWriter
     _calls: WorkerCalls
     _adapters: Adapters
+    _weights_are_other = False
 
     @overrides(
         "vllm.v1.worker.gpu_worker.Worker.init_device",
@@ -152,7 +161,22 @@ class InterventionWorker(_Base):
         self._answers = AnswerWriter(self.session.consumers.result_memory)
         self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
         self._adapters = Adapters()
+        self._watch_weights(model)
         self._attachment = attachment(self.model_runner, self.session)
+
+    def _watch_weights(self, model: torch.nn.Module) -> None:
+        """Hear of weights that are loaded into the model by whoever has it, as trainers do that
+        share its process: part by part, so that nothing is made of them before the next step."""
+        load: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
+
+        @wraps(load)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            if not self._weights_are_other:
+                self.session.synchronize()
+                self._weights_are_other = True
+            return load(*args, **kwargs)
+
+        model.load_weights = load_weights  # type: ignore[assignment]
 
     def _taps(self) -> Taps:
         """Taps at the hook points that were asked for, installed in the model."""
@@ -216,6 +240,8 @@ class InterventionWorker(_Base):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not model_parallel_is_initialized():
             self._join_groups()
+        if self._weights_are_other:
+            self._note_weights()
         later = self._track(scheduler_output)
         output = super().execute_model(scheduler_output)
         if later:
@@ -341,6 +367,7 @@ class InterventionWorker(_Base):
     @torch.inference_mode()
     def _note_weights(self) -> None:
         """The model has other weights: what was made of the old ones is made anew, or dropped."""
+        self._weights_are_other = False
         model = self.model_runner.get_model()
         head = model_view.lm_head(self.vllm_config, model, self._sites, self.device)
         self.session.weights_changed(
@@ -373,6 +400,8 @@ class InterventionWorker(_Base):
             token: of the user's `SharedFolder`, for large answers.
         """
         try:
+            if self._weights_are_other:
+                self._note_weights()
             answer = getattr(self._calls, method)(*cloudpickle.loads(payload))
             if method == "take_results":  # they were popped, and each must reach its user
                 answer = sendable(answer)
