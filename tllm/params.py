@@ -141,6 +141,17 @@ class _Checked:
             setattr(own, name, copy.deepcopy(value, memo))
         return own
 
+    def verify(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's check of a request. What an engine with tLLM is asked it carries as plain data:
+        where that is not there, nobody would do it."""
+        if self.asked and EXTRA_ARG not in carried_by(self)[1]:
+            asked = [n for n, v in zip(ASKED_FIELDS, _given_in(self), strict=True) if v is not None]
+            raise ValueError(
+                f"{', '.join(asked)} was asked of an engine of vLLM's own, which would not do it; "
+                "start it with tllm.LLM or tllm.AsyncLLM, or make it known with tllm.attach(engine)"
+            )
+        super().verify(*args, **kwargs)  # type: ignore[misc]
+
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
             return False

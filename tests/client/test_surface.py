@@ -190,7 +190,7 @@ def beams_as_greedy(llm: Any) -> None:
 
 
 def beams_refuse(llm: Any) -> None:
-    with pytest.raises(ValueError, match="a beam is computed by many requests; capture its rows"):
+    with pytest.raises(ValueError, match="a beam is computed by many requests; ask for it with"):
         llm.beam_search(TEXTS, BeamSearchParams(**BEAMS, capture=CAPTURE))
     with pytest.raises(TypeError, match=r"given SamplingParams; give tllm\.BeamSearchParams"):
         llm.beam_search(TEXTS, SamplingParams())

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 HIDDEN, LAYERS, VOCAB = 128, 4, 256
 Place = tuple[str, int | None]
@@ -122,7 +127,7 @@ class Reference:
     """The same model in `transformers`, float32, one sequence at a time."""
 
     def __init__(self, path: Path) -> None:
-        self.model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def _module(self, place: Place) -> tuple[torch.nn.Module, str]:
         """The module at whose boundary a hook point lies, and on which side."""

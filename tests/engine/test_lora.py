@@ -9,30 +9,58 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_engines import TINY_ENGINE
+from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.lora.request import LoRARequest
 
 from engine.asking import RELATIVE, greedy, prompts_of
 from engine.modes import Reader
-from engine.reference import HIDDEN, LAYERS, Addition, GatedChange, Reference
+from engine.reference import HIDDEN, LAYERS, VOCAB, Addition, GatedChange, Reference
 from tllm import LLM, SamplingParams
+from tllm.consumers.esamp.config import ESampConsumerConfig
+from tllm.consumers.esamp.consumer import ESampConsumer
+from tllm.consumers.lens import LensConsumer
+from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ResidualStream
 
 RANK = 4
 VECTOR = 5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(21))
 
 
-def save_adapter(path: Path, seed: int) -> Path:
-    """A random adapter of the attention's output projections, as PEFT saves one."""
+def save_adapter(path: Path, seed: int, head: bool = False) -> Path:
+    """A random adapter of the attention's output projections, as PEFT saves one, or of the head."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(LAYERS):
-        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
+    layers = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(LAYERS)]
+    for module in ["lm_head"] if head else layers:
+        name, size = f"base_model.model.{module}", VOCAB if head else HIDDEN
         tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=generator) / 8
+        tensors[f"{name}.lora_B.weight"] = torch.randn(size, RANK, generator=generator) / 8
     save_file(tensors, path / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["o_proj"]}
+    targets = ["lm_head" if head else "o_proj"]
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets}
     (path / "adapter_config.json").write_text(json.dumps(config))
     return path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A random Llama: as of most models, adapters may change its LM head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.15,
+        eos_token_id=0,
+        bos_token_id=1,
+    )
+    path = tmp_path_factory.mktemp("tiny-llama")
+    LlamaForCausalLM(config).float().save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +69,8 @@ def adapter(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def lora_engine(tiny_model):
-    return LLM(
-        tiny_model, max_num_batched_tokens=24, enable_lora=True, max_lora_rank=8, **TINY_ENGINE
-    )
+def lora_engine(llama):
+    return LLM(llama, max_num_batched_tokens=24, enable_lora=True, max_lora_rank=8, **TINY_ENGINE)
 
 
 def merged(reference: Reference, adapter) -> None:
@@ -58,13 +84,13 @@ def merged(reference: Reference, adapter) -> None:
         block.self_attn.o_proj.weight.data += delta
 
 
-def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, adapter):
+def test_rows_belong_to_the_request_and_its_adapter(llama, lora_engine, adapter):
     """One adapter a batch: vLLM 0.32 on a CPU gives a batch's adapter to its plain requests too."""
     read = ResidualStream.read(layer=LAYERS - 2, site="post_block", role="hidden")
     llm = lora_engine
     llm.register_consumer(Reader("reader", read))
     prompts = [list(range(10, 40)), [7, 8, 9]]
-    plain, changed = Reference(tiny_model), Reference(tiny_model)
+    plain, changed = Reference(llama), Reference(llama)
     merged(changed, adapter)
     for lora, reference in ((LoRARequest("adapter", 1, str(adapter)), changed), (None, plain)):
         outputs = llm.generate(
@@ -123,10 +149,10 @@ def test_rows_belong_to_the_request_and_its_adapter(tiny_model, lora_engine, ada
     llm.clear_consumers()
 
 
-def test_adapters_take_turns_at_prompts_that_are_cached(tiny_model, lora_engine, adapter, tmp_path):
+def test_adapters_take_turns_at_prompts_that_are_cached(llama, lora_engine, adapter, tmp_path):
     """Requests with steering, capture, both and neither; each adapter begins and comes again."""
     other = save_adapter(tmp_path, 5)
-    references = [Reference(tiny_model) for _ in range(3)]
+    references = [Reference(llama) for _ in range(3)]
     merged(references[0], adapter)
     merged(references[1], other)
     loras = [LoRARequest("one", 1, str(adapter)), LoRARequest("two", 2, str(other)), None]
@@ -153,3 +179,37 @@ def test_adapters_take_turns_at_prompts_that_are_cached(tiny_model, lora_engine,
                 rows = sample.activations["post_block"][LAYERS - 2].tensor
                 expected = reference.run(tokens, [place], additions)[1][place]
                 assert (rows - expected).norm() < RELATIVE * expected.norm()
+
+
+def test_what_looks_through_the_lm_head_leaves_out_adapters_that_change_it(
+    llama, lora_engine, adapter, tmp_path
+):
+    """Where the head is the model's own, the last layer's lens is what the token is drawn from."""
+    llm, head = lora_engine, save_adapter(tmp_path, 7, head=True)
+    plain, changed = Reference(llama), Reference(llama)
+    merged(changed, adapter)
+    llm.register_consumer(LensConsumer([LAYERS - 1], top_k=1))
+    llm.register_consumer(ESampConsumer(ESampConsumerConfig(source_layer=0)))
+    llm.register_consumer(ProbeConsumer(VECTOR))
+    [prompt] = prompts_of([20], seed=4)
+
+    def ask(lora):
+        params = greedy(3, consumers={"lens": {}})
+        [output] = llm.generate(
+            [{"prompt_token_ids": prompt}], params, lora_request=lora, use_tqdm=False
+        )
+        [sample] = output.outputs
+        return list(sample.token_ids), sample.consumer_results
+
+    llm.collective_rpc("reload_weights")  # compares the head again; the last batch had an adapter
+    for lora, reference in ((LoRARequest("one", 1, str(adapter)), changed), (None, plain)):
+        tokens, results = ask(lora)
+        assert tokens == reference.greedy(prompt, 3)
+        assert results["lens"].payload["token_ids"].values[-3:, 0, 0].tolist() == tokens
+    tokens, results = ask(LoRARequest("head", 3, str(head)))
+    assert tokens != plain.greedy(prompt, 3)
+    for name in ("lens", "esamp"):
+        assert (results[name].status, results[name].payload) == ("error", None)
+        assert "the adapter 'head' changes the LM head" in results[name].error
+    assert results["probe"].status == "ok"
+    llm.clear_consumers()

@@ -1,12 +1,16 @@
 """`Sampler.write`: the candidates a guide sees, and what its deltas do to the draw."""
 
+import os
+
 import pytest
 import torch
+from tiny_engines import TINY_ENGINE
 
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.guides import GUIDES, Contrasting, Guide, processed
 from engine.recorder import Recorder
 from engine.reference import HIDDEN
+from tllm import LLM
 from tllm.ports import ConsumerFlow, Sampler
 
 LENGTHS = [5, 3, 9]
@@ -178,3 +182,37 @@ def test_a_seeded_request_draws_the_same_when_its_prompt_is_computed_in_chunks(l
     expected = tokens_of(generate(plain_engine, prompts, params))
     for _ in range(2):
         assert tokens_of(generate(llm, prompts, params)) == expected
+
+
+if os.environ["TLLM_TEST_RUNNER"] == "v2":
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+else:
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+
+class Boost(LogitsProcessor):
+    """A logits processor as users give to an engine: token 33 has 6 more."""
+
+    def __init__(self, *_):
+        pass
+
+    def is_argmax_invariant(self):
+        return False
+
+    def update_state(self, batch_update):
+        pass
+
+    def apply(self, logits, *_):
+        logits[:, 33] += 6.0
+        return logits
+
+
+def test_logits_processors_of_the_users_own_apply_to_what_a_guide_projects(tiny_model):
+    """As vLLM's bias does: of a contrast, their part is not counted twice."""
+    llm = LLM(tiny_model, max_num_batched_tokens=24, logits_processors=[Boost], **TINY_ENGINE)
+    guide = llm.register_consumer(Guide())
+    outputs = generate(llm, prompts_of(LENGTHS, seed=1), sampled(4, seed=1))
+    assert any(33 in tokens for tokens in tokens_of(outputs))
+    for row in guide.seen:
+        torch.testing.assert_close(row.projected, row.logits, rtol=1e-4, atol=1e-4)
+    assert len(guide.seen) == 4 * len(LENGTHS)

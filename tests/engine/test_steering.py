@@ -509,3 +509,15 @@ def test_an_engine_that_cannot_steer_there_says_what_to_start(tiny_model, option
         generate(llm, [[1]], {"steering_vectors": at(V, place)})
     assert says in str(refused.value)
     assert llm.steering.status()["enabled"] is ("hook_points" in options)
+
+
+def test_an_engine_of_vllms_own_refuses_what_it_would_not_do(plain_engine):
+    """Parameters of ours that ask for nothing are as its own."""
+    steering = {"post_block": {1: [1.0] * HIDDEN}}
+    asked = SamplingParams(max_tokens=1, steering_vectors=steering)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    plain_engine.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(ValueError, match=r"steering_vectors was asked of .*tllm.attach\(engine\)"):
+        plain_engine.generate([prompt], asked, use_tqdm=False)
+    with pytest.raises(ValueError, match="steering_vectors was asked of an engine of vLLM's own"):
+        PoolingParams(steering_vectors=steering).verify(plain_engine.model_config)

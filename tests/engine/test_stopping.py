@@ -15,6 +15,7 @@ from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.reference import HIDDEN, Addition
 from engine.test_conditions import BORDER, PLACES, SCORES, small_mlp
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
+from tllm.consumers.lens import LensConsumer
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 12 if INTERPRETED else 80
@@ -317,6 +318,10 @@ def test_a_small_mlp_ends_samples_and_refuses_prompts(llm, reference):
 def test_beams_and_prompts_that_only_are_pooled_cannot_end(llm):
     beams = BeamSearchParams(beam_width=2, max_tokens=2, stop_when={**WHEN, "above": 1})
     with pytest.raises(VLLMClientError, match="a beam is computed by many requests"):
+        llm.beam_search([{"prompt_token_ids": PROMPT}], beams)
+    llm.register_consumer(LensConsumer([0]))
+    beams = BeamSearchParams(beam_width=2, max_tokens=1, consumers={"lens": {}})
+    with pytest.raises(VLLMClientError, match=r"consumers\['lens'\] was asked, but a beam is"):
         llm.beam_search([{"prompt_token_ids": PROMPT}], beams)
     for name in ("stop_when", "abort_when"):
         pooled = PoolingParams(task="embed", **{name: {**WHEN, "above": 1}})

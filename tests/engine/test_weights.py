@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from engine.asking import RELATIVE, error_of, generate, greedy, prompts_of
 from engine.reference import HIDDEN, Addition, Reference
+from tllm.consumers.base import Consumer
 from tllm.consumers.lens import LensConsumer
 from tllm.consumers.probe import ProbeConsumer
+
+
+class Weights(Consumer):
+    """Counts how often it hears of other weights."""
+
+    consumer_id = "weights"
+    times = 0
+
+    def flows(self):
+        return []
+
+    def on_weights_changed(self, ctx):
+        self.times += 1
+
+    def read_stats(self):
+        return {"times": self.times}
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +157,38 @@ def test_a_conversation_remembers_what_held_with_the_old_weights(llm, trained, r
         expected = Reference(trained).greedy(prompt, 5, steered)
         assert list(output.outputs[0].token_ids) == expected
         llm.steering.forget_conversation(f"trained {edge}")
+
+
+def _load_norms(model, factor):
+    """As trainers do that have the model itself: parameter by parameter, past the worker. Of what a
+    CPU has not packed."""
+    for name, parameter in dict(model.named_parameters()).items():
+        if name.endswith("norm.weight"):
+            model.load_weights([(name, factor * parameter.detach().clone())])
+
+
+def test_weights_that_a_trainer_loads_into_the_model_itself_are_heard_of(llm, tiny_model):
+    probe, truth = torch.linspace(-1, 1, HIDDEN), Reference(tiny_model)
+    norms = [m for n, m in truth.model.named_modules() if n.endswith("norm")]
+    for norm in norms:
+        norm.weight.data *= 1.5
+    llm.register_consumer(ProbeConsumer(probe))
+    llm.register_consumer(LensConsumer([2, 3], top_k=2))
+    heard = llm.register_consumer(Weights())
+    prompts = prompts_of([6, 40], seed=12)
+    run = llm.patching.run(prompts[0], hooks="post_block", layers=1)
+    llm.apply_model(partial(_load_norms, factor=1.5))
+    llm.reset_prefix_cache()
+    try:
+        capture = {"hooks": {"post_block": [2]}, "positions": {"phase": "generation"}}
+        asked = greedy(5, capture={"memory": capture}, consumers={"lens": {}})
+        for output in generate(llm, prompts, asked):
+            assert_of(output, truth, None, probe)
+        assert heard.read_stats()["times"] == 1, "once, however many parts there were"
+        assert not llm.patching.kept()
+        patch = [{"hook": "post_block", "layer": 1, "positions": [2], "source": {"run": run}}]
+        with pytest.raises(ValueError, match=f"nothing is kept under the name '{run.name}'"):
+            generate(llm, prompts[:1], greedy(2, patch=patch))
+    finally:
+        llm.apply_model(partial(_load_norms, factor=1 / 1.5))
+        llm.reset_prefix_cache()

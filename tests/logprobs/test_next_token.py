@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
+from logprobs.adapters import HIDDEN
 from logprobs.asking import (
     CACHED,
     CORRELATION,
+    MODEL,
     OTHER_ENGINE,
     PLACES,
     VOCAB,
@@ -265,6 +269,45 @@ def test_earlier_answers_are_remembered_until_they_are_forgotten(lm):
     assert [*others, computes([1])] == [1] * (CACHED + 1)  # it was forgotten
     lm.clear_cache()
     assert computes([1]) == 1
+
+
+def test_answers_and_lanes_are_of_the_weights_and_monitors_that_there_are(lm, tmp_path):
+    """Another model's weights, and another condition under a name that entries refer to. No block
+    is full, so that none is cached."""
+    weights = load_file(Path(MODEL) / "model.safetensors")
+    weights["model.norm.weight"] *= 0.5
+    save_file(weights, tmp_path / "model.safetensors")
+    prompt, steering = [5, 6, 7, 8], lm.engine.steering
+    vector = {"vector": [4.0] * 8 + [0.0] * (HIDDEN - 8), "when": "moody"}
+    probe = {"hook": "post_block", "layer": 0, "vector": [1.0] * HIDDEN}
+    gated = {"steering_vectors": {"post_block": {1: vector}}}
+
+    def replace(path):
+        lm.run(lm.engine.collective_rpc("reload_weights", kwargs={"weights_path": str(path)}))
+
+    def said():
+        return asyncio.run(lm.next_token_logprobs(prompt)), asyncio.run(lane.next())
+
+    def monitored(edge):
+        lm.run(steering.register_monitor("moody", {"probe": probe, "above": edge}))
+        found = asyncio.run(lm.next_token_logprobs(prompt, **gated))
+        lm.run(steering.unregister_monitor("moody"))
+        return found
+
+    lane = lm.open(prompt)
+    first = said()
+    replace(tmp_path)
+    try:
+        second = said()
+    finally:
+        replace(MODEL)
+        third = said()
+        asyncio.run(lane.close())
+    for before, after, again in zip(first, second, third, strict=True):
+        assert not agrees(before, after) and agrees(before, again)
+    assert agrees(*second)
+    on, off = monitored(-1e9), monitored(1e9)
+    assert agrees(off, first[0]) and not agrees(on, off)
 
 
 def test_what_nobody_waits_for_is_aborted(lm):

@@ -30,21 +30,15 @@ from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect, media_of
 from tllm.client.request_kind import RequestKind
 from tllm.client.results import LEFT, Samples, attach_results, samples_of, set_result
-from tllm.client.steering import (
-    GLOBAL,
-    MODULE,
-    MONITOR,
-    Composer,
-    Facts,
-    HeldByWorkers,
-    Upload,
-)
+from tllm.client.steering import Composer, Facts, HeldByWorkers, Upload
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
+from tllm.consumers.readout import ReadoutConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
+from tllm.engine.registered import STEERING_KEYS, WEIGHTS
 from tllm.params import PoolingParams, asked_of, plain
 from tllm.ports import ConsumerFlow
 from tllm.ports.payload import reason_of
@@ -154,11 +148,11 @@ class Client:
 
     @property
     def steering_version(self) -> int:
-        """Another number after each change of what steers."""
+        """Another number after each change of what steers, and of the model's weights."""
         if self._shown is not None:
             return self._shown[1]
         return max(
-            (v for k, v in self._versions.items() if k.startswith((GLOBAL, MODULE, MONITOR))),
+            (version for key, version in self._versions.items() if key.startswith(STEERING_KEYS)),
             default=0,
         )
 
@@ -212,7 +206,7 @@ class Client:
                 self._front_ends = max(self._front_ends, int(value or 1))
             elif key.startswith(KEPT):
                 self.patches.learn(key, value)
-            else:
+            elif key != WEIGHTS:
                 self.composer.learn(key, value)
         self._version = version
 
@@ -609,6 +603,16 @@ class Client:
                 _check_media(flow, chosen, field)
                 uses.add(flow, field)
         return uses
+
+    def asked_for_results(self, asked: Asked) -> Steps[list[str]]:
+        """The fields by which a request asks for nothing but results: captures and readouts."""
+        yield from self.current()
+        captures = [f"capture[{name!r}]" for name in asked.captures]
+        return captures + [
+            f"consumers[{name!r}]"
+            for name, chosen in asked.consumers.items()
+            if isinstance(self.consumers.get(name), ReadoutConsumer) and chosen.get("enabled", True)
+        ]
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""

@@ -129,9 +129,9 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         """As vLLM's. Two texts that a model embeds one by one are two requests, and their score has
         no place for the captures of both: `encode` gives them."""
         if not self.scores_in_one_pass:
-            _refuse_captures(
+            self._refuse_results(
                 asked_of(kwargs.get("pooling_params")),
-                "a score of this model is made of two requests, and has no place for the captures "
+                "a score of this model is made of two requests, and has no place for the results "
                 "of both; use encode(..., pooling_task=...)",
             )
         with self._front.together() as pooled:
@@ -148,10 +148,10 @@ class LLM(Attached, OfflineFront, vllm.LLM):
                 f"beam_search was given {type(params).__name__}; give "
                 "tllm.BeamSearchParams(beam_width=..., max_tokens=...)"
             )
-        _refuse_captures(
+        self._refuse_results(
             asked,
-            "a beam is computed by many requests; capture its rows with generate() of the tokens "
-            "of the beams that are kept",
+            "a beam is computed by many requests; ask for it with generate() of the tokens of the "
+            "beams that are kept",
         )
         if asked.patch is not None:
             raise RefusedError(
@@ -171,6 +171,11 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             return super().beam_search(prompts, params, *args, **kwargs)
         finally:
             self._sync.asked = None
+
+    def _refuse_results(self, asked: Asked, why: str) -> None:
+        """Refuse what is asked for results alone where vLLM's outputs would leave them out."""
+        if fields := self._run(self._tllm.asked_for_results(asked)):
+            raise RefusedError(f"{fields[0]} was asked, but {why}")
 
     def wait_for_results(self, outputs: Iterable[Any], timeout_s: float | None = None) -> None:
         """Ask again for results that were `pending`, and put them on the outputs.
@@ -345,12 +350,6 @@ def _vllm_names() -> set[str]:
     """What vLLM's engines take by keyword."""
     parameters = inspect.signature(vllm.LLM.__init__).parameters
     return {*parameters, *(field.name for field in fields(AsyncEngineArgs))} - {"self", "kwargs"}
-
-
-def _refuse_captures(asked: Asked, why: str) -> None:
-    """Refuse captures where vLLM's outputs would leave them out."""
-    if asked.captures:
-        raise RefusedError(f"capture[{asked.captures[0]!r}] was asked, but {why}")
 
 
 def _chosen(

@@ -539,7 +539,8 @@ class SteeringControl:
 
     @property
     def version(self) -> int:
-        """Another number after each change of what is global, or of a module."""
+        """Another number after each change of what is global, of a module or a monitor, and of the
+        model's weights: kept answers of another one are not given."""
         return self._client.steering_version
 
     def set(

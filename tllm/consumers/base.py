@@ -79,6 +79,10 @@ class Consumer(ABC):
     #: when the caller aborts, until the result is fetched.
     needs_tokens: bool = False
 
+    #: Whether it looks through the model's own LM head (`ctx.model.lm_head`, `Candidates.project`,
+    #: `contrast`). A request whose adapter changes the LM head goes on without it, and is told.
+    uses_lm_head: bool = False
+
     #: Whether a class has an `on_step_end` of its own: others are not called at a step's end.
     hears_step_end: bool = False
 

@@ -42,6 +42,7 @@ class LensConsumer(ReadoutConsumer):
     """
 
     known_options = ("layers", "top_k")
+    uses_lm_head = True
     ranks = "all"  # which may hold parts of the LM head
 
     def __init__(

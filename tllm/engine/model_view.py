@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from vllm.distributed import (
     get_tp_group,
     tensor_model_parallel_all_reduce,
 )
+from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -51,6 +54,17 @@ uses(
     "vllm.model_executor.layers.vocab_parallel_embedding.VocabParallelEmbeddingShardIndices",
     "org_vocab_start_index org_vocab_end_index",
     "candidates are projected on the LM head",
+)
+uses(
+    "vllm.lora.layers.logits_processor.LogitsProcessorWithLoRA",
+    "punica_wrapper",
+    "the model's own logits are compared with the LM head's, without any adapter",
+)
+uses(
+    "vllm.lora.punica_wrapper.punica_base.PunicaWrapperBase",
+    "add_lora_logits",
+    "the model's own logits are compared with the LM head's, without any adapter",
+    takes="y x lora_a_stacked lora_b_stacked scale",
 )
 uses("vllm.config.ParallelConfig", "data_parallel_index tensor_parallel_size", "which worker it is")
 uses(
@@ -211,6 +225,28 @@ def _head(module: Any, weight: torch.Tensor, processor: LogitsProcessor) -> LmHe
     )
 
 
+class _NoAdapter:
+    """What adds an adapter's part to logits, for rows that are of no request."""
+
+    def add_lora_logits(self, logits: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """The logits as they are."""
+        return logits
+
+
+@contextmanager
+def _without_adapters(model: torch.nn.Module) -> Iterator[None]:
+    """Which rows an adapter is for is known of the last batch, or of none yet."""
+    adapted = [m for m in model.modules() if isinstance(m, LogitsProcessorWithLoRA)]
+    theirs = [module.punica_wrapper for module in adapted]
+    try:
+        for module in adapted:
+            module.punica_wrapper = _NoAdapter()
+        yield
+    finally:
+        for module, wrapper in zip(adapted, theirs, strict=True):
+            module.punica_wrapper = wrapper
+
+
 def _agrees(
     vllm_config: Any, model: Any, head: LmHead, hidden_size: int, device: torch.device
 ) -> bool:
@@ -218,7 +254,7 @@ def _agrees(
     dtype = vllm_config.model_config.dtype
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, hidden_size, generator=generator).to(device, dtype)
-    with set_current_vllm_config(vllm_config):
+    with set_current_vllm_config(vllm_config), _without_adapters(model):
         logits = model.compute_logits(hidden)
     if head.weight.dim() != 2 or head.weight.shape[1] != hidden_size:
         return False

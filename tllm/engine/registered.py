@@ -14,8 +14,12 @@ from typing import Any
 from tllm.runtime.steering import Steering
 from tllm.shared_memory import FOLDER, IN_MEMORY, SharedFile
 
-STEERING_KEYS = ("steering", "module:")
-"""How the keys of what steers begin: global steering, and named modules."""
+WEIGHTS = "weights"
+"""Key of nothing but a version: another one after the model's weights were replaced."""
+
+STEERING_KEYS = ("steering", "module:", "monitor:", WEIGHTS)
+"""How the keys of what steers begin: global steering, named modules and monitors; and what an
+answer that was kept depends on as well."""
 
 
 class Registered:
@@ -27,7 +31,7 @@ class Registered:
     Attributes:
         version: another number after each change.
         shared_file: name of one that holds two numbers of 8 bytes: the version, and that of the
-            last change of what steers; empty without.
+            last change of what steers, or of the weights; empty without.
     """
 
     def __init__(self) -> None:

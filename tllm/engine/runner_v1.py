@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
@@ -43,7 +44,17 @@ uses(
     "req_id_to_index token_ids_cpu num_prompt_tokens num_tokens_no_spec",
     "tokens that the user chose, in the place of drawn ones",
 )
-uses("vllm.v1.sample.metadata.SamplingMetadata", "no_penalties", "penalties of candidates")
+uses(
+    "vllm.v1.sample.metadata.SamplingMetadata",
+    "no_penalties logitsprocs",
+    "penalties of candidates",
+)
+uses("vllm.v1.sample.logits_processor", "BUILTIN_LOGITS_PROCESSORS", "penalties of candidates")
+uses(
+    "vllm.v1.sample.logits_processor.state.LogitsProcessors",
+    "non_argmax_invariant",
+    "penalties of candidates",
+)
 uses("vllm.v1.sample.sampler.Sampler", "topk_topp_sampler", "candidates that are left to draw from")
 uses(
     "vllm.v1.sample.sampler.Sampler",
@@ -246,9 +257,13 @@ class _AskedOfSampler:
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether penalties or biases are applied to any row."""
-        return not self.metadata.no_penalties or any(
-            params.logit_bias for params in self._parameters()
+        """Whether penalties or biases are applied to any row, or whatever processors of the user's
+        apply."""
+        processors = self.metadata.logitsprocs.non_argmax_invariant
+        return (
+            not self.metadata.no_penalties
+            or any(params.logit_bias for params in self._parameters())
+            or any(type(each) not in BUILTIN_LOGITS_PROCESSORS for each in processors)
         )
 
     @cached_property

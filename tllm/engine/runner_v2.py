@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -302,6 +303,15 @@ def _logit_bias_state(sampler: Any) -> Any:
     return sampler.logit_bias_state if LogitsContext is None else sampler.logits_processors[0]
 
 
+_BUILT_IN = 3
+"""Logits processors of the sampler that are vLLM's own: bias, penalties, bad words."""
+
+
+def _processors_of_user(sampler: Any) -> Sequence[Any]:
+    """The logits processors that are not vLLM's own, which come after those."""
+    return () if LogitsContext is None else sampler.logits_processors[_BUILT_IN:]
+
+
 class _AsksOfSampler:
     """What the requests of a batch ask of the sampler: the same while the batch goes on, since a
     request keeps its parameters and its row of the sampler's tables.
@@ -322,7 +332,7 @@ class _AsksOfSampler:
         Never said of a sampler whose stages are not the known ones.
         """
         sampler, at = self.sampler, self._rows
-        if LogitsContext is None or len(sampler.logits_processors) != 3:
+        if LogitsContext is None or len(sampler.logits_processors) != _BUILT_IN:
             return False
         bias, penalties, bad_words = sampler.logits_processors
         return not (
@@ -339,7 +349,10 @@ class _AsksOfSampler:
 
     @cached_property
     def penalizes(self) -> bool:
-        """Whether penalties or biases are applied to any row."""
+        """Whether penalties or biases are applied to any row, or whatever processors of the user's
+        apply."""
+        if _processors_of_user(self.sampler):
+            return True
         bias = _logit_bias_state(self.sampler)
         active = self.sampler.penalties_state.use_penalty | bias.use_logit_bias
         return bool(active[self._rows].any())
@@ -375,7 +388,7 @@ class _V2Step(SamplerStep):
         self.temperature = temperature
 
     def penalize(self, full: torch.Tensor) -> torch.Tensor:
-        """Bias, then penalties, as the sampler applies them."""
+        """Bias, then penalties, then processors of the user's, as the sampler applies them."""
         penalties = self._sampler.penalties_state
         bias = _logit_bias_state(self._sampler)
         if LogitsContext is not None:
@@ -388,7 +401,9 @@ class _V2Step(SamplerStep):
                 pos=self._pos,
                 seq_lens_upper_bound_np=self._more[0],
             )
-            return penalties.apply(bias.apply(full, context), context)
+            for processor in (bias, penalties, *_processors_of_user(self._sampler)):
+                full = processor.apply(full, context)
+            return full
         bias.apply_logit_bias(full, self._expanded_idx_mapping, self._idx_mapping_np, self._pos)
         penalties.apply_penalties(
             full,

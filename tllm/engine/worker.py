@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from tllm.engine import limits, model_view
+from tllm.engine.adapters import Adapters
 from tllm.engine.drafts import check_drafter, reads_between_blocks
 from tllm.engine.options import EngineOptions
 from tllm.engine.runner import RunnerAttachment
@@ -93,6 +95,13 @@ uses(
     takes="input_",
 )
 
+uses(
+    "vllm.model_executor.models.llama.LlamaForCausalLM",
+    "load_weights",
+    "what was made of the old weights goes with them, whoever loads others; as of every model",
+    takes="weights",
+)
+
 _Begun: TypeAlias = "tuple[NewRequestData, RequestSpec]"
 
 
@@ -112,6 +121,8 @@ class InterventionWorker(_Base):
     _options: EngineOptions
     _answers: AnswerWriter
     _calls: WorkerCalls
+    _adapters: Adapters
+    _weights_are_other = False
 
     @overrides(
         "vllm.v1.worker.gpu_worker.Worker.init_device",
@@ -149,7 +160,23 @@ class InterventionWorker(_Base):
             self.session = self._session(model, self._taps())
         self._answers = AnswerWriter(self.session.consumers.result_memory)
         self._calls = WorkerCalls(self.session, self._sites, self._options, self.rank)
+        self._adapters = Adapters()
+        self._watch_weights(model)
         self._attachment = attachment(self.model_runner, self.session)
+
+    def _watch_weights(self, model: torch.nn.Module) -> None:
+        """Hear of weights that are loaded into the model by whoever has it, as trainers do that
+        share its process: part by part, so that nothing is made of them before the next step."""
+        load: Callable[..., Any] = model.load_weights  # type: ignore[assignment]
+
+        @wraps(load)
+        def load_weights(*args: Any, **kwargs: Any) -> Any:
+            if not self._weights_are_other:
+                self.session.synchronize()
+                self._weights_are_other = True
+            return load(*args, **kwargs)
+
+        model.load_weights = load_weights  # type: ignore[assignment]
 
     def _taps(self) -> Taps:
         """Taps at the hook points that were asked for, installed in the model."""
@@ -213,6 +240,8 @@ class InterventionWorker(_Base):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if not model_parallel_is_initialized():
             self._join_groups()
+        if self._weights_are_other:
+            self._note_weights()
         later = self._track(scheduler_output)
         output = super().execute_model(scheduler_output)
         if later:
@@ -297,6 +326,7 @@ class InterventionWorker(_Base):
                 spec,
                 spec.sample_index(new.req_id),
                 new.num_computed_tokens,
+                self._adapters.of_head(new.lora_request),
             )
 
     @overrides(
@@ -337,6 +367,7 @@ class InterventionWorker(_Base):
     @torch.inference_mode()
     def _note_weights(self) -> None:
         """The model has other weights: what was made of the old ones is made anew, or dropped."""
+        self._weights_are_other = False
         model = self.model_runner.get_model()
         head = model_view.lm_head(self.vllm_config, model, self._sites, self.device)
         self.session.weights_changed(
@@ -369,6 +400,8 @@ class InterventionWorker(_Base):
             token: of the user's `SharedFolder`, for large answers.
         """
         try:
+            if self._weights_are_other:
+                self._note_weights()
             answer = getattr(self._calls, method)(*cloudpickle.loads(payload))
             if method == "take_results":  # they were popped, and each must reach its user
                 answer = sendable(answer)

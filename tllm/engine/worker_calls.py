@@ -13,7 +13,7 @@ import torch
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.engine.conversations import ConversationPlace, Conversations
 from tllm.engine.options import EngineOptions
-from tllm.engine.registered import HeldGroups, Registered
+from tllm.engine.registered import WEIGHTS, HeldGroups, Registered
 from tllm.models.sites import ModelSites
 from tllm.runtime.session import Session
 from tllm.spec.packed_vectors import PackedVectors
@@ -148,7 +148,8 @@ class WorkerCalls:
 
     def drop_runs(self) -> int:
         """Forget all runs, since the weights that they were computed with are gone, and let front
-        ends know; how many there were."""
+        ends know, also that weights were replaced; how many runs there were."""
+        self._registered.put(WEIGHTS, None)
         dropped = 0
         for key, (_, value) in self._registered.since(0).items():
             if value is None or not key.startswith(KEPT):

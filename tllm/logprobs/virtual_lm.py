@@ -465,7 +465,8 @@ class AsyncVirtualLM(AsyncLM):
         return self.run(self._service.stats())
 
     def clear_cache(self) -> None:
-        """Forget earlier answers; needed when something else has changed what the model says."""
+        """Forget earlier answers; needed when something else has changed what the model says, such
+        as `apply_model`. Other weights by vLLM's own ways, and steering, are known of."""
         self._answers.clear()
 
     def reset_async_queries(self) -> None:

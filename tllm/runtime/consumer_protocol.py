@@ -22,6 +22,7 @@ class ConsumerProtocol(Protocol):
 
     consumer_id: str
     on_request_only: bool
+    uses_lm_head: bool
     hears_step_end: bool
     has_request_flows: bool
     remote_methods: Sequence[str]

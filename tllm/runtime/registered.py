@@ -227,6 +227,14 @@ class RegisteredConsumers:
         """Find the flows that only this sequence asks for."""
         if not (owner.alive and owner.serves(sequence)):
             return
+        if sequence.head_adapter and owner.consumer.uses_lm_head:
+            sequence.errors[owner.id] = (
+                f"the adapter {sequence.head_adapter!r} changes the LM head, and {owner.id!r} "
+                "looks through the model's own; ask without the adapter, or with one that leaves "
+                "lm_head alone"
+            )
+            sequence.refused.add(owner.id)
+            return
         options = sequence.consumers.get(owner.id, {})
         if owner.is_of_another(sequence) and (refusal := _refusal_of(owner, options)):
             sequence.errors[owner.id] = refusal

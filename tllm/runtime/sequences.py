@@ -43,6 +43,7 @@ class RunningSequences:
         spec: RequestSpec,
         sample_index: int,
         num_computed: int = 0,
+        head_adapter: str = "",
     ) -> None:
         """The engine scheduled a sequence, for the first time or again after a preemption.
 
@@ -50,6 +51,7 @@ class RunningSequences:
             num_computed: tokens that it will not compute now. When a prompt has grown, that can be
                 less than was computed: tokens that had been scheduled ahead of a stop are dropped,
                 and others take their positions.
+            head_adapter: the adapter that changes the LM head for it; empty for none.
         """
         known = self.slots.get(engine_id)
         if known is not None:
@@ -78,6 +80,7 @@ class RunningSequences:
             () if spec.conversation is None else spec.conversation.held,
             registrations=spec.registrations,
             isolated=spec.isolated,
+            head_adapter=head_adapter,
         )
         self.slots.add_sequence(sequence)
         if spec.acted:

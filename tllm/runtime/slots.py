@@ -89,6 +89,8 @@ class RunningSequence:
     """Of the consumers that it names, which one of that id it was accepted with."""
     isolated: bool = False
     """Whether its cached blocks are its own, so that its rows may be written to."""
+    head_adapter: str = ""
+    """Name of its adapter, where that changes the LM head."""
     token_ids: tuple[int, ...] | None = None
     """All tokens, once it has ended and they are known."""
     ended: bool = False

@@ -34,6 +34,7 @@ class ESampConsumer(Consumer):
     def __init__(self, config: ESampConsumerConfig | None = None) -> None:
         self.config = config or ESampConsumerConfig()
         self._worker: ESampWorker | None = None
+        self.uses_lm_head = self.config.guide
         self._predicts = 0 if self.config.guide else -1  # the flow
 
     def flows(self) -> Sequence[ConsumerFlow]:
