@@ -269,7 +269,6 @@ class Client:
             consumer.attach(handle)
 
     def ask(self, call: WorkerCall) -> Steps[list[Any]]:
-        """Call the workers, and give their answers."""
         yield from self.current()
         answers: list[Any] = yield call
         return answers
@@ -282,7 +281,6 @@ class Client:
             yield from self._add(consumer, False)
 
     def register(self, consumer: Consumer) -> Steps[Consumer]:
-        """Add a consumer now."""
         _check(consumer)
         yield ALONE
         yield from self.current()
@@ -855,7 +853,6 @@ def _check_media(flow: ConsumerFlow, options: Mapping[str, Any], field: str) -> 
 
 
 def _converses(asked: Asked, groups: Sequence[SteeringGroup]) -> bool:
-    """Whether a request takes part in a conversation."""
     return asked.conversation is not None and any(group.is_kept for group in groups)
 
 

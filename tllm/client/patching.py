@@ -44,7 +44,6 @@ class PatchComposer:
             raise ValueError(FOR_RUNS_ALONE)
 
     def find(self, name: str, field: str) -> KeptRows:
-        """What is kept under a name."""
         if name not in self.kept:
             raise ValueError(
                 f"{field}: nothing is kept under the name {name!r}; kept are "

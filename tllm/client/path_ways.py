@@ -113,7 +113,6 @@ class PathWays:
         return _from(run, places, positions)
 
     def received(self, run: KeptRows, positions: Iterable[int]) -> list[dict[str, Any]]:
-        """Patches that put what arrived at the receivers in a run there."""
         return _from(run, self.receivers, positions)
 
     def _is_before(self, place: Place, other: Place) -> bool:

@@ -238,7 +238,6 @@ class Composer:
         return found
 
     def monitor(self, name: str) -> Condition:
-        """A monitor that is there."""
         if name not in self.monitors:
             raise ValueError(
                 f"no monitor {name!r} is registered; registered are "
@@ -419,7 +418,6 @@ class Upload:
 
     @property
     def packed(self) -> PackedVectors:
-        """The vectors as they are sent."""
         return PackedVectors.of(self.vectors)
 
 
@@ -438,7 +436,6 @@ class HeldByWorkers:
 
     @property
     def num_requests(self) -> int:
-        """Steered requests that run."""
         return len(self._requests)
 
     def hold(self, prompt_id: str, groups: tuple[SteeringGroup, ...]) -> None:

@@ -36,7 +36,6 @@ class Translator:
     residual: bool = False
 
     def to(self, device: torch.device) -> Translator:
-        """The same on a device."""
         bias = None if self.bias is None else self.bias.to(device)
         return Translator(self.weight.to(device), bias, self.residual)
 

@@ -80,7 +80,6 @@ class BlockLedger:
 
     @property
     def used(self) -> int:
-        """Blocks held by all."""
         return len(self._sharing) + self._all_own
 
     def blocks(self, num_tokens: int) -> int:
@@ -106,7 +105,6 @@ class BlockLedger:
         return held
 
     def grow(self, held: HeldBlocks, num_tokens: int) -> None:
-        """It has so many tokens now."""
         self._set_own(held, self.blocks(num_tokens) - len(held.shared))
 
     def _set_own(self, held: HeldBlocks, count: int) -> None:

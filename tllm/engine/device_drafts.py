@@ -216,7 +216,6 @@ class DeviceDrafts:
     # -- counting ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Count the drafts of all steps, also of those that nobody waited for."""
         while self._uncounted:
             self._count_first()
 

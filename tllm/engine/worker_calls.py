@@ -50,7 +50,6 @@ class WorkerCalls:
         self.consumer_stats = session.consumer_stats
 
     def close(self) -> None:
-        """The worker ends."""
         self._registered.close()
 
     def attach(self, holder: str) -> dict[str, Any]:
@@ -102,7 +101,6 @@ class WorkerCalls:
         return True
 
     def unregister(self, consumer_id: str | None) -> None:
-        """Remove a consumer, or all."""
         self._session.unregister(consumer_id)
         for name in sorted(self._consumers) if consumer_id is None else [consumer_id]:
             del self._consumers[name]
@@ -121,7 +119,6 @@ class WorkerCalls:
         released: Iterable[str],
         gates: Mapping[str, Any],
     ) -> None:
-        """See `HeldGroups.put`."""
         self._groups.put(holder, vectors.unpacked(), groups, released, gates)
 
     def keep_run(self, uid: str, on_host: bool = False) -> tuple[int, int] | None:
@@ -176,7 +173,6 @@ class WorkerCalls:
     # -- conversations ---------------------------------------------------------------------------
 
     def leave_conversation(self, place: int, serial: int) -> None:
-        """See `Conversations.leave`."""
         self._conversations.leave(ConversationPlace(place, serial))
 
     # -- requests --------------------------------------------------------------------------------

@@ -222,7 +222,6 @@ class Admission:
         return blocks
 
     def leave(self, blocks: int) -> None:
-        """It ended."""
         self._active -= 1
         self._passing -= blocks
 

@@ -84,7 +84,6 @@ class EngineLoop:
         task.add_done_callback(self._background.discard)
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` after the end."""
         if self.closed:
             raise RuntimeError(_AFTER_CLEANUP)
 
@@ -233,7 +232,6 @@ class Waiter:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the caller still waits."""
         return not self._pending.future.done()
 
     def resolve(self, outcome: Answer | Exception) -> None:

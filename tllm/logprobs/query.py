@@ -257,7 +257,6 @@ class Answer:
 
     @property
     def result(self) -> torch.Tensor | TopLogprobs:
-        """As the caller gets it."""
         return self.values if self.token_ids is None else TopLogprobs(self.values, self.token_ids)
 
 

@@ -208,7 +208,6 @@ class Controllers:
         return self._counts[consumer].counters() if consumer in self._counts else None
 
     def forget(self, consumer: str) -> None:
-        """A consumer is removed."""
         self._counts.pop(consumer, None)
 
     # -- deciding ----------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ class FlowRows:
 
     @property
     def phase(self) -> int:
-        """Of the rows."""
         return self.rows.group.program.phase
 
     @property
@@ -84,7 +83,6 @@ class FlowRows:
         return FlowRows(self.rows, self.meta.select(kept), selection)
 
     def read(self, flow: BoundFlow, frame: Frame) -> ReadRows:
-        """What a flow reads of these rows."""
         parts: dict[Roles, torch.Tensor] = {}
         shared: set[Roles] = set()
         for roles, (port, taps) in flow.gathered.items():

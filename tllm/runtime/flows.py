@@ -64,7 +64,6 @@ class BoundFlow:
 
     @cached_property
     def taps(self) -> tuple[TapKey, ...]:
-        """Every tap that it reads."""
         return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
 
     @cached_property
@@ -100,7 +99,6 @@ class BoundFlow:
 
     @cached_property
     def after_sampling(self) -> bool:
-        """Whether its rows are complete only once the step's tokens are sampled."""
         return self.flow.reads_port("token_target")
 
     @cached_property
@@ -189,7 +187,6 @@ class BoundConsumer:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not raised."""
         return self.error is None
 
     def counters(self) -> dict[str, Any]:

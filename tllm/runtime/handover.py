@@ -79,7 +79,6 @@ class Handover:
         return Handover(flow, own[0], slots)
 
     def bundle(self, frame: Frame) -> PortBundle:
-        """The bundle of a step."""
         if self._known != self.owner.forgotten:  # sequences beside these may have grown
             self._known = self.owner.forgotten
             self._requests, self._index = self._group.owners(self.owner, self._slots)

@@ -105,7 +105,6 @@ class BatchLayout:
 
     @cached_property
     def captured(self) -> int:
-        """Rows that are captured."""
         return sum(group.total for group in self.groups)
 
     @cached_property

@@ -139,7 +139,6 @@ class RegisteredConsumers:
             self.introduce(sequence, [owner])
 
     def weights_changed(self, model: ModelView) -> None:
-        """Tell all consumers that the model has other weights."""
         self.model = model
         for owner in self:
             owner.context.model = model

@@ -116,7 +116,6 @@ class Ring:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self._hidden_size * self._dtype.itemsize
 
     def reserve(self, rows: int) -> Span | None:

@@ -306,7 +306,6 @@ class Guidance:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=model.device)
 
     def set_head(self, head: LmHead | str | None) -> None:
-        """The LM head has other weights."""
         self._head = head
 
     def set_flows(self, flows: Sequence[BoundFlow]) -> None:

@@ -169,7 +169,6 @@ class Slots:
         return list(self._sequences.values())
 
     def get(self, engine_id: str) -> RunningSequence | None:
-        """The sequence the engine knows by this id."""
         return self._sequences.get(engine_id)
 
     def running(self, info: RequestInfo) -> RunningSequence | None:

@@ -44,7 +44,6 @@ class StagedTable:
         self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
 
     def __bool__(self) -> bool:
-        """Whether anything is staged."""
         return bool(self._indices)
 
     def stage(self, index: Index, entry: npt.NDArray[np.generic] | torch.Tensor) -> None:

@@ -540,7 +540,6 @@ class Steering:
         return self._free_rows.pop() if self._free_rows else len(self._configurations)
 
     def _remove(self, groups: tuple[str, ...]) -> None:
-        """Free the row of a combination that nobody uses."""
         self.stale = True
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)

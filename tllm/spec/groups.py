@@ -66,7 +66,6 @@ class Endings:
 
     @property
     def is_complete(self) -> bool:
-        """Whether they name no monitor."""
         return all(condition.is_complete for condition in (*self.stop, *self.abort))
 
 
@@ -337,13 +336,11 @@ class GroupUse:
         return named and self.phase != "decode" and where.phase != "generation"
 
     def to_wire(self) -> list[Any]:
-        """As plain data."""
         positions = None if self.positions.everything else self.positions.to_wire()
         return [self.phase, positions, self.digest]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> GroupUse:
-        """What `to_wire` gave."""
         phase, positions, digest = wire
         return cls(phase, EVERYWHERE if positions is None else Selection.parse(positions), digest)
 

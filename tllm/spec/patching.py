@@ -245,7 +245,6 @@ class RequestPatch:
         return any(entry.media for entry in self.entries)
 
     def in_prompt(self, media: PromptMedia) -> RequestPatch:
-        """See `Patch.in_prompt`."""
         return RequestPatch(tuple(entry.in_prompt(media) for entry in self.entries))
 
     def unreached(self, num_rows: int) -> str | None:
@@ -308,7 +307,6 @@ class PatchUse:
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> PatchUse:
-        """What `to_wire` gave."""
         hook, layer, positions, keep, scale, mask, rows, kept, digest = wire
         return cls(
             hook,
@@ -324,7 +322,6 @@ class PatchUse:
 
 
 def patch_changes(uses: Sequence[PatchUse], prompt_len: int) -> Changes:
-    """What patches do to a sequence."""
     done: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for use in uses:
         for i, position in enumerate(use.at(prompt_len)):

@@ -77,12 +77,10 @@ class RowsRead:
         return replace(self, positions=self.positions.in_prompt(media))
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain data."""
         return {"name": self.name, "positions": self.positions.to_wire(), "once": self.once}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RowsRead:
-        """The inverse of `to_wire`."""
         return cls(wire["name"], Selection.from_wire(wire["positions"]), wire["once"])
 
 
@@ -178,7 +176,6 @@ class RequestSpec:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RequestSpec:
-        """The inverse of `to_wire`."""
         asked = dict(wire)
         if "steering" in asked:
             asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))

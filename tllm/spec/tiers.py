@@ -74,7 +74,6 @@ class SteeringEntry:
 
     @cached_property
     def digest(self) -> str:
-        """Of the vector's content."""
         return digest_of(self.vector.data)
 
     @property

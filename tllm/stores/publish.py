@@ -346,7 +346,6 @@ class Publishing:
     def publish(
         self, payloads: Sequence[tuple[Path, Path]], sidecar: Path, lines: Sequence[bytes]
     ) -> None:
-        """See `publish_files`."""
         publish_files(payloads, sidecar, b"".join(lines), self.paths.staging, self.sync)
 
 
@@ -614,7 +613,6 @@ class _RecordFiles:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that wait to be written."""
         return sum(volume.staged_bytes for volume in self.volumes())
 
     def volumes(self) -> Iterator[Volume]:
@@ -623,7 +621,6 @@ class _RecordFiles:
             yield from volumes
 
     def make_folder(self) -> None:
-        """Make the folder of a record that has one."""
         if not self.packed:
             self.folder.mkdir(exist_ok=True)
 

@@ -208,7 +208,6 @@ class Intake:
         return self._put_on_disk(thread, item)
 
     def put_barrier(self, thread: int, barrier: Barrier) -> None:
-        """Queue a barrier."""
         with self._changed:
             self._queues[thread].append(barrier)
             self._changed.notify_all()

@@ -60,7 +60,6 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
 

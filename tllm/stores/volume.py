@@ -144,7 +144,6 @@ class Volume:
 
     @property
     def begun(self) -> bool:
-        """Whether blocks were written."""
         return self._file.begun
 
     def has_room(self, stacks: Sequence[CheckedStack]) -> bool:
@@ -166,7 +165,6 @@ class Volume:
         self.staged_bytes += stack.nbytes
 
     def staged_owners(self) -> list[Any]:
-        """Whose rows are staged."""
         return list(dict.fromkeys(p.owner for pieces in self._staged.values() for p in pieces))
 
     def unstage(self, owner: Hashable) -> int:
@@ -222,7 +220,6 @@ class Volume:
         return found
 
     def discard(self) -> None:
-        """Remove the file."""
         self._file.discard()
 
     def _place(self) -> None:

@@ -162,7 +162,6 @@ class WriterStats:
     blocked_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, int | float]:
-        """As plain data."""
         return asdict(self)
 
 
@@ -687,7 +686,6 @@ class StoreWriter:
         )
 
     def _count(self, **counts: int) -> None:
-        """Add to counters by name."""
         with self._lock:
             for name, count in counts.items():
                 self._counts[name] += count
@@ -841,7 +839,6 @@ def _write_marker(paths: WriterPaths, sync: bool) -> None:
 
 
 def _known(paths: WriterPaths, catalog: Catalog) -> Iterator[tuple[Identity, Claim]]:
-    """The records that exist, for the writer of `paths`."""
     prefix = f"{paths.folder.relative_to(paths.root).as_posix()}/"
     for row in catalog.ended():
         own = row["sidecar"].startswith(prefix) and row["layout"] != "sharded"

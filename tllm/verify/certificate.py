@@ -149,7 +149,6 @@ class Certificate:
         return EXIT[self.verdict]
 
     def to_json(self) -> str:
-        """All of it."""
         values = {"verdict": self.verdict, **asdict(self)}
         for name, figures in self.points.items():
             values["points"][name]["exchanged"] = figures.power

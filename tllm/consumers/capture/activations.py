@@ -152,7 +152,6 @@ class Reduced:
 
     @classmethod
     def of(cls, rows: CapturedRows, how: Reduction) -> Reduced:
-        """The reduction of all rows."""
         tensor = rows.tensor.float()
         total = _reduce(tensor, how) if len(rows) else tensor.new_zeros((1, *tensor.shape[1:]))
         return cls(rows.positions, CapturedRows(rows.positions[:1], [total]), rows.up_to(0))

@@ -187,7 +187,6 @@ class Capturing(Consumer):
         self._arrived_bytes = 0
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
-        """Remember what it asked."""
         if self._model.first_rank:
             spec = self._specs[sequence_key(request)] = self.spec(request.options)
             if spec.chooses_late:
@@ -444,15 +443,12 @@ class Capturing(Consumer):
         }
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What all workers counted together."""
         return dict(_summed(stats)) if stats else {}
 
     def merge_replicas(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What all replicas counted together."""
         return self.merge_stats(stats)
 
     def stop(self) -> None:
-        """Let go of what is left."""
         self._rows.close()
 
 

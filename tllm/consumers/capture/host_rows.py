@@ -190,7 +190,6 @@ class HostRows:
         return CapturedRows(np.concatenate(taken.positions), found)
 
     def close(self) -> None:
-        """Forget all rows."""
         self._unsorted.clear()
         self._copier.close()
         if self._spill is not None:

@@ -41,7 +41,6 @@ class Slab:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further step has room."""
         return self.steps == self.rows.shape[1]
 
 

@@ -138,17 +138,14 @@ class DistillerBank:
 
     @property
     def slots(self) -> int:
-        """Number of distillers."""
         return len(self._weights.master)
 
     @property
     def weights(self) -> Weights:
-        """What the distillers are."""
         return self._weights
 
     @property
     def ledger(self) -> Tensor:
-        """See above."""
         return self._weights.ledger
 
     @property

@@ -180,7 +180,6 @@ class ESampWorker:
                 self._stats.steps_skipped[reason] += steps
 
     def synchronize(self) -> None:
-        """Wait for everything enqueued so far."""
         self._fence.synchronize()
 
     def read_stats(self) -> dict[str, Any]:
