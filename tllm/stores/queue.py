@@ -17,8 +17,8 @@ import torch
 from tllm.stores.error import StoreError, describe
 from tllm.stores.format import as_bytes
 from tllm.stores.payload import write_all
-from tllm.stores.publish import QueuedRows
 from tllm.stores.record import CheckedStack
+from tllm.stores.recording import QueuedRows
 
 Overflow = Literal["block", "drop", "spill"]
 
