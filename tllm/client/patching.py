@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from tllm.client.steering import Facts
+from tllm.client.facts import Facts
 from tllm.consumers.patch_runs import FOR_RUNS_ALONE
 from tllm.spec.patching import KEPT, KeptRows, Patch, PatchUse, RequestPatch, noise_rows
 from tllm.spec.reading import FloatArray
