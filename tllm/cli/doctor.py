@@ -33,7 +33,6 @@ class Report:
 
     Attributes:
         findings: `(subject, finding)`, in the order to print.
-        problems: what is wrong.
         seams: names by the class or module of vLLM that has them and what tLLM needs them for.
     """
 

@@ -61,7 +61,6 @@ class Composer:
     Attributes:
         facts: None until the workers have told.
         everywhere: what is global.
-        modules, monitors: by name.
     """
 
     def __init__(self, find_feature: FindFeature) -> None:

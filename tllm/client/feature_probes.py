@@ -21,7 +21,6 @@ class FeatureProbes:
 
     Args:
         consumers: those that are registered, by id.
-        facts: of the engine.
     """
 
     def __init__(self, consumers: Mapping[str, Consumer], facts: Callable[[], Facts]) -> None:

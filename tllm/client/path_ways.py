@@ -36,7 +36,6 @@ class PathWays:
     `attn_out` frozen and MLPs computed again.
 
     Attributes:
-        points: those of the model.
         freeze: the branches that are kept still, in every layer.
         receivers: what arrives there is put into a run in which nothing else is changed.
     """

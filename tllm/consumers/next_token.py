@@ -350,7 +350,6 @@ class _RowForm:
     Attributes:
         paths: of the one file that they go to, if the request names it.
         table: path of the table that has their addresses, if there is one.
-        width: of the files.
     """
 
     paths: tuple[str, ...]
@@ -366,8 +365,6 @@ class _Ask:
     Attributes:
         ticket: -1 where it is told by an address, or where there is none.
         place: row of the file, or entry of the table.
-        serial: of the entry.
-        paths: of the files.
         problem: why it gets nothing, if it does not.
     """
 

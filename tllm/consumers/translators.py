@@ -53,9 +53,6 @@ class TranslatorFile:
 
     Read are the folders of `tuned-lens` (`config.json` and `params.pt`), and the files of
     `jacobian-lens` (a mapping with `J`, by layer). Both are loaded without running any code.
-
-    Attributes:
-        path: the folder, or the file.
     """
 
     path: Path

@@ -67,9 +67,6 @@ class HeldBlocks:
 class BlockLedger:
     """How many blocks of the KV cache some requests hold; an upper estimate, since vLLM does not
     preempt requests that wait for their next token.
-
-    Args:
-        block_size: tokens of a block.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -72,7 +72,6 @@ class DeviceDrafts:
     the drafter may still be at work on the next drafts then. In all others nothing is waited for.
 
     Args:
-        runner: the model runner.
         steps: told how many tokens were drafted and accepted.
     """
 

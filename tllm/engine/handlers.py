@@ -154,9 +154,6 @@ class Watch:
 class NotedOutputs:
     """The outputs of an engine request, which takes it when the first is asked for, or with
     `begin`.
-
-    Args:
-        noted, refused: `Watch.outputs` and `Watch.refused`.
     """
 
     def __init__(

@@ -151,7 +151,6 @@ def engine_arguments(
 
     Args:
         kwargs: the user's engine arguments.
-        options: `EngineOptions` fields.
         consumers: known already; the hook points they need are installed too.
     """
     versions.probe()

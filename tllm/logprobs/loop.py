@@ -216,7 +216,6 @@ class Waiter:
     """Who waits for the answer to a query.
 
     Attributes:
-        query: what was asked.
         holder: the lane whose next step it is, or None.
     """
 

@@ -218,11 +218,7 @@ def _digest(value: Any, digest: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class Query:
-    """A wish for the next token's log-probabilities, after these tokens.
-
-    Attributes:
-        lora: the adapter, or None.
-    """
+    """A wish for the next token's log-probabilities, after these tokens."""
 
     tokens: tuple[int, ...]
     form: Form

@@ -343,7 +343,6 @@ class Reply:
     """Where one result will arrive. Either `read` or `close` ends it.
 
     Attributes:
-        ticket: of the result.
         options: as `NextTokenConsumer` takes them.
         leased: the row of shared memory where it arrives, if it does.
     """

@@ -70,7 +70,6 @@ class Heads:
 class Written:
     """An argument that a submodule of the block writes its result into.
 
-    path: the submodule.
     stream: the argument's name.
     """
 

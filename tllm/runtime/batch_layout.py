@@ -32,7 +32,6 @@ class BatchLayout:
         positions: `[segments]`, position of the first token; None when it is the sequence's start.
         groups: the segments of each capture program.
         rows: ring rows of the whole step.
-        tokens: tokens of the batch.
         steps_left: for how many more decode steps the segments say the same.
         on_device: the segments with absolute destinations, by first ring row.
         placed: the rows of each capture program, by first ring row.

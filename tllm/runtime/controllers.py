@@ -53,7 +53,6 @@ class DecidedAction:
     Attributes:
         consumer: that has decided it.
         step: the engine step of its rows.
-        window: of the flow.
     """
 
     consumer: str
@@ -125,7 +124,6 @@ class ActionCounts:
     """What a controller has decided so far.
 
     Attributes:
-        by_kind: actions.
         refused: those among them that could not be done.
         too_late: for requests that had ended.
         raised: calls of `decide` that raised.

@@ -24,8 +24,6 @@ class FlowRows:
     """Rows of one program that go into a bundle.
 
     Attributes:
-        rows: of the program.
-        meta: whose they are.
         selection: which of the program's rows, None for all.
     """
 

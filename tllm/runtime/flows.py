@@ -134,7 +134,6 @@ class BoundConsumer:
     """A registered consumer in this worker: its flows, its streams and how it fares.
 
     Args:
-        writers: by role.
         call: calls into a consumer, and keeps what it raises to it.
         registration: tells it from others that had its id, or will have.
 

@@ -29,7 +29,6 @@ class Handover:
 
     Attributes:
         owner: the flow's.
-        rows: how many there are.
     """
 
     def __init__(self, flow: BoundFlow, own: ProgramRows, slots: Slots) -> None:

@@ -66,7 +66,6 @@ class Patching:
         max_bytes, max_host_bytes: the most that kept rows take on the device, and on the host.
 
     Attributes:
-        users: sequences that are patched.
         stale: whether `commit` has anything to do.
     """
 

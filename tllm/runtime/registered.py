@@ -35,8 +35,6 @@ class RegisteredConsumers:
     Attributes:
         model: what consumers may know of the model.
         additions: what they write to rows.
-        controllers: what they decide.
-        dispatcher: how they are called.
         guidance: what they guide when tokens are drawn.
         results: what they say of sequences that have ended.
         result_memory: for rows that the user is given.

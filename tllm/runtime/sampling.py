@@ -113,7 +113,6 @@ class GuidedRows:
         indices: which sequences of the batch.
         rows: the same, int32 on the device.
         own_rows: their own numbers, int32 on the device.
-        every: whether they are all.
         requests, request_index: whose they are, as in a `RowMeta`.
     """
 

@@ -35,7 +35,6 @@ class Session:
     """The worker's half of tLLM, put together. All methods run on the engine's thread.
 
     Args:
-        taps: the installed taps.
         resolve: from a hook point's name and a layer to the tap that serves it; raises
             `ValueError` with what the model has.
         model: what consumers may know of the model.

@@ -19,7 +19,6 @@ class StagedTable:
     that is staged twice has the later value.
 
     Args:
-        shape: of the table.
         indexed: how many of its leading dimensions an index has; what lies behind them is an entry.
         dtype: of integers, or of floats.
         fill: what entries hold that were never written.

@@ -26,10 +26,8 @@ class Figure(NamedTuple):
     """One metric.
 
     Attributes:
-        name: its name.
         key: where the number is in the statistics of a worker, or of a consumer there.
         counts: whether it only grows.
-        about: what it is.
     """
 
     name: str

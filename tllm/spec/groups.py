@@ -76,7 +76,6 @@ class RequestSteering:
     Attributes:
         modules: names of registered modules, each with the factor of its effect.
         positions: tokens, for entries that say none.
-        endings: what ends it.
     """
 
     tiers: Tiers
@@ -432,11 +431,7 @@ def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:
 def use_of_conversation(
     groups: Iterable[SteeringGroup], place: int, serial: int
 ) -> ConversationUse:
-    """What requests of a conversation remember of the conditions of one of them.
-
-    Args:
-        place, serial: of the conversation.
-    """
+    """What requests of a conversation remember of the conditions of one of them."""
     conditions: dict[int, str] = {}
     in_prompt: set[int] = set()
     generated: set[int] = set()

@@ -91,7 +91,6 @@ class PatchSource:
         kept: the name of a mean, or of a run.
         uid: theirs, where not only the name was given.
         positions: of a run: which of its rows; None for those that are patched.
-        std, seed: of noise.
     """
 
     kind: str

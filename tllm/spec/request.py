@@ -64,7 +64,6 @@ class RowsRead:
 
     Attributes:
         name: of the field that asked for them, for errors.
-        positions: which.
         once: prompt rows are read of sample 0 only.
     """
 
@@ -92,7 +91,6 @@ class RequestSpec:
         request_id: the id the caller knows.
         prompt_id: unique to one prompt of one call; the n samples of the prompt share it, and
             results are kept under it. Empty when nobody will come for results.
-        num_samples: n.
         consumers: options by consumer id.
         registrations: of the consumers that it names, which one of that id it was accepted with.
         reads: the rows that somebody reads, those of generated tokens too.

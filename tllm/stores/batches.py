@@ -126,8 +126,6 @@ class Batches:
     """Iterates over the rows of one array of some records, each row once.
 
     Attributes:
-        key: the array.
-        runs: its rows.
         dtype, hidden: of all of them.
         payloads: where files are mapped.
         request_ids: by record.

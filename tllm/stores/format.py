@@ -361,7 +361,6 @@ class PieceEntry:
     Attributes:
         hook, layer: which array.
         dtype: by safetensors' name.
-        rows, hidden: shape.
         file: the payload, relative to the sidecar's folder, with `/`.
         tensor: name of the tensor `[>= rows, hidden]` in it.
         row_start: first row in `tensor`.

@@ -33,7 +33,6 @@ class Publishing:
         shard_bytes: size at which a shard is published.
         block_bytes: bytes to collect before they are written.
         interval: seconds after which a shard is published though it is not full.
-        numbers: of shards.
         names: of staged files.
         release: called with the bytes of rows that need no memory any more.
     """

@@ -40,7 +40,6 @@ class SpilledRows:
 
     Attributes:
         shape: `[rows, ...]`.
-        nbytes: on disk.
     """
 
     shape: tuple[int, ...]
@@ -148,10 +147,8 @@ class Intake:
 
     Args:
         threads: number of queues.
-        limit: bytes.
         overflow: what `put` does when there is no room: `block` waits, `drop` refuses, `spill`
             leaves the rows on disk until their turn comes, and refuses when the spill file is full.
-        spill: for `spill`.
     """
 
     def __init__(self, threads: int, limit: int, overflow: Overflow, spill: SpillFile) -> None:

@@ -49,13 +49,11 @@ class Recording:
     Attributes:
         generation: which record of its identity this is, from 1.
         replaces: readers must not see those of lower generations any more.
-        layout, writer: for the sidecar.
         on_resolved: called once, with the result or None for a failure, before the future.
         future: resolved with what became of it.
         part: number of the next part to be published.
         ended: nothing more will come.
         aborted: its caller gave it up.
-        resolved: the future is.
         lost: why rows are missing, and the error that a record without any rows fails with.
         payloads, sidecars, rows, bytes: of the parts that are published.
         reserved: bytes of rows that count against the writer's limit on its behalf.

@@ -45,7 +45,6 @@ class StackPiece:
     The work for it is that of one array, however many there are.
 
     Attributes:
-        owner: whose rows.
         kind: arrays, dtype and width.
         rows: of each array.
         positions: `[rows]` I32, their bytes.

@@ -15,7 +15,6 @@ class RemoteReference:
     """Answers as `Reference` does.
 
     Args:
-        process: where it is.
         checkpoint, **options: as `Reference` takes them.
     """
 

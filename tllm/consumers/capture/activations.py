@@ -132,7 +132,6 @@ class Reduced:
     sequence.
 
     Attributes:
-        positions: of the rows that were reduced.
         total: `[1, places, hidden]` float32: their sum, maximum or last; meaningless without any.
         tail: later rows.
     """
@@ -163,7 +162,6 @@ class StageRows:
 
     Attributes:
         places: hook points and their layers, counted from the start.
-        prompt, generated: rows of each phase.
     """
 
     places: tuple[Place, ...]

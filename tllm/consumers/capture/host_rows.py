@@ -61,7 +61,6 @@ class _Pieces:
     Attributes:
         nbytes: of its rows in memory.
         lost: rows that found no place.
-        reason: why.
     """
 
     positions: list[IntArray] = field(default_factory=list)

@@ -92,7 +92,6 @@ class Landing:
     """Finds places for the rows of steps, on the thread that runs the engine.
 
     Args:
-        memory: of results.
         device: where rows come from.
     """
 

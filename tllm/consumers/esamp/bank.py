@@ -33,8 +33,6 @@ class BlockPasses(Generic[Pass]):
     """The passes of the batches of one stream, by the shapes of their blocks.
 
     Args:
-        kind: of the passes.
-        memory: that they use.
         recorder: records them; None for launch by launch.
 
     Attributes:
@@ -84,8 +82,6 @@ class DistillerBank:
 
     Args:
         layout: sizes of one distiller.
-        slots: number of distillers.
-        adamw: how they learn.
         seed: of the initial weights, the same for all.
         predicted_norm: turns a distiller's state into what the LM head reads.
         trained_norm: turns it into what the target is compared with.

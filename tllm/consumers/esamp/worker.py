@@ -69,7 +69,6 @@ class GuidePlan(_Planned):
     """Which prediction belongs to each candidate row, and how much it counts.
 
     Attributes:
-        predicted: the plan of the predictions.
         rows: `[candidate rows]` int32 on the device, or None when row i belongs to row i.
         beta: `[candidate rows]` float32 on the device, 0 where there is no prediction; None
             when no row is guided.
