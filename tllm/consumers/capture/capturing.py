@@ -168,7 +168,9 @@ class Capturing(Consumer):
         self._concluded = threading.Condition()
         self._stalls = 0
         self._blocked_seconds = 0.0
-        self._limit = _half_of_memory() if self._host_bytes is None else self._host_bytes
+        self._limit = self._host_bytes
+        if self._limit is None:  # half of the machine's memory
+            self._limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         spill = None
         if self._overflow == "spill":
             folder = self._spill_folder
@@ -515,7 +517,3 @@ def _summed(values: Sequence[Any]) -> Any:
 
 def _label(spec: CaptureSpec) -> str:
     return " ".join(spec.kept)
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
