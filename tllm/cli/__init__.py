@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -179,8 +177,9 @@ def verify_command(
     from tllm.cli import verify as verifying
     from tllm.verify.job import VerifyJob, run
 
-    # Of whatever kind it is that is raised: a status of 1 would say that something differs.
-    with _carried_out("[red]not verified:[/red] {}") as console:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console()
+    try:
         check_writable("--json", json_file)
         job = VerifyJob(
             model,
@@ -194,6 +193,8 @@ def verify_command(
         )
         with console.status("looking at the model") as status:
             certificate = run(job, status.update)
+    except Exception as error:  # of whatever kind: a status of 1 would say that something differs
+        _refuse(error, "[red]not verified:[/red] {}")
     verifying.render(certificate, console)
     if json_file is not None:
         json_file.write_text(certificate.to_json(), encoding="utf-8")
@@ -231,7 +232,9 @@ def capture_command(
     """Write activations of many prompts into a store. Run it again to go on where it stopped."""
     from tllm.cli import capture as capturing
 
-    with _carried_out() as console:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console()
+    try:
         job = capturing.Job(
             model=model,
             inputs=input,
@@ -249,6 +252,8 @@ def capture_command(
             engine=_engine_arguments(engine_arg, "capture_consumers", "result_timeout_s"),
         )
         summary = capturing.run(job, console)
+    except Exception as error:  # of whatever kind, also an engine's
+        _refuse(error)
     capturing.render(summary, job, console)
     raise typer.Exit(1 if summary.failures else 0)
 
@@ -301,7 +306,9 @@ def sweep_command(
     """Patch one row at a time of one prompt into another, and say where it matters."""
     from tllm.cli import sweep as sweeping
 
-    with _carried_out() as console:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console()
+    try:
         check_writable("--out", out)
         check_writable("--heatmap", heatmap, [".png"])
         check_there("--pairs", pairs)
@@ -339,6 +346,8 @@ def sweep_command(
             sweeping.write(found, texts, out)
         if heatmap is not None:
             sweeping.draw(found, texts, heatmap)
+    except Exception as error:  # of whatever kind, also an engine's
+        _refuse(error)
 
 
 @app.command("strength-sweep")
@@ -392,7 +401,9 @@ def strength_sweep_command(
     """Steer at several strengths, and say what each brings, and what it costs."""
     from tllm.cli import strength_sweep as strengthening
 
-    with _carried_out() as console:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    console = Console()
+    try:
         loading = {
             "hook": hook,
             "layers": None if layers is None else _layers_of_file(layers),
@@ -423,17 +434,8 @@ def strength_sweep_command(
             strengthening.write(swept, job, out)
         if plot is not None:
             swept.plot(plot)
-
-
-@contextmanager
-def _carried_out(form: str = "[red]{}[/red]") -> Iterator[Console]:
-    """A console for a command with an engine, which logs errors alone. Whatever is raised, by the
-    engine too, ends the command with a status of 2."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        yield Console()
-    except Exception as error:
-        _refuse(error, form)
+    except Exception as error:  # of whatever kind, also an engine's
+        _refuse(error)
 
 
 def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:
