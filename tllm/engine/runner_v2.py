@@ -100,7 +100,7 @@ class V2Attachment(RunnerAttachment):
 
     _collected: CandidateRows | None = None
     _temperature: torch.Tensor | None = None  # of each row, where the filter has gathered them
-    _asks: _V2Asked | None = None
+    _asks: _AsksOfSampler | None = None
 
     @staticmethod
     def guidance_refusal(runner: Any) -> str | None:
@@ -192,9 +192,9 @@ class V2Attachment(RunnerAttachment):
         if not self.session.steps.goes_on:
             self._asks = None
 
-    def _asked(self, logits: torch.Tensor, idx_mapping_np: np.ndarray) -> _V2Asked:
+    def _asked(self, logits: torch.Tensor, idx_mapping_np: np.ndarray) -> _AsksOfSampler:
         if self._asks is None:
-            self._asks = _V2Asked(self.runner.sampler, idx_mapping_np, logits.shape[1])
+            self._asks = _AsksOfSampler(self.runner.sampler, idx_mapping_np, logits.shape[1])
         return self._asks
 
     @overrides(
@@ -300,7 +300,7 @@ def _logit_bias_state(sampler: Any) -> Any:
     return sampler.logit_bias_state if LogitsContext is None else sampler.logits_processors[0]
 
 
-class _V2Asked:
+class _AsksOfSampler:
     """What the requests of a batch ask of the sampler: the same while the batch goes on, since a
     request keeps its parameters and its row of the sampler's tables.
 
@@ -353,7 +353,7 @@ class _V2Asked:
 class _V2Step(SamplerStep):
     def __init__(
         self,
-        asks: _V2Asked,
+        asks: _AsksOfSampler,
         logits: torch.Tensor,
         args: tuple[Any, ...],
         collected: CandidateRows | None,
