@@ -25,7 +25,7 @@ from tllm.client import consumer_calls
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
-from tllm.client.composer import Composer
+from tllm.client.composer import GLOBAL, MODULE, MONITOR, Composer
 from tllm.client.facts import Facts
 from tllm.client.feature_probes import FeatureProbes
 from tllm.client.held import HeldByWorkers, Upload
@@ -33,7 +33,6 @@ from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect, media_of
 from tllm.client.request_kind import RequestKind
 from tllm.client.results import LEFT, Samples, attach_results, samples_of, set_result
-from tllm.client.steering import GLOBAL, MODULE, MONITOR
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
