@@ -118,11 +118,7 @@ _OF_THE_CLIENT = ("stream", "emulate_tools", "responses_api", "strict_tools", "c
 
 
 class StartedServer:
-    """A server of this process, which ends with it.
-
-    Attributes:
-        url: its address.
-    """
+    """A server of this process, which ends with it."""
 
     def __init__(
         self, model: str, steering: str | None, options: Mapping[str, Any], timeout_s: float

@@ -332,7 +332,6 @@ def _asked_in(given: Sequence[Any]) -> Asked:
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two sequences are of the same objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
 
 

@@ -247,7 +247,6 @@ class SharedRows:
     them.
 
     Attributes:
-        path: of the file.
         values: `[rows, width]`.
     """
 

@@ -12,7 +12,8 @@ from tiny_engines import TINY_ENGINE
 from tllm import LLM, SamplingParams
 from tllm.client.calls import ALONE, SyncCalls
 from tllm.client.core import Client
-from tllm.client.steering import HeldByWorkers, SteeringControl
+from tllm.client.held import HeldByWorkers
+from tllm.client.steering import SteeringControl
 from tllm.consumers.logging import LoggingConsumer
 from tllm.engine.registered import HeldGroups, Registered
 

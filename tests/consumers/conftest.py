@@ -13,25 +13,9 @@ import torch
 @pytest.fixture(scope="session")
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Qwen2 of 4 layers, hidden size 128."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from engine.reference import save_tiny_model
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=0,
-    )
-    path = tmp_path_factory.mktemp("tiny") / "qwen2"
-    Qwen2ForCausalLM(config).float().save_pretrained(path)
-    return path
+    return save_tiny_model(tmp_path_factory.mktemp("tiny") / "qwen2")
 
 
 @pytest.fixture(scope="session")

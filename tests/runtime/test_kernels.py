@@ -19,7 +19,15 @@ from tllm.runtime import ops
 from tllm.runtime.columns import DESTINATION, PLAN_ROWS, SEGMENT_WIDTH, Column, SegmentWord
 from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, SCOPE_UNIT, Operation, Replacement
 from tllm.runtime.gates import Gates
-from tllm.runtime.kernels import candidates, contrast, row_plan, tap, tap_norm, token_choice
+from tllm.runtime.kernels import (
+    candidates,
+    contrast,
+    projection,
+    row_plan,
+    tap,
+    tap_norm,
+    token_choice,
+)
 from tllm.runtime.latches import NEVER, NEXT, REST
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
@@ -667,7 +675,7 @@ def test_project_and_edit(seed, logits, has_bias, monkeypatch):
     known = (torch.arange(WIDTH, device=DEVICE) < found.counts[:, None]) & (which >= 0)[:, None]
 
     def work():
-        projected = candidates.project(states, which, weight, bias, 60, found)
+        projected = projection.project(states, which, weight, bias, 60, found)
         edited = logits.clone()
         candidates.edit(edited, found, torch.ones_like(found.logits))
         return projected.where(known, 0.0), edited

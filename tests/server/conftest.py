@@ -155,17 +155,24 @@ class Server:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx.get(f"{self.url}{path}", headers=headers, timeout=120)
 
+    def __enter__(self) -> Server:
+        try:
+            self.wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """The server, which is stopped at the end."""
-    running = Server(tmp_path_factory.mktemp("server"))
-    try:
-        running.wait()
+    with Server(tmp_path_factory.mktemp("server")) as running:
         yield running
-    finally:
-        running.process.terminate()
-        running.process.wait(60)
 
 
 @pytest.fixture(scope="session")

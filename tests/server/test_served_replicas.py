@@ -34,13 +34,8 @@ TIMES = 6
 def replicas(tmp_path_factory):
     """A server with two replicas of the model, started as `vllm serve` is."""
     folder = tmp_path_factory.mktemp("replicas")
-    running = Server(folder, "--data-parallel-size", "2", by_hand=True)
-    try:
-        running.wait()
+    with Server(folder, "--data-parallel-size", "2", by_hand=True) as running:
         yield running
-    finally:
-        running.process.terminate()
-        running.process.wait(60)
 
 
 def answer_of(server, name):

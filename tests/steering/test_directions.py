@@ -18,12 +18,16 @@ from tllm.steering.directions import (
     first_component,
     probe,
 )
-from tllm.steering.separation import Separation, measure_separation
+from tllm.steering.separation import Separation, held_out_scores
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 every_method = pytest.mark.parametrize("method", FINDERS)
 either_way = pytest.mark.parametrize("paired", [True, False])
+
+
+def measure_separation(*rows: torch.Tensor | str, **given: object) -> Separation:
+    return held_out_scores(*rows, **given).separation
 
 
 def planted(

@@ -36,8 +36,6 @@ class Job:
             `prompt_token_ids`, and `id` if there is one (else `line-N`).
         out: folder of the store.
         capture: options of the capture, as in `SamplingParams(capture={"filesystem": ...})`.
-        tag: of the records.
-        layout: of the store.
         max_tokens: tokens to generate for each prompt; of the last one there are no rows.
         batch: prompts that are handed to the engine at once.
         engine: further arguments of `tllm.LLM`.

@@ -33,7 +33,6 @@ class Report:
 
     Attributes:
         findings: `(subject, finding)`, in the order to print.
-        problems: what is wrong.
         seams: names by the class or module of vLLM that has them and what tLLM needs them for.
     """
 
@@ -42,11 +41,9 @@ class Report:
     seams: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def note(self, subject: str, finding: str) -> None:
-        """Add a finding."""
         self.findings.append((subject, finding))
 
     def wrong(self, what: str, fix: str) -> None:
-        """Add a problem."""
         self.problems.append(Defect(what, fix))
 
 
@@ -240,7 +237,6 @@ def _examine_rows(report: Report, llm: tllm.LLM) -> None:
 
 
 def render(report: Report, console: Console) -> None:
-    """Print a report."""
     table = Table.grid(padding=(0, 2))
     for subject, finding in report.findings:
         table.add_row(f"[bold]{subject}[/bold]", escape(finding))

@@ -23,7 +23,6 @@ class EarlierRun:
 
     Attributes:
         out: folder of the store.
-        tag: of the records.
         model: name of the model, as the engine has it.
         asked: what the job captures.
         max_tokens: tokens that it generates at the most.

@@ -43,7 +43,6 @@ def engine_options(given: Sequence[str]) -> dict[str, Any]:
 
 
 def render(certificate: Certificate, console: Console) -> None:
-    """Print a certificate."""
     engine = certificate.engine
     head = Table.grid(padding=(0, 2))
     head.add_row("[bold]model[/bold]", escape(f"{certificate.model} ({engine['architecture']})"))

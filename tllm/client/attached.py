@@ -117,38 +117,32 @@ class SyncClient:
         return over
 
     def admit(self, params: Any, request_id: str) -> Prepared:
-        """Make a request ready."""
         steps = self._client.admit(
             params, request_id, asked=self.asked, generated=self.front.generated
         )
         return self.calls.run(steps)
 
     def expect(self, params: Sequence[Any]) -> None:
-        """Requests with these parameters are about to be added."""
         if self.asked is None and len(params) > 1:
             self.calls.run(self._client.expect(params))
 
     def note(self, request: Prepared, output: Any) -> None:
-        """An output of a request, before the caller has it."""
         if not output.finished:
             attach_nothing(output)
         request.samples.add(output)
 
     def finish(self, outputs: list[Any]) -> None:
-        """Put results on the last outputs of requests."""
         for output in outputs:
             self._client.release(output.tllm_request)
         self.calls.run(self._client.hear_who_left([each.tllm_request for each in outputs]))
         self.calls.run(self._client.gather(outputs, self.result_timeout_s, alone=True))
 
     def refuse(self, request: Prepared) -> None:
-        """A request did not begin."""
         self.drop([request])
         if (leave := self._client.leave(request)) is not None:
             self.calls.ask(leave)
 
     def drop(self, requests: list[Prepared]) -> None:
-        """Requests did not begin, or were aborted."""
         for request in requests:
             self._client.release(request)
             given_up = self._client.has_results(request)
@@ -182,7 +176,6 @@ class AsyncClient:
     async def admit(
         self, params: Any, request_id: str, *, streamed: bool, generated: int
     ) -> Prepared:
-        """Make a request ready."""
         results = request_id not in self.unwanted
         self.unwanted.discard(request_id)
         steps = self._client.admit(
@@ -226,7 +219,6 @@ class AsyncClient:
             yield replace(part, sampling_params=own.params)
 
     def note(self, request: Prepared, output: Any) -> bool:
-        """An output of a request, before the caller has it; whether `finish` has to wait."""
         attach_nothing(output)
         if not request.keeps_results:
             return False
@@ -245,13 +237,11 @@ class AsyncClient:
         self._finished.add(request.prompt_id)
 
     def refuse(self, request: Prepared) -> None:
-        """A request did not begin."""
         self.drop(request)
         if (leave := self._client.leave(request)) is not None:
             self._tell(leave)
 
     def drop(self, request: Prepared) -> None:
-        """A request has ended, or did not begin, or the caller gave it up."""
         self._client.release(request)
         if request.prompt_id in self._finished:
             self._finished.remove(request.prompt_id)

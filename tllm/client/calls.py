@@ -104,11 +104,9 @@ class SyncCalls:
         self._over = over
 
     def run(self, steps: Steps[_T]) -> _T:
-        """Take steps to their end."""
         return drive(steps, self._do)
 
     def ask(self, call: WorkerCall) -> list[Any]:
-        """Call the workers."""
         over = self._over()
         if over:
             self.ask(WorkerCall("take_results", (over,)))
@@ -137,7 +135,6 @@ class AsyncCalls:
         self._alone = asyncio.Lock()
 
     async def run(self, steps: Steps[_T]) -> _T:
-        """Take steps to their end."""
         alone = False
 
         async def do(step: WorkerCall | Pause | Alone) -> Any:

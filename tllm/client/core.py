@@ -25,12 +25,14 @@ from tllm.client import consumer_calls
 from tllm.client.answers import SharedFolder
 from tllm.client.calls import ALONE, Pause, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
+from tllm.client.composer import Composer
+from tllm.client.facts import Facts
 from tllm.client.feature_probes import FeatureProbes
+from tllm.client.held import HeldByWorkers, Upload
 from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared, Uses, collect, media_of
 from tllm.client.request_kind import RequestKind
 from tllm.client.results import LEFT, Samples, attach_results, samples_of, set_result
-from tllm.client.steering import Composer, Facts, HeldByWorkers, Upload
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
@@ -263,7 +265,6 @@ class Client:
             consumer.attach(handle)
 
     def ask(self, call: WorkerCall) -> Steps[list[Any]]:
-        """Call the workers, and give their answers."""
         yield from self.current()
         answers: list[Any] = yield call
         return answers
@@ -276,7 +277,6 @@ class Client:
             yield from self._add(consumer, False)
 
     def register(self, consumer: Consumer) -> Steps[Consumer]:
-        """Add a consumer now."""
         _check(consumer)
         yield ALONE
         yield from self.current()
@@ -859,7 +859,6 @@ def _check_media(flow: ConsumerFlow, options: Mapping[str, Any], field: str) -> 
 
 
 def _converses(asked: Asked, groups: Sequence[SteeringGroup]) -> bool:
-    """Whether a request takes part in a conversation."""
     return asked.conversation is not None and any(group.is_kept for group in groups)
 
 

@@ -10,7 +10,7 @@ from tllm.consumers.sae import SaeConsumer
 from tllm.spec.probes import FeatureProbe
 
 if TYPE_CHECKING:
-    from tllm.client.steering import Facts
+    from tllm.client.facts import Facts
 
 _MOST = 1024
 """Features that are kept: each is read from a file."""
@@ -21,7 +21,6 @@ class FeatureProbes:
 
     Args:
         consumers: those that are registered, by id.
-        facts: of the engine.
     """
 
     def __init__(self, consumers: Mapping[str, Consumer], facts: Callable[[], Facts]) -> None:

@@ -40,11 +40,9 @@ class SyncGeneration:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's."""
         return living(self._engine).get_tokenizer()
 
     def do(self, work: Work[_T]) -> _T:
-        """Take work to its end."""
         return drive(
             work,
             lambda item: self._computed(item) if isinstance(item, Generation) else self._run(item),
@@ -84,11 +82,9 @@ class AsyncGeneration:
 
     @property
     def tokenizer(self) -> Any:
-        """The engine's."""
         return self._engine.get_tokenizer()
 
     async def do(self, work: Work[_T]) -> _T:
-        """Take work to its end."""
         return await drive_async(
             work,
             lambda item: self._computed(item) if isinstance(item, Generation) else self._run(item),

@@ -366,7 +366,6 @@ class PatchingControl:
         return self._client.ensure(consumer)
 
     def forget(self, kept: Iterable[KeptRows]) -> Work[None]:
-        """Drop what was kept."""
         for each in kept:
             yield self._dropped(each.name)
 
@@ -438,11 +437,9 @@ class PatchingControl:
         return list(dict.fromkeys(found))
 
     def layers_of(self, hook: str) -> tuple[int | None, ...]:
-        """The layers that have a hook point."""
         return self._client.facts.points.layers(HookPoint.parse(hook))
 
     def tokens(self, prompt: Any) -> list[int]:
-        """The token ids of a prompt."""
         if isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
             prompt = prompt["prompt_token_ids"]
         elif isinstance(prompt, Mapping) and set(prompt) == {"prompt"}:

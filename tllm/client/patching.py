@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from tllm.client.steering import Facts
+from tllm.client.facts import Facts
 from tllm.consumers.patch_runs import FOR_RUNS_ALONE
 from tllm.spec.patching import KEPT, KeptRows, Patch, PatchUse, RequestPatch, noise_rows
 from tllm.spec.reading import FloatArray
@@ -44,7 +44,6 @@ class PatchComposer:
             raise ValueError(FOR_RUNS_ALONE)
 
     def find(self, name: str, field: str) -> KeptRows:
-        """What is kept under a name."""
         if name not in self.kept:
             raise ValueError(
                 f"{field}: nothing is kept under the name {name!r}; kept are "

@@ -36,7 +36,6 @@ class PathWays:
     `attn_out` frozen and MLPs computed again.
 
     Attributes:
-        points: those of the model.
         freeze: the branches that are kept still, in every layer.
         receivers: what arrives there is put into a run in which nothing else is changed.
     """
@@ -113,7 +112,6 @@ class PathWays:
         return _from(run, places, positions)
 
     def received(self, run: KeptRows, positions: Iterable[int]) -> list[dict[str, Any]]:
-        """Patches that put what arrived at the receivers in a run there."""
         return _from(run, self.receivers, positions)
 
     def _is_before(self, place: Place, other: Place) -> bool:

@@ -33,7 +33,6 @@ class Copies:
         self._engine = weakref.ref(engine)
 
     def are_in(self, engine: Any) -> bool:
-        """Whether they are of that engine."""
         return self._engine() is engine
 
     def ask(self, method: str, consumer: Consumer) -> Any:

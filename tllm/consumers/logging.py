@@ -87,7 +87,6 @@ class LoggingConsumer(Consumer):
     # Buffers made in inference mode can only be written in it; the delivery thread is not in it.
     @in_inference_mode
     def start(self, ctx: ConsumerContext) -> None:
-        """Allocate the sums."""
         self._tables = _Tables(len(self._layers), ctx.device)
 
     @in_inference_mode

@@ -224,7 +224,6 @@ class NextTokenConsumer(Consumer):
         return ""
 
     def _table(self, path: str | None) -> npt.NDArray[np.int64] | None:
-        """A table of addresses."""
         if path is not None and path not in self._tables:
             entries = SharedRows(Path(path), ADDRESS_WIDTH).values
             self._tables[path] = entries.view(np.int64)
@@ -351,7 +350,6 @@ class _RowForm:
     Attributes:
         paths: of the one file that they go to, if the request names it.
         table: path of the table that has their addresses, if there is one.
-        width: of the files.
     """
 
     paths: tuple[str, ...]
@@ -367,8 +365,6 @@ class _Ask:
     Attributes:
         ticket: -1 where it is told by an address, or where there is none.
         place: row of the file, or entry of the table.
-        serial: of the entry.
-        paths: of the files.
         problem: why it gets nothing, if it does not.
     """
 
@@ -432,7 +428,6 @@ class _AskedRows:
         return found if (np.diff(at) > 0).all() else found.part(np.argsort(at, kind="stable"))
 
     def part(self, which: slice | npt.NDArray[np.int64]) -> _AskedRows:
-        """Some of the rows."""
         return _AskedRows(
             self.rows[which],
             self.asks[which] if isinstance(which, slice) else [self.asks[i] for i in which],
@@ -524,7 +519,6 @@ class _SequenceRows:
         self._rows: list[tuple[_HostRows, int]] = []
 
     def add(self, position: int, arriving: _HostRows, row: int) -> None:
-        """Add the newest."""
         self._positions.append(position)
         self._rows.append((arriving, row))
 

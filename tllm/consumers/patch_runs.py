@@ -70,7 +70,6 @@ class PatchRunsConsumer(Consumer):
         ]
 
     def start(self, ctx: ConsumerContext) -> None:
-        """Nothing was seen yet."""
         self._running: dict[int, _RunningRows] = {}
         self._ended: dict[str, tuple[tuple[Place, ...], torch.Tensor]] = {}
 

@@ -119,7 +119,6 @@ class ProbeConsumer(Consumer):
         }
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> PerToken | None:
-        """The sequence's scores."""
         found = self._scores.take(request)
         return None if found is None else found["values"]
 

@@ -201,7 +201,6 @@ class SparseAutoencoder:
         return cls(config, weights, scale)
 
     def to(self, device: torch.device) -> SparseAutoencoder:
-        """The same on a device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def only(self, features: Sequence[int]) -> SparseAutoencoder:

@@ -57,7 +57,6 @@ class TokenRows:
         self._lock = threading.Lock()
 
     def begin(self, request: RequestInfo) -> None:
-        """A sequence runs."""
         with self._lock:
             self._running.setdefault(request.prompt_id, {})[request.sample_index] = request
 

@@ -36,7 +36,6 @@ class Translator:
     residual: bool = False
 
     def to(self, device: torch.device) -> Translator:
-        """The same on a device."""
         bias = None if self.bias is None else self.bias.to(device)
         return Translator(self.weight.to(device), bias, self.residual)
 
@@ -54,9 +53,6 @@ class TranslatorFile:
 
     Read are the folders of `tuned-lens` (`config.json` and `params.pt`), and the files of
     `jacobian-lens` (a mapping with `J`, by layer). Both are loaded without running any code.
-
-    Attributes:
-        path: the folder, or the file.
     """
 
     path: Path

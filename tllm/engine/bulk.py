@@ -266,7 +266,6 @@ class NextInput:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of this input."""
         return len(self.prompt_token_ids)
 
     @property
@@ -301,7 +300,6 @@ class BulkRequests:
         return params is not None and _EXTRA in (params.extra_args or ())
 
     def begun(self, message: Request) -> Iterator[Request]:
-        """The requests that begin with a message."""
         assert message.sampling_params is not None and message.sampling_params.extra_args
         for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["begun"]):
             self._tickets[item.request_id] = item.ticket

@@ -67,9 +67,6 @@ class HeldBlocks:
 class BlockLedger:
     """How many blocks of the KV cache some requests hold; an upper estimate, since vLLM does not
     preempt requests that wait for their next token.
-
-    Args:
-        block_size: tokens of a block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -80,7 +77,6 @@ class BlockLedger:
 
     @property
     def used(self) -> int:
-        """Blocks held by all."""
         return len(self._sharing) + self._all_own
 
     def blocks(self, num_tokens: int) -> int:
@@ -106,7 +102,6 @@ class BlockLedger:
         return held
 
     def grow(self, held: HeldBlocks, num_tokens: int) -> None:
-        """It has so many tokens now."""
         self._set_own(held, self.blocks(num_tokens) - len(held.shared))
 
     def _set_own(self, held: HeldBlocks, count: int) -> None:

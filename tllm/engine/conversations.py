@@ -160,6 +160,5 @@ class Conversations:
 
     @property
     def count(self) -> int:
-        """How many there are now."""
         now = time.time()
         return sum(each.expires > now for each in self._by_id.values())

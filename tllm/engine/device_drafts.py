@@ -72,7 +72,6 @@ class DeviceDrafts:
     the drafter may still be at work on the next drafts then. In all others nothing is waited for.
 
     Args:
-        runner: the model runner.
         steps: told how many tokens were drafted and accepted.
     """
 
@@ -216,7 +215,6 @@ class DeviceDrafts:
     # -- counting ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Count the drafts of all steps, also of those that nobody waited for."""
         while self._uncounted:
             self._count_first()
 

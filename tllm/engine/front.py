@@ -206,7 +206,6 @@ class LLMEngineFront:
         return engine_id
 
     def expect(self, params: Sequence[Any]) -> None:
-        """Requests with these parameters are about to be added."""
         self._requests.expect(params)
 
     @overrides("vllm.v1.engine.llm_engine.LLMEngine.step", "results are put on last outputs")

@@ -154,9 +154,6 @@ class Watch:
 class NotedOutputs:
     """The outputs of an engine request, which takes it when the first is asked for, or with
     `begin`.
-
-    Args:
-        noted, refused: `Watch.outputs` and `Watch.refused`.
     """
 
     def __init__(
@@ -246,7 +243,6 @@ def note_outputs(handler: Any) -> None:
 
 
 def is_error(response: Any) -> bool:
-    """Whether a handler's response is an error."""
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
     return isinstance(response, ErrorResponse)
@@ -265,7 +261,6 @@ class WatchedEngine:
         "vllm.v1.engine.async_llm.AsyncLLM.generate", "outputs are noted for the response over HTTP"
     )
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
-        """As the engine's."""
         watch = WATCH.get()
         if watch is not None and watch.beams is not None:
             return self._step(watch.beams, prompt, sampling_params, request_id, kwargs)
@@ -277,7 +272,6 @@ class WatchedEngine:
     async def _step(
         self, beams: BeamSteps, prompt: Any, params: Any, request_id: str, more: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
-        """A step of one beam."""
         if beams.asked:
             params = params.clone()
             params.extra_args = {**(params.extra_args or {}), EXTRA_ARG: dict(beams.asked)}

@@ -49,7 +49,6 @@ class KeylessLogger:
 
     @overrides(f"{_LOGGER}.log_inputs", _FOR, takes="params", since="0.32")
     def log_inputs(self, *args: Any, params: Any, **kwargs: Any) -> None:
-        """As vLLM's."""
         if getattr(params, "extra_args", None):
             params = copy.copy(params)
             params.extra_args = _without_key(params.extra_args)

@@ -138,7 +138,6 @@ def describe(
 
 
 def _lm_head_port(head: LmHead | str | None, vocab_size: int) -> dict[str, Any]:
-    """The LM head as consumers may use it."""
     if isinstance(head, LmHead):
         return {
             "lm_head": partial(head.dense_logits, vocab=vocab_size),

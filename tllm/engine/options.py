@@ -89,7 +89,6 @@ class EngineOptions:
 
     @property
     def points(self) -> tuple[HookPoint, ...]:
-        """The hook points to install."""
         if self.hook_points in ("all", None):
             return tuple(HookPoint)
         return tuple(map(HookPoint, self.hook_points or ()))
@@ -113,12 +112,10 @@ class EngineOptions:
         return max(_RING_BYTES, device_bytes // _RING_SHARE)
 
     def to_config(self) -> dict[str, Any]:
-        """As plain data, for `additional_config`."""
         return asdict(self)
 
     @classmethod
     def of(cls, vllm_config: Any) -> EngineOptions:
-        """The options of an engine."""
         options = cls.from_config(vllm_config.additional_config)
         return options.resolved(eager=vllm_config.model_config.enforce_eager)
 
@@ -154,7 +151,6 @@ def engine_arguments(
 
     Args:
         kwargs: the user's engine arguments.
-        options: `EngineOptions` fields.
         consumers: known already; the hook points they need are installed too.
     """
     versions.probe()

@@ -94,7 +94,6 @@ def apply(request: Request, spec: RequestSpec, changes: Changes, block_size: int
     """Give a new request the keys that its rows need.
 
     Args:
-        changes: what is done to its rows.
         block_size: tokens that one hash stands for.
     """
     changed = any(done for _, done in changes)

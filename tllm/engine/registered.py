@@ -51,7 +51,6 @@ class Registered:
         self.shared_file = self._held.path.name
 
     def close(self) -> None:
-        """Nobody will look any more."""
         if self._held is not None:
             self._held.release()
 
@@ -98,7 +97,6 @@ class HeldGroups:
 
     @property
     def num_vectors(self) -> int:
-        """Distinct vectors of all groups."""
         return len(self._groups_of)
 
     def attach(self, holder: str) -> int:

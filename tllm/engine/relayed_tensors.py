@@ -44,7 +44,6 @@ class RelayedTensors(IntermediateTensors):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """vLLM's own."""
         return self._parts[0]
 
     @property

@@ -194,7 +194,6 @@ class V2Attachment(RunnerAttachment):
             self._asks = None
 
     def _asked(self, logits: torch.Tensor, idx_mapping_np: np.ndarray) -> _AsksOfSampler:
-        """What the step's requests ask of the sampler."""
         if self._asks is None:
             self._asks = _AsksOfSampler(self.runner.sampler, idx_mapping_np, logits.shape[1])
         return self._asks
@@ -299,7 +298,6 @@ class V2Attachment(RunnerAttachment):
 
 
 def _logit_bias_state(sampler: Any) -> Any:
-    """The sampler's logit-bias stage."""
     return sampler.logit_bias_state if LogitsContext is None else sampler.logits_processors[0]
 
 

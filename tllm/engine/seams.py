@@ -39,7 +39,6 @@ class Seam:
 
     Attributes:
         path: `module.Class.name` or `module.name`.
-        why: what it is needed for.
         ours: the function in its place, whose parameters vLLM's must have; None for what is only
             used.
         takes: parameters that we give it by name, or read by their place in the call.
@@ -78,7 +77,6 @@ def overrides(path: str, why: str, *, takes: str = "", since: str = "0") -> Call
 
     Args:
         path: vLLM's, `module.Class.method`.
-        why: what for.
         takes: parameters that it must have beside those of ours, separated by blanks.
         since: the first version of vLLM that has it.
     """
@@ -98,7 +96,6 @@ def uses(
     Args:
         owner: a module, or `module.Class`.
         names: what it has, separated by blanks: functions, classes, methods, attributes.
-        why: what for.
         takes: parameters that each of them must have, separated by blanks.
         since, until: the first version of vLLM that has them, and the first that has not.
     """

@@ -107,11 +107,9 @@ class RequestEndings:
         self._apart: set[str] = set()
 
     def add(self, request_id: str, spec: RequestSpec) -> None:
-        """A request may be ended by conditions, or by controllers."""
         self._asked[request_id] = spec
 
     def forget(self, request_id: str) -> None:
-        """A request is over."""
         if self._asked.pop(request_id, None) is not None:
             self._refused.pop(request_id, None)
 

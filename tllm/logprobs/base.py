@@ -7,7 +7,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from functools import cached_property
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -150,23 +149,13 @@ class AsyncLM(ABC):
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.cleanup()
 
     async def __aenter__(self: Self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await asyncio.to_thread(self.cleanup)
 
 

@@ -49,7 +49,6 @@ class OutputCache:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forget all."""
         self._entries.clear()
 
 
@@ -81,7 +80,6 @@ class AnswerCache:
         return Answer(found[0].clone(), found[1].view(torch.int32).clone())
 
     def put(self, key: Hashable, answer: Answer, epoch: int) -> None:
-        """Remember an answer to what was asked in an epoch."""
         values = answer.values
         if answer.token_ids is not None:  # side by side, as one tensor
             values = torch.stack([values, answer.token_ids.view(torch.float32)])
@@ -90,7 +88,6 @@ class AnswerCache:
                 self.outputs[key] = values
 
     def clear(self) -> None:
-        """Forget all."""
         with self._lock:
             self.epoch += 1
             if self.outputs is not None:

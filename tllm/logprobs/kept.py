@@ -30,7 +30,6 @@ class KeptRequest:
     Attributes:
         tokens: how many it has.
         open: whether it takes turns.
-        held: its blocks.
         steering: the engine's `steering.version` when it began.
         holders: the lanes that are at its last token.
         output: the last one; once `ended` is set, with the consumers' results.
@@ -68,7 +67,6 @@ class KeptRequest:
 
         Args:
             tokens: one or more.
-            params: of this turn.
             request_id, options: of `AsyncLLM.generate`; those of the first turn are used.
         """
         self.tokens += len(tokens)
@@ -187,9 +185,6 @@ class Admission:
     Args:
         idle_seconds: a kept request that is idle for so long is parked too, for the sake of
             requests that did not come through here.
-
-    Attributes:
-        parked: how many were.
     """
 
     def __init__(self, engine: AsyncLLM, idle_seconds: float) -> None:
@@ -222,7 +217,6 @@ class Admission:
         return blocks
 
     def leave(self, blocks: int) -> None:
-        """It ended."""
         self._active -= 1
         self._passing -= blocks
 

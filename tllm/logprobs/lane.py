@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -140,12 +139,7 @@ class Lane:
     async def __aenter__(self) -> Lane:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
     def __del__(self) -> None:

@@ -84,7 +84,6 @@ class EngineLoop:
         task.add_done_callback(self._background.discard)
 
     def check_open(self) -> None:
-        """Raise `RuntimeError` after the end."""
         if self.closed:
             raise RuntimeError(_AFTER_CLEANUP)
 
@@ -217,7 +216,6 @@ class Waiter:
     """Who waits for the answer to a query.
 
     Attributes:
-        query: what was asked.
         holder: the lane whose next step it is, or None.
     """
 
@@ -233,7 +231,6 @@ class Waiter:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the caller still waits."""
         return not self._pending.future.done()
 
     def resolve(self, outcome: Answer | Exception) -> None:

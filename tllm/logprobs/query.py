@@ -218,11 +218,7 @@ def _digest(value: Any, digest: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class Query:
-    """A wish for the next token's log-probabilities, after these tokens.
-
-    Attributes:
-        lora: the adapter, or None.
-    """
+    """A wish for the next token's log-probabilities, after these tokens."""
 
     tokens: tuple[int, ...]
     form: Form
@@ -257,7 +253,6 @@ class Answer:
 
     @property
     def result(self) -> torch.Tensor | TopLogprobs:
-        """As the caller gets it."""
         return self.values if self.token_ids is None else TopLogprobs(self.values, self.token_ids)
 
 

@@ -452,7 +452,6 @@ class Service:
         return await self._query(query)
 
     def _keep(self, query: Query, holder: Holder) -> KeptRequest:
-        """A new kept request for a lane."""
         if self.engine.steers_from_end(query.interventions.asked):
             raise ValueError(
                 "steering, the lane's own or a global one, names tokens that count from the end of "

@@ -57,7 +57,6 @@ class TransformersLM(AsyncLM):
     async def next_token_logprobs(
         self, token_ids: Sequence[int], *, lora_name: str | None = None
     ) -> torch.Tensor:
-        """As `AsyncLM`'s; computed on another thread."""
         return await asyncio.to_thread(
             self.next_token_logprobs_sync, token_ids, lora_name=lora_name
         )
@@ -89,7 +88,6 @@ class TransformersLM(AsyncLM):
         temperature: float = 1.0,
         seed: int | None = None,
     ) -> list[int]:
-        """As `AsyncLM`'s; token after token."""
         max_tokens = whole_number(max_tokens, "max_tokens=", 1)
         generator = torch.Generator()
         if seed is None:
@@ -116,5 +114,4 @@ class TransformersLM(AsyncLM):
         return tokens
 
     def cleanup(self) -> None:
-        """Forget the model."""
         self._model = None

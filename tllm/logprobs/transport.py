@@ -84,7 +84,6 @@ class Arena:
 
     @property
     def free(self) -> int:
-        """Rows that nobody uses."""
         self._collect()
         return len(self._free)
 
@@ -100,7 +99,6 @@ class Arena:
             self._grow_if_possible(2 * rows)
 
     def _fits(self, rows: int) -> bool:
-        """Whether there is memory for so many more."""
         within = self._rows + rows <= self._max_rows
         return within and (not IN_MEMORY or rows * self._row_bytes <= room())
 
@@ -337,7 +335,6 @@ class Addresses:
         return Address(arena, *self.free.pop(), next(self._serials))
 
     def close(self) -> None:
-        """Remove the tables."""
         for table in self._tables:
             table.unlink()
 
@@ -346,7 +343,6 @@ class Reply:
     """Where one result will arrive. Either `read` or `close` ends it.
 
     Attributes:
-        ticket: of the result.
         options: as `NextTokenConsumer` takes them.
         leased: the row of shared memory where it arrives, if it does.
     """
@@ -417,7 +413,6 @@ class Transport:
         return self.arena(form).lease_many(results) if self._shared else []
 
     def ticket(self) -> int:
-        """A new one."""
         return next(self._tickets)
 
     async def reply(self, form: Form) -> Reply:
@@ -485,6 +480,5 @@ class Transport:
         }
 
     def close(self) -> None:
-        """Give the shared memory back."""
         for arena in self._arenas.values():
             arena.close()

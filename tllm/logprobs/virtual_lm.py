@@ -496,6 +496,5 @@ def _forget(answer: Answer) -> None:
 
 
 async def _end(engine: AsyncLLM | None) -> None:
-    """End an engine that nobody will ask, if it came to be."""
     if engine is not None:
         engine.shutdown()

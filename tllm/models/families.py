@@ -70,7 +70,6 @@ class Heads:
 class Written:
     """An argument that a submodule of the block writes its result into.
 
-    path: the submodule.
     stream: the argument's name.
     """
 
@@ -223,6 +222,12 @@ FUSED_SANDWICH = _fused(
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
 )
+# AFMoE and openPangu do so too, under other names.
+FUSED_MLP_SANDWICH = _fused(
+    attn_out="post_attention_layernorm",
+    post_attn="pre_mlp_layernorm",
+    mlp_out="post_mlp_layernorm",
+)
 SEQUENTIAL = _sequential()
 # OLMo 2 has no norm before a branch: the branch reads the stream itself, and its output is normed.
 POST_NORM: Layout = {
@@ -289,18 +294,23 @@ _STREAMS = "it keeps several residual streams, and no one of them is the residua
 _LOOPS = "it runs the same blocks several times in one forward pass"
 
 
+_GPT = {"layers": "h", "norm": "ln_f"}
+
+
 def _of(
-    module: str, prefix: str, layout: Layout = FUSED, name: str | None = None, **given: Any
+    module: str,
+    prefix: str,
+    layout: Layout = FUSED,
+    *,
+    name: str | None = None,
+    stack: str = "Model",
+    block: str = "DecoderLayer",
+    **given: Any,
 ) -> Family:
-    """A row whose classes are called as most are. `modeling_` ones are Hugging Face's own, through
-    vLLM's Transformers backend."""
-    return Family(
-        name or module.removeprefix("modeling_"),
-        f"{module}.{prefix}Model",
-        f"{module}.{prefix}DecoderLayer",
-        layout,
-        **given,
-    )
+    """A row whose classes are in one module, and begin alike. `modeling_` ones are Hugging Face's
+    own, through vLLM's Transformers backend."""
+    name = name or module.removeprefix("modeling_")
+    return Family(name, f"{module}.{prefix}{stack}", f"{module}.{prefix}{block}", layout, **given)
 
 
 FAMILIES = (
@@ -323,51 +333,35 @@ FAMILIES = (
     ),
     Family("stablelm", "stablelm.StableLMEpochModel", "stablelm.StablelmDecoderLayer", SEQUENTIAL),
     _of("granite", "Granite", SCALED),
-    Family(
-        "gpt2",
-        "gpt2.GPT2Model",
-        "gpt2.GPT2Block",
-        _sequential(attn="attn", post_attn="ln_2"),
-        layers="h",
-        norm="ln_f",
-    ),
-    Family(
+    _of("gpt2", "GPT2", _sequential(attn="attn", post_attn="ln_2"), **_GPT, block="Block"),
+    _of(
         "opt",
-        "opt.OPTDecoder",
-        "opt.OPTDecoderLayer",
+        "OPT",
         _sequential(post_attn="final_layer_norm", mlp_in="fc1", mlp_out="fc2"),
         norm="final_layer_norm",
         stack_is={"project_out": None},
         block_is={"do_layer_norm_before": True},
+        stack="Decoder",
     ),
-    Family(
+    _of(
         "bloom",
-        "bloom.BloomModel",
-        "bloom.BloomBlock",
+        "Bloom",
         _sequential(attn="self_attention"),
-        layers="h",
-        norm="ln_f",
+        **_GPT,
         block_is={"apply_residual_connection_post_layernorm": False},
+        block="Block",
     ),
     _of("exaone4", "Exaone4", POST_NORM),
     # Cohere reduces both branches across ranks in one go, as do the parallel Falcons.
     _of("commandr", "Cohere", _parallel(partial=True), name="cohere"),
-    Family(
-        "gptj",
-        "gpt_j.GPTJModel",
-        "gpt_j.GPTJBlock",
-        _parallel(attn="attn"),
-        layers="h",
-        norm="ln_f",
-    ),
+    _of("gpt_j", "GPTJ", _parallel(attn="attn"), **_GPT, name="gptj", block="Block"),
     *(
         _of(
             "falcon",
             "Falcon",
             _parallel(attn="self_attention", shared_norm=norms != 2, partial=True),
             name=name,
-            layers="h",
-            norm="ln_f",
+            **_GPT,
             block_is={
                 "config.parallel_attn": True,
                 "config.num_ln_in_parallel_attn": norms,
@@ -384,13 +378,12 @@ FAMILIES = (
         "falcon",
         "Falcon",
         _without_branches(_sequential(attn="self_attention"), _LATE_BIAS),
-        layers="h",
-        norm="ln_f",
+        **_GPT,
         block_is={"config.new_decoder_architecture": False, "config.parallel_attn": False},
         name="falcon, sequential",
     ),
     # vLLM's own until 0.30, through its Transformers backend since.
-    Family("phi", "phi.PhiModel", "phi.PhiLayer", _parallel(), norm="final_layernorm"),
+    _of("phi", "Phi", _parallel(), norm="final_layernorm", block="Layer"),
     # Fused residuals under other names.
     Family("gpt_oss", "gpt_oss.GptOssModel", "gpt_oss.TransformerBlock", _fused(attn="attn")),
     Family("llama4", "llama.LlamaModel", "llama4.Llama4DecoderLayer", _fused(mlp="feed_forward")),
@@ -399,36 +392,17 @@ FAMILIES = (
         "Apertus",
         _fused(first_norm="attention_layernorm", post_attn="feedforward_layernorm"),
     ),
-    _of(
-        "afmoe",
-        "Afmoe",
-        _fused(
-            attn_out="post_attention_layernorm",
-            post_attn="pre_mlp_layernorm",
-            mlp_out="post_mlp_layernorm",
-        ),
-    ),
-    Family(
-        "bailing_moe",
-        "bailing_moe.BailingMoeModel",
-        "bailing_moe.BailingMoeBlock",
-        _fused(attn="attention"),
-    ),
-    _of(
-        "exaone",
-        "Exaone",
-        _fused(first_norm="ln_1", attn="attn", post_attn="ln_2"),
-        layers="h",
-        norm="ln_f",
-    ),
+    _of("afmoe", "Afmoe", FUSED_MLP_SANDWICH),
+    _of("bailing_moe", "BailingMoe", _fused(attn="attention"), block="Block"),
+    _of("exaone", "Exaone", _fused(first_norm="ln_1", attn="attn", post_attn="ln_2"), **_GPT),
     _of("rnj1", "Rnj1", FUSED_SANDWICH),
-    Family(
+    _of(
         "internlm2",
-        "internlm2.InternLM2Model",
-        "internlm2.InternLMDecoderLayer",
+        "InternLM",
         _fused(
             first_norm="attention_norm", attn="attention", post_attn="ffn_norm", mlp="feed_forward"
         ),
+        stack="2Model",
     ),
     _of("minimax_m2", "MiniMaxM2", _fused(mlp="block_sparse_moe")),
     _of(
@@ -472,17 +446,7 @@ FAMILIES = (
     _of("glm4_moe_lite", "Glm4MoeLite"),
     *(
         _of("openpangu", "OpenPangu", layout, block_is={"sandwich_norm": sandwich, **_UNSCALED})
-        for sandwich, layout in (
-            (False, FUSED),
-            (
-                True,
-                _fused(
-                    attn_out="post_attention_layernorm",
-                    post_attn="pre_mlp_layernorm",
-                    mlp_out="post_mlp_layernorm",
-                ),
-            ),
-        )
+        for sandwich, layout in ((False, FUSED), (True, FUSED_MLP_SANDWICH))
     ),
     # Layers of several kinds. A state-space or linear mixer stands where attention stands.
     *(
@@ -496,10 +460,9 @@ FAMILIES = (
         for kind, attn in (("linear_attention", "linear_attn"), ("full_attention", "self_attn"))
     ),
     *(
-        Family(
+        _of(
             "jamba",
-            "jamba.JambaModel",
-            f"jamba.Jamba{kind}DecoderLayer",
+            "Jamba",
             {
                 **_fused(post_attn="pre_ff_layernorm", mlp="feed_forward"),
                 HookPoint.ATTN_IN: Output("input_layernorm"),
@@ -507,14 +470,14 @@ FAMILIES = (
                 HookPoint.ATTN_OUT: Input("pre_ff_layernorm", 0),
             },
             norm="final_layernorm",
+            block=f"{kind}DecoderLayer",
         )
         for kind in ("Mamba", "Attention")
     ),
     *(
-        Family(
+        _of(
             name,
-            f"{name}.{prefix}Model",
-            f"{name}.{prefix}{kind}DecoderLayer",
+            prefix,
             _fused(
                 first_norm="operator_norm",
                 attn=attn,
@@ -523,56 +486,45 @@ FAMILIES = (
                 mlp="feed_forward",
             ),
             norm="embedding_norm",
+            block=f"{kind}DecoderLayer",
         )
         for name, prefix in (("lfm2", "Lfm2"), ("lfm2_moe", "Lfm2Moe"))
         for kind, attn in (("Attention", "self_attn"), ("ShortConv", "short_conv"))
     ),
     *(
-        Family(
-            f"bailing_moe {version}",
-            f"{module}.BailingMoe{version}Model",
-            f"{module}.BailingMoe{version}DecoderLayer",
-            _fused(attn_out=_ADDED),
-        )
-        for version, module in (("V25", "bailing_moe_linear"), ("V3", "bailing_moe_v3"))
+        _of(module, f"BailingMoe{kind}", _fused(attn_out=_ADDED), name=f"bailing_moe {kind}")
+        for kind, module in (("V25", "bailing_moe_linear"), ("V3", "bailing_moe_v3"))
     ),
     *(
-        Family(
+        _of(
             "nemotron_h",
-            "nemotron_h.NemotronHModel",
-            f"nemotron_h.NemotronH{kind}DecoderLayer",
+            "NemotronH",
             _one_mixer(branch),
             norm="norm_f",
+            block=f"{kind}DecoderLayer",
         )
-        for kind, branch in (
-            ("Mamba", "attention"),
-            ("Attention", "attention"),
-            ("MLP", "MLP"),
-            ("MoE", "MLP"),
-        )
+        for branch, kinds in (("attention", ("Mamba", "Attention")), ("MLP", ("MLP", "MoE")))
+        for kind in kinds
     ),
     _of("mamba2", "Mamba2", _one_mixer("attention"), norm="norm_f"),
     _of("mamba", "Mamba", _one_mixer("attention", out=Written("mixer")), norm="norm_f"),
     *(
-        Family(
+        _of(
             "zamba2",
-            "zamba2.Zamba2Model",
-            f"zamba2.{block}",
+            "Zamba2",
             _one_mixer("attention", mixer=mixer, fused=False),
             norm="final_layernorm",
+            block=block,
         )
-        for block, mixer in (
-            ("Zamba2MambaDecoderLayer", "mamba"),
-            ("Zamba2HybridLayer", "mamba_decoder.mamba"),
-        )
+        for block, mixer in (("MambaDecoderLayer", "mamba"), ("HybridLayer", "mamba_decoder.mamba"))
     ),
     *(
-        Family(
+        _of(
             "nemotron_nas",
-            "nemotron_nas.DeciModel",
-            "nemotron_nas.DeciLMDecoderLayer",
+            "Deci",
             layout,
             block_is={"_is_no_op_attention": no_attention, "_is_no_op_ffn": no_mlp},
+            block="LMDecoderLayer",
         )
         for no_attention, no_mlp, layout in (
             (False, False, _fused(first_norm=None)),
@@ -581,31 +533,22 @@ FAMILIES = (
         )
     ),
     *(
-        Family(
+        _of(
             "granitemoehybrid",
-            "granitemoehybrid.GraniteMoeHybridModel",
-            f"granitemoehybrid.GraniteMoeHybrid{kind}DecoderLayer",
+            "GraniteMoeHybrid",
             {**SCALED_EXPERTS, HookPoint.ATTN_IN: attn_in},
+            block=f"{kind}DecoderLayer",
         )
         for kind, attn_in in (
             ("Mamba", Input("mamba")),
             ("Attention", Input("self_attn", "hidden_states")),
         )
     ),
-    Family(
-        "falcon_h1",
-        "falcon_h1.FalconH1Model",
-        "falcon_h1.FalconH1ParallelHybrid",
-        PARALLEL_HYBRID,
-        norm="final_layernorm",
-    ),
+    _of("falcon_h1", "FalconH1", PARALLEL_HYBRID, norm="final_layernorm", block="ParallelHybrid"),
     _of(
         "olmo_hybrid",
         "OlmoHybrid",
-        {
-            **_sequential(attn="linear_attn"),
-            HookPoint.ATTN_OUT: Written("linear_attn"),
-        },
+        {**_sequential(attn="linear_attn"), HookPoint.ATTN_OUT: Written("linear_attn")},
         block_is={"layer_type": "linear_attention"},
     ),
     _of("olmo_hybrid", "OlmoHybrid", POST_NORM, block_is={"layer_type": "full_attention"}),
@@ -613,22 +556,23 @@ FAMILIES = (
     _of("orion", "Orion", SEQUENTIAL),
     _of("phimoe", "PhiMoE", _sequential(mlp_in="block_sparse_moe")),
     _of("muse_glimmer", "MuseGlimmer", SEQUENTIAL_SANDWICH),
-    Family(
+    _of(
         "chatglm",
-        "chatglm.GLMTransformer",
-        "chatglm.GLMBlock",
+        "GLM",
         _sequential(attn="self_attention"),
         norm="final_layernorm",
         stack_is={"post_layer_norm": True},
         block_is={"apply_residual_connection_post_layernorm": False},
+        stack="Transformer",
+        block="Block",
     ),
-    Family(
+    _of(
         "dbrx",
-        "dbrx.DbrxModel",
-        "dbrx.DbrxBlock",
+        "Dbrx",
         _sequential(attn="norm_attn_norm.attn", post_attn="norm_attn_norm.norm_2", mlp_in="ffn"),
         layers="blocks",
         norm="norm_f",
+        block="Block",
     ),
     *(
         _of("step3p5", "Step3p5", _sequential(mlp_in=mlp), norm=None, block_is={"use_moe": use_moe})
@@ -647,13 +591,13 @@ FAMILIES = (
             (True, _without(SEQUENTIAL_SANDWICH, _TWO_MLPS, HookPoint.MLP_IN)),
         )
     ),
-    Family(
+    _of(
         "gemma3n",
-        "gemma3n.Gemma3nTextModel",
-        "gemma3n.Gemma3nDecoderLayer",
+        "Gemma3n",
         ALTERNATING,
         stack_is={"fast_prefill_enabled": False},
         one_stream=False,
+        stack="TextModel",
     ),
     # What leaves its final norm is divided before the LM head reads it.
     _of("minicpm", "MiniCPM", SCALED, norm=None),
@@ -673,7 +617,7 @@ FAMILIES = (
         ),
     ),
     # BERT and RoBERTa, which have no LM head where they embed or classify.
-    Family("bert", "bert.BertEncoder", "bert.BertLayer", BERT, layers="layer", norm=None),
+    _of("bert", "Bert", BERT, layers="layer", norm=None, stack="Encoder", block="Layer"),
     # Understood, and without a residual stream that can be tapped.
     *(
         Family(stack.partition(".")[0], stack, block, _refused(reason), norm=None)
@@ -703,24 +647,17 @@ FAMILIES = (
     *(
         _of(f"modeling_{name}", prefix, SEQUENTIAL)
         for name, prefix in (
-            ("arcee", "Arcee"),
-            ("bitnet", "BitNet"),
-            ("cwm", "Cwm"),
-            ("diffllama", "DiffLlama"),
-            ("dots1", "Dots1"),
-            ("glm", "Glm"),
-            ("helium", "Helium"),
-            ("hunyuan_v1_dense", "HunYuanDenseV1"),
-            ("hunyuan_v1_moe", "HunYuanMoEV1"),
-            ("jais2", "Jais2"),
-            ("mellum", "Mellum"),
-            ("ministral", "Ministral"),
-            ("olmo", "Olmo"),
-            ("seed_oss", "SeedOss"),
-            ("smollm3", "SmolLM3"),
-            ("solar_open", "SolarOpen"),
-            ("starcoder2", "Starcoder2"),
-            ("youtu", "Youtu"),
+            *(("arcee", "Arcee"), ("bitnet", "BitNet"), ("cwm", "Cwm"), ("diffllama", "DiffLlama")),
+            *(("dots1", "Dots1"), ("glm", "Glm"), ("helium", "Helium")),
+            *(("hunyuan_v1_dense", "HunYuanDenseV1"), ("hunyuan_v1_moe", "HunYuanMoEV1")),
+            *(
+                ("jais2", "Jais2"),
+                ("mellum", "Mellum"),
+                ("ministral", "Ministral"),
+                ("olmo", "Olmo"),
+            ),
+            *(("seed_oss", "SeedOss"), ("smollm3", "SmolLM3"), ("solar_open", "SolarOpen")),
+            *(("starcoder2", "Starcoder2"), ("youtu", "Youtu")),
         )
     ),
     *(
@@ -730,22 +667,21 @@ FAMILIES = (
     _of("modeling_persimmon", "Persimmon", SEQUENTIAL, norm="final_layernorm"),
     _of("modeling_phi", "Phi", _parallel(), norm="final_layernorm"),
     _of("modeling_vaultgemma", "VaultGemma", _sequential(post_attn="pre_feedforward_layernorm")),
-    Family(
-        "gpt_bigcode",
-        "modeling_gpt_bigcode.GPTBigCodeModel",
-        "modeling_gpt_bigcode.GPTBigCodeBlock",
+    _of(
+        "modeling_gpt_bigcode",
+        "GPTBigCode",
         _sequential(attn="attn", post_attn="ln_2"),
-        layers="h",
-        norm="ln_f",
+        **_GPT,
+        block="Block",
     ),
     *(
-        Family(
-            "gpt_neox",
-            "modeling_gpt_neox.GPTNeoXModel",
-            "modeling_gpt_neox.GPTNeoXLayer",
+        _of(
+            "modeling_gpt_neox",
+            "GPTNeoX",
             layout,
             norm="final_layer_norm",
             block_is={"use_parallel_residual": parallel},
+            block="Layer",
         )
         for parallel, layout in (
             (True, _parallel(attn="attention", shared_norm=False)),

@@ -204,7 +204,6 @@ def _llama_like_stack(root: nn.Module) -> _Stack:
 
 
 def _blocks_here(layers: nn.ModuleList) -> dict[int, nn.Module]:
-    """The blocks of this pipeline rank by layer."""
     return {layer: block for layer, block in enumerate(layers) if not _is_elsewhere(block)}
 
 

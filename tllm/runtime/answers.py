@@ -123,7 +123,6 @@ class AnswerWriter:
         return file.path.name
 
     def _forget(self, age: float) -> None:
-        """Remove what nobody came for: readers remove what they have opened."""
         while self._written and time.monotonic() - self._written[0][0] >= age:
             self._written.popleft()[1].release()
 

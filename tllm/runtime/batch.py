@@ -23,7 +23,6 @@ class StepBatch:
     """What the engine computes in one step; arrays `[sequences]`, in batch order.
 
     Attributes:
-        slots: slot of each sequence.
         starts: position of the first token computed.
         counts: number of tokens computed.
         sampled_from: length from which on tokens are sampled and kept (the chunks of a prompt
@@ -98,7 +97,6 @@ class ProgramSegments:
     does what is found out about them.
 
     Attributes:
-        program: the program.
         destination: of the first, relative to the step's first ring row.
         sequences: `[segments]`, which of the batch each is of.
         slots, counts: `[segments]`: sequence, and number of rows, which is never 0.

@@ -124,6 +124,8 @@ class SegmentWord(IntEnum):
 
 _FIRST_WORD = len(SegmentWord)
 SEGMENT_WIDTH = 16
+COLUMN_WORDS = slice(_FIRST_WORD, _FIRST_WORD + len(Column))
+"""The words of a segment that columns have."""
 
 DESTINATION = 0
 """Row of the plan: the first row of the ring for this token, or -1."""

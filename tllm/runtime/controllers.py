@@ -53,7 +53,6 @@ class DecidedAction:
     Attributes:
         consumer: that has decided it.
         step: the engine step of its rows.
-        window: of the flow.
     """
 
     consumer: str
@@ -125,7 +124,6 @@ class ActionCounts:
     """What a controller has decided so far.
 
     Attributes:
-        by_kind: actions.
         refused: those among them that could not be done.
         too_late: for requests that had ended.
         raised: calls of `decide` that raised.
@@ -208,7 +206,6 @@ class Controllers:
         return self._counts[consumer].counters() if consumer in self._counts else None
 
     def forget(self, consumer: str) -> None:
-        """A consumer is removed."""
         self._counts.pop(consumer, None)
 
     # -- deciding ----------------------------------------------------------------------------------

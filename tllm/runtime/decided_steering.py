@@ -7,7 +7,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tllm.runtime.steering import GroupOperation, Steering
+from tllm.runtime.placed_groups import GroupOperation
+from tllm.runtime.steering import Steering
 from tllm.runtime.taps import TapKey
 from tllm.spec.groups import (
     Configuration,

@@ -24,8 +24,6 @@ class FlowRows:
     """Rows of one program that go into a bundle.
 
     Attributes:
-        rows: of the program.
-        meta: whose they are.
         selection: which of the program's rows, None for all.
     """
 
@@ -58,7 +56,6 @@ class FlowRows:
 
     @property
     def phase(self) -> int:
-        """Of the rows."""
         return self.rows.group.program.phase
 
     @property
@@ -84,7 +81,6 @@ class FlowRows:
         return FlowRows(self.rows, self.meta.select(kept), selection)
 
     def read(self, flow: BoundFlow, frame: Frame) -> ReadRows:
-        """What a flow reads of these rows."""
         parts: dict[Roles, torch.Tensor] = {}
         shared: set[Roles] = set()
         for roles, (port, taps) in flow.gathered.items():

@@ -64,7 +64,6 @@ class BoundFlow:
 
     @cached_property
     def taps(self) -> tuple[TapKey, ...]:
-        """Every tap that it reads."""
         return tuple(tap for taps in self.tap_by_role.values() for tap in taps)
 
     @cached_property
@@ -100,7 +99,6 @@ class BoundFlow:
 
     @cached_property
     def after_sampling(self) -> bool:
-        """Whether its rows are complete only once the step's tokens are sampled."""
         return self.flow.reads_port("token_target")
 
     @cached_property
@@ -136,7 +134,6 @@ class BoundConsumer:
     """A registered consumer in this worker: its flows, its streams and how it fares.
 
     Args:
-        writers: by role.
         call: calls into a consumer, and keeps what it raises to it.
         registration: tells it from others that had its id, or will have.
 
@@ -189,7 +186,6 @@ class BoundConsumer:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not raised."""
         return self.error is None
 
     def counters(self) -> dict[str, Any]:

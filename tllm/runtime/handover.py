@@ -29,7 +29,6 @@ class Handover:
 
     Attributes:
         owner: the flow's.
-        rows: how many there are.
     """
 
     def __init__(self, flow: BoundFlow, own: ProgramRows, slots: Slots) -> None:
@@ -79,7 +78,6 @@ class Handover:
         return Handover(flow, own[0], slots)
 
     def bundle(self, frame: Frame) -> PortBundle:
-        """The bundle of a step."""
         if self._known != self.owner.forgotten:  # sequences beside these may have grown
             self._known = self.owner.forgotten
             self._requests, self._index = self._group.owners(self.owner, self._slots)

@@ -19,9 +19,7 @@ class JudgedSequences:
     """Tells those that must know of a sequence's conditions when it comes and goes.
 
     Args:
-        steering: has the conditions.
         num_stages: pipeline stages of the engine.
-        is_last: whether this is the last of them.
         max_sequences: the most that are expected at once.
         agree: see `Session`.
 

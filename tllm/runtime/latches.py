@@ -121,7 +121,6 @@ class Latches:
 
     @property
     def any(self) -> bool:
-        """Whether any sequence has had a latch."""
         return self._rows.end > 0
 
     @property

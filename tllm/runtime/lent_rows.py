@@ -19,7 +19,6 @@ class LentRows(Mapping[str, Any]):
     Args:
         rows: `[rows, roles, hidden]`.
         columns: which of the roles each is.
-        others: by role.
         views: those that were asked for before, of the same rows.
     """
 

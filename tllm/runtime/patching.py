@@ -66,7 +66,6 @@ class Patching:
         max_bytes, max_host_bytes: the most that kept rows take on the device, and on the host.
 
     Attributes:
-        users: sequences that are patched.
         stale: whether `commit` has anything to do.
     """
 
@@ -134,12 +133,10 @@ class Patching:
 
     @property
     def device(self) -> torch.device:
-        """Where rows are kept."""
         return self._taps.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows."""
         return self._taps.dtype
 
     def has(self, hook: str, layer: int | None) -> bool:
@@ -147,7 +144,6 @@ class Patching:
         return self._resolve(hook, layer) in self._taps.index
 
     def drop(self, uid: str) -> None:
-        """Forget rows, if they are kept; sequences that use them still have them."""
         self._kept.pop(uid, None)
 
     # -- sequences ---------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +11,9 @@ import numpy.typing as npt
 import torch
 
 from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments, StepBatch
+from tllm.runtime.batch_layout import BatchLayout
 from tllm.runtime.columns import (
+    COLUMN_WORDS,
     CONSECUTIVE,
     DECODE,
     NEUTRAL,
@@ -32,127 +33,7 @@ from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.selection import END
 
-_COLUMN_WORDS = slice(Column(0).word, Column(0).word + len(Column))
 _OTHERS_CONSECUTIVE = CONSECUTIVE & ~Column.POSITION.flag
-
-
-@dataclass(eq=False)
-class BatchLayout:
-    """What the segments of a batch are, apart from where in the ring their rows go.
-
-    A decode batch keeps its layout from step to step while nothing about its sequences changes,
-    so it is made, and brought to the device, once. So does one of lanes, whose prompts grow by the
-    token that is computed.
-
-    Attributes:
-        batch: the batch it was made for, or planned for last.
-        version: of the slots, when it was made.
-        growth: of the slots, when it was looked at last which rows are the prompts'.
-        of_prompts: `[sequences]`, whether the first token is the prompt's.
-        segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
-            are relative to the step's first ring row.
-        positions: `[segments]`, position of the first token; None when it is the sequence's start.
-        groups: the segments of each capture program.
-        rows: ring rows of the whole step.
-        tokens: tokens of the batch.
-        steps_left: for how many more decode steps the segments say the same.
-        on_device: the segments with absolute destinations, by first ring row.
-        placed: the rows of each capture program, by first ring row.
-    """
-
-    batch: StepBatch
-    version: int
-    growth: int
-    of_prompts: npt.NDArray[np.bool_]
-    segments: IntArray
-    positions: IntArray | None
-    groups: tuple[ProgramSegments, ...]
-    rows: int
-    tokens: int
-    steps_left: int
-    on_device: dict[int, torch.Tensor] = field(default_factory=dict)
-    placed: dict[int, tuple[ProgramRows, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
-        self._counts = self.batch.counts.tobytes()
-        self._next_starts = self.batch.ends.tobytes()
-        self._decodes = not self.of_prompts.any()
-
-    @cached_property
-    def used(self) -> int:
-        """The columns that say anything of any row, as a set of `Column.flag`s."""
-        return used_columns(self.segments[:, _COLUMN_WORDS].T)
-
-    @cached_property
-    def steered(self) -> int:
-        """Tokens that are steered. All count where which token it is decides."""
-        return int(self._saying(Column.STEER)[:, SegmentWord.COUNT].sum())
-
-    @cached_property
-    def patched(self) -> int:
-        """Tokens that have a patch row."""
-        return int(self._saying(Column.PATCH)[:, SegmentWord.COUNT].sum())
-
-    def own(self, column: Column, frame: Frame) -> int:
-        """Tokens of which a column says anything, without those that were drafted and rejected."""
-        of = self._saying(column)
-        return int(frame.own(of[:, SegmentWord.ROW], of[:, SegmentWord.COUNT]).sum())
-
-    def _saying(self, column: Column) -> IntArray:
-        """The segments of which a column says anything."""
-        return self.segments[self.segments[:, column.word] != column.neutral]
-
-    @cached_property
-    def captured(self) -> int:
-        """Rows that are captured."""
-        return sum(group.total for group in self.groups)
-
-    @cached_property
-    def chooses(self) -> bool:
-        """Whether the steering of any row depends on its token."""
-        return bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
-
-    @cached_property
-    def has_positions(self) -> bool:
-        """Whether the plan says of any row which token it is: another one in each step."""
-        return bool(self.used & Column.POSITION.flag)
-
-    def goes_on(
-        self, slots: IntArray, starts: IntArray, counts: IntArray, ends: IntArray, table: Slots
-    ) -> bool:
-        """Whether a batch is the next step of the same sequences, a token of each, in the same
-        phase; it is the last one then."""
-        before = self.batch.slots
-        if not (
-            self.positions is None
-            and table.version == self.version
-            and self.steps_left > 0
-            and starts.tobytes() == self._next_starts
-            and counts.tobytes() == self._counts
-            and (slots is before or np.array_equal(slots, before))
-        ):
-            return False
-        if not (self._decodes and table.growth == self.growth):
-            if not np.array_equal(starts < table.prompt_len[slots], self.of_prompts):
-                return False
-            self.growth = table.growth
-        self._next_starts = ends.tobytes()
-        self.steps_left -= 1
-        if self.has_positions:
-            positions = self.segments[:, Column.POSITION.word]
-            positions += positions >= 0
-            self.on_device.clear()
-        return True
-
-    def without_capture(self) -> BatchLayout:
-        """The same batch when its rows found no place in the ring: all else is done to them."""
-        segments = self.segments.copy()
-        segments[:, [SegmentWord.WIDTH, SegmentWord.DESTINATION]] = 0
-        segments[:, Column.PROGRAM.word] = Column.PROGRAM.neutral
-        return replace(
-            self, version=-1, segments=segments, groups=(), rows=0, on_device={}, placed={}
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -308,7 +189,7 @@ class RowPlanner:
         first_rows = np.cumsum(batch.counts) - batch.counts
         segments[:, SegmentWord.ROW] = first_rows[owners] + low - batch.starts[owners]
         segments[:, SegmentWord.COUNT] = high - low
-        segments[:, _COLUMN_WORDS] = values.T
+        segments[:, COLUMN_WORDS] = values.T
         groups: tuple[ProgramSegments, ...] = ()
         rows, skips, captures = 0, False, bool(values[Column.PROGRAM].any())
         if captures:
@@ -486,7 +367,7 @@ def _blank_segments(gaps: Sequence[tuple[int, int]]) -> IntArray:
     blank = np.zeros((len(gaps), SEGMENT_WIDTH), np.int32)
     if gaps:
         blank[:, [SegmentWord.ROW, SegmentWord.COUNT]] = gaps
-        blank[:, _COLUMN_WORDS] = NEUTRAL
+        blank[:, COLUMN_WORDS] = NEUTRAL
     return blank
 
 

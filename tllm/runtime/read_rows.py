@@ -23,7 +23,6 @@ class ReadRows:
 
     Attributes:
         parts: tensors with `len(meta)` rows.
-        meta: whose the rows are.
         phase: of the first row.
         shared: of which roles the parts are views of memory that later steps use again.
     """

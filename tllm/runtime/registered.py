@@ -35,8 +35,6 @@ class RegisteredConsumers:
     Attributes:
         model: what consumers may know of the model.
         additions: what they write to rows.
-        controllers: what they decide.
-        dispatcher: how they are called.
         guidance: what they guide when tokens are drawn.
         results: what they say of sequences that have ended.
         result_memory: for rows that the user is given.
@@ -139,7 +137,6 @@ class RegisteredConsumers:
             self.introduce(sequence, [owner])
 
     def weights_changed(self, model: ModelView) -> None:
-        """Tell all consumers that the model has other weights."""
         self.model = model
         for owner in self:
             owner.context.model = model

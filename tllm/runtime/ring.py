@@ -61,7 +61,6 @@ class Ring:
     (up to `max_rows`, or to what one step needs), and then by the overflow policy.
 
     Args:
-        hidden_size, dtype, device: of the rows.
         rows: rows to begin with.
         max_rows: the most rows it grows to.
         overflow: `block` waits for readers, `drop` gives up the step's rows (the caller counts).
@@ -69,7 +68,6 @@ class Ring:
         make_progress: called while blocked, to let readers on the same thread finish.
 
     Attributes:
-        arena: the tensor.
         capacity: rows that it holds now.
     """
 
@@ -116,7 +114,6 @@ class Ring:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row."""
         return self._hidden_size * self._dtype.itemsize
 
     def reserve(self, rows: int) -> Span | None:

@@ -20,6 +20,7 @@ from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import PHASES, BoundFlow
 from tllm.runtime.kernels import candidates as kernels
 from tllm.runtime.kernels import contrast as dense
+from tllm.runtime.kernels import projection
 from tllm.runtime.kernels.candidates import CandidateRows
 from tllm.runtime.slots import Slots
 from tllm.runtime.transfer import LateCheck, upload
@@ -56,7 +57,7 @@ class LmHead:
 
     def dot(self, hidden: torch.Tensor, rows: torch.Tensor, found: CandidateRows) -> torch.Tensor:
         """Logits of the candidates for `hidden[rows]`, before cap and scale."""
-        out = kernels.project(hidden, rows, self.weight, self.bias, self.first_id, found)
+        out = projection.project(hidden, rows, self.weight, self.bias, self.first_id, found)
         return out if self.reduce is None else self.reduce(out)
 
     def raw_logits(
@@ -64,7 +65,7 @@ class LmHead:
     ) -> torch.Tensor:
         """What the model's LM head gives, float32 `[rows, width]`."""
         one = torch.ones(len(rows), device=hidden.device)
-        return kernels.finish(
+        return projection.finish(
             self.dot(hidden, rows, found), rows, found, one, self.scale, self.soft_cap
         )
 
@@ -113,7 +114,6 @@ class GuidedRows:
         indices: which sequences of the batch.
         rows: the same, int32 on the device.
         own_rows: their own numbers, int32 on the device.
-        every: whether they are all.
         requests, request_index: whose they are, as in a `RowMeta`.
     """
 
@@ -160,9 +160,9 @@ class StepCandidates(Candidates):
         head, found = self._head, self._found
         if not self._step.penalizes:
             dots = head.dot(hidden, rows, found)
-            return kernels.finish(dots, rows, found, self.temperature, head.scale, head.soft_cap)
+            return projection.finish(dots, rows, found, self.temperature, head.scale, head.soft_cap)
         raw = self._penalized(head.raw_logits(hidden, rows, found))
-        return kernels.finish(raw, rows, found, self.temperature, 1.0, None)
+        return projection.finish(raw, rows, found, self.temperature, 1.0, None)
 
     def _penalized(self, raw: torch.Tensor) -> torch.Tensor:
         """Raw logits of the candidates after the engine's penalties, which work on whole rows."""
@@ -306,7 +306,6 @@ class Guidance:
         self.overflow = torch.zeros(1, dtype=torch.int32, device=model.device)
 
     def set_head(self, head: LmHead | str | None) -> None:
-        """The LM head has other weights."""
         self._head = head
 
     def set_flows(self, flows: Sequence[BoundFlow]) -> None:

@@ -23,9 +23,6 @@ class ScoreRelay:
         num_stages: pipeline stages of the engine.
         is_last: whether there is none after this one.
         max_sequences: the most that are expected at once; preempted ones may come on top.
-
-    Attributes:
-        is_last: as given.
     """
 
     def __init__(

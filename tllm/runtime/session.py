@@ -35,7 +35,6 @@ class Session:
     """The worker's half of tLLM, put together. All methods run on the engine's thread.
 
     Args:
-        taps: the installed taps.
         resolve: from a hook point's name and a layer to the tap that serves it; raises
             `ValueError` with what the model has.
         model: what consumers may know of the model.
@@ -142,7 +141,6 @@ class Session:
     # -- between steps -----------------------------------------------------------------------------
 
     def register(self, consumer: ConsumerProtocol, registration: str = "") -> None:
-        """Add a consumer; see `RegisteredConsumers.register`."""
         self.consumers.register(consumer, registration)
 
     def unregister(self, consumer_id: str | None = None) -> None:
@@ -160,12 +158,10 @@ class Session:
         tokens: Mapping[str, Mapping[int, list[int]] | None],
         wait_s: float = 0.0,
     ) -> PromptResults:
-        """The results of finished prompts; see `RunningSequences.pop_results`."""
         self.steps.end()
         return self.sequences.pop_results(prompt_ids, tokens, wait_s)
 
     def discard_results(self, prompt_ids: list[str]) -> None:
-        """Nobody will come for the results of prompts; see `RunningSequences.discard_results`."""
         self.steps.end()
         self.sequences.discard_results(prompt_ids)
 
@@ -194,7 +190,6 @@ class Session:
         self.consumers.weights_changed(model)
 
     def close(self) -> None:
-        """The engine ends."""
         self.unregister()
         self.consumers.result_memory.trim()
 

@@ -137,7 +137,6 @@ class Slots:
     """Sequences by the engine's id and by slot. The arrays are indexed by slot.
 
     Attributes:
-        prompt_len: prompt tokens.
         values: `[columns, 2, slots]`, what each column says of prefill and of decode rows.
         timelines: by slot, for sequences whose rows are not all treated alike within a phase.
         windows: `[2, slots]`, the positions from which on, and before which, `values` says all:
@@ -171,7 +170,6 @@ class Slots:
         return list(self._sequences.values())
 
     def get(self, engine_id: str) -> RunningSequence | None:
-        """The sequence the engine knows by this id."""
         return self._sequences.get(engine_id)
 
     def running(self, info: RequestInfo) -> RunningSequence | None:

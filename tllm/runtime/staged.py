@@ -19,7 +19,6 @@ class StagedTable:
     that is staged twice has the later value.
 
     Args:
-        shape: of the table.
         indexed: how many of its leading dimensions an index has; what lies behind them is an entry.
         dtype: of integers, or of floats.
         fill: what entries hold that were never written.
@@ -44,7 +43,6 @@ class StagedTable:
         self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
 
     def __bool__(self) -> bool:
-        """Whether anything is staged."""
         return bool(self._indices)
 
     def stage(self, index: Index, entry: npt.NDArray[np.generic] | torch.Tensor) -> None:

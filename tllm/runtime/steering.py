@@ -18,17 +18,17 @@ from tllm.runtime.descriptor import (
     CHAIN_UNIT,
     HAS_SUM,
     KIND_UNIT,
-    SCOPE_UNIT,
     Operation,
     OperationKind,
 )
 from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.latches import Latch
+from tllm.runtime.placed_groups import GroupOperation, GroupPlacing, PlacedGroup
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.token_choices import TokenChoices
 from tllm.runtime.transfer import upload
-from tllm.spec.conditions import PROBE, Gate, GroupGates, order_of
+from tllm.spec.conditions import PROBE, Gate, GroupGates
 from tllm.spec.operations import (
     Coefficients,
     DimensionWise,
@@ -37,9 +37,6 @@ from tllm.spec.operations import (
     OperationForm,
     Rotation,
 )
-
-GroupOperation = tuple[str, int | None, str, OperationForm]
-"""Hook point, layer, digest of the vector, and what is done with it."""
 
 _WORDS = int(Operation.SIZE)
 _SUMS_AT_ONCE = 4096
@@ -74,31 +71,6 @@ class _Sums:
         """From point, vector and factor of each."""
         points, vectors, factors = zip(*summands, strict=True)
         return cls(np.array(points), np.array(vectors), np.array(factors, np.float32))
-
-
-@dataclass(frozen=True, eq=False)
-class _HeldGroup:
-    """A group as this worker does it.
-
-    Attributes:
-        operations: point, digest of the vector, what is done, and which gate decides, as
-            `Operation.GATE` says it.
-        gates: point and condition.
-        remembered: what a sequence remembers of its conditions.
-        told: likewise of those that earlier pipeline stages judge.
-        tells: whether a later pipeline stage may need what is judged here.
-        hears: whether this one needs what is judged on an earlier one.
-        sums: where all that it does is to add vectors: point, digest of the vector and factor of
-            each.
-    """
-
-    operations: list[tuple[int, str, OperationForm, int]]
-    gates: list[tuple[int, Gate]]
-    remembered: list[Gate]
-    told: list[Gate]
-    tells: bool
-    hears: bool
-    sums: list[tuple[int, str, float]] | None = None
 
 
 @dataclass(eq=False)
@@ -150,10 +122,10 @@ class Steering:
         agree: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         self._taps = taps
-        self._resolve = resolve
+        self._placing = GroupPlacing(taps, resolve)
         self.choices = TokenChoices(taps.device)
         self.gates = Gates(taps, max_positions, agree)
-        self._groups: dict[str, _HeldGroup] = {}
+        self._groups: dict[str, PlacedGroup] = {}
         self._vectors: dict[str, int] = {}
         self._vector_users: Counter[str] = Counter()  # configurations
         self._dropped_vectors: set[str] = set()
@@ -165,7 +137,6 @@ class Steering:
         self._chains = ConsecutivePlaces()
         self._places: WeakValueDictionary[tuple[int, ...], _Places] = WeakValueDictionary()
         self._new_sums: dict[int, _Sums] = {}  # by row
-        self._points: dict[tuple[str, int | None], int | None] = {}  # None: on another stage
         self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
         self._first_rows = max(1, rows)
         self._max_vectors = max_vectors
@@ -215,107 +186,7 @@ class Steering:
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
-            self._groups[digest] = self._held_group(operations, gates.get(digest))
-
-    def _held_group(
-        self, operations: Sequence[GroupOperation], gates: GroupGates | None
-    ) -> _HeldGroup:
-        """A group as this worker does it: without what another pipeline stage does."""
-        if gates is None:
-            of_each = ((self._point(hook, layer), v, done) for hook, layer, v, done in operations)
-            here = [(point, v, done, 0) for point, v, done in of_each if point is not None]
-            added = [
-                (point, v, done.add)
-                for point, v, done, _ in here
-                if isinstance(done, Coefficients) and done.only_adds
-            ]
-            sums = added if len(added) == len(here) else None
-            return _HeldGroup(here, [], [], [], tells=False, hears=False, sums=sums)
-        return self._gated_group(operations, gates)
-
-    def _point(self, hook: str, layer: int | None) -> int | None:
-        """The point of a place; None where another pipeline stage has it."""
-        place = hook, layer
-        if place not in self._points:
-            self._points[place] = self._taps.index.get(self._resolve(hook, layer))
-        return self._points[place]
-
-    def _gated_group(self, operations: Sequence[GroupOperation], gates: GroupGates) -> _HeldGroup:
-        """A group with conditions, as this worker does it."""
-        index, found = self._taps.index, []
-        points, earlier = self._where_judged(gates)
-        # Later requests of a conversation, and the scheduler, hear of conditions from the last
-        # stage.
-        needed = {each.number for each in gates.gates if each.kept_as}
-        needed_here = set(needed)
-        if not operations and not gates.judges:
-            needed_here = needed = {each.number for each in gates.gates}
-        for (hook, layer, vector, coefficients), number in zip(
-            operations, gates.of_operations, strict=True
-        ):
-            key = self._resolve(hook, layer)
-            if key in index:
-                scope = gates.scope_of(number)
-                self._check_gate(index[key], number, points, earlier, before=scope > 0)
-                word = number + 1 + SCOPE_UNIT * scope
-                found.append((index[key], vector, coefficients, word))
-                needed_here = needed_here | gates.made_of(number)
-            else:
-                needed = needed | gates.made_of(number)
-        judged = [(points[each.number], each) for each in gates.judged if each.number in points]
-        for point, each in judged:
-            for term in each.terms:
-                self._check_gate(point, term, points, earlier, before=each.of_mean)
-            needed_here = needed_here.union(each.terms)
-        remembered = [each for each in gates.gates if each.scope or each.over]
-        return _HeldGroup(
-            found,
-            judged,
-            [each for each in remembered if each.number in points],
-            # Nothing is added up for them here.
-            [each._replace(vector="") for each in remembered if each.number in earlier],
-            tells=not needed.isdisjoint(points),
-            hears=not needed_here.isdisjoint(earlier),
-        )
-
-    def _where_judged(self, gates: GroupGates) -> tuple[dict[int, int], set[int]]:
-        """By number of a gate, the point of this pipeline stage that judges it; and the numbers of
-        those that earlier stages judge."""
-        index = self._taps.index
-        first = min((order_of(*key) for key in index), default=(0, 0))
-        points, earlier = {}, set()
-        for each in gates.gates:
-            key = self._resolve(each.hook, each.layer)
-            if key in index:
-                points[each.number] = index[key]
-            elif order_of(*key) < first:
-                earlier.add(each.number)
-        return points, earlier
-
-    def _check_gate(
-        self,
-        point: int,
-        number: int,
-        points: Mapping[int, int],
-        earlier: Container[int],
-        *,
-        before: bool,
-    ) -> None:
-        """Refuse a gate that is not judged when it is needed.
-
-        Args:
-            points, earlier: see `_where_judged`.
-            before: whether what was judged for earlier tokens is needed.
-        """
-        if number < 0 or number in earlier:
-            return
-        if number in points and (before or points[number] <= point):
-            return
-        raise ValueError(
-            "a condition is judged later in the network, or on a later pipeline stage, than what "
-            "it decides on; give a probe at or before the place that it gates, or start the "
-            "engine with pipeline_parallel_size=1"
-        )
+            self._groups[digest] = self._placing.place(operations, gates.get(digest))
 
     def crossings(self, groups: Iterable[str]) -> tuple[bool, bool]:
         """Of a sequence with these groups: whether a later pipeline stage needs what is judged
@@ -540,7 +411,6 @@ class Steering:
         return self._free_rows.pop() if self._free_rows else len(self._configurations)
 
     def _remove(self, groups: tuple[str, ...]) -> None:
-        """Free the row of a combination that nobody uses."""
         self.stale = True
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)

@@ -209,7 +209,6 @@ class Taps:
             gates: int32 `[points, steering rows]`.
             records: int32 `[records, GateWord.SIZE]`.
             state: float32 `[tokens, 2, MAX_GATES]`.
-            latches: the tables of `Latches`.
         """
         points = range(self.num_points)
         self._set_fields("GATES", points, gates)

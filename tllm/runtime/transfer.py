@@ -124,7 +124,6 @@ class DeliveryThread:
 
     @property
     def waiting(self) -> int:
-        """How many jobs have not ended."""
         return len(self._since)
 
     @property

@@ -33,7 +33,6 @@ class _Judged:
     """The rows of one step that are judged; arrays `[rows]`.
 
     Attributes:
-        engine_ids: of the batch.
         sequence: the place of each row's sequence in the batch.
         drawn: which of the tokens of its sequence is drawn from it; `PROMPT` for a prompt's row.
         asked: `[rows, MAX_GATES]`, the conditions that are asked for.
@@ -52,7 +51,6 @@ class _Steady:
     """What is judged in each step of sequences that all decode, a token in each.
 
     Attributes:
-        slots, counts: of the batch.
         next_starts: where they go on.
         partial: whether some rows are judged that may hold what stood there before.
     """
@@ -119,7 +117,6 @@ class Verdicts:
     decide.
 
     Args:
-        gates: which judge.
         max_sequences: the most that are expected at once; preempted ones may come on top.
     """
 

@@ -41,7 +41,6 @@ class Repetition:
 
     Attributes:
         requests: the very object that the last write was for.
-        written: its vectors.
         version: of the additions at the tap, right after it.
         add_rows: `[rows]` on the device; nobody else adds to them at this tap.
         of_row: `[rows]` on the device, whose vector each has; None where each has the next one.

@@ -24,9 +24,6 @@ _INNER = ("vllm_xargs", "extra_args", "extra_kwargs")
 class CheckedBodies:
     """ASGI middleware: 413 for a body that is too large, and 400 for one that asks for
     interventions where nobody reads that.
-
-    Args:
-        max_mib: of a body.
     """
 
     def __init__(self, app: ASGIApp, max_mib: int) -> None:

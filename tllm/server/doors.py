@@ -85,15 +85,12 @@ class Door:
         return getattr(self._handler, name)
 
     async def create_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """As vLLM's."""
         return await self._create(self._handler.create_completion, request, raw_request)
 
     async def create_chat_completion(self, request: Any, raw_request: Any = None) -> Any:
-        """As vLLM's."""
         return await self._create(self._handler.create_chat_completion, request, raw_request)
 
     async def create_responses(self, request: Any, raw_request: Any = None) -> Any:
-        """As vLLM's."""
         return await self._create(
             self._handler.create_responses, request, raw_request, in_turns=True
         )
@@ -395,7 +392,6 @@ def _is_conditional(steering: Any) -> bool:
 
 
 def _in_background(request: Any) -> bool:
-    """Whether the answer is fetched later."""
     return bool(getattr(request, "background", False))
 
 

@@ -29,7 +29,6 @@ class FieldError(ValueError):
 
     Attributes:
         field: its name; None where several are wrong together.
-        status: of the response.
     """
 
     def __init__(

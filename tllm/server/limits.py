@@ -169,8 +169,6 @@ def captured_rows(
 
     Args:
         options: of each consumer that the request named.
-        tokens: of the prompt.
-        media: of the prompt.
     """
     rows, prompt_len = 0, len(tokens)
     end = prompt_len + max_tokens - 1

@@ -26,73 +26,47 @@ class Figure(NamedTuple):
     """One metric.
 
     Attributes:
-        name: its name.
         key: where the number is in the statistics of a worker, or of a consumer there.
         counts: whether it only grows.
-        about: what it is.
+        name: where it is called otherwise than its key.
     """
 
-    name: str
     key: str
     counts: bool
     about: str
+    name: str = ""
 
 
 WORKER = (
-    Figure("tllm:rows_captured", "rows_captured", True, "Rows of tokens that were captured"),
-    Figure("tllm:captured_bytes", "bytes_captured", True, "Bytes of captured rows"),
-    Figure("tllm:rows_dropped", "rows_dropped", True, "Rows that the capture ring had no room for"),
-    Figure("tllm:rows_steered", "rows_steered", True, "Rows of tokens that were steered"),
-    Figure("tllm:rows_patched", "rows_patched", True, "Rows of tokens that were patched"),
-    Figure("tllm:ring_rows", "ring_rows", False, "Rows that the capture ring holds"),
-    Figure("tllm:ring_rows_in_use", "ring_rows_in_use", False, "Ring rows that are still read"),
-    Figure(
-        "tllm:steering_configurations",
-        "steering_configurations",
-        False,
-        "Distinct ways of steering in use",
-    ),
-    Figure("tllm:steering_mib", "steering_mib", False, "Device memory of steering vectors, in MiB"),
-    Figure(
-        "tllm:requests_held_back",
-        "requests_held_back",
-        False,
-        "Requests that wait for room in the steering tables",
-    ),
-    Figure(
-        "tllm:sequences_not_steered",
-        "sequences_not_steered",
-        True,
-        "Sequences that were to be steered and could not be",
-    ),
-    Figure(
-        "tllm:sequences_not_patched",
-        "sequences_not_patched",
-        True,
-        "Sequences that were to be patched and could not be",
-    ),
-    Figure(
-        "tllm:conversations",
-        "conversations",
-        False,
-        "Conversations that conditions are remembered for",
-    ),
-    Figure("tllm:max_conversations", "max_conversations", False, "The most of them at a time"),
-    Figure("tllm:results_forgotten", "results_forgotten", True, "Results that nobody came for"),
-    Figure("tllm:results_kept", "results_kept", False, "Prompts whose results nobody came for yet"),
-    Figure("tllm:running_sequences", "running_sequences", False, "Sequences that run"),
+    Figure("rows_captured", True, "Rows of tokens that were captured"),
+    Figure("bytes_captured", True, "Bytes of captured rows", "captured_bytes"),
+    Figure("rows_dropped", True, "Rows that the capture ring had no room for"),
+    Figure("rows_steered", True, "Rows of tokens that were steered"),
+    Figure("rows_patched", True, "Rows of tokens that were patched"),
+    Figure("ring_rows", False, "Rows that the capture ring holds"),
+    Figure("ring_rows_in_use", False, "Ring rows that are still read"),
+    Figure("steering_configurations", False, "Distinct ways of steering in use"),
+    Figure("steering_mib", False, "Device memory of steering vectors, in MiB"),
+    Figure("requests_held_back", False, "Requests that wait for room in the steering tables"),
+    Figure("sequences_not_steered", True, "Sequences that were to be steered and could not be"),
+    Figure("sequences_not_patched", True, "Sequences that were to be patched and could not be"),
+    Figure("conversations", False, "Conversations that conditions are remembered for"),
+    Figure("max_conversations", False, "The most of them at a time"),
+    Figure("results_forgotten", True, "Results that nobody came for"),
+    Figure("results_kept", False, "Prompts whose results nobody came for yet"),
+    Figure("running_sequences", False, "Sequences that run"),
 )
 """Of each worker."""
 
 CONSUMER = (
-    Figure("tllm:consumer_rows", "rows", True, "Rows that were delivered to the consumer"),
-    Figure("tllm:consumer_calls", "calls", True, "Bundles of rows that it was called with"),
-    Figure("tllm:consumer_rows_dropped", "rows_dropped", True, "Rows it should have had"),
-    Figure("tllm:consumer_errors", "error", True, "Whether it raised, and was detached"),
-    Figure("tllm:consumer_waiting", "waiting", False, "Deliveries that wait for it"),
-    Figure("tllm:consumer_lag_seconds", "lag_s", False, "Since when the oldest of them waits"),
+    Figure("rows", True, "Rows that were delivered to the consumer"),
+    Figure("calls", True, "Bundles of rows that it was called with"),
+    Figure("rows_dropped", True, "Rows it should have had"),
+    Figure("error", True, "Whether it raised, and was detached", "errors"),
+    Figure("waiting", False, "Deliveries that wait for it"),
+    Figure("lag_s", False, "Since when the oldest of them waits", "lag_seconds"),
 )
-"""Of each consumer in each worker."""
+"""Of each consumer in each worker; `consumer_` stands before their names."""
 
 
 class Stats:
@@ -135,12 +109,12 @@ class _Families:
             "tllm:workers_answer", "Whether the workers told the rest", int(self._stats is not None)
         )
         for figure in WORKER:
-            family = _family(figure, ("worker",))
+            family = _family("tllm:", figure, ("worker",))
             for rank, worker in enumerate(self._stats or ()):
                 family.add_metric((str(rank),), worker[figure.key])
             yield family
         for figure in CONSUMER:
-            family = _family(figure, ("worker", "consumer"))
+            family = _family("tllm:consumer_", figure, ("worker", "consumer"))
             for rank, worker in enumerate(self._stats or ()):
                 for name, counters in worker["by_consumer"].items():
                     value = counters[figure.key]
@@ -149,6 +123,8 @@ class _Families:
             yield family
 
 
-def _family(figure: Figure, labels: Sequence[str]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(
+    prefix: str, figure: Figure, labels: Sequence[str]
+) -> CounterMetricFamily | GaugeMetricFamily:
     kind = CounterMetricFamily if figure.counts else GaugeMetricFamily
-    return kind(figure.name, figure.about, labels=labels)
+    return kind(f"{prefix}{figure.name or figure.key}", figure.about, labels=labels)

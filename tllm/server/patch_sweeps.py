@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from tllm.client.attached import Attached
 from tllm.patching import METRICS, Sweep
@@ -24,7 +24,7 @@ _Answers: TypeAlias = str | int | list[str | int | list[str | int]]
 _Line: TypeAlias = dict[str, Any]
 
 
-class SweepBody(StrictBody, BaseModel):  # by which ruff knows that defaults are copied
+class SweepBody(StrictBody):
     """A sweep; the fields are those of `llm.patching.sweep`."""
 
     clean: Annotated[
@@ -62,12 +62,15 @@ class SweepBody(StrictBody, BaseModel):  # by which ruff knows that defaults are
     window: Annotated[int, Field(description="Layers that are patched together.")] = 1
     freeze: Annotated[
         str | list[str],
-        Field(description='Path patching: "attn_out", "mlp_out", or "all" keep still.'),
-    ] = []
+        Field(
+            default=[],
+            description='Path patching: "attn_out", "mlp_out", or "all" keep still.',
+        ),
+    ]
     receivers: Annotated[
         list[tuple[str, str | int | list[int | str]]],
-        Field(description='Where paths end, as [["mlp_in", 3]]; else at the logits.'),
-    ] = []
+        Field(default=[], description='Where paths end, as [["mlp_in", 3]]; else at the logits.'),
+    ]
 
 
 class PatchSweeps:

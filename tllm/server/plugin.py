@@ -78,5 +78,4 @@ async def _register(interventions: Attached, name: str, path: str) -> None:
 
 
 def plugin() -> InterventionPlugin:
-    """The entry point."""
     return InterventionPlugin()

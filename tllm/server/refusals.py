@@ -21,7 +21,6 @@ class RefusedChoices:
 
     Args:
         watch: of the HTTP request.
-        num_samples: of each prompt.
         model: as the request names it.
     """
 

@@ -31,7 +31,6 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
-    """The state of the server that a request came to."""
     state = getattr(request.app.state, "tllm", None)
     if not isinstance(state, ServerState):
         raise HTTPException(503, "this server has no engine with interventions")

@@ -29,7 +29,6 @@ class CaptureSpec:
 
     Attributes:
         hooks: `(hook point, layers)`, in the order given; no layers where it has none.
-        positions: which tokens.
         reduction: `none` keeps every row; `mean`, `max` (of each component) and `last` keep one
             row of a sequence.
         dtype: of what is kept: the model's own, or another.

@@ -406,7 +406,6 @@ class GateNumbers:
         return gate.number
 
     def of(self, gates: Iterable[Gate]) -> dict[str, FloatArray]:
-        """The vectors of these, by digest."""
         return {gate.vector: self.vectors[gate.vector] for gate in gates if gate.vector}
 
     def gates(self, numbers: Iterable[int]) -> tuple[Gate, ...]:

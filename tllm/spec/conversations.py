@@ -136,7 +136,6 @@ class ConversationUse(NamedTuple):
 
     @classmethod
     def from_wire(cls, wire: Iterable[Any]) -> ConversationUse:
-        """The inverse of `to_wire`."""
         place, serial, conditions, *numbers = wire
         named = tuple((number, condition) for number, condition in conditions)
         return cls(place, serial, named, *map(tuple, numbers))

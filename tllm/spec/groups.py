@@ -66,7 +66,6 @@ class Endings:
 
     @property
     def is_complete(self) -> bool:
-        """Whether they name no monitor."""
         return all(condition.is_complete for condition in (*self.stop, *self.abort))
 
 
@@ -77,7 +76,6 @@ class RequestSteering:
     Attributes:
         modules: names of registered modules, each with the factor of its effect.
         positions: tokens, for entries that say none.
-        endings: what ends it.
     """
 
     tiers: Tiers
@@ -337,13 +335,11 @@ class GroupUse:
         return named and self.phase != "decode" and where.phase != "generation"
 
     def to_wire(self) -> list[Any]:
-        """As plain data."""
         positions = None if self.positions.everything else self.positions.to_wire()
         return [self.phase, positions, self.digest]
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> GroupUse:
-        """What `to_wire` gave."""
         phase, positions, digest = wire
         return cls(phase, EVERYWHERE if positions is None else Selection.parse(positions), digest)
 
@@ -435,11 +431,7 @@ def gates_of(groups: Iterable[SteeringGroup]) -> dict[int, Gate]:
 def use_of_conversation(
     groups: Iterable[SteeringGroup], place: int, serial: int
 ) -> ConversationUse:
-    """What requests of a conversation remember of the conditions of one of them.
-
-    Args:
-        place, serial: of the conversation.
-    """
+    """What requests of a conversation remember of the conditions of one of them."""
     conditions: dict[int, str] = {}
     in_prompt: set[int] = set()
     generated: set[int] = set()

@@ -100,7 +100,6 @@ class HeadSplit:
 
     @property
     def width(self) -> int:
-        """How many numbers all heads have."""
         return self.num_heads * self.head_dim
 
     def dimensions(self, heads: Iterable[int]) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ class MediaItem(NamedTuple):
     """One item of a prompt, or all of a kind.
 
     Attributes:
-        modality: one of `MODALITIES`.
         number: in the order of the prompt; negative counts from the last one; None means all.
     """
 

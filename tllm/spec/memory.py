@@ -49,7 +49,6 @@ class Memory(NamedTuple):
         """From what users write; `ValueError` naming the field that is wrong.
 
         Args:
-            given: a condition.
             joined: whether it is one of those that another joins.
         """
         scope = _one_of(SCOPES, given, "scope", field)

@@ -91,7 +91,6 @@ class PatchSource:
         kept: the name of a mean, or of a run.
         uid: theirs, where not only the name was given.
         positions: of a run: which of its rows; None for those that are patched.
-        std, seed: of noise.
     """
 
     kind: str
@@ -245,7 +244,6 @@ class RequestPatch:
         return any(entry.media for entry in self.entries)
 
     def in_prompt(self, media: PromptMedia) -> RequestPatch:
-        """See `Patch.in_prompt`."""
         return RequestPatch(tuple(entry.in_prompt(media) for entry in self.entries))
 
     def unreached(self, num_rows: int) -> str | None:
@@ -308,7 +306,6 @@ class PatchUse:
 
     @classmethod
     def from_wire(cls, wire: Sequence[Any]) -> PatchUse:
-        """What `to_wire` gave."""
         hook, layer, positions, keep, scale, mask, rows, kept, digest = wire
         return cls(
             hook,
@@ -324,7 +321,6 @@ class PatchUse:
 
 
 def patch_changes(uses: Sequence[PatchUse], prompt_len: int) -> Changes:
-    """What patches do to a sequence."""
     done: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for use in uses:
         for i, position in enumerate(use.at(prompt_len)):

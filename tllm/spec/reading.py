@@ -107,7 +107,6 @@ def require_one_of(name: str, given: object, known: Any) -> None:
 
 
 def require_bool(name: str, given: object) -> None:
-    """Refuse what is neither True nor False."""
     if not isinstance(given, bool):
         raise ValueError(f"{name}={given!r:.60} must be True or False")
 

@@ -64,7 +64,6 @@ class RowsRead:
 
     Attributes:
         name: of the field that asked for them, for errors.
-        positions: which.
         once: prompt rows are read of sample 0 only.
     """
 
@@ -77,12 +76,10 @@ class RowsRead:
         return replace(self, positions=self.positions.in_prompt(media))
 
     def to_wire(self) -> dict[str, Any]:
-        """As plain data."""
         return {"name": self.name, "positions": self.positions.to_wire(), "once": self.once}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RowsRead:
-        """The inverse of `to_wire`."""
         return cls(wire["name"], Selection.from_wire(wire["positions"]), wire["once"])
 
 
@@ -94,7 +91,6 @@ class RequestSpec:
         request_id: the id the caller knows.
         prompt_id: unique to one prompt of one call; the n samples of the prompt share it, and
             results are kept under it. Empty when nobody will come for results.
-        num_samples: n.
         consumers: options by consumer id.
         registrations: of the consumers that it names, which one of that id it was accepted with.
         reads: the rows that somebody reads, those of generated tokens too.
@@ -178,7 +174,6 @@ class RequestSpec:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RequestSpec:
-        """The inverse of `to_wire`."""
         asked = dict(wire)
         if "steering" in asked:
             asked["steering"] = tuple(map(GroupUse.from_wire, asked["steering"]))

@@ -187,7 +187,6 @@ class Selection:
 
     @cached_property
     def everything(self) -> bool:
-        """Whether every token is meant."""
         return self == Selection()
 
     @property

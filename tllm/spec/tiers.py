@@ -57,7 +57,6 @@ class SteeringEntry:
         vector: float32 `[hidden]`, of length 1 when the method takes a direction; of a method with
             several vectors `[vectors, hidden]`.
         coefficients: what is done with it.
-        positions: which tokens.
         when: the condition on which it steers; None: always.
         num_layers: how many the model must have: `layer` is the row's place in an array with one
             for each. None where the layer was named.
@@ -74,7 +73,6 @@ class SteeringEntry:
 
     @cached_property
     def digest(self) -> str:
-        """Of the vector's content."""
         return digest_of(self.vector.data)
 
     @property

@@ -11,7 +11,6 @@ class StepTurns(NamedTuple):
     still have. What is of one sequence stands at one place of each list.
 
     Attributes:
-        engine_ids: the sequences'.
         tokens: stand where the last drawn ones did, which are dropped.
         prompt_lens: with them.
         num_computed: tokens that the step does not compute.

@@ -18,7 +18,7 @@ from tllm.spec.reading import (
 from tllm.spec.selection import Selection
 from tllm.steering.directions import NoDirectionError, find_direction, finder_named
 from tllm.steering.module import ExtractedModule, VectorEntry
-from tllm.steering.separation import measure_separation
+from tllm.steering.separation import held_out_scores
 
 if TYPE_CHECKING:
     from tllm.client.llm import LLM
@@ -97,7 +97,7 @@ def extract(
             found = find_direction(high[layer], low[layer], method, paired=paired, seed=seed)
         except NoDirectionError as error:
             raise NoDirectionError(f"{point} of layer {layer}: {error}") from None
-        separation[layer], d_prime[layer] = measure_separation(
+        scores = held_out_scores(
             high[layer],
             low[layer],
             method,
@@ -106,6 +106,7 @@ def extract(
             positive_groups=high_prompts,
             negative_groups=low_prompts,
         )
+        separation[layer], d_prime[layer] = scores.separation
         step = found.scale if scale == "natural" else 1.0
         entries[layer] = {"vector": found.vector, "scale": step}
     return ExtractedModule(

@@ -14,7 +14,7 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import FloatArray, whole_number
 from tllm.steering.directions import NoDirectionError, find_direction
 from tllm.steering.extraction import Prompt, rows_of_prompts
-from tllm.steering.separation import held_out_scores, measure_separation
+from tllm.steering.separation import HeldOutScores, held_out_scores
 
 if TYPE_CHECKING:
     from tllm.client.llm import LLM
@@ -95,19 +95,19 @@ def fit_probe(
     point, high, low = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size
     )
-    auroc: dict[int, float] = {}
+    scored: dict[int, HeldOutScores] = {}
     for layer in sorted(high[0]):
         rows = high[0][layer], low[0][layer]
         groups = {"positive_groups": high[1], "negative_groups": low[1]}
-        auroc[layer] = measure_separation(*rows, method, paired=False, seed=seed, **groups).auroc
+        scored[layer] = held_out_scores(*rows, method, paired=False, seed=seed, **groups)
+    auroc = {layer: scores.separation.auroc for layer, scores in scored.items()}
     layer = max(auroc, key=lambda each: auroc[each])
     rows = high[0][layer], low[0][layer]
     try:
         found = find_direction(*rows, method, paired=False, seed=seed)
     except NoDirectionError as error:
         raise NoDirectionError(f"{point} of layer {layer}: {error}") from None
-    scores = held_out_scores(*rows, method, paired=False, seed=seed, **groups)
-    roc = _roc(scores.positive, scores.negative)
+    roc = _roc(scored[layer].positive, scored[layer].negative)
     allowed = 1.0 if max_false_positives is None else max_false_positives
     within = [each for each in roc if each.false_positives <= allowed]
     if max_false_positives is None:

@@ -27,6 +27,13 @@ from tllm.steering.directions import NoDirectionError, checked_rows, finder_name
 MAX_FOLDS = 5
 
 
+class Separation(NamedTuple):
+    """Held-out scores of one layer: AUROC in [0, 1], and d' (infinite if nothing varies)."""
+
+    auroc: float
+    d_prime: float
+
+
 class HeldOutScores(NamedTuple):
     """Scores of rows, each from a direction that has not seen it, and the fold of each.
 
@@ -39,57 +46,17 @@ class HeldOutScores(NamedTuple):
     negative: torch.Tensor
     folds: tuple[torch.Tensor, torch.Tensor]
 
-
-class Separation(NamedTuple):
-    """Held-out scores of one layer: AUROC in [0, 1], and d' (infinite if nothing varies)."""
-
-    auroc: float
-    d_prime: float
-
-
-def measure_separation(
-    positive: torch.Tensor,
-    negative: torch.Tensor,
-    method: str,
-    *,
-    paired: bool = True,
-    seed: int = 0,
-    positive_groups: torch.Tensor | None = None,
-    negative_groups: torch.Tensor | None = None,
-) -> Separation:
-    """Cross-validated AUROC and d' of a method on `[n, hidden]` and `[m, hidden]`.
-
-    Args:
-        positive, negative: the rows, of floating-point numbers.
-        method: row of `FINDERS`.
-        paired: row i of both belong together, and go into the same fold.
-        seed: of the folds, and of the method.
-        positive_groups, negative_groups: `[n]` and `[m]`, int: the prompt of each row. Every row
-            is a prompt of its own if not given. Of pairs, those of the positive rows count.
-
-    Returns:
-        The scores. A fold whose training rows define no direction (equal means) counts as AUROC
-        1/2 and as scores 0: there it knows nothing.
-
-    Raises:
-        ValueError: fewer than two prompts on a side.
-    """
-    scores = held_out_scores(
-        positive,
-        negative,
-        method,
-        paired=paired,
-        seed=seed,
-        positive_groups=positive_groups,
-        negative_groups=negative_groups,
-    )
-    ordered = pairs = 0.0
-    for fold in range(int(scores.folds[0].max()) + 1):
-        high = scores.positive[scores.folds[0] == fold]
-        low = scores.negative[scores.folds[1] == fold]
-        pairs += len(high) * len(low)
-        ordered += _in_order(high, low)
-    return Separation(ordered / pairs, _d_prime(scores.positive, scores.negative))
+    @property
+    def separation(self) -> Separation:
+        """A fold whose other rows define no direction (equal means) counts as AUROC 1/2: there it
+        knows nothing."""
+        ordered = pairs = 0.0
+        for fold in range(int(self.folds[0].max()) + 1):
+            high = self.positive[self.folds[0] == fold]
+            low = self.negative[self.folds[1] == fold]
+            pairs += len(high) * len(low)
+            ordered += _in_order(high, low)
+        return Separation(ordered / pairs, _d_prime(self.positive, self.negative))
 
 
 def held_out_scores(
@@ -102,7 +69,19 @@ def held_out_scores(
     positive_groups: torch.Tensor | None = None,
     negative_groups: torch.Tensor | None = None,
 ) -> HeldOutScores:
-    """What `measure_separation` measures; the arguments are its."""
+    """Scores of rows `[n, hidden]` and `[m, hidden]` by a method.
+
+    Args:
+        positive, negative: the rows, of floating-point numbers.
+        method: row of `FINDERS`.
+        paired: row i of both belong together, and go into the same fold.
+        seed: of the folds, and of the method.
+        positive_groups, negative_groups: `[n]` and `[m]`, int: the prompt of each row. Every row
+            is a prompt of its own if not given. Of pairs, those of the positive rows count.
+
+    Raises:
+        ValueError: fewer than two prompts on a side.
+    """
     find = finder_named(method)
     positive, negative = checked_rows(positive, negative)
     groups = [

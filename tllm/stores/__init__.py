@@ -8,12 +8,15 @@ from tllm.stores.catalog import Damage
 from tllm.stores.error import StoreError, WriterInUseError
 from tllm.stores.export import export
 from tllm.stores.format import Layout
-from tllm.stores.publish import Published
-from tllm.stores.reader import Store, StoredRecord
+from tllm.stores.reader import Store
 from tllm.stores.reader import open_store as open
 from tllm.stores.record import ArrayKey, Record, RecordMeta, Rows, StackedRows
+from tllm.stores.record_stream import RecordStream
+from tllm.stores.recording import Published
+from tllm.stores.stored_record import StoredRecord
 from tllm.stores.verify import Problem, Verification
-from tllm.stores.writer import RecordStream, StoreWriter, WriterOptions, WriterStats
+from tllm.stores.writer import StoreWriter, WriterStats
+from tllm.stores.writer_options import WriterOptions
 
 __all__ = [
     "ArrayKey",

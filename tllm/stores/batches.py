@@ -83,7 +83,6 @@ class RowRuns:
 
     @property
     def total(self) -> int:
-        """Number of rows."""
         return int(self.counts.sum())
 
     def cut(self, size: int) -> RowRuns:
@@ -96,7 +95,6 @@ class RowRuns:
         return self._moved(parent, offset, counts)
 
     def take(self, runs: IntArray) -> RowRuns:
-        """Some of the runs."""
         return self._moved(runs, np.zeros(len(runs), np.int64), self.counts[runs])
 
     def span(self, start: int, stop: int) -> RowRuns:
@@ -128,8 +126,6 @@ class Batches:
     """Iterates over the rows of one array of some records, each row once.
 
     Attributes:
-        key: the array.
-        runs: its rows.
         dtype, hidden: of all of them.
         payloads: where files are mapped.
         request_ids: by record.
@@ -153,11 +149,9 @@ class Batches:
 
     @property
     def total_rows(self) -> int:
-        """Rows of all batches together."""
         return self.runs.total
 
     def __len__(self) -> int:
-        """Number of batches."""
         return -(-self.total_rows // self.size)
 
     def empty(self, rows: int = 0) -> torch.Tensor:

@@ -407,7 +407,6 @@ class RecordTable:
         return keys, codes.astype(np.int64)
 
     def column(self, name: str) -> list[Any]:
-        """A column of `heads` as a list."""
         return self.heads[name].to_pylist()
 
     def _line_codes(self) -> npt.NDArray[np.int8]:

@@ -225,7 +225,6 @@ class WriterPaths:
 
     @cached_property
     def folder(self) -> Path:
-        """All of this writer's files."""
         return self.root / WRITERS / file_name(self.writer_id)
 
     @property
@@ -235,7 +234,6 @@ class WriterPaths:
 
     @cached_property
     def staging(self) -> Path:
-        """What is not published yet."""
         return self.folder / "staging"
 
     def shard(self, number: int) -> Path:
@@ -328,7 +326,6 @@ def parse_json(data: bytes) -> Any:
 
 
 def marker_text() -> bytes:
-    """The content of `MARKER`."""
     return canonical_json({"format": FORMAT, "version": VERSION}).encode() + b"\n"
 
 
@@ -364,7 +361,6 @@ class PieceEntry:
     Attributes:
         hook, layer: which array.
         dtype: by safetensors' name.
-        rows, hidden: shape.
         file: the payload, relative to the sidecar's folder, with `/`.
         tensor: name of the tensor `[>= rows, hidden]` in it.
         row_start: first row in `tensor`.

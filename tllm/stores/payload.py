@@ -279,7 +279,6 @@ class PayloadFile:
         return self._capacity + self.data_bytes
 
     def discard(self) -> None:
-        """Remove the file, if there is one, as far as the file system lets us."""
         self._pending.clear()
         if self.begun:
             with contextlib.suppress(OSError):

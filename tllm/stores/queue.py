@@ -17,8 +17,8 @@ import torch
 from tllm.stores.error import StoreError, describe
 from tllm.stores.format import as_bytes
 from tllm.stores.payload import write_all
-from tllm.stores.publish import QueuedRows
 from tllm.stores.record import CheckedStack
+from tllm.stores.recording import QueuedRows
 
 Overflow = Literal["block", "drop", "spill"]
 
@@ -40,7 +40,6 @@ class SpilledRows:
 
     Attributes:
         shape: `[rows, ...]`.
-        nbytes: on disk.
     """
 
     shape: tuple[int, ...]
@@ -148,10 +147,8 @@ class Intake:
 
     Args:
         threads: number of queues.
-        limit: bytes.
         overflow: what `put` does when there is no room: `block` waits, `drop` refuses, `spill`
             leaves the rows on disk until their turn comes, and refuses when the spill file is full.
-        spill: for `spill`.
     """
 
     def __init__(self, threads: int, limit: int, overflow: Overflow, spill: SpillFile) -> None:
@@ -208,7 +205,6 @@ class Intake:
         return self._put_on_disk(thread, item)
 
     def put_barrier(self, thread: int, barrier: Barrier) -> None:
-        """Queue a barrier."""
         with self._changed:
             self._queues[thread].append(barrier)
             self._changed.notify_all()

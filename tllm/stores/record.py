@@ -204,7 +204,6 @@ class CheckedStack:
     one.
 
     Attributes:
-        keys: of the arrays.
         tensor: `[rows, arrays, hidden]`, contiguous, on the CPU.
         dtype: by safetensors' name.
         positions: `[rows]` int32, ascending.

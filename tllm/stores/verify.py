@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -60,7 +59,6 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
         return not self.problems
 
 
@@ -72,7 +70,8 @@ def verify(root: Path, *, checksums: bool) -> Verification:
         found.sidecars += 1
         _verify_sidecar(root, path, checksums, found, named)
     found.payloads = len(named)
-    found.unpublished = sorted(set(_payload_files(root)) - named)
+    payloads = (root / WRITERS).rglob(f"*{PAYLOAD_SUFFIX}")
+    found.unpublished = sorted({path.relative_to(root).as_posix() for path in payloads} - named)
     catalog = Catalog.read(root, index=False)
     _verify_index(root, catalog, found)
     table = RecordTable(catalog)
@@ -162,8 +161,3 @@ def _verify_piece(
         if values[0] <= last.get(key, -1) or (np.diff(values) <= 0).any():
             raise ValueError(f"{key.name}: its positions do not ascend")
         last[key] = int(values[-1])
-
-
-def _payload_files(root: Path) -> Iterator[str]:
-    for path in (root / WRITERS).rglob(f"*{PAYLOAD_SUFFIX}"):
-        yield path.relative_to(root).as_posix()

@@ -45,7 +45,6 @@ class StackPiece:
     The work for it is that of one array, however many there are.
 
     Attributes:
-        owner: whose rows.
         kind: arrays, dtype and width.
         rows: of each array.
         positions: `[rows]` I32, their bytes.
@@ -144,7 +143,6 @@ class Volume:
 
     @property
     def begun(self) -> bool:
-        """Whether blocks were written."""
         return self._file.begun
 
     def has_room(self, stacks: Sequence[CheckedStack]) -> bool:
@@ -166,7 +164,6 @@ class Volume:
         self.staged_bytes += stack.nbytes
 
     def staged_owners(self) -> list[Any]:
-        """Whose rows are staged."""
         return list(dict.fromkeys(p.owner for pieces in self._staged.values() for p in pieces))
 
     def unstage(self, owner: Hashable) -> int:
@@ -222,7 +219,6 @@ class Volume:
         return found
 
     def discard(self) -> None:
-        """Remove the file."""
         self._file.discard()
 
     def _place(self) -> None:

@@ -4,131 +4,33 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import fcntl
 import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
-import numpy.typing as npt
-import torch
-
-from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import require_one_of, whole_number
-from tllm.stores.catalog import Catalog
-from tllm.stores.error import StoreError, WriterInUseError, describe
-from tllm.stores.format import (
-    MARKER,
-    Identity,
-    Layout,
-    WriterPaths,
-    checked_text,
-    marker_text,
-    require_marker,
-    root_path,
-)
-from tllm.stores.publish import (
-    Published,
-    Publisher,
-    Publishing,
-    QueuedRows,
-    Recording,
-    ShardPublisher,
-    SinglePublisher,
-    make_folder,
-    remove,
-    remove_replaced,
-    sync_folder,
-    write_file,
-)
-from tllm.stores.queue import Barrier, Intake, Overflow, SpillFile
-from tllm.stores.record import (
-    ArrayKey,
-    CheckedStack,
-    Record,
-    RecordMeta,
-    RecordStatus,
-    StackedRows,
-    checked_arrays,
-    checked_positions,
-)
+from tllm.stores.error import StoreError
+from tllm.stores.format import Layout, WriterPaths, checked_text, root_path
+from tllm.stores.ledger import Claim, Ledger, known_records
+from tllm.stores.publish import Publisher, Publishing, ShardPublisher
+from tllm.stores.queue import Barrier, Intake, SpillFile
+from tllm.stores.record import Record, RecordMeta, checked_arrays
+from tllm.stores.record_stream import RecordStream
+from tllm.stores.recording import Published, QueuedRows, Recording
+from tllm.stores.single_publisher import SinglePublisher, remove_replaced
+from tllm.stores.writer_options import WriterOptions
+from tllm.stores.writer_root import open_root
 
 logger = logging.getLogger(__name__)
 
-Durability = Literal["rename", "fsync"]
-OnCollision = Literal["error", "overwrite", "suffix", "skip"]
 
 _BLOCK_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class WriterOptions:
-    """How a `StoreWriter` writes. Raises `ValueError` naming what is not allowed.
-
-    Attributes:
-        layout: `sharded` (many records a file), `packed` (a file a record), or `per_file` (a file
-            a record, hook point and layer).
-        durability: `rename` survives the death of the process; `fsync` also that of the machine.
-        threads: of this writer.
-        on_collision: when a record of the same tag, request id and sample exists: `error` refuses
-            the new one, `skip` leaves it out without an error, `overwrite` replaces the old one,
-            `suffix` keeps both.
-        max_bytes: of rows and positions that this writer may leave under the root, those of its
-            earlier runs included; None for no limit. Records that would exceed it are refused, and
-            streams lose the rows beyond it.
-        shard_bytes: a shard is published when it has that much.
-        queue_bytes: of rows in memory, submitted and not written.
-        overflow: when they are reached: `block` makes the caller wait, `drop` loses the rows,
-            `spill` keeps them in a nameless file until it has `spill_bytes`, and then loses them.
-            Whatever is lost is counted and marked.
-        spill_bytes: for `spill`.
-        spill_folder: for `spill`; by default the writer's own folder. Better on another disk.
-        publish_interval: seconds after which a shard is published though it is not full.
-    """
-
-    layout: Layout = "sharded"
-    durability: Durability = "rename"
-    threads: int = 2
-    on_collision: OnCollision = "error"
-    max_bytes: int | None = None
-    shard_bytes: int = 256 << 20
-    queue_bytes: int = 512 << 20
-    overflow: Overflow = "block"
-    spill_bytes: int = 8 << 30
-    spill_folder: str | os.PathLike[str] | None = None
-    publish_interval: float = 2.0
-
-    def __post_init__(self) -> None:
-        """Check each."""
-        for name, allowed in (
-            ("layout", Layout),
-            ("durability", Durability),
-            ("on_collision", OnCollision),
-            ("overflow", Overflow),
-        ):
-            require_one_of(name, getattr(self, name), allowed)
-        for name in ("threads", "shard_bytes", "queue_bytes", "spill_bytes", "max_bytes"):
-            value = getattr(self, name)
-            if value is None and name == "max_bytes":
-                continue
-            whole_number(value, f"{name}=", 1)
-        interval = self.publish_interval
-        if (
-            isinstance(interval, bool)
-            or not isinstance(interval, (int, float))
-            or not 0 < interval < threading.TIMEOUT_MAX
-        ):
-            raise ValueError(f"publish_interval={interval!r} must be a time above 0, in s")
-        if self.spill_folder is not None and not isinstance(self.spill_folder, (str, os.PathLike)):
-            raise ValueError(f"spill_folder={self.spill_folder!r} is not allowed; give a path")
 
 
 @dataclass(frozen=True)
@@ -163,261 +65,7 @@ class WriterStats:
     blocked_seconds: float = 0.0
 
     def to_dict(self) -> dict[str, int | float]:
-        """As plain data."""
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A record that is on disk, or that has leave to be written: the newest of its identity.
-
-    Attributes:
-        generation: which record of its identity it is, from 1.
-        sidecar: of a record in files of its own that this writer may remove.
-        future: what becomes of it, while it is being written.
-        before: the newest record until then, while it is being written.
-    """
-
-    record_id: str
-    generation: int
-    sidecar: Path | None = None
-    future: Future[Published] | None = None
-    before: Claim | None = None
-
-
-class Ledger:
-    """Which records exist, and what happens to one more of the same identity.
-
-    It knows those that were there when the store was opened, and its writer's own. What other
-    writers publish meanwhile is not seen.
-    """
-
-    def __init__(self, policy: OnCollision, known: Iterable[tuple[Identity, Claim]]) -> None:
-        self._policy = policy
-        self._lock = threading.Lock()
-        self._newest: dict[Identity, Claim] = {}
-        self._ids: set[tuple[str, int]] = set()
-        self._replaceable: dict[Identity, list[tuple[int, Path]]] = {}
-        for identity, claim in known:
-            self._ids.add((claim.record_id, identity[3]))
-            if self._newest.get(identity, claim).generation <= claim.generation:
-                self._newest[identity] = claim
-            if claim.sidecar is not None and policy == "overwrite":
-                self._replaceable.setdefault(identity, []).append((claim.generation, claim.sidecar))
-
-    def claim(self, meta: RecordMeta, future: Future[Published]) -> Claim:
-        """Leave to write a record; of another record id: the record that is there and stays.
-
-        Raises:
-            ValueError: the record id was used before.
-            StoreError: the record exists, and the policy is `error`.
-        """
-        with self._lock:
-            if (meta.record_id, meta.stage) in self._ids:
-                raise ValueError(
-                    f"record_id={meta.record_id!r} (stage {meta.stage}) was used before; give each "
-                    "capture an id of its own, or none"
-                )
-            before = self._newest.get(meta.identity)
-            if before is not None and self._policy == "skip":
-                return before
-            if before is not None and self._policy == "error":
-                raise StoreError(
-                    f"record {meta.request_id!r} sample {meta.sample_index} of tag {meta.tag!r} "
-                    "exists already and on_collision='error'; give another request id or tag, or "
-                    "on_collision 'overwrite', 'suffix' or 'skip'",
-                    "collision",
-                )
-            generation = before.generation + 1 if before is not None else 1
-            claim = Claim(meta.record_id, generation, future=future, before=before)
-            self._ids.add((meta.record_id, meta.stage))
-            self._newest[meta.identity] = claim
-            return claim
-
-    def published(self, meta: RecordMeta, claim: Claim, sidecar: Path | None) -> list[Path]:
-        """A claimed record is on disk; the sidecars of records that may be removed now.
-
-        Args:
-            sidecar: when the record has files of its own.
-        """
-        with self._lock:
-            if self._newest[meta.identity] is claim:
-                self._newest[meta.identity] = Claim(meta.record_id, claim.generation, sidecar)
-            # The files of several stages cannot be removed in one go: they stay.
-            if self._policy != "overwrite" or sidecar is None or meta.num_stages > 1:
-                return []
-            files = self._replaceable.pop(meta.identity, [])
-            files.append((claim.generation, sidecar))
-            newest = max(generation for generation, _ in files)
-            self._replaceable[meta.identity] = [file for file in files if file[0] == newest]
-            return [path for generation, path in files if generation < newest]
-
-    def failed(self, meta: RecordMeta, claim: Claim) -> None:
-        """A claimed record will not come."""
-        with self._lock:
-            if self._newest[meta.identity] is not claim:
-                return
-            if claim.before is None:
-                del self._newest[meta.identity]
-            else:
-                self._newest[meta.identity] = claim.before
-
-
-_ArrayEnd = tuple[str | None, int, int]
-"""Of an array's rows so far: dtype, width and last position."""
-
-_NEW: _ArrayEnd = None, 0, -1
-
-
-class RecordStream:
-    """Takes a record's rows as they come. Made by `StoreWriter.begin`.
-
-    What happens to the record on the way (a full disk, a full queue, a limit) raises nothing here:
-    it is in what `future` gives. Calls of one array's rows must come in the order of positions;
-    several threads may call.
-    """
-
-    def __init__(
-        self,
-        meta: RecordMeta,
-        future: Future[Published],
-        recording: Recording | None,
-        put: Callable[[QueuedRows], StoreError | None],
-    ) -> None:
-        self.meta = meta
-        self.future = future
-        self._recording = recording
-        self._put = put
-        self._ended = False
-        self._stacked: bool | None = None
-        self._arrays: dict[ArrayKey, _ArrayEnd] = {}
-        self._lost: dict[str, StoreError] = {}
-        self._told: set[tuple[str, str]] = set()
-        self._lock = threading.RLock()
-
-    @property
-    def active(self) -> bool:
-        """Whether rows still go anywhere: False once it ended, and when it was refused or skipped
-        from the start."""
-        return self._recording is not None and not self._ended
-
-    def append(
-        self,
-        hook: str | HookPoint,
-        layer: int | None,
-        positions: torch.Tensor | npt.NDArray[Any] | Sequence[int],
-        tensor: torch.Tensor,
-    ) -> None:
-        """Add rows of one array.
-
-        Args:
-            hook, layer: which array; the layer of `lm_head_in` is None.
-            positions: `[rows]`, above all that this array was given before.
-            tensor: `[rows, hidden]` on the CPU, of the array's dtype; it is not copied and must not
-                change before `future` is done or `StoreWriter.flush` came back.
-
-        Raises:
-            ValueError: the rows are not fit to be stored, or do not go with those before.
-            StoreError: the record has ended.
-        """
-        with self._lock:
-            self._require(stacked=False)
-            key = ArrayKey.of(hook, layer)
-            checked = checked_positions(key.name, positions, self._arrays.get(key, _NEW)[2])
-            self._give(CheckedStack.single(key, tensor, checked))
-
-    def append_stack(self, rows: StackedRows) -> None:
-        """`append` for several arrays whose rows have the same positions; raises as it does. A
-        record takes either."""
-        with self._lock:
-            self._require(stacked=True)
-            ends = [self._arrays.get(ArrayKey.of(*place), _NEW)[2] for place in rows.places]
-            self._give(CheckedStack.of(rows, max(ends, default=-1)))
-
-    def finish(
-        self,
-        status: RecordStatus = "ok",
-        error: str = "",
-        *,
-        prompt_len: int | None = None,
-        token_ids: Sequence[int] | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Future[Published]:
-        """Nothing more will come; returns `future`.
-
-        Args:
-            status, error: see `RecordMeta`.
-            prompt_len, token_ids, metadata: instead of those given at the beginning.
-
-        Raises:
-            ValueError: status, error or metadata are malformed; the record is still open.
-            StoreError: the record has ended.
-        """
-        given = {"prompt_len": prompt_len, "token_ids": token_ids, "metadata": metadata}
-        changes: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
-        with self._lock:
-            self._require()
-            self._end(end=replace(self.meta, status=status, error=error, **changes))
-            return self.future
-
-    def abort(self) -> None:
-        """Give the record up: nothing of it is kept. `future` raises `StoreError` (`aborted`)."""
-        with self._lock:
-            self._require()
-            self._end(abort=True)
-
-    def _end(self, end: RecordMeta | None = None, abort: bool = False) -> None:
-        self._ended = True
-        if self._recording is not None:
-            # Ends are never refused: they have no rows.
-            self._put(QueuedRows(self._recording, end=end, abort=abort, lost=self._pop_lost()))
-
-    def _give(self, stack: CheckedStack) -> None:
-        """Queue rows. When they find no place, that is said with what comes next; the first of them
-        stand for all that follow for the same reason.
-
-        Raises `ValueError` when they do not go with those before.
-        """
-        _, dtype, hidden = stack.kind
-        ends = [self._arrays.get(key, _NEW) for key in stack.keys]
-        for known, width, _ in ends:
-            if known is not None and (known, width) != (dtype, hidden):
-                raise ValueError(
-                    f"{stack.what} were given after {known} rows of {width}; an array has one "
-                    "dtype and one width"
-                )
-        for key, (*_, after) in zip(stack.keys, ends, strict=True):
-            self._arrays[key] = dtype, hidden, int(stack.positions[-1]) if stack.rows else after
-        if self._recording is None:
-            return
-        lost = self._pop_lost()
-        error = self._put(QueuedRows(self._recording, [stack], lost=lost))
-        if error is not None:
-            self._lost = lost
-            others = f" and {len(stack.keys) - 1} more" if len(stack.keys) > 1 else ""
-            what = stack.keys[0].name + others
-            if (what, error.reason) not in self._told:
-                self._told.add((what, error.reason))
-                lost[f"rows of {what} were not kept: {error.reason} ({error})"] = error
-
-    def _pop_lost(self) -> dict[str, StoreError]:
-        lost, self._lost = self._lost, {}
-        return lost
-
-    def _require(self, stacked: bool | None = None) -> None:
-        """That the record goes on, and takes rows in this form."""
-        if self._ended:
-            raise StoreError(
-                f"record {self.meta.request_id!r} has ended; begin another one", "closed"
-            )
-        if stacked is None:
-            return
-        if self._stacked not in (None, stacked):
-            raise ValueError(
-                f"record {self.meta.request_id!r} was given rows by "
-                f"{'append_stack' if self._stacked else 'append'} before; go on with that"
-            )
-        self._stacked = stacked
 
 
 class StoreWriter:
@@ -457,8 +105,8 @@ class StoreWriter:
         self.layout: Layout = chosen.layout
         self.paths = WriterPaths(root_path(root), writer_id)
         self._options = chosen
-        self._lock_fd, catalog, spill_place = _open_root(self.paths, chosen)
-        self._ledger = Ledger(chosen.on_collision, _known(self.paths, catalog))
+        self._lock_fd, catalog, spill_place = open_root(self.paths, chosen)
+        self._ledger = Ledger(chosen.on_collision, known_records(self.paths, catalog))
         self._spent = catalog.bytes_of(writer_id)
         self._spill = SpillFile(spill_place, chosen.spill_bytes)
         self._intake = Intake(chosen.threads, chosen.queue_bytes, chosen.overflow, self._spill)
@@ -601,12 +249,7 @@ class StoreWriter:
     def __enter__(self) -> StoreWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _publishers(self, options: WriterOptions) -> list[Publisher]:
@@ -693,7 +336,6 @@ class StoreWriter:
         )
 
     def _count(self, **counts: int) -> None:
-        """Add to counters by name."""
         with self._lock:
             for name, count in counts.items():
                 self._counts[name] += count
@@ -760,104 +402,3 @@ def _wait(barriers: Sequence[Barrier], timeout: float | None) -> None:
         left = None if end is None else max(0.0, end - time.monotonic())
         if not barrier.passed.wait(left):
             raise TimeoutError(f"records were not all written within {timeout} s")
-
-
-def _open_root(paths: WriterPaths, options: WriterOptions) -> tuple[int, Catalog, Path]:
-    """Lock the writer's folder and see what is there.
-
-    Returns:
-        The lock's file descriptor, all records under the root, and the folder to spill to.
-    """
-    root, sync = paths.root, options.durability == "fsync"
-    with _opening(root), contextlib.ExitStack() as undo:
-        lock = _lock(paths, sync)
-        undo.callback(os.close, lock)
-        remove(paths.staging)
-        paths.staging.mkdir()
-        _write_marker(paths, sync)
-        catalog = Catalog.read(root)
-        _remove_unpublished(paths)
-        undo.pop_all()
-    spill = Path(options.spill_folder) if options.spill_folder is not None else paths.staging
-    if options.overflow == "spill" and not os.access(spill, os.W_OK | os.X_OK):
-        os.close(lock)
-        raise PermissionError(
-            errno.EACCES, f"spill_folder={str(spill)!r} cannot be written; give another"
-        )
-    return lock, catalog, spill
-
-
-@contextlib.contextmanager
-def _opening(root: Path) -> Iterator[None]:
-    """Say of errors of the system what they mean for the root."""
-    try:
-        yield
-    except (NotADirectoryError, FileExistsError) as error:
-        raise ValueError(
-            f"root={str(root)!r} cannot be a store, {describe(error)}; give a folder"
-        ) from error
-    except OSError as error:
-        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
-        kind = PermissionError if denied else OSError
-        hint = (
-            f"give a folder that user {os.geteuid()} may write"
-            if denied
-            else "mend that, or give another"
-        )
-        what = f"root={str(root)!r} cannot be written, {describe(error)}; {hint}"
-        raise kind(error.errno, what) from error
-    except StoreError as error:
-        raise ValueError(f"root={str(root)!r} cannot be gone on with: {error}") from error
-
-
-def _lock(paths: WriterPaths, sync: bool) -> int:
-    """Make the writer's folder and lock it; returns the lock's file descriptor."""
-    make_folder(paths.folder, sync)
-    fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 200, 0).decode(errors="replace").strip()
-            raise WriterInUseError(
-                f"writer_id={paths.writer_id!r} is in use under {str(paths.root)!r} by {owner}; "
-                "give each writer an id of its own, or a root of its own; where that process is "
-                "left of a run that was killed, end it",
-                owner,
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _write_marker(paths: WriterPaths, sync: bool) -> None:
-    """Mark the root as a store, unless it is one; `StoreError` when it is one of a version that is
-    not known."""
-    if (paths.root / MARKER).exists():
-        require_marker(paths.root)
-        return
-    # Several writers may do this at once: they write the same, each in one go.
-    write_file(paths.staging / MARKER, marker_text(), sync)
-    os.replace(paths.staging / MARKER, paths.root / MARKER)
-    if sync:
-        sync_folder(paths.root)
-
-
-def _known(paths: WriterPaths, catalog: Catalog) -> Iterator[tuple[Identity, Claim]]:
-    """The records that exist, for the writer of `paths`."""
-    prefix = f"{paths.folder.relative_to(paths.root).as_posix()}/"
-    for row in catalog.ended():
-        own = row["sidecar"].startswith(prefix) and row["layout"] != "sharded"
-        sidecar = paths.root / row["sidecar"] if own else None
-        identity = row["tag"], row["request_id"], row["sample_index"], row["stage"]
-        yield identity, Claim(row["record_id"], row["generation"], sidecar)
-
-
-def _remove_unpublished(paths: WriterPaths) -> None:
-    """Remove shards whose writer was killed before their sidecar was there."""
-    for payload in paths.shards():
-        if not payload.with_suffix(".jsonl").exists():
-            payload.unlink()

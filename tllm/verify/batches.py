@@ -89,7 +89,6 @@ class Prompts:
         return found
 
     def after(self, prefix: Sequence[int], chance: random.Random, length: int) -> list[int]:
-        """A prompt that begins with `prefix`."""
         return [*prefix, *self.pick(chance, length)][: self.longest]
 
 

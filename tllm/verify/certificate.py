@@ -116,12 +116,10 @@ class Certificate:
     """The outcome for one model on one engine.
 
     Attributes:
-        model: as it was given.
         reference: what it was compared with.
         engine: versions, device, dtype and options.
         points: by hook point, and for `logits`.
         lacking: by hook point, why this engine does not have it, and what it is refused with.
-        differences: all of them.
         unchecked: what could not be compared, and why.
         notes: what else there is to know.
     """
@@ -149,7 +147,6 @@ class Certificate:
         return EXIT[self.verdict]
 
     def to_json(self) -> str:
-        """All of it."""
         values = {"verdict": self.verdict, **asdict(self)}
         for name, figures in self.points.items():
             values["points"][name]["exchanged"] = figures.power

@@ -50,7 +50,6 @@ class VerifyJob:
         points: hook points to look at; all by default.
         prompts: a file of JSON Lines, texts or objects with `prompt` or `prompt_token_ids`.
         tolerance: the largest relative error to accept, in place of what rounding explains.
-        steered_layers: how many layers are steered at each hook point.
         reference: `transformers`, or `plain` for untouched vLLM, which has no rows to compare with.
         reference_device: where `transformers` runs.
         engine: arguments of `tllm.LLM`.

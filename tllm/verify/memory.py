@@ -22,10 +22,8 @@ class Needs:
 
     Attributes:
         unknown: why `transformers` cannot run it; "" where it can.
-        parameters: numbers in it.
         longest: sequence that it is made for; None where it does not say.
         multimodal: whether it has a language model beside others.
-        experts: whether it chooses experts.
     """
 
     unknown: str = ""

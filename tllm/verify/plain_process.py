@@ -35,7 +35,6 @@ class PlainProcess:
         return pickle.loads(answer.result())
 
     def close(self) -> None:
-        """End the process, and free what it held."""
         self._pool.shutdown()
 
 

@@ -134,7 +134,6 @@ class Reference:
     Args:
         checkpoint: a folder, or a name on the Hugging Face hub.
         rounded: every matrix is rounded to this dtype first, as an engine that serves it has them.
-        device: where it runs.
         **options: of `from_pretrained`, such as `revision`.
     """
 

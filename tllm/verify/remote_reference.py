@@ -15,7 +15,6 @@ class RemoteReference:
     """Answers as `Reference` does.
 
     Args:
-        process: where it is.
         checkpoint, **options: as `Reference` takes them.
     """
 
@@ -24,16 +23,13 @@ class RemoteReference:
         self._key = checkpoint, tuple(options.items())
 
     def places(self) -> list[tuple[str, Layer]]:
-        """As `Reference.places`."""
-        return self._process.ask(_places, *self._key)
+        return self._process.ask(_asked, *self._key, "places")
 
     def doubts(self) -> str:
-        """As `Reference.doubts`."""
-        return self._process.ask(_doubts, *self._key)
+        return self._process.ask(_asked, *self._key, "doubts")
 
     def run(self, token_ids: list[int], steers: Steers | None = None) -> tuple[States, Tensor]:
-        """As `Reference.run`."""
-        return self._process.ask(_run, *self._key, token_ids, steers)
+        return self._process.ask(_asked, *self._key, "run", token_ids, steers)
 
 
 @cache
@@ -41,13 +37,5 @@ def _loaded(checkpoint: str, options: tuple[tuple[str, Any], ...]) -> Reference:
     return Reference(checkpoint, **dict(options))
 
 
-def _places(checkpoint: str, options: Any) -> Any:
-    return _loaded(checkpoint, options).places()
-
-
-def _doubts(checkpoint: str, options: Any) -> Any:
-    return _loaded(checkpoint, options).doubts()
-
-
-def _run(checkpoint: str, options: Any, *args: Any) -> Any:
-    return _loaded(checkpoint, options).run(*args)
+def _asked(checkpoint: str, options: Any, method: str, *args: Any) -> Any:
+    return getattr(_loaded(checkpoint, options), method)(*args)

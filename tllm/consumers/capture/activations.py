@@ -132,7 +132,6 @@ class Reduced:
     sequence.
 
     Attributes:
-        positions: of the rows that were reduced.
         total: `[1, places, hidden]` float32: their sum, maximum or last; meaningless without any.
         tail: later rows.
     """
@@ -152,7 +151,6 @@ class Reduced:
 
     @classmethod
     def of(cls, rows: CapturedRows, how: Reduction) -> Reduced:
-        """The reduction of all rows."""
         tensor = rows.tensor.float()
         total = _reduce(tensor, how) if len(rows) else tensor.new_zeros((1, *tensor.shape[1:]))
         return cls(rows.positions, CapturedRows(rows.positions[:1], [total]), rows.up_to(0))
@@ -164,7 +162,6 @@ class StageRows:
 
     Attributes:
         places: hook points and their layers, counted from the start.
-        prompt, generated: rows of each phase.
     """
 
     places: tuple[Place, ...]

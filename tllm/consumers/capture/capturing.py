@@ -168,7 +168,9 @@ class Capturing(Consumer):
         self._concluded = threading.Condition()
         self._stalls = 0
         self._blocked_seconds = 0.0
-        self._limit = _half_of_memory() if self._host_bytes is None else self._host_bytes
+        self._limit = self._host_bytes
+        if self._limit is None:  # half of the machine's memory
+            self._limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         spill = None
         if self._overflow == "spill":
             folder = self._spill_folder
@@ -187,7 +189,6 @@ class Capturing(Consumer):
         self._arrived_bytes = 0
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
-        """Remember what it asked."""
         if self._model.first_rank:
             spec = self._specs[sequence_key(request)] = self.spec(request.options)
             if spec.chooses_late:
@@ -444,15 +445,12 @@ class Capturing(Consumer):
         }
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What all workers counted together."""
         return dict(_summed(stats)) if stats else {}
 
     def merge_replicas(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """What all replicas counted together."""
         return self.merge_stats(stats)
 
     def stop(self) -> None:
-        """Let go of what is left."""
         self._rows.close()
 
 
@@ -519,7 +517,3 @@ def _summed(values: Sequence[Any]) -> Any:
 
 def _label(spec: CaptureSpec) -> str:
     return " ".join(spec.kept)
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -408,7 +408,6 @@ class FilesystemConsumer(Capturing):
                 writer.flush(timeout=0)
 
     def stop(self) -> None:
-        """Publish what is there."""
         super().stop()
         for writer in self._writers.values():
             writer.close()
@@ -420,7 +419,6 @@ class FilesystemConsumer(Capturing):
 
 
 def _give_up(begun: RecordStream | Exception | None) -> None:
-    """Keep nothing of a record."""
     if isinstance(begun, RecordStream) and begun.active:
         begun.abort()
 

@@ -61,7 +61,6 @@ class _Pieces:
     Attributes:
         nbytes: of its rows in memory.
         lost: rows that found no place.
-        reason: why.
     """
 
     positions: list[IntArray] = field(default_factory=list)
@@ -190,7 +189,6 @@ class HostRows:
         return CapturedRows(np.concatenate(taken.positions), found)
 
     def close(self) -> None:
-        """Forget all rows."""
         self._unsorted.clear()
         self._copier.close()
         if self._spill is not None:

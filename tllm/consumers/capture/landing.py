@@ -41,7 +41,6 @@ class Slab:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further step has room."""
         return self.steps == self.rows.shape[1]
 
 
@@ -93,7 +92,6 @@ class Landing:
     """Finds places for the rows of steps, on the thread that runs the engine.
 
     Args:
-        memory: of results.
         device: where rows come from.
     """
 

@@ -29,5 +29,4 @@ class MemoryConsumer(Capturing):
         return CaptureSpec.parse(options, "capture['memory']")
 
     def conclude(self, ending: Ending, activations: Activations) -> None:
-        """They are the result."""
         ending.result.set_result(activations)

@@ -91,7 +91,6 @@ class Reductions:
 
     @property
     def unused(self) -> bool:
-        """Whether no sequence has rows in it."""
         return not (self._places or self._waiting)
 
     def add(self, bundle: PortBundle, ctx: ConsumerContext) -> None:

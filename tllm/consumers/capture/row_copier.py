@@ -62,7 +62,6 @@ class RowCopier:
             pass
 
     def close(self) -> None:
-        """End the threads."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

@@ -33,8 +33,6 @@ class BlockPasses(Generic[Pass]):
     """The passes of the batches of one stream, by the shapes of their blocks.
 
     Args:
-        kind: of the passes.
-        memory: that they use.
         recorder: records them; None for launch by launch.
 
     Attributes:
@@ -84,8 +82,6 @@ class DistillerBank:
 
     Args:
         layout: sizes of one distiller.
-        slots: number of distillers.
-        adamw: how they learn.
         seed: of the initial weights, the same for all.
         predicted_norm: turns a distiller's state into what the LM head reads.
         trained_norm: turns it into what the target is compared with.
@@ -138,17 +134,14 @@ class DistillerBank:
 
     @property
     def slots(self) -> int:
-        """Number of distillers."""
         return len(self._weights.master)
 
     @property
     def weights(self) -> Weights:
-        """What the distillers are."""
         return self._weights
 
     @property
     def ledger(self) -> Tensor:
-        """See above."""
         return self._weights.ledger
 
     @property

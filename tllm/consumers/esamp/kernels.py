@@ -66,7 +66,6 @@ def _gate(projected, bias, bias_stride, out, width, rank, BLOCK: tl.constexpr):
 
 
 def gate(projected: Tensor, gate_bias: Tensor, out: Tensor) -> None:
-    """See `reference.gate`."""
     slots, width, rank = out.shape
     _gate[(slots * width,)](
         projected,
@@ -100,7 +99,6 @@ def _scatter_predictions(
 
 
 def scatter_predictions(x: Tensor, branch: Tensor, norm: Norm, index: Tensor, out: Tensor) -> None:
-    """See `reference.scatter_predictions`."""
     hidden = x.shape[-1]
     scale, eps, has_norm = _norm_arguments(norm, x)
     _scatter_predictions[(index.numel(),)](
@@ -170,7 +168,6 @@ def loss_backward(
     row_loss: Tensor,
     grad: Tensor,
 ) -> None:
-    """See `reference.loss_backward`."""
     slots, width, hidden = x.shape
     scale, eps, has_norm = _norm_arguments(norm, x)
     _loss_backward[(slots * width,)](
@@ -238,7 +235,6 @@ def gate_backward(
     grad_projected: Tensor,
     grad_bias: Tensor,
 ) -> None:
-    """See `reference.gate_backward`."""
     slots, width, rank = grad_hidden.shape
     _gate_backward[(slots,)](
         grad_hidden,
@@ -306,7 +302,6 @@ def open_update(
     ledger: Tensor,
     active: Tensor,
 ) -> None:
-    """See `reference.open_update`."""
     slots, width = row_loss.shape
     first, second = adamw.betas
     _open_update[(slots,)](

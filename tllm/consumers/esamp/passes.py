@@ -20,7 +20,6 @@ class DeviceBlocks:
     """`Block`s that follow each other, with their indices and counts on the bank's device.
 
     Attributes:
-        shapes: of the blocks.
         index: int32 `[places of all blocks]`.
         counts: int32 `[distillers of all blocks]`.
     """

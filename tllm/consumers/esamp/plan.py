@@ -23,7 +23,6 @@ class BlockShape(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Number of distillers."""
         return self.stop - self.first
 
     @property

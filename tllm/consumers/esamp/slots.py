@@ -90,7 +90,6 @@ class SlotTable:
 
     @property
     def in_use(self) -> int:
-        """Slots that are lent."""
         return sum(lease.slot != UNGUIDED for lease in self._leases.values())
 
     def join(self, request: RequestInfo) -> Lease:

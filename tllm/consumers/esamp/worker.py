@@ -69,7 +69,6 @@ class GuidePlan(_Planned):
     """Which prediction belongs to each candidate row, and how much it counts.
 
     Attributes:
-        predicted: the plan of the predictions.
         rows: `[candidate rows]` int32 on the device, or None when row i belongs to row i.
         beta: `[candidate rows]` float32 on the device, 0 where there is no prediction; None
             when no row is guided.
@@ -180,7 +179,6 @@ class ESampWorker:
                 self._stats.steps_skipped[reason] += steps
 
     def synchronize(self) -> None:
-        """Wait for everything enqueued so far."""
         self._fence.synchronize()
 
     def read_stats(self) -> dict[str, Any]:

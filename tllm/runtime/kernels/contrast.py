@@ -10,7 +10,8 @@ import torch
 
 from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.kernels.backend import HAS_TRITON, uses_triton
-from tllm.runtime.kernels.candidates import CandidateRows, edit, finish, project
+from tllm.runtime.kernels.candidates import CandidateRows, edit
+from tllm.runtime.kernels.projection import finish, project
 
 # Fixed, whatever the batch: another size would be compiled in mid-generation.
 _BLOCK_ROWS = 64
@@ -23,6 +24,8 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
+    from tllm.runtime.kernels.projection import capped
+
     @triton.jit
     def _guided_rows(m, found_ptr, states_ptr, strength_ptr, num_rows, width):
         """Which of some rows are wide and have a state to be guided away from."""
@@ -31,13 +34,6 @@ if HAS_TRITON:
         state = tl.load(states_ptr + m, mask=inside, other=-1)
         strength = tl.load(strength_ptr + m, mask=inside, other=0.0)
         return (found > width) & (state >= 0) & (strength != 0.0)
-
-    @triton.jit
-    def _capped(logits, soft_cap):
-        """tanh, in a form that does not overflow."""
-        e = tl.exp(-2.0 * tl.abs(logits / soft_cap))
-        bounded = soft_cap * (1.0 - e) / (1.0 + e)
-        return tl.where(logits < 0, -bounded, bounded)
 
     @RepeatedLaunch
     @triton.jit
@@ -87,7 +83,7 @@ if HAS_TRITON:
                 if HAS_BIAS:
                     total += tl.load(bias_ptr + token)
                 if HAS_CAP:
-                    total = _capped(total, soft_cap)
+                    total = capped(total, soft_cap)
                 delta = strength * (value - total * scale / temperature)
                 # Neither infinite nor NaN, which compares as false.
                 counts = (tl.abs(delta) < float("inf")) & (delta != 0.0)
@@ -193,7 +189,7 @@ if HAS_TRITON:
             if HAS_BIAS:
                 total += tl.load(bias_ptr + safe)[None, :]
             if HAS_CAP:
-                total = _capped(total, soft_cap)
+                total = capped(total, soft_cap)
             strength = tl.load(strength_ptr + m, mask=wide, other=0.0)
             temperature = tl.load(temperature_ptr + m, mask=wide, other=1.0)
             row = tl.load(rows_ptr + m, mask=wide, other=0).to(tl.int64)

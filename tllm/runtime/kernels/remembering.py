@@ -87,7 +87,6 @@ class SequenceLatch:
     Attributes:
         cells: int32 `[2, MAX_GATES]`.
         position: which token of it the row is.
-        at_stage: the addresses.
     """
 
     cells: torch.Tensor

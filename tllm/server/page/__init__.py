@@ -26,7 +26,6 @@ page_router = APIRouter(include_in_schema=False)
 
 @page_router.get("/tllm")
 async def page() -> FileResponse:
-    """The page."""
     return FileResponse(_FOLDER / "index.html", headers=_HEADERS)
 
 

@@ -1,0 +1,121 @@
+"""Which records of a store exist, and what happens to one more of the same name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from tllm.stores.catalog import Catalog
+from tllm.stores.error import StoreError
+from tllm.stores.format import Identity, WriterPaths
+from tllm.stores.record import RecordMeta
+from tllm.stores.recording import Published
+from tllm.stores.writer_options import OnCollision
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A record that is on disk, or that has leave to be written: the newest of its identity.
+
+    Attributes:
+        generation: which record of its identity it is, from 1.
+        sidecar: of a record in files of its own that this writer may remove.
+        future: what becomes of it, while it is being written.
+        before: the newest record until then, while it is being written.
+    """
+
+    record_id: str
+    generation: int
+    sidecar: Path | None = None
+    future: Future[Published] | None = None
+    before: Claim | None = None
+
+
+class Ledger:
+    """Which records exist, and what happens to one more of the same identity.
+
+    It knows those that were there when the store was opened, and its writer's own. What other
+    writers publish meanwhile is not seen.
+    """
+
+    def __init__(self, policy: OnCollision, known: Iterable[tuple[Identity, Claim]]) -> None:
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._newest: dict[Identity, Claim] = {}
+        self._ids: set[tuple[str, int]] = set()
+        self._replaceable: dict[Identity, list[tuple[int, Path]]] = {}
+        for identity, claim in known:
+            self._ids.add((claim.record_id, identity[3]))
+            if self._newest.get(identity, claim).generation <= claim.generation:
+                self._newest[identity] = claim
+            if claim.sidecar is not None and policy == "overwrite":
+                self._replaceable.setdefault(identity, []).append((claim.generation, claim.sidecar))
+
+    def claim(self, meta: RecordMeta, future: Future[Published]) -> Claim:
+        """Leave to write a record; of another record id: the record that is there and stays.
+
+        Raises:
+            ValueError: the record id was used before.
+            StoreError: the record exists, and the policy is `error`.
+        """
+        with self._lock:
+            if (meta.record_id, meta.stage) in self._ids:
+                raise ValueError(
+                    f"record_id={meta.record_id!r} (stage {meta.stage}) was used before; give each "
+                    "capture an id of its own, or none"
+                )
+            before = self._newest.get(meta.identity)
+            if before is not None and self._policy == "skip":
+                return before
+            if before is not None and self._policy == "error":
+                raise StoreError(
+                    f"record {meta.request_id!r} sample {meta.sample_index} of tag {meta.tag!r} "
+                    "exists already and on_collision='error'; give another request id or tag, or "
+                    "on_collision 'overwrite', 'suffix' or 'skip'",
+                    "collision",
+                )
+            generation = before.generation + 1 if before is not None else 1
+            claim = Claim(meta.record_id, generation, future=future, before=before)
+            self._ids.add((meta.record_id, meta.stage))
+            self._newest[meta.identity] = claim
+            return claim
+
+    def published(self, meta: RecordMeta, claim: Claim, sidecar: Path | None) -> list[Path]:
+        """A claimed record is on disk; the sidecars of records that may be removed now.
+
+        Args:
+            sidecar: when the record has files of its own.
+        """
+        with self._lock:
+            if self._newest[meta.identity] is claim:
+                self._newest[meta.identity] = Claim(meta.record_id, claim.generation, sidecar)
+            # The files of several stages cannot be removed in one go: they stay.
+            if self._policy != "overwrite" or sidecar is None or meta.num_stages > 1:
+                return []
+            files = self._replaceable.pop(meta.identity, [])
+            files.append((claim.generation, sidecar))
+            newest = max(generation for generation, _ in files)
+            self._replaceable[meta.identity] = [file for file in files if file[0] == newest]
+            return [path for generation, path in files if generation < newest]
+
+    def failed(self, meta: RecordMeta, claim: Claim) -> None:
+        """A claimed record will not come."""
+        with self._lock:
+            if self._newest[meta.identity] is not claim:
+                return
+            if claim.before is None:
+                del self._newest[meta.identity]
+            else:
+                self._newest[meta.identity] = claim.before
+
+
+def known_records(paths: WriterPaths, catalog: Catalog) -> Iterator[tuple[Identity, Claim]]:
+    prefix = f"{paths.folder.relative_to(paths.root).as_posix()}/"
+    for row in catalog.ended():
+        own = row["sidecar"].startswith(prefix) and row["layout"] != "sharded"
+        sidecar = paths.root / row["sidecar"] if own else None
+        identity = row["tag"], row["request_id"], row["sample_index"], row["stage"]
+        yield identity, Claim(row["record_id"], row["generation"], sidecar)
