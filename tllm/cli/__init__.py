@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import tllm
+from tllm.cli.console import output_console
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
 from tllm.spec.layers import Layers
@@ -57,7 +57,7 @@ def doctor_command(
     from tllm.cli.doctor import examine, render
 
     report = examine(model)
-    render(report, Console())
+    render(report, output_console())
     raise typer.Exit(1 if report.problems else 0)
 
 
@@ -178,7 +178,7 @@ def verify_command(
     from tllm.verify.job import VerifyJob, run
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         check_writable("--json", json_file)
         job = VerifyJob(
@@ -233,7 +233,7 @@ def capture_command(
     from tllm.cli import capture as capturing
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         job = capturing.Job(
             model=model,
@@ -307,7 +307,7 @@ def sweep_command(
     from tllm.cli import sweep as sweeping
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         check_writable("--out", out)
         check_writable("--heatmap", heatmap, [".png"])
@@ -402,7 +402,7 @@ def strength_sweep_command(
     from tllm.cli import strength_sweep as strengthening
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         loading = {
             "hook": hook,
@@ -441,7 +441,7 @@ def strength_sweep_command(
 def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:
     """Say why a command cannot be carried out, and end with a status of 2."""
     said = str(error).strip() or type(error).__name__
-    Console(stderr=True).print(form.format(escape(said)), soft_wrap=True)
+    output_console(stderr=True).print(form.format(escape(said)), soft_wrap=True)
     raise typer.Exit(2) from None
 
 

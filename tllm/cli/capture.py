@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import tllm.stores
 from tllm.cli.earlier_run import EarlierRun
@@ -222,7 +222,7 @@ def _rate(summary: Summary, begin: float) -> str:
 
 def render(summary: Summary, job: Job, console: Console) -> None:
     """Print what came of it."""
-    table = Table(show_header=False)
+    table = Table("", Column(overflow="fold"), show_header=False)
     table.add_row("captured", _prompts(summary.captured))
     table.add_row("there before", _prompts(summary.skipped))
     table.add_row("rows", f"{summary.rows:,} ({summary.bytes / 1e6:,.1f} MB)")
