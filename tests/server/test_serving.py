@@ -955,6 +955,18 @@ def test_nothing_is_left_of_prompts_beside_one_that_is_refused(server, client):
             "extra_args['tllm']",
         ),
         ("/v1/chat/completions/batch", CHAT | {"vllm_xargs": {"tllm": {}}}, "vllm_xargs['tllm']"),
+        ("/v1/messages", CHAT | {"steering_vector": [1.0]}, "steering_vector"),
+        ("/v1/messages", CHAT | {"steering_nam": "odd"}, "steering_nam"),
+        (
+            "/v1/messages",
+            CHAT | {"vllm_xargs": {"steering_name": "odd"}},
+            "vllm_xargs['steering_name']",
+        ),
+        (
+            "/v1/chat/completions/batch",
+            CHAT | {"extra_body": {"capture": {}}},
+            "extra_body['capture']",
+        ),
     ],
 )
 def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
@@ -966,9 +978,10 @@ def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
 def test_a_form_and_escaped_names_are_read_too(server):
     path = f"{server.url}/v1/audio/transcriptions"
     files = {"file": ("a.wav", b"RIFF", "audio/wav")}
-    refused = httpx.post(path, data={"model": "demo", "steering_name": "odd"}, files=files)
-    assert refused.status_code == 400
-    assert "steering_name was given" in refused.json()["error"]["message"]
+    for name in ("steering_name", "steering-nam"):
+        refused = httpx.post(path, data={"model": "demo", name: "odd"}, files=files)
+        assert refused.status_code == 400
+        assert f"{name} was given" in refused.json()["error"]["message"]
     escaped = r'{"prompt": "Hi", "\u0063apture": {"memory": {}}}'
     headers = {"Content-Type": "application/json"}
     for body in (escaped.encode(), '{"prompt": "Hi", "capture": {}}'.encode("utf-16")):
