@@ -13,6 +13,7 @@ from rich.markup import escape
 
 import tllm
 from tllm.cli.console import output_console
+from tllm.cli.ending import end_with_signals
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
 from tllm.spec.layers import Layers
@@ -44,6 +45,7 @@ def main(
     ] = False,
 ) -> None:
     """What every subcommand shares."""
+    end_with_signals()
 
 
 @app.command("doctor")
