@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from engine.asking import error_of, prompts_of
 
 import tllm.stores
+from tllm.cli import capture as capturing
 from tllm.stores.owners import owner_of
 
 TLLM = Path(sys.executable).parent / "tllm"
@@ -115,15 +117,17 @@ def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, argume
     """As `timeout` and cluster schedulers do; the engine went on alone, and had the store."""
     prompts = prompts_of([5 + number % 20 for number in range(400)])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
-    given = arguments(lines, "--hooks", "post_block:1", "--batch", "2")
+    given = arguments(lines, "--hooks", "post_block:1", "--batch", "1")
     run = subprocess.Popen([TLLM, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     store = tmp_path / "store"
     while run.poll() is None and not any(store.glob("writers/*/sharded/*.jsonl")):
-        time.sleep(0.1)
+        time.sleep(0.01)
+    run.send_signal(signal.SIGSTOP)  # it is not done before it is told
     status, text = here(given)
     assert status == 2
     assert f"out '{store}' is written into by process " in text
     run.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGCONT)
     assert run.wait(60) == 128 + signal.SIGTERM
     assert not any(owner_of(store, folder.name) for folder in store.glob("writers/*"))
     status, text = here(given)
@@ -175,6 +179,10 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     status, text = here(arguments([{"id": None, "prompt": "a"}, both], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: both 'prompt' and 'prompt_token_ids' were given; give one" in text
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + b'"hello"\n{"no": 1}\n')  # as some editors write it
+    with pytest.raises(ValueError, match="line 2: give a text"):
+        list(capturing._read(path))
     status, text = here(arguments([], "--hooks", "post_block:1"))
     assert status == 2
     assert "has no prompts" in text

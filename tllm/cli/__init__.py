@@ -284,7 +284,7 @@ def sweep_command(
     noising: Annotated[
         bool, typer.Option(help="Put rows of the corrupt run into the clean one.")
     ] = False,
-    window: Annotated[int, typer.Option(help="Layers that are patched together.")] = 1,
+    window: Annotated[int, typer.Option(min=1, help="Layers that are patched together.")] = 1,
     heads: Annotated[
         str | None,
         typer.Option(help="With --hooks attn_heads, q, k, v: one at a time; 0,3 or all."),
@@ -298,7 +298,7 @@ def sweep_command(
         str | None,
         typer.Option(help="Where paths end, such as mlp_in:3,attn_in:4; else at the logits."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Experiments to print.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Experiments to print.")] = 10,
     out: Annotated[
         Path | None, typer.Option(help="Write a row for each experiment, as JSON Lines.")
     ] = None,
