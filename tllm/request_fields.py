@@ -4,6 +4,7 @@ requests needs neither vLLM nor torch."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 FIELDS = (
     "consumers",
@@ -33,14 +34,11 @@ def meant_by(name: str) -> str | None:
     """What may be meant by a name that nobody knows: a field that is spelt like it but for a
     letter, or the fields that steer. None for what is none of ours."""
     spelt = _spelling(name)
-    meant = _SPELLINGS.get(spelt) or next(
-        (
-            field
-            for spelling, field in _SPELLINGS.items()
-            if len(spelling) >= _SHORTEST and _differ_by_one(spelt, spelling)
-        ),
-        None,
-    )
+    meant = _SPELLINGS.get(spelt)
+    if meant is None and len(spelt) <= _LONGEST + 1:
+        near = {each for variant in _without_a_letter(spelt) for each in _NEAR.get(variant, ())}
+        alike = [spelling for spelling in near if _differ_by_one(spelt, spelling)]
+        meant = _SPELLINGS[min(alike, key=_ORDER.index)] if alike else None
     if meant is None and spelt.startswith("steer"):
         return ", ".join(field for field in FIELDS if "steering" in field)
     return meant
@@ -56,6 +54,24 @@ _SPELLINGS = {
     for name in FIELDS
     for variant in (name, f"{name}s", f"{name}es", name.removesuffix("s"))
 }
+
+
+def _without_a_letter(text: str) -> Iterator[str]:
+    """A text, and what is left of it without one of its letters."""
+    yield text
+    for at in range(len(text)):
+        yield text[:at] + text[at + 1 :]
+
+
+_ORDER = list(_SPELLINGS)
+_LONGEST = max(map(len, _SPELLINGS))
+_NEAR: dict[str, list[str]] = {}
+"""Spellings that are long enough to be meant by one that is nearly theirs, by themselves and by
+what is left of them without a letter: two that differ by one have one of these in common. A body
+may have a million names."""
+for _name in _SPELLINGS:
+    for _variant in _without_a_letter(_name) if len(_name) >= _SHORTEST else ():
+        _NEAR.setdefault(_variant, []).append(_name)
 
 
 def _differ_by_one(one: str, other: str) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from engine.asking import error_of, prompts_of
 
 import tllm.stores
+from tllm.cli import capture as capturing
+from tllm.stores.owners import owner_of
 
 TLLM = Path(sys.executable).parent / "tllm"
 ENGINE = {
@@ -108,6 +113,33 @@ def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
                 assert error_of(mine, theirs) < 2e-5
 
 
+def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, arguments, tmp_path):
+    """As `timeout` and cluster schedulers do; the engine went on alone, and had the store."""
+    prompts = prompts_of([5 + number % 20 for number in range(400)])
+    lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
+    given = arguments(lines, "--hooks", "post_block:1", "--batch", "1")
+    run = subprocess.Popen([TLLM, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    store = tmp_path / "store"
+    while run.poll() is None and not any(store.glob("writers/*/sharded/*.jsonl")):
+        time.sleep(0.01)
+    run.send_signal(signal.SIGSTOP)  # it is not done before it is told
+    status, text = here(given)
+    assert status == 2
+    assert f"out '{store}' is written into by process " in text
+    run.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGCONT)
+    assert run.wait(60) == 128 + signal.SIGTERM
+    assert not any(owner_of(store, folder.name) for folder in store.glob("writers/*"))
+    status, text = here(given)
+    assert status == 0, text
+    done, before = map(int, re.findall(r"(?:captured|there before) (\d+) prompts", text))
+    assert (done + before, done > 0, before > 0) == (400, True, True)
+    rows = {
+        record.request_id: len(record.tensor("post_block", 1)) for record in tllm.stores.open(store)
+    }
+    assert rows == {f"p{i}": len(prompt) for i, prompt in enumerate(prompts)}
+
+
 def test_a_prompt_that_is_refused_costs_no_other_its_rows(here, arguments, tmp_path):
     prompts = prompts_of([9, 200, 200, 5])
     lines = [{"id": f"p{i}", "prompt_token_ids": p} for i, p in enumerate(prompts)]
@@ -147,6 +179,10 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     status, text = here(arguments([{"id": None, "prompt": "a"}, both], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: both 'prompt' and 'prompt_token_ids' were given; give one" in text
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(codecs.BOM_UTF8 + b'"hello"\n{"no": 1}\n')  # as some editors write it
+    with pytest.raises(ValueError, match="line 2: give a text"):
+        list(capturing._read(path))
     status, text = here(arguments([], "--hooks", "post_block:1"))
     assert status == 2
     assert "has no prompts" in text

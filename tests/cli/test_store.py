@@ -61,6 +61,20 @@ def test_the_installed_command_has_it(root: Path, run: Callable[..., str]) -> No
     assert "Nothing is wrong." in run(TLLM, "store", "verify", root)
 
 
+def test_names_are_told_whole_in_a_file_and_on_a_narrow_terminal(
+    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ellipsis at their end would leave nothing to give to `show`."""
+    name = "chatcmpl-8b6fd1e7a9c2430d"
+    with StoreWriter(tmp_path / "store") as writer:
+        writer.submit(record_of(name, layers=3))
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert f" {name}#0 " in run(TLLM, "store", "ls", tmp_path / "store")
+    monkeypatch.setenv("COLUMNS", "60")
+    rows = [line.split("│") for line in run(TLLM, "store", "ls", tmp_path / "store").splitlines()]
+    assert "".join(row[1].strip() for row in rows if len(row) > 1) == f"{name}#0"
+
+
 def test_ls_filters(root: Path) -> None:
     status, text = tllm("ls", root, "--tag", "probe", "--layer", "1", "--limit", "2")
     assert status == 0
@@ -69,7 +83,7 @@ def test_ls_filters(root: Path) -> None:
     assert "0 records" in tllm("ls", root, "--hook", "mlp_out")[1]
     assert "1 records" in tllm("ls", root, "--status", "partial_error")[1]
     status, text = tllm("ls", root, "--hook", "nowhere")
-    assert status == 1
+    assert status == 2
     assert "unknown hook point 'nowhere'" in text
 
 
@@ -81,12 +95,12 @@ def test_show_tells_all_about_a_record(root: Path) -> None:
             assert fact in text
         assert "writers/main/sharded/shard-0000000" in text
     status, text = tllm("show", root, "nobody")
-    assert status == 1
+    assert status == 2
     assert "no record has the request id 'nobody'" in text
     with StoreWriter(root, writer_id="other") as writer:
         writer.submit(record_of("r[3]", tag="second", layers=1))
     status, text = tllm("show", root, "r[3]")
-    assert status == 1
+    assert status == 2
     assert "give one of their names (probe/r[3]#0, second/r[3]#0), or --tag and --sample" in text
     assert tllm("show", root, "r[3]", "--tag", "second")[0] == 0
 
@@ -113,7 +127,7 @@ def test_export_writes_a_file_an_array(root: Path, tmp_path: Path) -> None:
     table = pq.read_table(tmp_path / "out" / "post_block.2.parquet")
     assert len(table) == 12
     status, text = tllm("export", root, tmp_path / "out", "--tag", "probe", "--layer", "2")
-    assert status == 1
+    assert status == 2
     assert "is there already" in text
 
 
@@ -127,7 +141,7 @@ def test_index_is_written(root: Path) -> None:
 def test_what_is_no_store_is_an_error_in_one_line(tmp_path: Path) -> None:
     for command in ("ls", "verify", "index"):
         status, text = tllm(command, tmp_path)
-        assert status == 1
+        assert status == 2
         assert "is no store" in text
         assert "Traceback" not in text
 

@@ -83,6 +83,8 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
         ([], "give --clean and --corrupt, or --pairs"),
         (["--pairs", str(lines)], "line 2: give an object with 'clean' and 'corrupt'"),
         (["--pairs", "lost.jsonl"], "--pairs 'lost.jsonl' is not there"),
+        (["--pairs", str(tmp_path)], "is a folder; give a file of JSON Lines"),
+        (["--top", "-5"], "greater than or equal to 1"),
         (["--pairs", str(some)], "1 of 2 lines have 'answers'; give all"),
         (["--pairs", str(lines), "--right", "a"], "--pairs has all prompts and answers"),
         (["--clean", "a", "--corrupt", "b", "--layers", "first"], "is not a layer; give"),

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import time
+from contextlib import suppress
 
 import httpx
 import numpy as np
@@ -954,6 +955,18 @@ def test_nothing_is_left_of_prompts_beside_one_that_is_refused(server, client):
             "extra_args['tllm']",
         ),
         ("/v1/chat/completions/batch", CHAT | {"vllm_xargs": {"tllm": {}}}, "vllm_xargs['tllm']"),
+        ("/v1/messages", CHAT | {"steering_vector": [1.0]}, "steering_vector"),
+        ("/v1/messages", CHAT | {"steering_nam": "odd"}, "steering_nam"),
+        (
+            "/v1/messages",
+            CHAT | {"vllm_xargs": {"steering_name": "odd"}},
+            "vllm_xargs['steering_name']",
+        ),
+        (
+            "/v1/chat/completions/batch",
+            CHAT | {"extra_body": {"capture": {}}},
+            "extra_body['capture']",
+        ),
     ],
 )
 def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
@@ -965,9 +978,10 @@ def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
 def test_a_form_and_escaped_names_are_read_too(server):
     path = f"{server.url}/v1/audio/transcriptions"
     files = {"file": ("a.wav", b"RIFF", "audio/wav")}
-    refused = httpx.post(path, data={"model": "demo", "steering_name": "odd"}, files=files)
-    assert refused.status_code == 400
-    assert "steering_name was given" in refused.json()["error"]["message"]
+    for name in ("steering_name", "steering-nam"):
+        refused = httpx.post(path, data={"model": "demo", name: "odd"}, files=files)
+        assert refused.status_code == 400
+        assert f"{name} was given" in refused.json()["error"]["message"]
     escaped = r'{"prompt": "Hi", "\u0063apture": {"memory": {}}}'
     headers = {"Content-Type": "application/json"}
     for body in (escaped.encode(), '{"prompt": "Hi", "capture": {}}'.encode("utf-16")):
@@ -997,26 +1011,54 @@ def test_a_client_that_leaves_frees_what_it_had(server, client):
     assert server.get("/v1/steering").json()["requests"] == 0
 
 
+def test_streams_that_are_given_up_while_scores_are_asked_for_leave_no_result(server):
+    """The engine computed them to their end, for nobody."""
+    body = CHAT | {"max_tokens": 200, "stream": True, "ignore_eos": True}
+    body["consumers"] = {"probe": {}}
+
+    async def leave(client, seconds):
+        with suppress(TimeoutError):
+            async with (
+                asyncio.timeout(seconds),
+                client.stream("POST", f"{server.url}/v1/chat/completions", json=body) as answer,
+            ):
+                async for _ in answer.aiter_raw():
+                    pass
+
+    async def run():
+        async with httpx.AsyncClient(timeout=120) as client:
+            await asyncio.gather(*(leave(client, 0.5 + 0.02 * number) for number in range(24)))
+
+    asyncio.run(run())
+    before, now = None, figures_of(server)
+    while before is None or now["tllm:rows_captured_total"] > before["tllm:rows_captured_total"]:
+        time.sleep(1)
+        before, now = now, figures_of(server)
+    assert now["tllm:results_kept"] == 0
+
+
+def figures_of(server):
+    """What `/metrics` has of tLLM; of consumers, what the probe has."""
+    text = server.get("/metrics", key=None).text
+    assert "vllm:num_requests_running" in text
+    return {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("tllm:") and sample.labels.get("consumer", "probe") == "probe"
+    }
+
+
 def test_metrics_say_what_the_workers_did(server, client):
     """Whichever process of the API server is asked."""
 
-    def figures():
-        text = server.get("/metrics", key=None).text
-        assert "vllm:num_requests_running" in text
-        return {
-            sample.name: sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name.startswith("tllm:") and sample.labels.get("consumer", "probe") == "probe"
-        }
-
-    before = figures()
+    before = figures_of(server)
     steered = {"post_block": {"2": [0.5] * 128}}
     answer = client.completions.create(
         **WORDS, max_tokens=5, extra_body={"ignore_eos": True, "steering_vectors": steered}
     )
     rows = answer.usage.prompt_tokens + 4
-    seen = [figures() for _ in range(8)]
+    seen = [figures_of(server) for _ in range(8)]
     assert all(each["tllm:workers_answer"] == 1 for each in seen)
     for name in ("tllm:rows_captured_total", "tllm:consumer_rows_total", "tllm:rows_steered_total"):
         assert {each[name] - before[name] for each in seen} == {rows}, name

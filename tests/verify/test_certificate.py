@@ -88,7 +88,12 @@ def test_steering_that_the_reference_has_not_is_a_difference_with_its_place(
     certificate.engine = dict.fromkeys(
         ("architecture", "tllm", "vllm", "runner", "dtype", "device"), "x"
     ) | {"num_layers": 4}
-    console = Console(record=True, width=100)
+    certificate.model = "models/" + 10 * "name-"
+    console = Console(record=True, width=50)
+    render(certificate, console)
+    heading = console.export_text(clear=False).split("engine")[0]
+    assert "".join(heading.removeprefix("model").split()) == f"{certificate.model}(x)"
+    console.width = 100
     render(certificate, console)
     text = console.export_text()
     assert f"post_block of layer {first.layer}" in text or "pre_attn of layer 2" in text

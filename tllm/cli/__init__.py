@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 import tllm
+from tllm.cli.console import output_console
+from tllm.cli.ending import end_with_signals
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
 from tllm.spec.layers import Layers
@@ -44,6 +45,7 @@ def main(
     ] = False,
 ) -> None:
     """What every subcommand shares."""
+    end_with_signals()
 
 
 @app.command("doctor")
@@ -57,7 +59,7 @@ def doctor_command(
     from tllm.cli.doctor import examine, render
 
     report = examine(model)
-    render(report, Console())
+    render(report, output_console())
     raise typer.Exit(1 if report.problems else 0)
 
 
@@ -178,7 +180,7 @@ def verify_command(
     from tllm.verify.job import VerifyJob, run
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         check_writable("--json", json_file)
         job = VerifyJob(
@@ -233,7 +235,7 @@ def capture_command(
     from tllm.cli import capture as capturing
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         job = capturing.Job(
             model=model,
@@ -282,7 +284,7 @@ def sweep_command(
     noising: Annotated[
         bool, typer.Option(help="Put rows of the corrupt run into the clean one.")
     ] = False,
-    window: Annotated[int, typer.Option(help="Layers that are patched together.")] = 1,
+    window: Annotated[int, typer.Option(min=1, help="Layers that are patched together.")] = 1,
     heads: Annotated[
         str | None,
         typer.Option(help="With --hooks attn_heads, q, k, v: one at a time; 0,3 or all."),
@@ -296,7 +298,7 @@ def sweep_command(
         str | None,
         typer.Option(help="Where paths end, such as mlp_in:3,attn_in:4; else at the logits."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Experiments to print.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="Experiments to print.")] = 10,
     out: Annotated[
         Path | None, typer.Option(help="Write a row for each experiment, as JSON Lines.")
     ] = None,
@@ -307,7 +309,7 @@ def sweep_command(
     from tllm.cli import sweep as sweeping
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         check_writable("--out", out)
         check_writable("--heatmap", heatmap, [".png"])
@@ -402,7 +404,7 @@ def strength_sweep_command(
     from tllm.cli import strength_sweep as strengthening
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console = Console()
+    console = output_console()
     try:
         loading = {
             "hook": hook,
@@ -441,7 +443,7 @@ def strength_sweep_command(
 def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:
     """Say why a command cannot be carried out, and end with a status of 2."""
     said = str(error).strip() or type(error).__name__
-    Console(stderr=True).print(form.format(escape(said)), soft_wrap=True)
+    output_console(stderr=True).print(form.format(escape(said)), soft_wrap=True)
     raise typer.Exit(2) from None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import tllm.stores
 from tllm.cli.earlier_run import EarlierRun
@@ -21,7 +21,8 @@ from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
 from tllm.spec.reading import json_lines
-from tllm.stores.format import normal_text, root_path
+from tllm.stores.format import WRITERS, normal_text, root_path
+from tllm.stores.owners import owner_of
 
 NAME = "filesystem"
 
@@ -89,12 +90,23 @@ def run(job: Job, console: Console) -> Summary:
     if not prompts:
         raise ValueError(f"input {str(job.inputs)!r} has no prompts; give one or more, each a line")
     summary = Summary()
+    _check_alone(job.out)
     done = _earlier_run(job).captured(dict(prompts))
     left = [(name, prompt) for name, prompt in prompts if name not in done]
     summary.skipped = len(prompts) - len(left)
     if left:
         _capture(job, left, summary, console)
     return summary
+
+
+def _check_alone(out: Path) -> None:
+    """Refuse a store that another run writes into: both would capture what is not there yet."""
+    for folder in out.glob(f"{WRITERS}/*-{NAME}-*"):
+        if owner := owner_of(out, folder.name):
+            raise ValueError(
+                f"out {str(out)!r} is written into by {owner}; wait until it has ended and go on "
+                "then, or give another --out; where it is left of a run that was killed, end it"
+            )
 
 
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
@@ -220,7 +232,7 @@ def _rate(summary: Summary, begin: float) -> str:
 
 def render(summary: Summary, job: Job, console: Console) -> None:
     """Print what came of it."""
-    table = Table(show_header=False)
+    table = Table("", Column(overflow="fold"), show_header=False)
     table.add_row("captured", _prompts(summary.captured))
     table.add_row("there before", _prompts(summary.skipped))
     table.add_row("rows", f"{summary.rows:,} ({summary.bytes / 1e6:,.1f} MB)")

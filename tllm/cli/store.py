@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
+from tllm.cli.console import output_console
 from tllm.spec.hooks import ranges
 
 if TYPE_CHECKING:
     from tllm.stores import Store, StoredRecord
 
-app = typer.Typer(help="Look at, check and export stores of activations.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look at, check and export stores of activations. The exit status is 1 where something of "
+    "a store is damaged, and 2 where a command cannot be carried out.",
+    no_args_is_help=True,
+)
 _RUNS = 8  # of positions, or layers, that are shown
 
 Root = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
@@ -44,7 +48,7 @@ def list_records(
     with _errors():
         whole = _open(root).filter(tag=tag, model=model, hook=hook, layers=layer)
         store = whole.filter(status=status)
-        table = Table("record", "status", "layout", "arrays", "rows", "bytes", "created")
+        table = Table(*_columns())
         shown = store[: limit or len(store)]
         for record in shown:
             table.add_row(
@@ -56,7 +60,7 @@ def list_records(
                 _size(record.nbytes),
                 record.created[:19],
             )
-        console = Console()
+        console = output_console()
         console.print(table)
         left = f", {len(shown)} shown" if len(shown) < len(store) else ""
         console.print(
@@ -85,7 +89,7 @@ def show(
             status=("ok", "partial_error", "pending"), tag=tag, sample_index=sample
         )
         found = _find(store, record)
-        facts = Table.grid(padding=(0, 2))
+        facts = Table.grid("", Column(overflow="fold"), padding=(0, 2))
         for name, value in (
             ("request id", found.request_id),
             ("tag", found.tag or "none"),
@@ -112,7 +116,7 @@ def show(
                 str(list(found.shape(*key))),
                 ranges(found.positions(*key).tolist(), _RUNS),
             )
-        console = Console()
+        console = output_console()
         console.print(facts)
         console.print(arrays)
 
@@ -125,7 +129,7 @@ def verify(
     """Check every file; the exit status is 1 when something is wrong."""
     with _errors():
         result = _open(root).verify(checksums=checksums)
-        console = Console()
+        console = output_console()
         for problem in result.problems:
             who = f" ({problem.record})" if problem.record else ""
             console.print(
@@ -168,7 +172,7 @@ def export(
         from tllm.stores import export as export_store
 
         store = _open(root).filter(tag=tag, model=model, hook=hook, layers=layer)
-        console = Console()
+        console = output_console()
         for path in export_store(store, out, format):
             console.print(f"{escape(str(path))}, {_size(path.stat().st_size)}", highlight=False)
         _report_damages(store)
@@ -180,22 +184,23 @@ def index(root: Root) -> None:
     with _errors():
         store = _open(root)
         rows = store.index()
-        Console().print(f"{len(rows):,} rows in {escape(str(store.root / 'index.parquet'))}")
+        output_console().print(f"{len(rows):,} rows in {escape(str(store.root / 'index.parquet'))}")
         _report_damages(store)
 
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """What the user can put right is one line, not a traceback."""
+    """What the user can put right is one line, not a traceback, and a status of 2, as of every
+    command: 1 says that something is wrong with a store that could be read."""
     from tllm.stores import StoreError
 
     try:
         yield
     except (StoreError, ValueError, OSError) as error:
-        Console(stderr=True).print(
+        output_console(stderr=True).print(
             f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False
         )
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None
 
 
 def _open(root: Path) -> Store:
@@ -223,7 +228,7 @@ def _find(store: Store, name: str) -> StoredRecord:
 
 def _report_damages(store: Store) -> None:
     for damage in store.damages:
-        Console(stderr=True).print(
+        output_console(stderr=True).print(
             f"[red]damaged:[/red] {escape(damage.path)} {escape(damage.what)}",
             soft_wrap=True,
             highlight=False,
@@ -237,6 +242,12 @@ def _arrays(record: StoredRecord) -> str:
     return "; ".join(
         " ".join([hook, ranges(layers, _RUNS)]).strip() for hook, layers in record.hooks.items()
     )
+
+
+def _columns() -> list[Column]:
+    """Those of `ls`. A name that is cut could be given to no other command."""
+    names = "record", "status", "layout", "arrays", "rows", "bytes", "created"
+    return [Column(name, overflow="fold") for name in names]
 
 
 def _colored(status: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tllm.verify.certificate import Certificate, PointFigures
 
@@ -44,7 +44,7 @@ def engine_options(given: Sequence[str]) -> dict[str, Any]:
 
 def render(certificate: Certificate, console: Console) -> None:
     engine = certificate.engine
-    head = Table.grid(padding=(0, 2))
+    head = Table.grid("", Column(overflow="fold"), padding=(0, 2))
     head.add_row("[bold]model[/bold]", escape(f"{certificate.model} ({engine['architecture']})"))
     served = (
         f"tLLM {engine['tllm']}, vLLM {engine['vllm']} ({engine['runner']}), {engine['dtype']}, "

@@ -4,19 +4,21 @@ ignore."""
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tllm.request_fields import FIELDS
-from tllm.server.fields import UNSUPPORTED
+from tllm.request_fields import FIELDS, meant_by
+from tllm.server.fields import PLACES, UNSUPPORTED
 from tllm.spec.request import EXTRA_ARG
 
 _READ_BY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_OUR_ROUTES = ("/v1/steering", "/v1/patch_sweep")
+"""They refuse by themselves what they do not know."""
 _NAMES = (*FIELDS, *UNSUPPORTED)
-_MARKS = (*(f'"{name}"'.encode() for name in (*_NAMES, EXTRA_ARG)), b"\\u", b"\x00")
-"""What a body has that may have our fields: as they are, escaped, or in UTF-16 or UTF-32."""
+_NAME_IN_FORM = re.compile(rb'[; ]name="([^"\r\n]{1,64})"')
 _INNER = ("vllm_xargs", "extra_args", "extra_kwargs")
 """Fields of vLLM's that go on to the engine as they are."""
 
@@ -47,7 +49,7 @@ class CheckedBodies:
             )
             await _error(413, message, None)(scope, receive, send)
             return
-        ours = path.startswith("/v1/steering") or path in _READ_BY
+        ours = path.startswith(_OUR_ROUTES) or path in _READ_BY
         body = b"" if ours else b"".join(message.get("body", b"") for message in messages)
         named = _in_form(body) if _is_form(scope) else _in_json(body)
         if named:
@@ -75,25 +77,35 @@ def _is_form(scope: Scope) -> bool:
 
 def _in_form(body: bytes) -> list[str]:
     """Our fields that a form has, such as those of audio."""
-    return [name for name in _NAMES if f'name="{name}"'.encode() in body]
+    names = (name.decode("latin-1") for name in _NAME_IN_FORM.findall(body))
+    return [name for name in names if _is_ours(name)]
 
 
 def _in_json(body: bytes) -> list[str]:
     """Our fields that a body has, and what it would hand to the engine behind our back."""
-    if not any(mark in body for mark in _MARKS):
-        return []
     try:
-        given: Any = json.loads(body)
+        given: Any = json.loads(body) if body else None
     except (ValueError, RecursionError):  # somebody else's to refuse
         return []
     if not isinstance(given, dict):
         return []
-    inner = given.get("sampling_params")
-    places = [given, inner] if isinstance(inner, dict) else [given]
-    hidden = [
+    found = [name for name, value in given.items() if value is not None and _is_ours(name)]
+    for place in PLACES:
+        inside = given.get(place)
+        if isinstance(inside, dict):
+            found += [f"{place}[{name!r}]" for name in inside if name in _NAMES]
+            found += _hidden(inside)
+    return found + _hidden(given)
+
+
+def _hidden(place: dict[str, Any]) -> list[str]:
+    return [
         f"{name}[{EXTRA_ARG!r}]"
-        for place in places
         for name in _INNER
         if isinstance(place.get(name), dict) and EXTRA_ARG in place[name]
     ]
-    return [*(name for name in _NAMES if given.get(name) is not None), *hidden]
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a name is that of a field of ours, or is nearly so."""
+    return name in _NAMES or meant_by(name) is not None

@@ -11,6 +11,7 @@ import json
 import logging
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
@@ -168,10 +169,11 @@ class Door:
     async def _told_again(
         self, events: AsyncGenerator[Any, None], response_id: str
     ) -> AsyncGenerator[Any, None]:
-        async for event in events:
-            if event.type == "response.completed":
-                self._with_told(event.response, response_id)
-            yield event
+        async with aclosing(events):
+            async for event in events:
+                if event.type == "response.completed":
+                    self._with_told(event.response, response_id)
+                yield event
 
     def _with_told(self, response: Any, response_id: str) -> Any:
         """An answer of the background that is over, with what came of it."""
@@ -335,20 +337,21 @@ class Door:
         first: dict[str, Any] = {}
         failed = False
         scores = StreamScores(self._live, noted, wanted)
-        async for event in events:
-            if not first and event.startswith("data: {"):
-                first = json.loads(event.removeprefix("data: "))
-            failed = failed or event.startswith('data: {"error"')
-            for refused in () if failed else refusals.before(event, first):
-                first = first or refused
-                yield f"data: {json.dumps(refused)}\n\n"
-            if event.startswith(_DONE) and first and not failed:
-                samples = self._samples(noted, wanted)
-                if any(samples):
-                    last = {name: first[name] for name in ("id", "object", "created", "model")}
-                    last |= {"choices": [], **samples[0], "samples": samples}
-                    yield f"data: {json.dumps(last)}\n\n"
-            yield await scores.beside(event, num_samples)
+        async with aclosing(events):  # a client may leave while scores are waited for
+            async for event in events:
+                if not first and event.startswith("data: {"):
+                    first = json.loads(event.removeprefix("data: "))
+                failed = failed or event.startswith('data: {"error"')
+                for refused in () if failed else refusals.before(event, first):
+                    first = first or refused
+                    yield f"data: {json.dumps(refused)}\n\n"
+                if event.startswith(_DONE) and first and not failed:
+                    samples = self._samples(noted, wanted)
+                    if any(samples):
+                        last = {name: first[name] for name in ("id", "object", "created", "model")}
+                        last |= {"choices": [], **samples[0], "samples": samples}
+                        yield f"data: {json.dumps(last)}\n\n"
+                yield await scores.beside(event, num_samples)
 
     async def _streamed_turns(
         self, events: AsyncGenerator[Any, None], watch: Watch, wanted: list[str]
@@ -356,21 +359,22 @@ class Door:
         """The events; the answer in the last one has what came of the request."""
         noted = watch.outputs
         scores = StreamScores(self._live, noted, wanted)
-        while True:
-            token = WATCH.set(watch)  # vLLM asks its engine for a turn when that is reached
-            try:
-                event = await anext(events)
-            except StopAsyncIteration:
-                return
-            finally:
-                WATCH.reset(token)
-            if event.type == "response.completed":
-                _with_turns(event.response, self._samples(noted, wanted))
-            elif event.type == "response.output_text.delta":
-                given = await scores.of(len(noted) - 1, 0)
-                if given:
-                    event.consumer_results = given
-            yield event
+        async with aclosing(events):
+            while True:
+                token = WATCH.set(watch)  # vLLM asks its engine for a turn when that is reached
+                try:
+                    event = await anext(events)
+                except StopAsyncIteration:
+                    return
+                finally:
+                    WATCH.reset(token)
+                if event.type == "response.completed":
+                    _with_turns(event.response, self._samples(noted, wanted))
+                elif event.type == "response.output_text.delta":
+                    given = await scores.of(len(noted) - 1, 0)
+                    if given:
+                        event.consumer_results = given
+                yield event
 
 
 async def _watched(create: Any, request: Any, raw_request: Any, watch: Watch | None) -> Any:
@@ -411,8 +415,9 @@ def _ending(
 
     async def stream() -> AsyncGenerator[Any, None]:
         try:
-            async for event in events:
-                yield event
+            async with aclosing(events):
+                async for event in events:
+                    yield event
         finally:
             over()
 
@@ -430,10 +435,11 @@ async def _begun(turns: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerat
             break
 
     async def stream() -> AsyncGenerator[Any, None]:
-        for event in first:
-            yield event
-        async for event in turns:
-            yield event
+        async with aclosing(turns):
+            for event in first:
+                yield event
+            async for event in turns:
+                yield event
 
     return stream()
 

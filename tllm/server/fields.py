@@ -83,7 +83,7 @@ def _check_names(body: Mapping[str, Any]) -> None:
         meant = None if name in FIELDS or value is None else meant_by(name)
         if meant is not None:
             raise FieldError(name, f"{name} was given, and is no field; {meant} may be meant")
-    for place in _PLACES:
+    for place in PLACES:
         inside = body.get(place)
         if isinstance(inside, Mapping) and (found := sorted(inside.keys() & set(FIELDS))):
             raise FieldError(
@@ -91,7 +91,7 @@ def _check_names(body: Mapping[str, Any]) -> None:
             )
 
 
-_PLACES = ("extra_body", "vllm_xargs", "extra_args", "sampling_params")
+PLACES = ("extra_body", "vllm_xargs", "extra_args", "sampling_params")
 """Where clients put fields of a body, beside the body itself: the first is an argument of OpenAI's
 client, which sends what is in it as fields."""
 

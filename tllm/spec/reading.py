@@ -3,6 +3,7 @@ field."""
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
@@ -28,11 +29,14 @@ def digest_of(content: bytes | memoryview) -> str:
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Number and content of each line of a file that is not empty; `ValueError` names the line that
     is wrong."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give a file of JSON Lines")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
+            marked = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if marked.strip():
                 try:
-                    yield number, json.loads(line.decode())
+                    yield number, json.loads(marked.decode())
                 except ValueError as error:  # not UTF-8, or not JSON
                     raise ValueError(
                         f"{path}, line {number} is not JSON: {error}; give a line of JSON for "
