@@ -25,9 +25,9 @@ Footprint = Counter[str]
 """How much there is of everything, by name."""
 
 KEPT = {
-    "tllm.stores.writer.Ledger": "a store's writer knows every record of its store by name",
-    "tllm.stores.writer.Claim": "as the ledger, of which it is a part",
-    "planner.BatchLayout.on_device": "of the last batch, for 16 places in the ring at most",
+    "tllm.stores.ledger.Ledger": "a store's writer knows every record of its store by name",
+    "tllm.stores.ledger.Claim": "as the ledger, of which it is a part",
+    "batch_layout.BatchLayout.on_device": "of the last batch, for 16 places in the ring at most",
     "esamp.bank.DistillerBank._predict_passes": "one for each shape of a batch, in powers of two",
     "esamp.bank.DistillerBank._train_passes": "as these",
     "esamp.bank._Pass": "of these",
