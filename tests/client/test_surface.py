@@ -21,6 +21,7 @@ import torch
 import vllm
 from client.surface import KINDS, Answer, Method, answer_of, each, plainly, public, refused, rows
 from client.tiny_models import DEMO_MODEL, save_classifier, save_cross_encoder
+from engine.modes import Steering
 from tiny_engines import TINY_ENGINE
 from transformers import BertForSequenceClassification
 from vllm.lora.request import LoRARequest
@@ -187,6 +188,20 @@ def beams_as_greedy(llm: Any) -> None:
         assert [output.sequences[0].tokens[-12:] for output in found] == seen[2]
     finally:
         llm.steering.clear()
+    beams_with_a_consumer(llm)
+
+
+def beams_with_a_consumer(llm: Any) -> None:
+    """One that acts, and has no result that would be left out."""
+    plain = BeamSearchParams(**BEAMS)
+    [untouched] = llm.beam_search(TEXTS[:1], plain)
+    llm.register_consumer(Steering())
+    try:
+        named = BeamSearchParams(**BEAMS, consumers={"steering": {}})
+        [steered] = llm.beam_search(TEXTS[:1], named)
+    finally:
+        llm.unregister_consumer("steering")
+    assert steered.sequences[0].tokens != untouched.sequences[0].tokens
 
 
 def beams_refuse(llm: Any) -> None:

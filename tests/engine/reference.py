@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -21,10 +22,13 @@ Place = tuple[str, int | None]
 """A hook point and its layer."""
 
 
-def save_tiny_model(path: Path) -> Path:
-    """A random Qwen2, small enough for a CPU and with states large enough to tell apart."""
+def save_tiny_model(
+    path: Path, config_class: Any = Qwen2Config, model_class: Any = Qwen2ForCausalLM
+) -> Path:
+    """A random Qwen2 (or what its classes name), small enough for a CPU and with states large
+    enough to tell apart."""
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = config_class(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=256,
@@ -37,7 +41,7 @@ def save_tiny_model(path: Path) -> Path:
         eos_token_id=0,
         bos_token_id=1,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(path)
+    model_class(config).float().save_pretrained(path)
     # A token for each byte; the first ends a text.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))

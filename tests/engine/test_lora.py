@@ -14,7 +14,15 @@ from vllm.lora.request import LoRARequest
 
 from engine.asking import RELATIVE, greedy, prompts_of
 from engine.modes import Reader
-from engine.reference import HIDDEN, LAYERS, VOCAB, Addition, GatedChange, Reference
+from engine.reference import (
+    HIDDEN,
+    LAYERS,
+    VOCAB,
+    Addition,
+    GatedChange,
+    Reference,
+    save_tiny_model,
+)
 from tllm import LLM, SamplingParams
 from tllm.consumers.esamp.config import ESampConsumerConfig
 from tllm.consumers.esamp.consumer import ESampConsumer
@@ -45,22 +53,8 @@ def save_adapter(path: Path, seed: int, head: bool = False) -> Path:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A random Llama: as of most models, adapters may change its LM head."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        eos_token_id=0,
-        bos_token_id=1,
-    )
     path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).float().save_pretrained(path)
-    return str(path)
+    return str(save_tiny_model(path, LlamaConfig, LlamaForCausalLM))
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,12 @@ import torch
 from vllm.exceptions import VLLMClientError
 
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
+from engine.modes import Reader
 from engine.reference import HIDDEN, Addition
 from engine.test_conditions import BORDER, PLACES, SCORES, small_mlp
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
 from tllm.consumers.lens import LensConsumer
+from tllm.ports import ResidualStream
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 REQUESTS = 12 if INTERPRETED else 80
@@ -319,10 +321,15 @@ def test_beams_and_prompts_that_only_are_pooled_cannot_end(llm):
     beams = BeamSearchParams(beam_width=2, max_tokens=2, stop_when={**WHEN, "above": 1})
     with pytest.raises(VLLMClientError, match="a beam is computed by many requests"):
         llm.beam_search([{"prompt_token_ids": PROMPT}], beams)
-    llm.register_consumer(LensConsumer([0]))
-    beams = BeamSearchParams(beam_width=2, max_tokens=1, consumers={"lens": {}})
-    with pytest.raises(VLLMClientError, match=r"consumers\['lens'\] was asked, but a beam is"):
-        llm.beam_search([{"prompt_token_ids": PROMPT}], beams)
+    rows = ResidualStream.read(layer=0, site="post_block")
+    for consumer in (LensConsumer([0]), Reader("rows", rows)):
+        llm.register_consumer(consumer)
+    for name in ("lens", "rows"):
+        beams = BeamSearchParams(beam_width=2, max_tokens=1, consumers={name: {}})
+        with pytest.raises(
+            VLLMClientError, match=rf"consumers\['{name}'\] was asked, but a beam is"
+        ):
+            llm.beam_search([{"prompt_token_ids": PROMPT}], beams)
     for name in ("stop_when", "abort_when"):
         pooled = PoolingParams(task="embed", **{name: {**WHEN, "above": 1}})
         with pytest.raises(ValueError, match=f"{name} was given for pooling"):

@@ -36,7 +36,6 @@ from tllm.client.results import LEFT, Samples, attach_results, samples_of, set_r
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
-from tllm.consumers.readout import ReadoutConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
@@ -605,14 +604,29 @@ class Client:
         return uses
 
     def asked_for_results(self, asked: Asked) -> Steps[list[str]]:
-        """The fields by which a request asks for nothing but results: captures and readouts."""
+        """The fields by which a request asks for nothing but results: captures, and consumers that
+        change nothing."""
         yield from self.current()
-        captures = [f"capture[{name!r}]" for name in asked.captures]
-        return captures + [
+        return [f"capture[{name!r}]" for name in asked.captures] + [
             f"consumers[{name!r}]"
             for name, chosen in asked.consumers.items()
-            if isinstance(self.consumers.get(name), ReadoutConsumer) and chosen.get("enabled", True)
+            if name in self.consumers
+            and chosen.get("enabled", True)
+            and self._only_tells(self.consumers[name], chosen)
         ]
+
+    def _only_tells(self, consumer: Consumer, chosen: Mapping[str, Any]) -> bool:
+        """Whether a consumer has a result for a request, and does nothing else with it."""
+        kind = type(consumer)
+        flows = (
+            *self._flows[consumer.consumer_id],
+            *consumer_calls.request_flows(consumer, chosen, self.facts.points.num_layers),
+        )
+        return (
+            kind.on_request_finished is not Consumer.on_request_finished
+            and kind.decide is Consumer.decide
+            and not any(flow.writes for flow in flows)
+        )
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""
