@@ -617,16 +617,12 @@ class Client:
 
     def _only_tells(self, consumer: Consumer, chosen: Mapping[str, Any]) -> bool:
         """Whether a consumer has a result for a request, and does nothing else with it."""
-        kind = type(consumer)
         flows = (
             *self._flows[consumer.consumer_id],
             *consumer_calls.request_flows(consumer, chosen, self.facts.points.num_layers),
         )
-        return (
-            kind.on_request_finished is not Consumer.on_request_finished
-            and kind.decide is Consumer.decide
-            and not any(flow.writes for flow in flows)
-        )
+        acts = any(write.port != "cpu_export" for flow in flows for write in flow.writes)
+        return not acts and type(consumer).on_request_finished is not Consumer.on_request_finished
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""
