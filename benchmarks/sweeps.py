@@ -40,8 +40,9 @@ _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _SHAPES: dict[str, dict[str, int]] = {
     "gpt2": {},
     "gpt2-xl": {"n_layer": 48, "n_embd": 1600, "n_head": 25},
+    "gpt2-7b": {"n_layer": 32, "n_embd": 4096, "n_head": 32},
 }
-"""What differs from GPT-2 of 124M weights."""
+"""What differs from GPT-2 of 124M weights; `gpt2-7b` is as large as models of 7 billion."""
 
 _AGREEING = {"float32": 1e-2, "bfloat16": 0.5}
 """The largest difference that is accepted, of the spread of the values."""
@@ -62,15 +63,21 @@ class PairedPrompts:
         self.positions = sorted({int(each) for each in chosen})
 
 
-def save_model(path: Path, shape: str) -> Any:
-    """Random weights; logits are large enough to tell experiments apart."""
+def save_model(path: Path, shape: str, dtype: str) -> Any:
+    """Random weights; logits are large enough to tell experiments apart.
+
+    Returns:
+        Its configuration.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(initializer_range=0.04, **_SHAPES[shape])
-    model = GPT2LMHeadModel(config).float().eval()
+    config = GPT2Config(**_SHAPES[shape])
+    config.initializer_range = 0.04 * (768 / config.n_embd) ** 0.5
+    with torch.device(_DEVICE):
+        model = GPT2LMHeadModel(config).to(getattr(torch, dtype)).eval()
     model.save_pretrained(path)
-    return model
+    return config
 
 
 class Lens:
@@ -94,6 +101,7 @@ class Lens:
             normalization_type="LN",
             device=_DEVICE,
             dtype=getattr(torch, dtype),
+            init_weights=False,
         )
         self.model = HookedTransformer(self.config)
         weights = convert_gpt2_weights(model, self.config)
@@ -175,7 +183,8 @@ def _load(folder: str, dtype: str, threads: int) -> None:
     from transformers import GPT2LMHeadModel
 
     torch.set_num_threads(threads)
-    _loaded.append(Lens(GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32), dtype))
+    model = GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype))
+    _loaded.append(Lens(model.to(_DEVICE), dtype))
 
 
 def _swept(prompts: PairedPrompts, from_layer: bool) -> tuple[float, Any]:
@@ -244,8 +253,9 @@ def main(
     tokens: Annotated[list[int] | None, typer.Option(help="Lengths of the prompts.")] = None,
     positions: Annotated[int, typer.Option(help="The most positions that are patched.")] = 10,
     rounds: Annotated[int, typer.Option(help="Rounds of each way, in turn.")] = 3,
-    shape: Annotated[str, typer.Option(help="gpt2 or gpt2-xl.")] = "gpt2",
+    shape: Annotated[str, typer.Option(help="gpt2, gpt2-xl or gpt2-7b.")] = "gpt2",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    own_process: Annotated[bool, typer.Option(help="The engine in a process of its own.")] = False,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
 ) -> None:
     """Measure both at each length, and write a file for each."""
@@ -254,14 +264,17 @@ def main(
         return
     if shape not in _SHAPES or dtype not in _AGREEING:
         raise typer.BadParameter(f"give a shape of {[*_SHAPES]} and a dtype of {[*_AGREEING]}")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # this process has asked for the GPU
     os.environ["TRITON_F32_DEFAULT"] = "ieee"  # else the engine's attention multiplies with TF32
     from tllm import LLM
 
     on_gpu = {"gpu_memory_utilization": 0.3, "max_num_seqs": 256}
     on_cpu = {"enforce_eager": True, "max_num_seqs": 64, "block_size": 32}
     with tempfile.TemporaryDirectory() as folder:
-        vocab = save_model(Path(folder), shape).config.vocab_size
+        # In a process of its own, which gives back the GPU's memory.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as saving:
+            vocab = saving.submit(save_model, Path(folder), shape, dtype).result().vocab_size
         llm = LLM(
             folder, skip_tokenizer_init=True, dtype=cast(Any, dtype), max_model_len=512,
             disable_log_stats=True, **(on_gpu if _DEVICE == "cuda" else on_cpu),
@@ -270,13 +283,18 @@ def main(
         for length in tokens or [5, 200]:
             prompts = PairedPrompts(length, positions, vocab)
             result = measure(llm, lens, prompts, rounds, _AGREEING[dtype])
-            about = {"shape": shape, "dtype": dtype, "threads": torch.get_num_threads()}
+            about = {
+                "shape": shape,
+                "dtype": dtype,
+                "own_process": own_process,
+                "threads": torch.get_num_threads(),
+            }
             _write(about | result, out)
         lens.close()
 
 
 def _write(result: dict[str, Any], out: Path) -> None:
-    """A length's result, `sweeps-DEVICE-SHAPE-DTYPE-LENGTH.json`, and a line."""
+    """A length's result, `sweeps-DEVICE-SHAPE-DTYPE-LENGTH.json` (`-own-process`), and a line."""
     about = {
         "device": torch.cuda.get_device_name() if _DEVICE == "cuda" else "cpu",
         "load": os.getloadavg(),
@@ -285,6 +303,7 @@ def _write(result: dict[str, Any], out: Path) -> None:
     }
     out.mkdir(parents=True, exist_ok=True)
     which = [result["shape"], result["dtype"], result["tokens"]]
+    which += ["own-process"] if result["own_process"] else []
     path = out / f"sweeps-{_DEVICE}-{'-'.join(map(str, which))}.json"
     path.write_text(json.dumps(about | result, indent=1) + "\n")
     took = {name: f"{statistics.median(each):.2f} s" for name, each in result["seconds"].items()}
