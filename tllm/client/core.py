@@ -842,7 +842,7 @@ def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
     if wire.get("streamed"):  # a later part of the prompt may reach the position
         max_tokens = None
     check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
-    for read in map(RowsRead.from_wire, reads if tokens is not None else ()):
+    for read in map(RowsRead.from_wire, reads):
         read.positions.check(prompt_len, max_tokens, read.name)
 
 
