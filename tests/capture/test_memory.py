@@ -245,6 +245,16 @@ def test_rows_of_tokens_computed_ahead_of_the_end_are_cut(tight_llm, truth):
             truth.check(output, spec)
 
 
+@pytest.mark.parametrize("how", ["none", "mean", "last"])
+def test_positions_that_choose_no_token_are_said_when_printed(llm, how):
+    """The one token that is generated never passes the model."""
+    spec = {"hooks": {"post_block": [1]}, "positions": "all_generated", "reduction": how}
+    for max_tokens, rows in ((1, 0), (2, 1)):
+        [output] = generate(llm, prompts_of([9]), greedy(max_tokens, capture=memory(**spec)))
+        assert output.activations["post_block"][1].tensor.shape[0] == rows
+        assert ("no rows, since no token" in repr(output.activations)) is (rows == 0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("how", ["none", "mean"])
 def test_dtype_is_of_what_is_kept(llm, dtype, how):

@@ -93,6 +93,33 @@ def test_after_an_interrupt_nothing_is_left(llm, interruptible):
     assert not llm._tllm.held.num_requests and not results_of(llm)._kept
 
 
+@pytest.mark.parametrize("forwards", [1, 3])  # of the run whose rows are kept, of an experiment
+def test_after_an_interrupt_of_a_sweep_nothing_is_left(llm, interruptible, monkeypatch, forwards):
+    """It comes between two steps, as in `generate`: the engine is not left in the middle of one."""
+    prompts = prompts_of([5, 9])
+    before = tokens_of(generate(llm, prompts, greedy(6)))
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    forward, seen = runner.execute_model, []
+
+    def interrupted(*args):
+        found = forward(*args)
+        seen.append(None)
+        if len(seen) == forwards:
+            signal.raise_signal(signal.SIGINT)  # before anything is sampled
+        return found
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(runner, "execute_model", interrupted)
+        corrupt = [prompts[1][0] % 250 + 1, *prompts[1][1:]]
+        llm.patching.sweep(prompts[1], corrupt, hooks="post_block", metric="kl")
+    assert not llm.llm_engine.has_unfinished_requests() and not llm._front._running
+    assert not llm.patching.kept() and not llm._tllm.held.num_requests
+    llm.clear_consumers()
+    assert tokens_of(generate(llm, prompts, greedy(6))) == before
+    assert not results_of(llm)._kept
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_workers_keep_nothing_of_requests_that_were_aborted(llm):
     """Nobody comes for the results of a request that was given up, so they are not kept."""
     engine, results = llm.llm_engine, results_of(llm)

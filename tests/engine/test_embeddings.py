@@ -46,6 +46,14 @@ def test_a_prompt_of_embeddings_is_as_its_tokens(embedding, positions, steered):
     assert torch.allclose(rows.tensor, expected.tensor, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("position", [100, -31])
+def test_positions_that_a_prompt_of_embeddings_cannot_have_are_refused(embedding, position):
+    """As those of a prompt of tokens: they were captured as no rows, with status `ok`."""
+    llm, embeddings = embedding
+    with pytest.raises(ValueError, match=f"position {position} is out of range for a prompt of 30"):
+        llm.generate([{"prompt_embeds": embeddings}], asked([0, position]))
+
+
 def test_tokens_that_nobody_knows_are_no_places(embedding):
     llm, embeddings = embedding
     for params in (asked({"token_ids": PROMPT[:3]}), asked(steered={"token_ids": PROMPT[:3]})):

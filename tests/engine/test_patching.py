@@ -462,6 +462,17 @@ def test_runs_that_cannot_be_kept_are_refused_and_leave_nothing(llm):
         generate(llm, [prompt], greedy(1, patch=[{**ZERO, "layer": 0, "source": {"run": run}}]))
 
 
+def test_a_run_that_is_gone_does_not_drop_another_of_its_name(llm):
+    prompt = prompts_of([6])[0]
+    gone = llm.patching.run(prompt, hooks="post_block", layers=0, name="run")
+    llm.patching.drop(gone)
+    run = llm.patching.run(prompt, hooks="post_block", layers=0, name="run")
+    with pytest.raises(ValueError, match="drop: the rows that were given are not kept by this"):
+        llm.patching.drop(gone)
+    assert llm.patching.kept()["run"].uid == run.uid
+    llm.patching.drop(run)
+
+
 def test_rows_dropped_before_a_request_began_are_told_with_its_output(llm):
     [prompt] = prompts_of([12])
     run = llm.patching.run(prompt, hooks="post_block", layers=1)

@@ -317,6 +317,12 @@ def test_a_small_mlp_ends_samples_and_refuses_prompts(llm, reference):
         assert list(output.outputs[0].token_ids) == ([] if refused else tokens)
 
 
+def test_parameters_of_beams_are_refused_where_no_beams_are_searched(llm):
+    with pytest.raises(VLLMClientError, match=r"BeamSearchParams was given.*to beam_search\(\)"):
+        generate(llm, [PROMPT], BeamSearchParams(beam_width=2, max_tokens=2))
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
 def test_beams_and_prompts_that_only_are_pooled_cannot_end(llm):
     beams = BeamSearchParams(beam_width=2, max_tokens=2, stop_when={**WHEN, "above": 1})
     with pytest.raises(VLLMClientError, match="a beam is computed by many requests"):

@@ -110,6 +110,29 @@ def test_functions_alone_measure_a_sweep(llm):
     assert alone.tensor.item() == beside.tensor.item() == alone.clean["third"].item() < 0
 
 
+def test_a_metric_that_writes_into_what_it_is_given_changes_no_other(llm):
+    """Centred in place, as users do: the next metric reads what the run gave."""
+
+    def centred(logprobs):
+        logprobs -= logprobs.max()
+        return logprobs[3]
+
+    asked = {"hooks": "post_block", "layers": [0], "positions": [-1]}
+    (clean,), (corrupt,) = pairs_of([6], first=3)
+    alone = llm.patching.sweep(clean, corrupt, metric="kl", **asked)
+    beside = llm.patching.sweep(clean, corrupt, metric=[centred, "kl"], **asked)
+    np.testing.assert_allclose(beside.values["kl"], alone.values["kl"], atol=1e-4)
+
+
+def test_the_noise_floor_of_a_metric_that_gives_nan_is_none_that_can_be_trusted(llm):
+    (clean,), (corrupt,) = pairs_of([6], first=3)
+    nothing = {"nothing": lambda logprobs: float("nan"), "kl": "kl"}
+    sweep = llm.patching.sweep(
+        clean, corrupt, hooks="post_block", layers=[0], positions=[-1], metric=nothing
+    )
+    assert np.isnan(sweep.noise_floor["nothing"]) and sweep.noise_floor["kl"] < 1e-4
+
+
 def test_numbers_of_numpy_are_answers_and_positions(llm):
     """As `argmax` gives them; a position alone is one, as a layer alone is."""
     [clean], [corrupt] = pairs_of([12], first=5)

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import cloudpickle
 from vllm import PoolingParams as VllmPoolingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from tllm.client import consumer_calls
@@ -332,6 +332,11 @@ class Client:
         """
         if not self.is_current:
             yield from self.current()
+        if isinstance(params, BeamSearchParams):
+            raise RefusedError(
+                f"{type(params).__name__} was given for one request; give it to beam_search(), or "
+                "tllm.SamplingParams to generate()"
+            )
         if asked is None:
             try:
                 asked = asked_of(params)
@@ -842,7 +847,7 @@ def _check_positions(wire: Mapping[str, Any], request: Any) -> None:
     if wire.get("streamed"):  # a later part of the prompt may reach the position
         max_tokens = None
     check_patch_positions(map(PatchUse.from_wire, patch), prompt_len, max_tokens)
-    for read in map(RowsRead.from_wire, reads if tokens is not None else ()):
+    for read in map(RowsRead.from_wire, reads):
         read.positions.check(prompt_len, max_tokens, read.name)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from vllm import AsyncLLMEngine, LLMEngine
 
 from tllm.client.calls import Steps, drive, drive_async, living
+from tllm.engine.front import LLMEngineFront
 from tllm.params import SamplingParams
 
 _T = TypeVar("_T")
@@ -32,10 +33,14 @@ class SyncGeneration:
 
     Args:
         run: takes steps of the client to their end.
+        front: stands before the engine, which has it.
     """
 
-    def __init__(self, engine: LLMEngine, run: Callable[[Steps[Any]], Any]) -> None:
+    def __init__(
+        self, engine: LLMEngine, run: Callable[[Steps[Any]], Any], front: LLMEngineFront
+    ) -> None:
         self._engine = weakref.ref(engine)  # which may have us
+        self._front: LLMEngineFront = weakref.proxy(front)
         self._run = run
 
     @property
@@ -49,7 +54,8 @@ class SyncGeneration:
         )
 
     def _computed(self, asked: Generation) -> list[Any]:
-        """The outputs of requests, while nobody else's run."""
+        """The outputs of requests, while nobody else's run. An interrupt comes between two steps,
+        and nothing is left of it, as in `generate`."""
         engine = living(self._engine)
         if engine.has_unfinished_requests():
             raise ValueError(
@@ -58,14 +64,11 @@ class SyncGeneration:
             )
         names = [f"tllm-{uuid.uuid4().hex}" for _ in asked.prompts]
         outputs: dict[str, Any] = {}
-        try:
+        with self._front.together():
             for name, prompt, params in zip(names, asked.prompts, asked.params, strict=True):
                 engine.add_request(name, {"prompt_token_ids": list(prompt)}, params)
             while engine.has_unfinished_requests():
                 outputs |= {o.request_id: o for o in engine.step() if o.finished}
-        except BaseException:
-            engine.abort_request([name for name in names if name not in outputs])
-            raise
         return [outputs[name] for name in names]
 
 

@@ -105,8 +105,12 @@ class PatchingControl:
         return self._client_run(steps())
 
     def drop(self, kept: KeptRows | str) -> Any:
-        """Forget a run or a mean; requests that run still have its rows."""
-        return self._client_run(self._dropped(kept.name if isinstance(kept, KeptRows) else kept))
+        """Forget a run or a mean; requests that run still have its rows.
+
+        Raises `ValueError` where nothing is kept under the name, and for a run or a mean that is of
+        another engine, or was dropped before, and whose name others have now.
+        """
+        return self._client_run(self._dropped(kept))
 
     def sweep(
         self,
@@ -274,12 +278,18 @@ class PatchingControl:
             raise ValueError(f"answers: {given!r} is no token id from 0 to {vocab - 1}")
         return int(given)
 
-    def _dropped(self, name: str) -> Steps[None]:
+    def _dropped(self, kept: KeptRows | str) -> Steps[None]:
+        name = kept.name if isinstance(kept, KeptRows) else kept
         yield ALONE
         changed = False
         while not changed:
             yield from self._client.current()
             found = self._client.patches.find(name, "drop")
+            if isinstance(kept, KeptRows) and kept.uid != found.uid:
+                raise ValueError(
+                    f"drop: the rows that were given are not kept by this engine, where {name!r} "
+                    "is the name of others; give the name to drop those"
+                )
             changed = yield from self._client.change(f"{KEPT}{name}", None)
         yield WorkerCall("drop_rows", (found.uid,))
 
@@ -367,7 +377,7 @@ class PatchingControl:
 
     def forget(self, kept: Iterable[KeptRows]) -> Work[None]:
         for each in kept:
-            yield self._dropped(each.name)
+            yield self._dropped(each)
 
     def room(self, tokens: int, places: Sequence[Place]) -> Work[int]:
         """How many runs of so many tokens the workers can keep now."""

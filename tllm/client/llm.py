@@ -101,7 +101,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         self._front = self._sync.front
         self._front.handle = weakref.ref(self)
         run = self._sync.calls.run
-        self._set_up(client, run, SyncGeneration(self.llm_engine, run))
+        self._set_up(client, run, SyncGeneration(self.llm_engine, run, self._front))
         self._run(client.current())
 
     @_as(vllm.LLM.encode)
@@ -323,7 +323,7 @@ def attach(
         client = Client(chosen, capturing)
         sync = SyncClient(engine, client, result_timeout_s)
         run = sync.calls.run
-        handle._set_up(client, run, SyncGeneration(engine, run))
+        handle._set_up(client, run, SyncGeneration(engine, run, sync.front))
         sync.front.handle = lambda: handle
     else:
         _attached(handle, engine, chosen, capturing, result_timeout_s)

@@ -456,7 +456,7 @@ class _Found:
         for name, value in measured.items():
             if experiment.at[-1] == self.NOWHERE:
                 change = abs(value - float(self._unpatched[name][experiment.pair]))
-                self.noise_floor[name] = max(self.noise_floor[name], change)
+                self.noise_floor[name] = float(np.maximum(self.noise_floor[name], change))
             else:
                 self.values[name][experiment.at] = value
         return measured

@@ -83,7 +83,7 @@ class Measures:
     ) -> float:
         own = self.metrics[name]
         if own is not None:
-            return _one_number(own(logprobs), name)
+            return _one_number(own(logprobs.copy()), name)  # it may write into them
         if name == "kl":
             p, q = clean.astype(np.float64), logprobs.astype(np.float64)
             return float((np.exp(p) * (p - q)).sum())

@@ -214,7 +214,9 @@ class Activations(Payload, Mapping[str, "Mapping[int | None, Activation]"]):
 
     def __repr__(self) -> str:
         places = ", ".join(f"{p} {sorted(layers, key=str)}" for p, layers in self.items())
-        return f"Activations({places})"
+        empty = self._problem is None and all(map(_is_empty, self._blocks))
+        told = ": no rows, since no token that was computed is at the positions asked for"
+        return f"Activations({places}{told if empty else ''})"
 
     def stacked(self) -> tuple[tuple[Place, ...], list[tuple[IntArray, torch.Tensor]]]:
         """Of what one worker captured: places, and positions with rows `[rows, places, hidden]`.
