@@ -15,7 +15,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from tllm import PoolingParams, SamplingParams
 from tllm.client import checked_params
-from tllm.client.core import Client
+from tllm.client.front_end import Client
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
 from tllm.spec.conversations import ConversationUse
@@ -31,16 +31,16 @@ STOPS = {"stop": ["a", "b"], "stop_token_ids": [3, 4]}
 def a_client(*consumers):
     """A client that knows what is registered."""
     client = Client()
-    client._attached = True
+    client.registered._attached = True
     for consumer in consumers:
-        client._adopt(consumer, False, "")
+        client.registered._adopt(consumer, False, "")
     return client
 
 
 def prepare(client, params):
     """What the engine gets; nothing has to be asked of the workers."""
     with pytest.raises(StopIteration) as done:
-        next(client.admit(params, "id"))
+        next(client.admission.admit(params, "id"))
     return done.value.value.params
 
 
@@ -116,8 +116,8 @@ def test_the_engine_gets_plain_data_of_vllms_own_class():
     asked = {"capture": {"memory": {"hooks": {"post_block": [1]}}}}
     given = SamplingParams(temperature=0.5, logit_bias={3: 1.0}, **asked)
     client = a_client(MemoryConsumer())
-    client._check_places = lambda *_: None
-    client.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=4))
+    client.uses._check_places = lambda *_: None
+    client.registered.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=4))
     for params, name in ((given, "extra_args"), (PoolingParams(**asked), "extra_kwargs")):
         own = prepare(client, params)
         assert type(own) in (vllm.SamplingParams, vllm.PoolingParams)
@@ -191,16 +191,16 @@ def test_seeds_are_told_apart_and_do_not_fill_what_is_kept(monkeypatch):
         given.seed = seed
         expected = None if seed == -1 else seed
         assert prepare(client, given).seed == expected
-    assert len(client._params._known) == 3, "with a seed, with -1, without"
+    assert len(client.admission._params._known) == 3, "with a seed, with -1, without"
     monkeypatch.setattr(checked_params, "_MAX_KEPT", 2)
     for temperature in (0.1, 0.2, 0.3, 0.4):
         assert prepare(kept, vllm.SamplingParams(temperature=temperature))
-        assert len(kept._params._known) <= 2
+        assert len(kept.admission._params._known) <= 2
 
 
 def test_what_a_request_asks_of_consumers_is_checked_however_often_its_parameters_were():
     client = a_client(MemoryConsumer())
-    client.consumers["memory"].validate_options = lambda options: None
+    client.registered.consumers["memory"].validate_options = lambda options: None
     options = {"enabled": False, "number": 1}
     asked = {"consumers": {"memory": options}}
     prepare(client, vllm.SamplingParams(extra_args={EXTRA_ARG: asked}))
@@ -276,14 +276,14 @@ class Mine(Consumer):
 def test_what_was_generated_is_given_though_the_workers_cannot_be_asked_any_more(alone):
     """vLLM's engine refuses calls while it ends, and answers the requests that it has."""
     client = a_client(Mine())
-    client.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=2))
+    client.registered.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=2))
     with pytest.raises(StopIteration) as done:
-        next(client.admit(SamplingParams(), "id"))
+        next(client.admission.admit(SamplingParams(), "id"))
     completion = CompletionOutput(0, "text", [5, 6], None, None, finish_reason="length")
     output = RequestOutput("id", None, [1, 2], None, [completion], finished=True)
     output.tllm_request = done.value.value
     output.tllm_request.samples.add(output)
-    steps = client.gather([output], 1.0, alone=alone)
+    steps = client.gathering.gather([output], 1.0, alone=alone)
     assert next(steps).method == "take_results"
     with pytest.raises(StopIteration):
         steps.throw(RuntimeError("Server shutting down"))

@@ -487,9 +487,9 @@ def test_what_only_a_worker_can_refuse_is_an_error_of_the_request(llm, truth):
     spec = {"hooks": {"post_block": [1]}}
     wrong = {"hooks": {"router": [1]}}
     generate(llm, prompts_of([5]), greedy(1, capture={"memory": spec}))
-    client = llm._tllm
+    uses = llm._tllm.uses
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(client), "_check_places", lambda *_: None)
+        patch.setattr(type(uses), "_check_places", lambda *_: None)
         params = [greedy(3, capture={"memory": each}) for each in (wrong, spec)]
         outputs = generate(llm, prompts_of([5, 9]), params)
     result = outputs[0].capture_results["memory"]

@@ -16,9 +16,9 @@ from tllm.cli import app
 from tllm.stores import RecordMeta, StoreWriter
 
 
-def tllm(*arguments: str | Path) -> tuple[int, str]:
-    """Exit status, and what was printed."""
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["store", *map(str, arguments)])
+def tllm(*arguments: str | Path, columns: str | None = "200") -> tuple[int, str]:
+    """Exit status, and what was printed; to a file where there are no columns."""
+    result = CliRunner(env={"COLUMNS": columns}).invoke(app, ["store", *map(str, arguments)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 
@@ -61,17 +61,14 @@ def test_the_installed_command_has_it(root: Path, run: Callable[..., str]) -> No
     assert "Nothing is wrong." in run(TLLM, "store", "verify", root)
 
 
-def test_names_are_told_whole_in_a_file_and_on_a_narrow_terminal(
-    run: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_are_told_whole_in_a_file_and_on_a_narrow_terminal(tmp_path: Path) -> None:
     """An ellipsis at their end would leave nothing to give to `show`."""
     name = "chatcmpl-8b6fd1e7a9c2430d"
     with StoreWriter(tmp_path / "store") as writer:
         writer.submit(record_of(name, layers=3))
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert f" {name}#0 " in run(TLLM, "store", "ls", tmp_path / "store")
-    monkeypatch.setenv("COLUMNS", "60")
-    rows = [line.split("│") for line in run(TLLM, "store", "ls", tmp_path / "store").splitlines()]
+    assert f" {name}#0 " in tllm("ls", tmp_path / "store", columns=None)[1]
+    _, narrow = tllm("ls", tmp_path / "store", columns="60")
+    rows = [line.split("│") for line in narrow.splitlines()]
     assert "".join(row[1].strip() for row in rows if len(row) > 1) == f"{name}#0"
 
 

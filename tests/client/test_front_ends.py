@@ -11,7 +11,7 @@ from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
 from tllm.client.calls import ALONE, SyncCalls
-from tllm.client.core import Client
+from tllm.client.front_end import Client
 from tllm.client.held import HeldByWorkers
 from tllm.client.steering import SteeringControl
 from tllm.consumers.logging import LoggingConsumer
@@ -114,9 +114,9 @@ def over(steps, answer=None):
 
 def test_requests_that_wait_for_the_workers_are_brought_together_if_there_is_room():
     client = Client()
-    client.composer.facts = FACTS
+    client.registered.composer.facts = FACTS
     groups = [group_of(layer) for layer in (1, 2, 3)]
-    first, second, third = (client.bring([group]) for group in groups)
+    first, second, third = (client.uploads.bring([group]) for group in groups)
     assert next(first) is ALONE and next(second) is ALONE
     assert brought(next(first)) == {groups[0].digest, groups[1].digest}
     assert next(third) is ALONE  # and waits for the call that is under way
@@ -124,7 +124,7 @@ def test_requests_that_wait_for_the_workers_are_brought_together_if_there_is_roo
     assert brought(third.send(None)) == {groups[2].digest}
     assert over(third)
     wide = group_of(4, 5)
-    fourth, fifth = client.bring([group_of(6)]), client.bring([wide])
+    fourth, fifth = client.uploads.bring([group_of(6)]), client.uploads.bring([wide])
     client.held.hold("a", tuple(groups))
     assert next(fourth) is ALONE and next(fifth) is ALONE
     assert brought(next(fourth)) == {group_of(6).digest}
@@ -187,7 +187,7 @@ class SecondFront:
 
     def __init__(self, client, run):
         self.client, self.run, self.steering = client, run, SteeringControl(client, run)
-        client.speak_for(self)
+        client.registered.speak_for(self)
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +223,8 @@ def test_what_one_front_end_sets_steers_the_requests_of_the_other(two):
 
 def known(client):
     """Steps that say which consumers a front end knows of."""
-    yield from client.current()
-    return client.consumers
+    yield from client.registered.current()
+    return client.registered.consumers
 
 
 def test_consumers_of_one_front_end_serve_the_requests_of_the_other(two):
@@ -232,8 +232,8 @@ def test_consumers_of_one_front_end_serve_the_requests_of_the_other(two):
     mine = llm.register_consumer(LoggingConsumer())
     assert "logging" in other.run(known(other.client))
     with pytest.raises(ValueError, match="consumer_id='logging' is registered"):
-        other.run(other.client.register(LoggingConsumer()))
-    other.run(other.client.unregister("logging"))
+        other.run(other.client.registered.register(LoggingConsumer()))
+    other.run(other.client.registered.unregister("logging"))
     assert "logging" not in llm.intervention_stats()[0]["consumers"]
     generate(llm, prompts_of([5]), greedy(1))
     assert llm.consumers == {} and mine.read_stats() is not None
@@ -247,7 +247,7 @@ def test_a_request_hears_that_another_front_end_removed_its_consumer(two):
     for name, params in (("asked", asked), ("not asked", greedy(4))):
         llm.llm_engine.add_request(name, {"prompt_token_ids": [5, 6, 7]}, params)
     llm.llm_engine.step()
-    other.run(other.client.unregister("logging"))
+    other.run(other.client.registered.unregister("logging"))
     ended = {}
     while llm.llm_engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in llm.llm_engine.step()}
@@ -259,14 +259,14 @@ def test_a_request_hears_that_another_front_end_removed_its_consumer(two):
 
 def test_a_consumer_that_is_gone_when_it_is_first_heard_of_is_gone():
     """Another front end may remove it before who registered it asks what is new."""
-    client = Client()
-    client._own["logging"] = payload = b"the one that was registered"
-    client._adopt(LoggingConsumer(), False, "first")
-    client._learn_consumer("logging", payload)
-    assert "logging" in client.consumers
-    client._own["logging"] = payload
-    client._learn_consumer("logging", None)
-    assert not client.consumers
+    registered = Client().registered
+    registered._own["logging"] = payload = b"the one that was registered"
+    registered._adopt(LoggingConsumer(), False, "first")
+    registered._learn_consumer("logging", payload)
+    assert "logging" in registered.consumers
+    registered._own["logging"] = payload
+    registered._learn_consumer("logging", None)
+    assert not registered.consumers
 
 
 def test_a_steady_request_asks_the_workers_nothing(two, monkeypatch):
@@ -282,8 +282,8 @@ def test_a_steady_request_asks_the_workers_nothing(two, monkeypatch):
     )
     params = [greedy(1), asked]
     for each in params:
-        steps = llm._tllm.admit(each, "steady")
+        steps = llm._tllm.admission.admit(each, "steady")
         with pytest.raises(StopIteration) as done:
             next(steps)
-        llm._tllm.release(done.value.value)
+        llm._tllm.held.release(done.value.value.prompt_id)
     assert calls == []

@@ -31,7 +31,7 @@ from engine.test_remembering import (
     rest,
 )
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
-from tllm.client.core import Client
+from tllm.client.front_end import Client
 from tllm.client.request import Prepared
 from tllm.engine.conversations import MOST_CONDITIONS, Conversations
 
@@ -373,10 +373,10 @@ def test_what_names_no_conversation_is_refused(given, sentence):
 
 def test_replicas_refuse():
     client = Client()
-    client.replicas = 2
+    client.registered.replicas = 2
     with pytest.raises(ValueError, match="2 data-parallel replicas, each with a memory of its own"):
         asked = SamplingParams(conversation=named("a")).asked.conversation
-        next(client._enter(asked, Prepared(None, "of the prompt", {})))
+        next(client.admission._enter(asked, Prepared(None, "of the prompt", {})))
 
 
 def test_beams_and_pooling_are_refused_a_conversation(llm, name):

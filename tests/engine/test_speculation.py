@@ -579,7 +579,8 @@ def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, dr
     whole = list(generate(drafting, [prompt], few(36))[0].outputs[0].token_ids)
     _, states = reference.run([*prompt, *whole][:-1], [PROBED])
     scores = (states[PROBED] @ W)[len(prompt) :]
-    for count in range(2, 36):
+    counts, params = range(2, 36), []
+    for count in counts:
         name, probe = f"until {count}", {"hook": PROBED[0], "layer": PROBED[1], "vector": W}
         judged = scores[: count - 1]  # the last token's row is not judged
         # Holds for no token of the output; scores are hundreds, and a GPU adds up in another order.
@@ -588,11 +589,13 @@ def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, dr
         asked["conversation"] = {"id": name, "key": "a secret of this test"}
         if ending:
             asked["stop_when"] = {"probe": probe, "above": when["above"], "name": "beyond"}
-        [first] = generate(drafting, [prompt], few(count, **asked))
-        assert list(first.outputs[0].token_ids) == whole[:count]
-        [second] = generate(drafting, [prompt], few(count, **asked))
-        assert list(second.outputs[0].token_ids) == whole[:count], count
-        drafting.steering.forget_conversation(name)
+        params.append(few(count, **asked))
+    for turn in ("first", "second"):  # each of all conversations at once
+        outputs = generate(drafting, [prompt] * len(counts), params)
+        for count, output in zip(counts, outputs, strict=True):
+            assert list(output.outputs[0].token_ids) == whole[:count], (turn, count)
+    for count in counts:
+        drafting.steering.forget_conversation(f"until {count}")
     drafts.assert_some_came_true()
 
 

@@ -78,7 +78,8 @@ def test_every_record_is_read_as_it_was_given(root: Path) -> None:
 
 def test_a_writer_goes_on_with_it(root: Path) -> None:
     taken, cut_off = WANTED[0], next(w for w in WANTED if w.status == "pending")
-    with StoreWriter(root, writer_id="sharded", on_collision="skip") as writer:
+    options = {"on_collision": "skip", "publish_interval": 0.05}
+    with StoreWriter(root, writer_id="sharded", **options) as writer:
         again = replace(taken.singles().meta, record_id="again")
         assert writer.submit(Record(again, {})).result(60).status == "skipped"
         whole = replace(cut_off.meta(), record_id="whole")

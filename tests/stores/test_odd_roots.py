@@ -18,7 +18,7 @@ NOT_UTF8 = os.fsdecode(b"odd \xff\xfe")
 
 
 def write(root: str | Path, layout: stores.Layout = "packed", name: str = "r") -> None:
-    with StoreWriter(root, layout=layout) as writer:
+    with StoreWriter(root, layout=layout, publish_interval=0.05) as writer:
         assert writer.submit(record_of(name)).result(60).status == "ok"
 
 

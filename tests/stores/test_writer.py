@@ -148,7 +148,7 @@ def test_max_bytes_refuses_further_records_over_runs(tmp_path: Path, layout) -> 
 
 
 def test_a_stream_at_the_limit_keeps_what_fits_and_says_so(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path, max_bytes=100) as writer:
+    with StoreWriter(tmp_path, max_bytes=100, publish_interval=0.05) as writer:
         stream = writer.begin(RecordMeta("r"))
         for n in range(10):
             stream.append("post_block", 0, [n], torch.full((1, 4), float(n)))
@@ -257,7 +257,7 @@ def test_closing_publishes_what_is_unfinished_as_partial(tmp_path: Path, layout)
 
 
 def test_a_partial_record_says_what_is_missing(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path) as writer:
+    with StoreWriter(tmp_path, publish_interval=0.05) as writer:
         meta = RecordMeta("r", status="partial_error", error="the request was aborted")
         record = Record(meta, record_of("r").arrays)
         assert writer.submit(record).result(60).error == "the request was aborted"
@@ -510,7 +510,7 @@ def test_a_consumer_refuses_them_before_a_model_is_loaded(tmp_path: Path, option
 
 
 def test_a_stream_refuses_rows_that_do_not_go_with_those_before(tmp_path: Path) -> None:
-    with StoreWriter(tmp_path) as writer:
+    with StoreWriter(tmp_path, publish_interval=0.05) as writer:
         stream = writer.begin(RecordMeta("r"))
         stream.append("post_block", 0, [3], rows_of("x", 1, 8))
         with pytest.raises(ValueError, match="positions must ascend, from 4"):
@@ -542,7 +542,7 @@ def test_stale_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     (folder / "sharded" / "shard-00000007.safetensors").write_bytes(b"x")
     (folder / "staging" / "3").mkdir()
     (folder / "staging" / "3" / "x.safetensors").write_bytes(b"x")
-    with StoreWriter(tmp_path) as writer:
+    with StoreWriter(tmp_path, publish_interval=0.05) as writer:
         assert payloads(tmp_path) == []
         assert writer.submit(record_of("r")).result(60).status == "ok"
 

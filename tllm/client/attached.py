@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
-from tllm.client.core import Client
+from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.kept_rows import PatchingControl
 from tllm.client.request import Prepared
@@ -46,13 +46,13 @@ class Attached:
         self._tllm = client
         self._run = run
         self.steering = SteeringControl(client, run)
-        self.patching = PatchingControl(client, generation)
-        client.speak_for(self)
+        self.patching = PatchingControl(client.registered, generation)
+        client.registered.speak_for(self)
 
     @property
     def consumers(self) -> dict[str, Consumer]:
         """The registered consumers, by id."""
-        return self._tllm.consumers
+        return self._tllm.registered.consumers
 
     def register_consumer(self, consumer: Consumer | str) -> Any:
         """Add a consumer now; it sees rows from the next forward pass on. One that writes to rows
@@ -61,37 +61,37 @@ class Attached:
         Returns:
             The consumer: its `synchronize()` and `read_stats()` reach the workers.
         """
-        return self._run(self._tllm.register(made(consumer)))
+        return self._run(self._tllm.registered.register(made(consumer)))
 
     def unregister_consumer(self, consumer: Consumer | str) -> Any:
         """Remove a consumer, given by instance or id, after its pending rows were handed out."""
-        return self._run(self._tllm.unregister(_name(consumer)))
+        return self._run(self._tllm.registered.unregister(_name(consumer)))
 
     def clear_consumers(self) -> Any:
         """Remove all consumers of this engine."""
-        return self._run(self._tllm.unregister(None))
+        return self._run(self._tllm.registered.unregister(None))
 
     def synchronize(self, consumer: Consumer | None = None) -> Any:
         """Wait until every consumer is done with what it was given, whichever one is named.
 
         Raises `RuntimeError` where a consumer's `synchronize` raises: it is detached then.
         """
-        return self._run(self._tllm.ask(WorkerCall("synchronize")))
+        return self._run(self._tllm.registered.ask(WorkerCall("synchronize")))
 
     def read_stats(self, consumer: Consumer | str) -> Any:
         """A consumer's statistics, given by instance or id, over all workers of all data-parallel
         replicas."""
-        return self._run(self._tllm.read_stats(consumer))
+        return self._run(self._tllm.registered.read_stats(consumer))
 
     def call_consumer(self, consumer: Consumer | str, method: str, *args: Any) -> Any:
         """Call one of a consumer's `remote_methods` in every worker; their answers by rank."""
         call = WorkerCall("call_consumer", (_name(consumer), method, *args))
-        return self._run(self._tllm.ask(call))
+        return self._run(self._tllm.registered.ask(call))
 
     def intervention_stats(self) -> Any:
         """Counters of each worker: hook points, rows captured and dropped, consumers, how many
         sequences were to be steered and could not be."""
-        return self._run(self._tllm.ask(WorkerCall("stats")))
+        return self._run(self._tllm.registered.ask(WorkerCall("stats")))
 
 
 class SyncClient:
@@ -110,21 +110,22 @@ class SyncClient:
         self._client = client
         #: Prompts that were given up, whose results the workers must not keep.
         self._given_up: list[str] = []
-        self.front = LLMEngineFront(engine, self, client.check_prompt)
+        self.front = LLMEngineFront(engine, self, client.prompts.check)
 
     def _pop_over(self) -> list[str]:
-        over, self._client.over = self._client.over, []
+        gathering = self._client.gathering
+        over, gathering.over = gathering.over, []
         return over
 
     def admit(self, params: Any, request_id: str) -> Prepared:
-        steps = self._client.admit(
+        steps = self._client.admission.admit(
             params, request_id, asked=self.asked, generated=self.front.generated
         )
         return self.calls.run(steps)
 
     def expect(self, params: Sequence[Any]) -> None:
         if self.asked is None and len(params) > 1:
-            self.calls.run(self._client.expect(params))
+            self.calls.run(self._client.uploads.expect(params))
 
     def note(self, request: Prepared, output: Any) -> None:
         if not output.finished:
@@ -133,24 +134,26 @@ class SyncClient:
 
     def finish(self, outputs: list[Any]) -> None:
         for output in outputs:
-            self._client.release(output.tllm_request)
-        self.calls.run(self._client.hear_who_left([each.tllm_request for each in outputs]))
-        self.calls.run(self._client.gather(outputs, self.result_timeout_s, alone=True))
+            self._client.held.release(output.tllm_request.prompt_id)
+        gathering = self._client.gathering
+        self.calls.run(gathering.hear_who_left([each.tllm_request for each in outputs]))
+        self.calls.run(gathering.gather(outputs, self.result_timeout_s, alone=True))
 
     def refuse(self, request: Prepared) -> None:
         self.drop([request])
-        if (leave := self._client.leave(request)) is not None:
+        if (leave := self._client.admission.leave(request)) is not None:
             self.calls.ask(leave)
 
     def drop(self, requests: list[Prepared]) -> None:
+        gathering = self._client.gathering
         for request in requests:
-            self._client.release(request)
-            given_up = self._client.has_results(request)
-            (self._given_up if given_up else self._client.over).append(request.prompt_id)
+            self._client.held.release(request.prompt_id)
+            given_up = gathering.has_results(request)
+            (self._given_up if given_up else gathering.over).append(request.prompt_id)
 
     def step(self) -> None:
         """The engine begins a step, with which the workers hear of what is over."""
-        self._client.over.clear()
+        self._client.gathering.over.clear()
         if self._given_up:
             given_up, self._given_up = self._given_up, []
             self.calls.ask(WorkerCall("discard_results", (given_up,)))
@@ -171,14 +174,14 @@ class AsyncClient:
         self._client = client
         self._finished: set[str] = set()
         self._telling: set[asyncio.Task[None]] = set()
-        self.front = AsyncLLMFront(engine, self, client.check_prompt)
+        self.front = AsyncLLMFront(engine, self, client.prompts.check)
 
     async def admit(
         self, params: Any, request_id: str, *, streamed: bool, generated: int
     ) -> Prepared:
         results = request_id not in self.unwanted
         self.unwanted.discard(request_id)
-        steps = self._client.admit(
+        steps = self._client.admission.admit(
             params, request_id, results=results, streamed=streamed, generated=generated
         )
         return await self.calls.run(steps)
@@ -205,11 +208,11 @@ class AsyncClient:
                     "steering: an input of a streamed prompt asks for steering of its own; steer "
                     "the whole request, or begin another"
                 )
-            steps = self._client.admit(
+            steps = self._client.admission.admit(
                 theirs, request_id, results=request.keeps_results, streamed=True, first=request
             )
             own = await self.calls.run(steps)
-            self._client.check_input(request, own)
+            self._client.admission.check_input(request, own)
             if own.capture_options != request.capture_options:
                 raise RefusedError(
                     "capture: an input of a streamed prompt asks otherwise than the request "
@@ -226,26 +229,27 @@ class AsyncClient:
         request.samples.add(output)
         if not output.finished:
             return False
-        return self._client.has_results(request)
+        return self._client.gathering.has_results(request)
 
     async def finish(self, request: Prepared, output: Any) -> None:
         """Put results on the last output of a request; plain requests cost the engine nothing."""
         output.tllm_request = request
         if request.keeps_results:
-            await self.calls.run(self._client.hear_who_left([request]))
-            await self.calls.run(self._client.gather([output], self.result_timeout_s, alone=False))
+            gathering = self._client.gathering
+            await self.calls.run(gathering.hear_who_left([request]))
+            await self.calls.run(gathering.gather([output], self.result_timeout_s, alone=False))
         self._finished.add(request.prompt_id)
 
     def refuse(self, request: Prepared) -> None:
         self.drop(request)
-        if (leave := self._client.leave(request)) is not None:
+        if (leave := self._client.admission.leave(request)) is not None:
             self._tell(leave)
 
     def drop(self, request: Prepared) -> None:
-        self._client.release(request)
+        self._client.held.release(request.prompt_id)
         if request.prompt_id in self._finished:
             self._finished.remove(request.prompt_id)
-        elif self._client.has_results(request):  # nobody will come for the results
+        elif self._client.gathering.has_results(request):  # nobody will come for the results
             self._tell(WorkerCall("discard_results", ([request.prompt_id],)))
 
     def _tell(self, call: WorkerCall) -> None:

@@ -34,7 +34,7 @@ from tllm.spec.reading import (
 )
 
 if TYPE_CHECKING:
-    from tllm.client.core import Client
+    from tllm.client.registrations import Registrations
 
 
 class PatchingControl:
@@ -44,8 +44,10 @@ class PatchingControl:
     What is kept belongs to the engine: every front end that shares its workers can refer to it.
     """
 
-    def __init__(self, client: Client, generation: SyncGeneration | AsyncGeneration) -> None:
-        self._client = client
+    def __init__(
+        self, registered: Registrations, generation: SyncGeneration | AsyncGeneration
+    ) -> None:
+        self._registered = registered
         self._generation = generation
 
     def run(
@@ -89,10 +91,10 @@ class PatchingControl:
         """
 
         def steps() -> Steps[KeptRows]:
-            yield from self._client.current()
+            yield from self._registered.current()
             self._check_free(name)
             found = dict(self._mean_rows(rows))
-            size = len(found) * self._client.facts.row_bytes
+            size = len(found) * self._registered.facts.row_bytes
             kept = KeptRows(name, uuid.uuid4().hex, "mean", tuple(found), 1, size)
             try:
                 yield WorkerCall("keep_rows", (kept.uid, found))
@@ -165,7 +167,7 @@ class PatchingControl:
         """
 
         def work() -> Work[Sweep]:
-            yield self._client.current()
+            yield self._registered.current()
             pairs = self._pairs(clean, corrupt)
             found = None if answers is None else self._answers(answers, len(pairs))
             measures = Measures.parse(metric, found)
@@ -191,15 +193,15 @@ class PatchingControl:
         """All that the workers keep, by name."""
 
         def steps() -> Steps[dict[str, KeptRows]]:
-            yield from self._client.current()
-            return dict(self._client.patches.kept)
+            yield from self._registered.current()
+            return dict(self._registered.patches.kept)
 
         return self._client_run(steps())
 
     def has_head(self, place: Place, head: int) -> bool:
         """Whether a layer has so many heads."""
         point, layer = place
-        return head < self._client.facts.points.heads[HookPoint(point), layer].num_heads
+        return head < self._registered.facts.points.heads[HookPoint(point), layer].num_heads
 
     # -- how --------------------------------------------------------------------------------------
 
@@ -224,7 +226,7 @@ class PatchingControl:
             raise ValueError(
                 f"heads is given with hooks={other[0]!r}; heads are of {', '.join(HEAD_POINTS)}"
             )
-        splits = self._client.facts.points.heads
+        splits = self._registered.facts.points.heads
         most = max(splits[HookPoint(point), layer].num_heads for point, layer in places)
         if isinstance(given, str) and given == "all":
             return tuple(range(most))
@@ -244,7 +246,7 @@ class PatchingControl:
                 )
             hook, layer = each
             places += self.places(hook, layer, "receivers", "receivers")
-        return PathWays.parse(self._client.facts.points, freeze, places)
+        return PathWays.parse(self._registered.facts.points, freeze, places)
 
     def _answers(self, given: Any, count: int) -> list[Answer]:
         """Answers as token ids, for each pair of prompts."""
@@ -264,7 +266,7 @@ class PatchingControl:
         return found
 
     def _answer(self, given: Any) -> int:
-        vocab = self._client.facts.vocab_size
+        vocab = self._registered.facts.vocab_size
         if isinstance(given, str):
             tokens = self._generation.tokenizer.encode(given, add_special_tokens=False)
             if len(tokens) != 1:
@@ -283,14 +285,14 @@ class PatchingControl:
         yield ALONE
         changed = False
         while not changed:
-            yield from self._client.current()
-            found = self._client.patches.find(name, "drop")
+            yield from self._registered.current()
+            found = self._registered.patches.find(name, "drop")
             if isinstance(kept, KeptRows) and kept.uid != found.uid:
                 raise ValueError(
                     f"drop: the rows that were given are not kept by this engine, where {name!r} "
                     "is the name of others; give the name to drop those"
                 )
-            changed = yield from self._client.change(f"{KEPT}{name}", None)
+            changed = yield from self._registered.change(f"{KEPT}{name}", None)
         yield WorkerCall("drop_rows", (found.uid,))
 
     def _client_run(self, steps: Steps[Any]) -> Any:
@@ -303,7 +305,7 @@ class PatchingControl:
         self, prompt: Any, hooks: Any, layers: Any, name: str | None, on_host: bool
     ) -> Work[KeptRows]:
         require_bool("on_host", on_host)
-        yield self._client.current()
+        yield self._registered.current()
         if name is not None:
             self._check_free(name)
         places = self.places(hooks, layers)
@@ -330,14 +332,15 @@ class PatchingControl:
         Returns:
             What is kept of each, and the outputs.
         """
-        client = self._client
-        if client.replicas > 1:
+        registered = self._registered
+        replicas = registered.replicas
+        if replicas > 1:
             raise ValueError(
-                f"this engine has {client.replicas} data-parallel replicas, and rows of a run stay "
+                f"this engine has {replicas} data-parallel replicas, and rows of a run stay "
                 "in the one that computed it; start one with data_parallel_size=1"
             )
         yield from self._check_room(prompts, places, on_host)
-        yield client.ensure(PatchRunsConsumer())
+        yield registered.ensure(PatchRunsConsumer())
         uids = [uuid.uuid4().hex for _ in prompts]
         wanted = [{"uid": uid, "places": list(places)} for uid in uids]
         params = [
@@ -351,12 +354,12 @@ class PatchingControl:
             for i, one in enumerate(wanted)
         ]
         kept: list[KeptRows] = []
-        client.patches.computed.update(uids)
+        registered.patches.computed.update(uids)
         try:
             outputs = yield Generation(prompts, params)
             for i, (uid, output) in enumerate(zip(uids, outputs, strict=True)):
                 _refuse_failed(output)
-                answers = yield client.ask(WorkerCall("keep_run", (uid, on_host)))
+                answers = yield registered.ask(WorkerCall("keep_run", (uid, on_host)))
                 size = sum(answer[1] for answer in answers if answer is not None)
                 name = (names[i] if names else None) or f"run-{uid}"
                 run = KeptRows(name, uid, "run", tuple(places), len(prompts[i]), size, on_host)
@@ -365,15 +368,15 @@ class PatchingControl:
         except BaseException:
             yield from self.forget(kept)
             for uid in uids[len(kept) :]:
-                yield client.ask(WorkerCall("drop_rows", (uid,)))
+                yield registered.ask(WorkerCall("drop_rows", (uid,)))
             raise
         finally:
-            client.patches.computed.difference_update(uids)
+            registered.patches.computed.difference_update(uids)
         return kept, outputs
 
     def ensure(self, consumer: Consumer) -> Steps[None]:
         """Let a consumer be there that requests ask."""
-        return self._client.ensure(consumer)
+        return self._registered.ensure(consumer)
 
     def forget(self, kept: Iterable[KeptRows]) -> Work[None]:
         for each in kept:
@@ -381,15 +384,15 @@ class PatchingControl:
 
     def room(self, tokens: int, places: Sequence[Place]) -> Work[int]:
         """How many runs of so many tokens the workers can keep now."""
-        answers = yield self._client.ask(WorkerCall("free_patch_bytes"))
-        return int(sum(answers)) // (tokens * len(places) * self._client.facts.row_bytes)
+        answers = yield self._registered.ask(WorkerCall("free_patch_bytes"))
+        return int(sum(answers)) // (tokens * len(places) * self._registered.facts.row_bytes)
 
     def _check_room(
         self, prompts: Sequence[Sequence[int]], places: Sequence[Place], on_host: bool
     ) -> Work[None]:
         """Refuse what there is no room for, before it is computed."""
-        answers = yield self._client.ask(WorkerCall("free_patch_bytes", (on_host,)))
-        facts = self._client.facts
+        answers = yield self._registered.ask(WorkerCall("free_patch_bytes", (on_host,)))
+        facts = self._registered.facts
         option = "max_patch_host_mib" if on_host else "max_patch_mib"
         most = facts.max_patch_host_mib if on_host else facts.max_patch_mib
         needed = sum(map(len, prompts)) * len(places) * facts.row_bytes
@@ -407,14 +410,15 @@ class PatchingControl:
         yield ALONE
         changed = False
         while not changed:
-            yield from self._client.current()
+            yield from self._registered.current()
             self._check_free(kept.name)
-            changed = yield from self._client.change(f"{KEPT}{kept.name}", cloudpickle.dumps(kept))
+            value = cloudpickle.dumps(kept)
+            changed = yield from self._registered.change(f"{KEPT}{kept.name}", value)
 
     def _check_free(self, name: Any) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"name={name!r}: give a text that is not empty")
-        if name in self._client.patches.kept:
+        if name in self._registered.patches.kept:
             raise ValueError(
                 f"name={name!r} is taken by other rows; give another, or drop those first with "
                 f"llm.patching.drop({name!r})"
@@ -428,7 +432,7 @@ class PatchingControl:
         Args:
             field, of_layers: where hook points and layers were given, for messages.
         """
-        points = self._client.facts.points
+        points = self._registered.facts.points
         asked = Layers.parse("all" if layers is None else layers, of_layers)
         named = [] if hooks is None else one_or_several(hooks)
         if not named:
@@ -447,7 +451,7 @@ class PatchingControl:
         return list(dict.fromkeys(found))
 
     def layers_of(self, hook: str) -> tuple[int | None, ...]:
-        return self._client.facts.points.layers(HookPoint.parse(hook))
+        return self._registered.facts.points.layers(HookPoint.parse(hook))
 
     def tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, Mapping) and set(prompt) == {"prompt_token_ids"}:
@@ -459,7 +463,7 @@ class PatchingControl:
         plain = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not plain or not prompt or not all(type(token) is int for token in prompt):
             raise ValueError(f"the prompt is {prompt!r:.60}; give text, or a list of token ids")
-        vocab = self._client.facts.vocab_size
+        vocab = self._registered.facts.vocab_size
         if other := [token for token in prompt if not 0 <= token < vocab]:
             raise ValueError(f"the prompt has {other[0]}, no token id from 0 to {vocab - 1}")
         return list(prompt)
@@ -467,7 +471,7 @@ class PatchingControl:
     def _mean_rows(self, rows: Mapping[str, Any]) -> Iterable[tuple[Place, FloatArray]]:
         if not isinstance(rows, Mapping) or not rows:
             raise ValueError(f"rows is {rows!r:.60}; give {{hook: {{layer: row}}}}")
-        facts = self._client.facts
+        facts = self._registered.facts
         for hook, layers in rows.items():
             point = hook_named(hook, "rows")
             if point.has_layer and not isinstance(layers, Mapping):

@@ -24,7 +24,7 @@ from tllm.client.arguments import (
     split,
 )
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
-from tllm.client.core import Client
+from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.results import hand_on
 from tllm.consumers.base import Consumer
@@ -102,7 +102,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         self._front.handle = weakref.ref(self)
         run = self._sync.calls.run
         self._set_up(client, run, SyncGeneration(self.llm_engine, run, self._front))
-        self._run(client.current())
+        self._run(client.registered.current())
 
     @_as(vllm.LLM.encode)
     def encode(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
 
     def _refuse_results(self, asked: Asked, why: str) -> None:
         """Refuse what is asked for results alone where vLLM's outputs would leave them out."""
-        if fields := self._run(self._tllm.asked_for_results(asked)):
+        if fields := self._run(self._tllm.uses.asked_for_results(asked)):
             raise RefusedError(f"{fields[0]} was asked, but {why}")
 
     def wait_for_results(self, outputs: Iterable[Any], timeout_s: float | None = None) -> None:
@@ -183,7 +183,7 @@ class LLM(Attached, OfflineFront, vllm.LLM):
         Args:
             timeout_s: how long to wait for them; without limit by default.
         """
-        self._run(self._tllm.gather(pending(outputs), timeout_s, alone=True))
+        self._run(self._tllm.gathering.gather(pending(outputs), timeout_s, alone=True))
 
 
 class AsyncLLM(Attached, vllm.AsyncLLMEngine):
@@ -233,7 +233,7 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
             usage_context=UsageContext.ENGINE_CONTEXT,
             **ours,
         )
-        await engine._run(engine._tllm.current())
+        await engine._run(engine._tllm.registered.current())
         return engine
 
     def generate(
@@ -269,7 +269,8 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
 
     def takes_plain(self) -> bool:
         """Whether `prepared_plain` has an answer: all is known, and nothing is steered."""
-        return self._tllm.is_current and not self._tllm.composer.concerns(None)
+        registered = self._tllm.registered
+        return registered.is_current and not registered.composer.concerns(None)
 
     def steers_from_end(self, asked: Asked) -> bool:
         """Whether tokens are steered that count from the end of the prompt, by what a request asks
@@ -277,18 +278,18 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
 
         Raises `ValueError` naming what is wrong in the request.
         """
-        composer = self._tllm.composer
+        composer = self._tllm.registered.composer
         groups = composer.groups(asked.steering) if composer.concerns(asked.steering) else ()
         return any(group.positions.from_end for group in groups)
 
     def prepared_plain(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
         nobody will look at."""
-        return self._tllm.admit_now(params)
+        return self._tllm.admission.admit_now(params)
 
     async def wait_for_results(self, output: Any, timeout_s: float = RESULT_TIMEOUT_S) -> None:
         """Ask again for results that were `pending`, and put them on the output."""
-        await self._run(self._tllm.gather(pending([output]), timeout_s, alone=False))
+        await self._run(self._tllm.gathering.gather(pending([output]), timeout_s, alone=False))
 
 
 AsyncLLMEngine = AsyncLLM

@@ -17,7 +17,7 @@ from tllm.spec.groups import compose
 from tllm.spec.tiers import TIER_FIELDS, Tiers
 
 if TYPE_CHECKING:
-    from tllm.client.core import Client
+    from tllm.client.front_end import Client
 
 
 class SteeringControl:
@@ -38,7 +38,7 @@ class SteeringControl:
     def version(self) -> int:
         """Another number after each change of what is global, of a module or a monitor, and of the
         model's weights: kept answers of another one are not given."""
-        return self._client.steering_version
+        return self._client.registered.steering_version
 
     def set(
         self,
@@ -65,17 +65,19 @@ class SteeringControl:
         tiers = (vectors, prefill_vectors, decode_vectors, clamps, prefill_clamps, decode_clamps)
         named = zip(TIER_FIELDS, tiers, strict=True)
         given = {name: tier for name, tier in named if tier is not None}
-        composer = self._client.composer
+        composer = self._client.registered.composer
 
         def steps() -> Steps[None]:
             yield ALONE
             changed = False
             while not changed:
-                yield from self._client.current()
+                yield from self._client.registered.current()
                 merged = composer.with_more(given, positions, replace)
                 # What the workers have no room for would be refused with every request.
-                yield from self._client.bring(compose([merged]))
-                changed = yield from self._client.change(GLOBAL, cloudpickle.dumps(merged))
+                yield from self._client.uploads.bring(compose([merged]))
+                changed = yield from self._client.registered.change(
+                    GLOBAL, cloudpickle.dumps(merged)
+                )
 
         return self._run(steps())
 
@@ -87,9 +89,9 @@ class SteeringControl:
         """What is set, which modules there are, and what is in use."""
 
         def steps() -> Steps[dict[str, Any]]:
-            yield from self._client.current()
+            yield from self._client.registered.current()
             vectors = yield WorkerCall("vectors_on_device")
-            composer, facts = self._client.composer, self._client.facts
+            composer, facts = self._client.registered.composer, self._client.registered.facts
             return {
                 "enabled": facts.max_configs > 0,
                 "global": _described(composer.everywhere),
@@ -107,7 +109,7 @@ class SteeringControl:
         """Where the model can be steered: its hook points, layers and hidden size."""
 
         def described() -> dict[str, Any]:
-            facts = self._client.facts
+            facts = self._client.registered.facts
             sizes = {"hidden_size": facts.hidden_size, "row_bytes": facts.row_bytes}
             return {**sizes, **facts.points.described()}
 
@@ -122,12 +124,12 @@ class SteeringControl:
                 then. A name that exists is defined anew: requests that are added later get the new
                 one.
         """
-        composer = self._client.composer
+        composer = self._client.registered.composer
         return self._run(self._change(f"{MODULE}{name}", lambda: composer.module_of(name, spec)))
 
     def unregister_module(self, name: str) -> Any:
         """Forget a module; requests that run keep it."""
-        composer = self._client.composer
+        composer = self._client.registered.composer
 
         def removed() -> None:
             composer.module(name, "")
@@ -136,7 +138,7 @@ class SteeringControl:
 
     def modules(self) -> Any:
         """What each registered module does."""
-        modules = self._client.composer.modules
+        modules = self._client.registered.composer.modules
         return self._run(
             self._known(lambda: {name: _described(tiers) for name, tiers in modules.items()})
         )
@@ -150,13 +152,13 @@ class SteeringControl:
                 steers already keeps the old one, and so do modules and global steering, which have
                 it as it was when they were set.
         """
-        composer = self._client.composer
+        composer = self._client.registered.composer
         made = partial(composer.monitor_of, name, condition)
         return self._run(self._change(f"{MONITOR}{name}", made))
 
     def unregister_monitor(self, name: str) -> Any:
         """Forget a monitor; what steers with it keeps it."""
-        composer = self._client.composer
+        composer = self._client.registered.composer
 
         def removed() -> None:
             composer.monitor(name)
@@ -165,7 +167,7 @@ class SteeringControl:
 
     def monitors(self) -> Any:
         """What each registered monitor judges."""
-        monitors = self._client.composer.monitors
+        monitors = self._client.registered.composer.monitors
         return self._run(
             self._known(
                 lambda: {name: condition_described(each) for name, each in monitors.items()}
@@ -177,7 +179,9 @@ class SteeringControl:
         when each `begun` (seconds since the epoch), `expires_in_s`, and its `requests` so far."""
 
         def steps() -> Steps[dict[str, dict[str, Any]]]:
-            answers = yield from self._client.ask(WorkerCall("conversations", (time.time(),)))
+            answers = yield from self._client.registered.ask(
+                WorkerCall("conversations", (time.time(),))
+            )
             return dict(answers[0])
 
         return self._run(steps())
@@ -191,7 +195,7 @@ class SteeringControl:
 
         def steps() -> Steps[None]:
             call = WorkerCall("forget_conversation", (name, time.time()))
-            answers = yield from self._client.ask(call)
+            answers = yield from self._client.registered.ask(call)
             if not answers[0]:
                 raise ValueError(
                     f"no conversation {name!r:.80} is remembered; llm.steering.conversations(), or "
@@ -202,7 +206,7 @@ class SteeringControl:
 
     def _known(self, tell: Callable[[], dict[str, Any]]) -> Steps[dict[str, Any]]:
         """What `tell` gives when everything that is registered is known."""
-        yield from self._client.current()
+        yield from self._client.registered.current()
         return tell()
 
     def _change(self, key: str, made: Callable[[], Tiers | Condition | None]) -> Steps[None]:
@@ -210,10 +214,10 @@ class SteeringControl:
         yield ALONE
         changed = False
         while not changed:
-            yield from self._client.current()
+            yield from self._client.registered.current()
             content = made()
             value = None if content is None else cloudpickle.dumps(content)
-            changed = yield from self._client.change(key, value)
+            changed = yield from self._client.registered.change(key, value)
 
 
 def _described(tiers: Tiers) -> dict[str, Any]:

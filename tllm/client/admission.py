@@ -1,0 +1,309 @@
+"""How a request is made ready for the engine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm import PoolingParams as VllmPoolingParams
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
+
+from tllm.client.built_in import BUILT_IN
+from tllm.client.calls import ALONE, Steps, WorkerCall
+from tllm.client.checked_params import CheckedParams
+from tllm.client.consumer_uses import ConsumerUses
+from tllm.client.held import HeldByWorkers
+from tllm.client.prompt_check import PromptCheck
+from tllm.client.registrations import Registrations
+from tllm.client.request import Prepared, Uses, media_of
+from tllm.client.request_kind import RequestKind
+from tllm.client.results import Samples
+from tllm.client.vector_uploads import VectorUploads
+from tllm.consumers.signals import SignalsConsumer
+from tllm.engine.front import RefusedError
+from tllm.params import PoolingParams, asked_of, plain
+from tllm.spec.conditions import signal_names
+from tllm.spec.conversations import RequestConversation
+from tllm.spec.groups import SteeringGroup, gates_of, use_of_conversation
+from tllm.spec.patching import PatchUse
+from tllm.spec.reading import allow_options
+from tllm.spec.request import CONVERSATION, EXTRA_ARG, Asked, RequestSpec, RowsRead, wire_of
+from tllm.spec.selection import Selection
+
+_PROMPT = Selection.parse({"phase": "prompt"})
+
+
+class RequestAdmission:
+    """Makes requests ready, or refuses them.
+
+    Args:
+        registered: what is known of the engine.
+        held: what the workers hold for requests that run.
+        uploads: brings them what they do not hold.
+        uses: finds what consumers have to do with a request.
+        prompts: checks what can be checked only when the prompt is known.
+    """
+
+    def __init__(
+        self,
+        registered: Registrations,
+        held: HeldByWorkers,
+        uploads: VectorUploads,
+        uses: ConsumerUses,
+        prompts: PromptCheck,
+    ) -> None:
+        self._registered = registered
+        self._held = held
+        self._uploads = uploads
+        self._uses = uses
+        self._prompts = prompts
+        self._params = CheckedParams()
+
+    def admit(
+        self,
+        params: Any,
+        request_id: str,
+        *,
+        results: bool = True,
+        streamed: bool = False,
+        first: Prepared | None = None,
+        asked: Asked | None = None,
+        generated: int = 0,
+    ) -> Steps[Prepared]:
+        """Make a request ready. What it is steered with is held for it until `release`.
+
+        Args:
+            params: of vLLM's or of ours, for sampling or pooling.
+            results: whether somebody will come for what the consumers have to say.
+            streamed: its prompt arrives in parts. Only the engine knows then where it ends.
+            first: what the request asks of which this is a later input.
+            asked: what it asks; by default what its parameters say.
+            generated: how many of the last tokens of its prompt were generated.
+
+        Raises `ValueError` naming what is wrong in it.
+        """
+        if not self._registered.is_current:
+            yield from self._registered.current()
+        if isinstance(params, BeamSearchParams):
+            raise RefusedError(
+                f"{type(params).__name__} was given for one request; give it to beam_search(), or "
+                "tllm.SamplingParams to generate()"
+            )
+        if asked is None:
+            try:
+                asked = asked_of(params)
+            except TypeError as error:  # what vLLM hands on of an `AsyncLLM`'s has no text
+                raise RefusedError(str(error)) from None
+        groups: tuple[SteeringGroup, ...] = () if first is None else first.groups
+        if first is None and self._registered.composer.concerns(asked.steering):
+            groups = self._registered.composer.groups(asked.steering)
+        if SignalsConsumer.consumer_id in asked.consumers:
+            _check_signals(asked.consumers[SignalsConsumer.consumer_id], groups)
+        if results and groups:
+            asked = _with_signals(asked, groups)
+        for name, make in BUILT_IN.items():
+            if name in asked.consumers and name not in self._registered.consumers:
+                yield ALONE
+                if name not in self._registered.consumers:  # it may have come meanwhile
+                    yield from self._registered.add(make(), False)
+        kind = RequestKind(isinstance(params, VllmSamplingParams), streamed, generated, results)
+        uses = self._uses.checked(kind, asked, groups)
+        if first is None and not self._held.has(groups):
+            # Nothing is waited for until they are held, below.
+            yield from self._uploads.bring(groups)
+            uses = self._uses.checked(kind, asked, groups)  # with what was registered meanwhile
+        patch: tuple[PatchUse, ...] = ()
+        if asked.patch is not None and not asked.patch.names_media:
+            patch = self._registered.patches.uses(asked.patch)
+        prompt_id = os.urandom(16).hex() if first is None else first.prompt_id
+        prepared = self._prepare(params, asked, request_id, prompt_id, (groups, patch), kind, uses)
+        if first is None:
+            self._held.hold(prompt_id, groups)
+        if _converses(asked, groups):  # last, since who is refused begins no conversation
+            yield from self._enter(asked.conversation, prepared)
+        return prepared
+
+    def admit_now(self, params: VllmSamplingParams) -> VllmSamplingParams:
+        """Parameters as the engine takes them, of requests that nobody steers and whose results
+        nobody will look at, when all that is registered is known (`is_current`)."""
+        try:
+            next(self.admit(params, "", results=False))
+        except StopIteration as done:
+            prepared: Prepared = done.value
+            return prepared.params  # type: ignore[no-any-return]
+        raise RuntimeError("the workers have to be asked something before this request")
+
+    def _enter(self, named: RequestConversation | None, prepared: Prepared) -> Steps[None]:
+        """Let a request, which is ready, take part in a conversation."""
+        assert named is not None
+        try:
+            replicas = self._registered.replicas
+            if replicas > 1:
+                raise ValueError(
+                    "conversation: a condition of steering has scope='conversation', and this "
+                    f"engine has {replicas} data-parallel replicas, each with a memory of its "
+                    "own; start it with data_parallel_size=1, or give scope='rest'"
+                )
+            kept = [gate.kept_as for gate in gates_of(prepared.groups).values() if gate.kept_as]
+            given = (
+                *(named.id, named.key_digest, named.expires_s, time.time()),
+                *(named.owner, named.most, kept),
+            )
+            answers = yield WorkerCall("enter_conversation", given)
+        except BaseException:
+            self._held.release(prepared.prompt_id)
+            raise
+        use = use_of_conversation(prepared.groups, *answers[0])
+        spec = RequestSpec.from_wire(wire_of(prepared.params))
+        prepared.params.extra_args[EXTRA_ARG] = replace(spec, conversation=use).to_wire()
+
+    def check_input(self, request: Prepared, later: Prepared) -> None:
+        """Refuse a later input of a streamed prompt whose rows would be written to by a consumer
+        that the request did without: its cached blocks are shared with others."""
+        if wire_of(request.params).get("isolated"):
+            return
+        wanted = later.named | (request.unused - later.unused)
+        for name in sorted(wanted & self._registered.consumers.keys()):
+            flows = self._registered.flows[name]
+            if any(w.port == "residual_stream" for flow in flows for w in flow.writes):
+                raise RefusedError(
+                    f"consumers[{name!r}]: an input of a streamed prompt asks for it, and it "
+                    "writes to rows; ask for it in the request, or begin another one"
+                )
+
+    def leave(self, prepared: Prepared) -> WorkerCall | None:
+        """What the workers have to hear of a request that did not begin, beside that it is over."""
+        if prepared.conversation is None:
+            return None
+        return WorkerCall("leave_conversation", prepared.conversation)
+
+    def _prepare(
+        self,
+        params: Any,
+        asked: Asked,
+        request_id: str,
+        prompt_id: str,
+        changes: tuple[tuple[SteeringGroup, ...], tuple[PatchUse, ...]],
+        kind: RequestKind,
+        uses: Uses,
+    ) -> Prepared:
+        if kind.streamed and kind.results and len(uses.unused) < len(self._registered.consumers):
+            uses.wants_tokens = True
+        groups, patch = changes
+        stops, aborts = _ends(groups, params)
+        if aborts:  # rows of cached blocks would not be judged
+            uses.reads.append(RowsRead("abort_when", _PROMPT))
+        media = media_of(asked, groups, uses)
+        if needing := [group for group in groups if group.needs_prompt]:
+            once = _converses(asked, groups) and all(g.needs_prompt_once for g in needing)
+            uses.reads.append(RowsRead(CONVERSATION if once else "when", _PROMPT))
+        spec = RequestSpec(
+            request_id=request_id,
+            prompt_id=prompt_id if kind.results else "",
+            num_samples=params.n if kind.generates else 1,
+            consumers=asked.consumers,
+            registrations=self._registrations_of(asked, uses),
+            reads=tuple(dict.fromkeys(uses.reads)),
+            wants_tokens=uses.wants_tokens,
+            acted=uses.acting is not None,
+            steering_rows=tuple(dict.fromkeys(uses.steering_rows)),
+            isolated=uses.writes,
+            steering=tuple(group.use for group in groups),
+            patch=patch,
+            generated=kind.generated,
+            streamed=kind.streamed,
+            stops=stops,
+            aborts=aborts,
+            media=media,
+        )
+        prepared = Prepared(
+            self._params.copy(params, spec.to_wire()) if kind.generates else _pooled(params, spec),
+            prompt_id,
+            {name: asked.consumers.get(name, {}) for name in uses.captures},
+            wants_tokens=uses.wants_tokens,
+            streamed=kind.streamed,
+            unused=frozenset(uses.unused),
+            named=frozenset(asked.consumers.keys() - uses.unused),
+            groups=groups,
+            patch=asked.patch,
+            ended_by=frozenset(name for _, name in (*stops, *aborts)),
+            keeps_results=kind.results,
+            samples=Samples(deltas=params.output_kind == RequestOutputKind.DELTA),
+        )
+        if media is not None:
+            self._prompts.expect(prepared)
+        return prepared
+
+    def _registrations_of(self, asked: Asked, uses: Uses) -> dict[str, str]:
+        """By which consumers a request was accepted, of those that it names and that are not of
+        every engine: another may have the id of one when it begins."""
+        named = asked.consumers.keys() - uses.unused - BUILT_IN.keys()
+        return {name: self._registered.ids[name] for name in named}
+
+
+def _check_signals(chosen: Mapping[str, Any], groups: Sequence[SteeringGroup]) -> None:
+    """Refuse what a request may not say: which signals there are, its conditions say. Without any
+    there would be none."""
+    name = f"consumers[{SignalsConsumer.consumer_id!r}]"
+    allow_options(chosen, ("enabled",), name)
+    if chosen.get("enabled", True) and not gates_of(groups):
+        raise ValueError(
+            f"{name} is {dict(chosen)!r}, and the request has no condition to score; give "
+            "steering with a 'when', 'stop_when' or 'abort_when', or leave the consumer out"
+        )
+
+
+def _with_signals(asked: Asked, groups: Sequence[SteeringGroup]) -> Asked:
+    """What is asked, and what the conditions of its steering made of each token."""
+    names = signal_names(gates_of(groups).values())
+    if not names:
+        return asked
+    name = SignalsConsumer.consumer_id
+    options = {**asked.consumers.get(name, {}), "names": names}
+    return replace(asked, consumers={**asked.consumers, name: options})
+
+
+def _converses(asked: Asked, groups: Sequence[SteeringGroup]) -> bool:
+    return asked.conversation is not None and any(group.is_kept for group in groups)
+
+
+def _ends(
+    groups: Sequence[SteeringGroup], params: Any
+) -> tuple[tuple[tuple[int, str], ...], tuple[tuple[int, str], ...]]:
+    """Number and name of the conditions that end a sample, and of those that refuse a prompt."""
+    if not any(group.ends for group in groups):
+        return (), ()
+    names: dict[int, str] = {}
+    for name, number in signal_names(gates_of(groups).values()).items():
+        names.setdefault(number, name)
+    stops, aborts = (
+        tuple(
+            (number, name or names[number])
+            for group in groups
+            if group.phase == phase
+            for number, name in group.ends
+        )
+        for phase in ("decode", "prefill")
+    )
+    given = [params.stop] if isinstance(params.stop, str) else params.stop or ()
+    for field, (_, name) in [
+        *(("stop_when", end) for end in stops),
+        *(("abort_when", end) for end in aborts),
+    ]:
+        if name in given:
+            raise ValueError(
+                f"{field}: the condition {name!r} is called as one of the stop strings, and "
+                "stop_reason could not tell them apart; give it another 'name'"
+            )
+    return stops, aborts
+
+
+def _pooled(params: Any, spec: RequestSpec) -> VllmPoolingParams:
+    """A copy of pooling parameters that carries a spec."""
+    own = (plain(params) if isinstance(params, PoolingParams) else params).clone()
+    own.extra_kwargs = {**(own.extra_kwargs or {}), EXTRA_ARG: spec.to_wire()}
+    return own

@@ -1,0 +1,274 @@
+"""What is registered with an engine, whichever of its front ends did it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from tllm.client import consumer_calls
+from tllm.client.answers import SharedFolder
+from tllm.client.built_in import BUILT_IN
+from tllm.client.calls import ALONE, Steps, WorkerCall
+from tllm.client.composer import Composer
+from tllm.client.facts import Facts
+from tllm.client.feature_probes import FeatureProbes
+from tllm.client.patching import PatchComposer
+from tllm.consumers.base import Consumer
+from tllm.engine.registered import STEERING_KEYS, WEIGHTS
+from tllm.ports import ConsumerFlow
+from tllm.ports.payload import reason_of
+from tllm.registry import check
+from tllm.shared_memory import FOLDER, SharedFile
+from tllm.spec.patching import KEPT, PATCHING
+
+_CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
+
+
+class Registrations:
+    """What one front end knows of its engine: the consumers, what steers every request, named
+    modules and rows that are kept, which all front ends of the engine register.
+
+    Args:
+        consumers: to be registered as soon as the workers are asked anything.
+        capturing: ids of those whose results are capture results.
+        shared: the folder in which the workers leave answers.
+        front_ends: how many share the engine's workers.
+        workers: of each data-parallel replica.
+
+    Attributes:
+        consumers: those that are registered, by id, whichever front end did it.
+        flows: of each consumer, by id, those that every request has.
+        ids: of the consumers that are there: each tells one from others of its id.
+        composer: composes what steers a request.
+        patches: finds what a request's patches name.
+        holder: by which the workers know this front end.
+        replicas: data-parallel ones that this front end sends requests to.
+    """
+
+    _handle: Callable[[], Any] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        consumers: Iterable[Consumer],
+        capturing: Iterable[str],
+        shared: SharedFolder,
+        *,
+        front_ends: int,
+        workers: int | None,
+    ) -> None:
+        self.consumers: dict[str, Consumer] = {}
+        self.capturing = set(capturing)
+        self.flows: dict[str, tuple[ConsumerFlow, ...]] = {}
+        self.ids: dict[str, str] = {}
+        self._features = FeatureProbes(self.consumers, lambda: self.facts)
+        self.composer = Composer(self._features.find)
+        self.patches = PatchComposer()
+        self.holder = shared.token or uuid.uuid4().hex
+        self.front_ends = front_ends
+        self.replicas = 1
+        self._shared = shared
+        self._workers = workers
+        self._waiting = list(consumers)
+        #: By id, what consumers were registered with here that were not heard of yet.
+        self._own: dict[str, bytes] = {}
+        self._attached = False
+        self._version = 0
+        self._versions: dict[str, int] = {}
+        self._shown: memoryview | None = None
+        for i, consumer in enumerate(self._waiting):
+            _check(consumer)
+            if consumer.consumer_id in [other.consumer_id for other in self._waiting[:i]]:
+                raise ValueError(_taken(consumer.consumer_id))
+
+    @property
+    def facts(self) -> Facts:
+        """What the workers told of the engine."""
+        assert self.composer.facts is not None
+        return self.composer.facts
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all that is registered, here or by other front ends, is known here."""
+        if not self._attached or self._waiting:
+            return False
+        if self._shown is not None:
+            return self._shown[0] == self._version
+        return self.front_ends == 1  # else there may be news, and nothing tells
+
+    @property
+    def steering_version(self) -> int:
+        """Another number after each change of what steers, and of the model's weights."""
+        if self._shown is not None:
+            return self._shown[1]
+        return max(
+            (version for key, version in self._versions.items() if key.startswith(STEERING_KEYS)),
+            default=0,
+        )
+
+    def current(self) -> Steps[None]:
+        """Know all that is registered."""
+        if self.is_current:
+            return
+        yield ALONE
+        if not self._attached:
+            answers = yield WorkerCall("attach", (self.holder,))
+            self._learn_engine(answers)
+        yield from self._fetch()
+        self._attached = True
+        while self._waiting:
+            consumer = self._waiting[0]
+            if consumer.consumer_id in self.consumers:  # another front end was first
+                known = self.ids[consumer.consumer_id]
+                self._adopt(consumer, consumer.consumer_id in self.capturing, known)
+            else:
+                yield from self.add(consumer, consumer.consumer_id in self.capturing)
+            self._waiting.pop(0)
+
+    def change(self, key: str, value: bytes | None) -> Steps[bool]:
+        """Register a value, if it was not changed since it was seen here; whether that went."""
+        seen = self._versions.get(key, 0)
+        answers = yield WorkerCall("change_registered", (key, seen, value))
+        yield from self._fetch()
+        return bool(answers[0])
+
+    def _learn_engine(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        self.composer.facts = self.patches.facts = Facts.of_workers(answers)
+        self.replicas = len(answers) // (self._workers or len(answers))
+        if answers[0]["shared_file"] and self._shared.token:
+            try:
+                memory = SharedFile(FOLDER / answers[0]["shared_file"]).map()
+            except OSError:  # the workers are on another host
+                return
+            self._shown = memory.data.cast("q")
+
+    def _fetch(self) -> Steps[None]:
+        answers = yield WorkerCall("registered_since", (self._version,))
+        version, entries = answers[0]
+        for key, (changed, value) in entries.items():
+            self._versions[key] = changed
+            if key.startswith(_CONSUMER):
+                self._features.forget()
+                self.composer.forget_composed()
+                self._learn_consumer(key[len(_CONSUMER) :], value)
+            elif key == _FRONT_ENDS:
+                self.front_ends = max(self.front_ends, int(value or 1))
+            elif key.startswith(KEPT):
+                self.patches.learn(key, value)
+            elif key != WEIGHTS:
+                self.composer.learn(key, value)
+        self._version = version
+
+    def _learn_consumer(self, name: str, payload: bytes | None) -> None:
+        own = self._own.pop(name, None)
+        if payload is not None and payload == own:
+            return
+        gone = self.consumers.pop(name, None)
+        self.capturing.discard(name)
+        if gone is not None and gone.is_attached_to(self._handle()):
+            gone.attach(None)
+        if payload is not None:
+            self._adopt(*cloudpickle.loads(payload))
+
+    def _adopt(self, consumer: Consumer, capturing: bool, registration: str) -> None:
+        """A consumer is registered: this object stands for its copies in the workers."""
+        self.consumers[consumer.consumer_id] = consumer
+        self.ids[consumer.consumer_id] = registration
+        self.flows[consumer.consumer_id] = tuple(consumer.flows())
+        if capturing:
+            self.capturing.add(consumer.consumer_id)
+        consumer.attach(self._handle())
+
+    def add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
+        """Register a consumer, unless one of its id is there; whether it was."""
+        name, registration = consumer.consumer_id, os.urandom(8).hex()
+        try:
+            payload = cloudpickle.dumps((consumer, capturing, registration))
+        except Exception as error:
+            raise TypeError(
+                f"consumer {name!r} cannot be copied to the workers: {reason_of(error)}; make what "
+                "cannot be copied in start(ctx), which is called there"
+            ) from error
+        try:
+            added = any((yield WorkerCall("register", (name, payload))))
+        except (ValueError, RuntimeError) as error:  # of several, which one it is
+            yield WorkerCall("withdraw", (name, registration))  # other workers may have it
+            yield from self._fetch()
+            if type(error) not in (ValueError, RuntimeError) or repr(name) in str(error):
+                raise
+            raise type(error)(f"consumer {name!r} cannot begin: {error}") from error
+        if added:
+            self._own[name] = payload
+            self._adopt(consumer, capturing, registration)
+        yield from self._fetch()
+        return added
+
+    def speak_for(self, handle: Any) -> None:
+        """Let consumers reach the workers through what the user calls, which has this object."""
+        self._handle = weakref.ref(handle)
+        for consumer in self._waiting:
+            consumer.attach(handle)
+
+    def ask(self, call: WorkerCall) -> Steps[list[Any]]:
+        yield from self.current()
+        answers: list[Any] = yield call
+        return answers
+
+    def ensure(self, consumer: Consumer) -> Steps[None]:
+        """Let a consumer of ours be there."""
+        yield ALONE
+        yield from self.current()
+        if consumer.consumer_id not in self.consumers:
+            yield from self.add(consumer, False)
+
+    def register(self, consumer: Consumer) -> Steps[Consumer]:
+        _check(consumer)
+        yield ALONE
+        yield from self.current()
+        if consumer.consumer_id in self.consumers or not (yield from self.add(consumer, False)):
+            raise ValueError(_taken(consumer.consumer_id))
+        return consumer
+
+    def unregister(self, consumer_id: str | None) -> Steps[None]:
+        """Remove a consumer, or all of them."""
+        yield ALONE
+        yield from self.current()
+        yield WorkerCall("unregister", (consumer_id,))
+        yield from self._fetch()
+
+    def read_stats(self, consumer: Consumer | str) -> Steps[Mapping[str, Any]]:
+        """A consumer's statistics, over all workers of all data-parallel replicas."""
+        name = consumer if isinstance(consumer, str) else consumer.consumer_id
+        found = yield from self.ask(WorkerCall("consumer_stats", (name,)))
+        if isinstance(consumer, str):
+            consumer = self.consumers[name]
+        size = self._workers or len(found)
+        replicas = [
+            consumer_calls.call(consumer, "merge_stats", found[first : first + size])
+            for first in range(0, len(found), size)
+        ]
+        if len(replicas) == 1:
+            return replicas[0]
+        return consumer_calls.call(consumer, "merge_replicas", replicas)
+
+
+def _check(consumer: Any) -> None:
+    """Refuse what cannot be registered, and what has the name of other results of ours."""
+    check(consumer)
+    name = consumer.consumer_id
+    if name == PATCHING or not isinstance(consumer, BUILT_IN.get(name, Consumer)):
+        raise ValueError(
+            f"{type(consumer).__name__} has consumer_id={name!r}, by which outputs have results of "
+            "tLLM's own; give it another consumer_id"
+        )
+
+
+def _taken(consumer_id: str) -> str:
+    return (
+        f"a consumer with consumer_id={consumer_id!r} is registered; unregister it first, or give "
+        "this one another consumer_id"
+    )
