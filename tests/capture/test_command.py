@@ -13,12 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from engine.asking import error_of, prompts_of
 
 import tllm.stores
 from tllm.cli import capture as capturing
+from tllm.engine.tokenizer import encoded, tokenizer_of
 from tllm.stores.owners import owner_of
 
+DEMO = Path(__file__).parents[2] / "demo" / "model"
 TLLM = Path(sys.executable).parent / "tllm"
 ENGINE = {
     "skip_tokenizer_init": True,
@@ -111,6 +114,32 @@ def test_a_job_goes_on_where_it_stopped(here, arguments, truth, tmp_path):
             assert len(got) == len(prompt)
             for mine, theirs in zip(got, truth.states(prompt)[place], strict=True):
                 assert error_of(mine, theirs) < 2e-5
+
+
+def test_texts_of_records_that_are_there_are_encoded_together_and_compared_one_by_one(tmp_path):
+    tokenizer = tokenizer_of(str(DEMO), {})
+    texts = [f"Puzzle {i}: name a tool, {'please ' * (i % 5)}" for i in range(600)]
+    texts += ["", "<|im_end|>", "straße 東京 \U0001f600"]
+    alone = [list(tokenizer.encode(text)) for text in texts]
+    assert encoded(tokenizer, texts) == alone
+    assert encoded(tokenizer, []) == []
+
+    prompts = dict(zip((f"p{i}" for i in range(600)), texts, strict=False))
+    with tllm.stores.StoreWriter(tmp_path, layout="sharded") as writer:
+        for (name, _), tokens in zip(prompts.items(), alone, strict=False):
+            meta = tllm.stores.RecordMeta(
+                name, prompt_len=len(tokens), token_ids=[*tokens, 1], model=str(DEMO)
+            )
+            rows = tllm.stores.Rows(torch.zeros(1, 4), [len(tokens) - 1])
+            writer.submit(tllm.stores.Record(meta, {("post_block", 1): rows}))
+    prompts["p7"] = {"prompt_token_ids": alone[7]}
+    job = capturing.Job(
+        str(DEMO), Path(__file__), tmp_path, {"hooks": "post_block:1", "positions": "last_prompt"}
+    )
+    assert capturing._earlier_run(job).captured(prompts) == set(prompts)
+    prompts["p555"] = prompts["p554"]
+    with pytest.raises(ValueError, match="'p555' with the tag '' of another prompt"):
+        capturing._earlier_run(job).captured(prompts)
 
 
 def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, arguments, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -144,10 +144,10 @@ def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
 
 
 def _earlier_run(job: Job) -> EarlierRun:
-    def encode(text: str) -> list[int]:
-        from tllm.engine.tokenizer import tokenizer_of  # vLLM takes seconds to import
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        from tllm.engine.tokenizer import encoded, tokenizer_of  # vLLM takes seconds to import
 
-        return list(tokenizer_of(job.model, job.engine).encode(text))
+        return encoded(tokenizer_of(job.model, job.engine), texts)
 
     served = job.engine.get("served_model_name") or job.model
     return EarlierRun(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from tllm.spec.selection import intersected
 # Records of which the positions themselves are compared: they lie beside the rows. Of all others
 # only their number is.
 _READ = 16
+
+# Records whose texts are encoded together. A tokenizer takes longer for many more at a time.
+_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class EarlierRun:
         model: name of the model, as the engine has it.
         asked: what the job captures.
         max_tokens: tokens that it generates at the most.
-        encode: tokens of a text.
+        encode: tokens of each of some texts.
     """
 
     out: Path
@@ -34,7 +38,7 @@ class EarlierRun:
     model: str
     asked: CaptureSpec
     max_tokens: int
-    encode: Callable[[str], Sequence[int]]
+    encode: Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
     def captured(self, prompts: Mapping[str, Any]) -> set[str]:
         """Ids whose records are there and whole.
@@ -52,11 +56,22 @@ class EarlierRun:
         done = store.request_ids(tag=self.tag).intersection(prompts)
         found = store.filter(tag=self.tag, request_id=done, status="ok")
         self._check_places(found, len(done))
-        for number, record in enumerate(found):
-            self._check_description(record)
-            self._check_tokens(record, prompts[record.request_id])
-            self._check_positions(record, read=number < _READ)
+        records = iter(found)
+        read = _READ
+        while batch := list(islice(records, _BATCH)):
+            tokens = self._tokens([prompts[record.request_id] for record in batch])
+            for record, given in zip(batch, tokens, strict=True):
+                self._check_description(record)
+                self._check_tokens(record, given)
+                self._check_positions(record, read=read > 0)
+                read -= 1
         return done
+
+    def _tokens(self, prompts: Sequence[Any]) -> Iterator[Sequence[int]]:
+        """The tokens of each prompt; those of texts are made together."""
+        encoded = iter(self.encode([prompt for prompt in prompts if isinstance(prompt, str)]))
+        for prompt in prompts:
+            yield next(encoded) if isinstance(prompt, str) else prompt["prompt_token_ids"]
 
     def _store(self) -> tllm.stores.Store | None:
         if not self.out.is_dir() or not any(self.out.iterdir()):
@@ -99,8 +114,7 @@ class EarlierRun:
             there = ", ".join(sorted(kept))
             raise self._other(record, f"with rows of {there}", self.asked.dtype)
 
-    def _check_tokens(self, record: tllm.stores.StoredRecord, prompt: Any) -> None:
-        given = self.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+    def _check_tokens(self, record: tllm.stores.StoredRecord, given: Sequence[int]) -> None:
         if record.token_ids[: record.prompt_len] != tuple(given):
             raise self._other(record, "of another prompt", "that of this input")
         generated = record.num_tokens - record.prompt_len
