@@ -31,6 +31,7 @@ from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ResidualStream
 
 RANK = 4
+ON_GPU = torch.cuda.is_available()
 VECTOR = 5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(21))
 
 
@@ -64,6 +65,8 @@ def adapter(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lora_engine(llama):
+    if ON_GPU:
+        pytest.skip("on a GPU vLLM's kernels take no adapters in float32")
     return LLM(llama, max_num_batched_tokens=24, enable_lora=True, max_lora_rank=8, **TINY_ENGINE)
 
 
@@ -173,6 +176,46 @@ def test_adapters_take_turns_at_prompts_that_are_cached(llama, lora_engine, adap
                 rows = sample.activations["post_block"][LAYERS - 2].tensor
                 expected = reference.run(tokens, [place], additions)[1][place]
                 assert (rows - expected).norm() < RELATIVE * expected.norm()
+
+
+@pytest.mark.skipif(
+    not ON_GPU, reason="on a CPU vLLM 0.32 gives a batch's adapter to all of its requests"
+)
+def test_adapters_are_mixed_in_one_batch(llama, adapter, tmp_path):
+    """Two and none at once, compiled and with CUDA graphs; steered and not."""
+    other = save_adapter(tmp_path, 5)
+    references = [Reference(llama) for _ in range(3)]
+    merged(references[0], adapter)
+    merged(references[1], other)
+    loras = [LoRARequest("one", 1, str(adapter)), LoRARequest("two", 2, str(other)), None]
+    engine = TINY_ENGINE | {"enforce_eager": False, "dtype": "bfloat16"}
+    llm = LLM(llama, enable_lora=True, max_loras=2, max_lora_rank=8, **engine)
+    place = ("post_block", LAYERS - 2)
+    capture = {"memory": {"hooks": {"post_block": [LAYERS - 2]}, "positions": "all"}}
+    vectors = {"post_block": {1: VECTOR}}
+    prompts = prompts_of([70, 9, 33])
+    cases = [(p, which, steered) for p in prompts for which in range(3) for steered in (0, 1)]
+    for _ in range(2):  # the second time with what the first left in the prefix cache
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _, _ in cases],
+            [
+                greedy(4, capture=capture, steering_vectors=vectors if steered else None)
+                for _, _, steered in cases
+            ],
+            lora_request=[loras[which] for _, which, _ in cases],
+            use_tqdm=False,
+        )
+        for output, (prompt, which, steered) in zip(outputs, cases, strict=True):
+            [sample] = output.outputs
+            rows = sample.activations["post_block"][LAYERS - 2].tensor.float()
+            additions = [Addition(("post_block", 1), VECTOR)] if steered else []
+            tokens = [*prompt, *sample.token_ids][:-1]
+            errors = []
+            for reference in references:
+                expected = reference.run(tokens, [place], additions)[1][place]
+                errors.append(float((rows - expected).norm() / expected.norm()))
+            near = errors.pop(which)
+            assert near < 0.05 < 0.5 < min(errors), (which, steered)  # in bfloat16
 
 
 def test_what_looks_through_the_lm_head_leaves_out_adapters_that_change_it(
