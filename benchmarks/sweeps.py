@@ -72,8 +72,8 @@ def save_model(path: Path, shape: str, dtype: str) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(**_SHAPES[shape])
-    config.initializer_range = 0.04 * (768 / config.n_embd) ** 0.5
+    width = _SHAPES[shape].get("n_embd", 768)
+    config = GPT2Config(initializer_range=0.04 * (768 / width) ** 0.5, **_SHAPES[shape])
     with torch.device(_DEVICE):
         model = GPT2LMHeadModel(config).to(getattr(torch, dtype)).eval()
     model.save_pretrained(path)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,11 @@ def test_texts_of_records_that_are_there_are_encoded_together_and_compared_one_b
         str(DEMO), Path(__file__), tmp_path, {"hooks": "post_block:1", "positions": "last_prompt"}
     )
     assert capturing._earlier_run(job).captured(prompts) == set(prompts)
+    ids = {name: {"prompt_token_ids": each} for name, each in zip(prompts, alone, strict=False)}
+    without = replace(
+        job, model=str(tmp_path / "no tokenizer"), engine={"served_model_name": job.model}
+    )
+    assert capturing._earlier_run(without).captured(ids) == set(ids)
     prompts["p555"] = prompts["p554"]
     with pytest.raises(ValueError, match="'p555' with the tag '' of another prompt"):
         capturing._earlier_run(job).captured(prompts)

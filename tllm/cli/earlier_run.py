@@ -68,8 +68,10 @@ class EarlierRun:
         return done
 
     def _tokens(self, prompts: Sequence[Any]) -> Iterator[Sequence[int]]:
-        """The tokens of each prompt; those of texts are made together."""
-        encoded = iter(self.encode([prompt for prompt in prompts if isinstance(prompt, str)]))
+        """The tokens of each prompt; those of texts are made together. A model without a tokenizer
+        has no texts."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self.encode(texts) if texts else ())
         for prompt in prompts:
             yield next(encoded) if isinstance(prompt, str) else prompt["prompt_token_ids"]
 

@@ -74,7 +74,8 @@ class RequestAdmission:
         asked: Asked | None = None,
         generated: int = 0,
     ) -> Steps[Prepared]:
-        """Make a request ready. What it is steered with is held for it until `release`.
+        """Make a request ready. What it is steered with is held for it until
+        `HeldByWorkers.release`.
 
         Args:
             params: of vLLM's or of ours, for sampling or pooling.

@@ -37,7 +37,7 @@ class ConsumerUses:
 
     def checked(self, kind: RequestKind, asked: Asked, groups: Sequence[SteeringGroup]) -> Uses:
         """What the consumers have to do with a request. Raises `ValueError` for what it asks and
-        cannot have: all of it is found here, but for what hangs on its prompt (`check_prompt`)."""
+        cannot have: all of it is found here, but for what hangs on its prompt (`PromptCheck`)."""
         uses = self._of(asked)
         kind.check(asked, groups, uses)
         return uses

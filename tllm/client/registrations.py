@@ -42,11 +42,13 @@ class Registrations:
 
     Attributes:
         consumers: those that are registered, by id, whichever front end did it.
+        capturing: ids of those whose results are capture results.
         flows: of each consumer, by id, those that every request has.
         ids: of the consumers that are there: each tells one from others of its id.
         composer: composes what steers a request.
         patches: finds what a request's patches name.
         holder: by which the workers know this front end.
+        front_ends: how many share the engine's workers, as far as is known here.
         replicas: data-parallel ones that this front end sends requests to.
     """
 
