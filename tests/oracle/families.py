@@ -791,7 +791,7 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
             | _HEAD_DIM
             | _INTERLEAVED_ROPE
             | _EXPERTS
-            | {"num_experts": 4, "decoder_sparse_step": 1},
+            | {"num_experts": 4, "decoder_sparse_step": 1, "norm_topk_prob": True},
             "vision_config": _QWEN3_VISION,
         },
     ),
@@ -902,7 +902,11 @@ SURVEYED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kimi_linear": (
         "kimi_linear",
-        _BASE | _LATENT | _EXPERTS | _HYBRID | {"num_experts": 4, "n_routed_experts": 4},
+        _BASE
+        | _LATENT
+        | _EXPERTS
+        | _HYBRID
+        | {"num_experts": 4, "n_routed_experts": 4, "mla_use_nope": True},
     ),
 }
 

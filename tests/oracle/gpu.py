@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="keep what was found for the survey's page")
     parser.add_argument("--cudagraph-mode", help="vLLM's own choice by default")
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture graphs")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more of vLLM's arguments")
     given = parser.parse_args(arguments)
     dtype = getattr(torch, given.dtype)
     families = NEW if given.families == ["new"] else given.families
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from .reference_process import ReferenceProcess
     from .survey import Finding
 
-    engine: dict[str, Any] = {"dtype": given.dtype, "enforce_eager": given.eager}
+    engine: dict[str, Any] = {"dtype": given.dtype, "enforce_eager": given.eager, **given.engine}
     if HAS_CUDA:
         # Said, not profiled: then several of these can share the card.
         engine |= {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 2**28}
