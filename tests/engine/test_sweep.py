@@ -359,7 +359,7 @@ def test_the_prefix_before_the_patched_position_is_computed_once(llm, monkeypatc
         clean, corrupt, hooks="post_block", layers=0, positions=[70, 99], metric="kl"
     )
     # The last one patches the row before the first difference, which changes nothing.
-    assert seen == [[0], [64], [64, 96, 64]], "the clean run, the corrupt one, the experiments"
+    assert seen == [[0, 64], [64, 96, 64]], "the clean run with the corrupt one, the experiments"
 
 
 def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):
