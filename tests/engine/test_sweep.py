@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from vllm.lora.request import LoRARequest
 
 from engine.asking import prompts_of
 from engine.reference import PatchedRow
@@ -131,6 +132,18 @@ def test_the_noise_floor_of_a_metric_that_gives_nan_is_none_that_can_be_trusted(
         clean, corrupt, hooks="post_block", layers=[0], positions=[-1], metric=nothing
     )
     assert np.isnan(sweep.noise_floor["nothing"]) and sweep.noise_floor["kl"] < 1e-4
+
+
+def test_an_adapter_is_refused_where_there_is_none(llm):
+    (clean,), (corrupt,) = pairs_of([6], first=3)
+    asked = {"hooks": "post_block", "metric": "kl"}
+    with pytest.raises(ValueError, match=r"lora_request='one' is str; give .*LoRARequest\("):
+        llm.patching.sweep(clean, corrupt, **asked, lora_request="one")
+    lora = LoRARequest("one", 1, "/nowhere")
+    with pytest.raises(ValueError, match=r"takes none; start it with enable_lora=True"):
+        llm.patching.sweep(clean, corrupt, **asked, lora_request=lora)
+    with pytest.raises(ValueError, match=r"takes none; start it with enable_lora=True"):
+        llm.patching.run(clean, hooks="post_block", lora_request=lora)
 
 
 def test_numbers_of_numpy_are_answers_and_positions(llm):
