@@ -310,9 +310,10 @@ class Sweeping:
         corrupt: dict[str, FloatArray],
         computed: int,
     ) -> Sweep:
-        form, values = self.form, found.values
+        form, values, measured = self.form, found.values, found.known
         if form.heads is None:
             values = {name: each[:, :, :, 0] for name, each in values.items()}
+            measured = measured[:, :, :, 0]
         return Sweep(
             form.hooks,
             form.layers,
@@ -329,6 +330,7 @@ class Sweeping:
             together=form.together,
             freeze=() if form.ways is None else form.ways.freeze,
             receivers=() if form.ways is None else form.ways.receivers,
+            measured=measured,
         )
 
     def _cells(self) -> Iterator[_Experiment]:
@@ -445,6 +447,7 @@ class _Found:
     """The values of a sweep as they come in; log-probabilities are let go.
 
     Attributes:
+        known: which values have come in, or were known beforehand.
         noise_floor: by metric, the largest change where nothing was changed.
     """
 
@@ -459,6 +462,7 @@ class _Found:
         self.values = {
             name: np.full(sweeping.shape, np.nan, np.float32) for name in sweeping.metrics
         }
+        self.known = np.zeros(sweeping.shape, np.bool_)
         self.noise_floor = dict.fromkeys(sweeping.metrics, 0.0)
         self._unpatched: dict[str, FloatArray] = {}
 
@@ -473,14 +477,18 @@ class _Found:
         """Enter what is known beforehand: experiments that change nothing."""
         measured = self._unpatched = self.of(bases)
         for cell in cells:
+            self.known[cell.at] = True
             for name, values in self.values.items():
                 values[cell.at] = measured[name][cell.pair]
 
     def enter(self, experiment: _Experiment, logprobs: FloatArray) -> dict[str, float]:
         """What came of an experiment, by metric."""
         measured = self._measure(logprobs, experiment.pair)
+        nowhere = experiment.at[-1] == self.NOWHERE
+        if not nowhere:
+            self.known[experiment.at] = True
         for name, value in measured.items():
-            if experiment.at[-1] == self.NOWHERE:
+            if nowhere:
                 change = abs(value - float(self._unpatched[name][experiment.pair]))
                 self.noise_floor[name] = float(np.maximum(self.noise_floor[name], change))
             else:

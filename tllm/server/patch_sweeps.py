@@ -182,6 +182,7 @@ def _summary(sweep: Sweep) -> dict[str, Any]:
         "corrupt": sweep.corrupt,
         "noise_floor": sweep.noise_floor,
         "computed": sweep.computed,
+        "not_numbers": sweep.not_numbers,
         "values": sweep.values,
         "top": sweep.top(10),
     }
