@@ -231,6 +231,14 @@ def plain(params: SamplingParams | PoolingParams) -> Any:
     return params.theirs(**_values_of(params))
 
 
+def with_patch(params: SamplingParams, patch: RequestPatch) -> SamplingParams:
+    """A copy that asks for a patch, too. What is asked otherwise is not checked again."""
+    own = copy.copy(params)
+    assert own.asked is not None
+    own.asked = replace(own.asked, patch=patch)
+    return own
+
+
 def asked_of(params: Any) -> Asked:
     """What parameters ask: our own classes' `asked`, or, in vLLM's, what stands in
     `extra_args["tllm"]` (`extra_kwargs["tllm"]`) as plain data, under the names of our fields.

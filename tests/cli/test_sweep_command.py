@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 
+import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from tllm.cli.sweep import read_pairs
+from tllm.cli.sweep import read_pairs, render, write
+from tllm.patching import Sweep
 
 ENGINE = [
     *("--engine-arg", "dtype=float32", "--engine-arg", "enforce_eager=true"),
@@ -70,6 +74,24 @@ def test_an_answer_alone_is_no_list_of_letters(tmp_path):
         lines.write_text(f'{{"clean": "a", "corrupt": "b", "answers": {wrong}}}')
         with pytest.raises(ValueError, match=r"line 1: 'answers' is .*; give \[right, wrong\]"):
             read_pairs(lines)
+
+
+def test_experiments_without_a_number_are_told(tmp_path):
+    """JSON has no NaN, and others could not read the file."""
+    ends, values = np.zeros(1, np.float32), np.array([[[[0.5, np.nan, np.nan]]]], np.float32)
+    sweep = Sweep(
+        *(("mlp_out",), (3,), (0, 1, 2), {"kl": values}, {"kl": ends}, {"kl": ends}),
+        *(((7, 8, 9),), False, 3),
+        noise_floor={"kl": 0.0},
+        measured=np.ones_like(values, np.bool_),
+    )
+    text = io.StringIO()
+    render(sweep, ["abc"], 2, Console(file=text, width=80))
+    assert "kl: 2 of 3 experiments gave NaN" in text.getvalue()
+    assert text.getvalue().index("0.500") < text.getvalue().index("nan")
+    write(sweep, ["abc"], tmp_path / "rows.jsonl")
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=str)["kl"] for line in lines] == [0.5, None, None]
 
 
 def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):

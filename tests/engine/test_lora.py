@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_engines import TINY_ENGINE
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.lora.request import LoRARequest
@@ -20,6 +20,7 @@ from engine.reference import (
     VOCAB,
     Addition,
     GatedChange,
+    PatchedRow,
     Reference,
     save_tiny_model,
 )
@@ -72,8 +73,6 @@ def lora_engine(llama):
 
 def merged(reference: Reference, adapter) -> None:
     """Add the adapter to the reference's weights."""
-    from safetensors.torch import load_file
-
     tensors = load_file(adapter / "adapter_model.safetensors")
     for layer, block in enumerate(reference.model.model.layers):
         name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
@@ -176,6 +175,73 @@ def test_adapters_take_turns_at_prompts_that_are_cached(llama, lora_engine, adap
                 rows = sample.activations["post_block"][LAYERS - 2].tensor
                 expected = reference.run(tokens, [place], additions)[1][place]
                 assert (rows - expected).norm() < RELATIVE * expected.norm()
+
+
+def swept(source: Reference, base: Reference, clean, corrupt, layers, answers) -> torch.Tensor:
+    """`[layers, positions]`, differences of two logits: rows of `post_block` of one model's run of
+    the clean prompt, put into another's run of the corrupt one."""
+    places = [("post_block", layer) for layer in layers]
+    _, states = source.run(clean, places)
+    found = [
+        base.run(corrupt, patches=[PatchedRow(place, p, states[place][p])])[0][-1]
+        for place in places
+        for p in range(len(corrupt))
+    ]
+    right, wrong = torch.stack(found)[:, list(answers)].unbind(1)
+    return (right - wrong).reshape(len(places), len(corrupt))
+
+
+def test_a_sweep_with_an_adapter_is_one_of_the_merged_weights(
+    llama, lora_engine, adapter, tmp_path
+):
+    """Adapters of layers, and of the head, from which the measured logits come."""
+    (tmp_path / "head").mkdir()
+    head, answers = save_adapter(tmp_path / "head", 7, head=True), (5, 9)
+    plain, changed, other = Reference(llama), Reference(llama), Reference(llama)
+    merged(changed, adapter)
+    tensors = load_file(head / "adapter_model.safetensors")
+    name = "base_model.model.lm_head"
+    delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    other.model.lm_head.weight.data = other.model.lm_head.weight.data + delta
+    [clean] = prompts_of([20], seed=8)
+    corrupt = [*clean[:4], clean[4] % 250 + 1, *clean[5:]]
+    asked = {"hooks": "post_block", "layers": [0, 2], "metric": "logit_diff", "answers": answers}
+    # The head's last: vLLM 0.32 on a CPU gives it to what comes without one, too.
+    loras = [LoRARequest("one", 1, str(adapter)), None, LoRARequest("head", 3, str(head))]
+    for lora, reference in zip(loras, (changed, plain, other), strict=True):
+        sweep = lora_engine.patching.sweep(clean, corrupt, **asked, lora_request=lora)
+        expected = swept(reference, reference, clean, corrupt, [0, 2], answers)
+        assert (sweep.tensor - expected)[:, 4:].abs().max() < 2e-3 < expected[:, 4:].std()
+    assert lora_engine.patching.kept() == {}
+    with pytest.raises(ValueError, match="'lost' cannot be loaded from"):
+        lora_engine.patching.sweep(
+            clean, corrupt, **asked, lora_request=LoRARequest("lost", 4, str(tmp_path / "none"))
+        )
+    again = lora_engine.patching.sweep(clean, corrupt, **asked, lora_request=loras[0])
+    expected = swept(changed, changed, clean, corrupt, [0, 2], answers)
+    assert (again.tensor - expected)[:, 4:].abs().max() < 2e-3
+
+
+def test_a_run_with_an_adapter_is_a_source_for_requests_without(llama, lora_engine, adapter):
+    """What fine-tuning changed is found by putting its rows into the model that it began with."""
+    plain, changed = Reference(llama), Reference(llama)
+    merged(changed, adapter)
+    [prompt], place = prompts_of([20], seed=9), ("post_block", 1)
+    lora = LoRARequest("one", 1, str(adapter))
+    run = lora_engine.patching.run(prompt, hooks=place[0], layers=place[1], lora_request=lora)
+    entry = {"hook": place[0], "layer": place[1], "positions": [-1], "source": {"run": run}}
+    for positions in ([-1], list(range(20))):
+        [output] = lora_engine.generate(
+            {"prompt_token_ids": prompt},
+            greedy(1, patch=[entry | {"positions": positions}], logprobs=3),
+            use_tqdm=False,
+        )
+        rows = changed.run(prompt, [place])[1][place]
+        patches = [PatchedRow(place, p % 20, rows[p]) for p in positions]
+        expected = plain.run(prompt, patches=patches)[0][-1].log_softmax(-1)
+        for token, found in output.outputs[0].logprobs[0].items():
+            assert found.logprob == pytest.approx(float(expected[token]), abs=1e-3)
+    lora_engine.patching.drop(run)
 
 
 @pytest.mark.skipif(

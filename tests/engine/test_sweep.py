@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from vllm.lora.request import LoRARequest
 
 from engine.asking import prompts_of
 from engine.reference import PatchedRow
@@ -20,6 +21,7 @@ from tllm.patching import Sweep
 from tllm.patching.heatmap import Heatmap
 from tllm.spec.hooks import HookPoint
 
+PANDAS = importlib.util.find_spec("pandas") is not None
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
 HOOKS = ["post_block", "mlp_out"]
 LAYERS = [0, 2]
@@ -131,6 +133,41 @@ def test_the_noise_floor_of_a_metric_that_gives_nan_is_none_that_can_be_trusted(
         clean, corrupt, hooks="post_block", layers=[0], positions=[-1], metric=nothing
     )
     assert np.isnan(sweep.noise_floor["nothing"]) and sweep.noise_floor["kl"] < 1e-4
+
+
+def test_experiments_that_gave_no_number_are_rows_all_the_same(llm, tmp_path):
+    """Every second one: they come last, whichever end is asked for, and are counted."""
+    clean, corrupt = pairs_of([6, 8], first=3)
+    asked = {"hooks": ["post_block", "mlp_out"], "layers": [0, 1], "positions": None}
+    for some in (False, True):
+        measured = []
+
+        def odd(logprobs, some=some, measured=measured):
+            measured.append(1)
+            return 1.5 if some and len(measured) % 2 else float("nan")
+
+        sweep = llm.patching.sweep(clean, corrupt, **asked, metric={"odd": odd})
+        lacking = sweep.not_numbers["odd"]
+        assert len(sweep.rows) == len(sweep.frame if PANDAS else sweep.rows) == 4 * (6 + 8)
+        assert lacking == sum(np.isnan(row["odd"]) for row in sweep.rows)
+        assert lacking == 56 if not some else 0 < lacking < 56
+        for smallest in (False, True):
+            found = [row["odd"] for row in sweep.top(100, smallest=smallest)]
+            assert len(found) == 56 and np.isnan(found[56 - lacking :]).all()
+            assert found[: 56 - lacking] == [1.5] * (56 - lacking)
+        sweep.heatmap(tmp_path / "nan.png", pair=0)
+
+
+def test_an_adapter_is_refused_where_there_is_none(llm):
+    (clean,), (corrupt,) = pairs_of([6], first=3)
+    asked = {"hooks": "post_block", "metric": "kl"}
+    with pytest.raises(ValueError, match=r"lora_request='one' is str; give .*LoRARequest\("):
+        llm.patching.sweep(clean, corrupt, **asked, lora_request="one")
+    lora = LoRARequest("one", 1, "/nowhere")
+    with pytest.raises(ValueError, match=r"takes none; start it with enable_lora=True"):
+        llm.patching.sweep(clean, corrupt, **asked, lora_request=lora)
+    with pytest.raises(ValueError, match=r"takes none; start it with enable_lora=True"):
+        llm.patching.run(clean, hooks="post_block", lora_request=lora)
 
 
 def test_numbers_of_numpy_are_answers_and_positions(llm):
@@ -359,7 +396,7 @@ def test_the_prefix_before_the_patched_position_is_computed_once(llm, monkeypatc
         clean, corrupt, hooks="post_block", layers=0, positions=[70, 99], metric="kl"
     )
     # The last one patches the row before the first difference, which changes nothing.
-    assert seen == [[0], [64], [64, 96, 64]], "the clean run, the corrupt one, the experiments"
+    assert seen == [[0, 64], [64, 96, 64]], "the clean run with the corrupt one, the experiments"
 
 
 def test_a_frame_is_of_pandas_or_says_what_to_do(monkeypatch):

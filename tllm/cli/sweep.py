@@ -100,6 +100,11 @@ def render(sweep: Sweep, texts: Sequence[Sequence[str]], top: int, console: Cons
         console.print(
             f"{name}: clean {clean:.3f}, corrupt {corrupt:.3f}, noise {floor:.1e}", highlight=False
         )
+    for name, count in sweep.not_numbers.items():
+        if count:
+            console.print(
+                f"{name}: {count} of {len(sweep.rows)} experiments gave NaN", highlight=False
+            )
     table = Table()
     where = ["pair", "hook", "layer"]
     where += [] if sweep.heads is None else ["head"]
@@ -114,10 +119,11 @@ def render(sweep: Sweep, texts: Sequence[Sequence[str]], top: int, console: Cons
 
 
 def write(sweep: Sweep, texts: Sequence[Sequence[str]], path: Path) -> None:
-    """Write a row for each experiment, as JSON Lines."""
+    """Write a row for each experiment, as JSON Lines; NaN is null there."""
     with path.open("w", encoding="utf-8") as file:
         for row in sweep.rows:
-            file.write(json.dumps({**row, "text": _text(row, texts)}) + "\n")
+            known = {name: None if value != value else value for name, value in row.items()}
+            file.write(json.dumps({**known, "text": _text(row, texts)}) + "\n")
 
 
 def _text(row: Mapping[str, Any], texts: Sequence[Sequence[str]]) -> str | None:

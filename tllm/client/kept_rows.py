@@ -12,17 +12,23 @@ import cloudpickle
 import numpy as np
 
 from tllm.client.calls import ALONE, Steps, WorkerCall
-from tllm.client.generation import AsyncGeneration, Generation, SyncGeneration, Work
+from tllm.client.generation import (
+    AdapterLoading,
+    AsyncGeneration,
+    Generation,
+    SyncGeneration,
+    Work,
+)
 from tllm.client.path_ways import PathWays, Place
 from tllm.client.sweeping import Progress, PromptPair, SweepForm, Sweeping, SweepWatch
 from tllm.consumers.base import Consumer
 from tllm.consumers.patch_runs import PatchRunsConsumer
-from tllm.params import SamplingParams
+from tllm.params import SamplingParams, with_patch
 from tllm.patching.metrics import Answer, Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
 from tllm.spec.layers import Layers, layer_numbered
-from tllm.spec.patching import KEPT, KeptRows
+from tllm.spec.patching import KEPT, KeptRows, RequestPatch
 from tllm.spec.reading import (
     FloatArray,
     hook_named,
@@ -58,6 +64,7 @@ class PatchingControl:
         layers: Any = None,
         name: str | None = None,
         on_host: bool = False,
+        lora_request: Any = None,
     ) -> Any:
         """Compute a prompt and keep its rows on the workers, for
         `patch=[{..., "source": {"run": run, "positions": [...]}}]`.
@@ -70,6 +77,8 @@ class PatchingControl:
             name: what requests may call it, in place of the run itself.
             on_host: keep the rows in the host's memory, up to `max_patch_host_mib`; a request takes
                 those that it names to the device.
+            lora_request: the adapter that the prompt is computed with, as `LLM.generate` takes it.
+                Requests with another one, or with none, may refer to its rows.
 
         Returns:
             The run (`KeptRows`). It stays until `drop`.
@@ -77,7 +86,7 @@ class PatchingControl:
         Raises `ValueError` for what the model does not have, for a name that is taken, and where
         `max_patch_mib` or `max_patch_host_mib` has no room.
         """
-        return self._generation.do(self._run_of(prompt, hooks, layers, name, on_host))
+        return self._generation.do(self._run_of(prompt, hooks, layers, name, on_host, lora_request))
 
     def register_mean(self, name: str, rows: Mapping[str, Any]) -> Any:
         """Give rows a name, for `patch=[{..., "source": {"mean": name}}]`: one for each place, put
@@ -133,6 +142,7 @@ class PatchingControl:
         at_once: int | None = None,
         progress: Progress | None = None,
         each: Callable[[dict[str, Any]], None] | None = None,
+        lora_request: Any = None,
     ) -> Any:
         """Patch one row at a time, at every hook point, layer and position, and measure the next
         token. Rows of the clean run are put into the corrupt one (denoising).
@@ -161,6 +171,8 @@ class PatchingControl:
             at_once: the most requests that are computed at a time.
             progress: called with how many experiments are done, and of how many; with 0 first.
             each: called with every experiment as it is computed, a row of `Sweep.rows`.
+            lora_request: the adapter that all prompts are computed with, as `LLM.generate` takes
+                it.
 
         Returns:
             A `tllm.patching.Sweep`.
@@ -183,7 +195,10 @@ class PatchingControl:
                 window,
                 self._ways(freeze, receivers),
             )
-            sweeping = Sweeping(self, pairs, form, measures, SweepWatch(progress, each, at_once))
+            watch = SweepWatch(progress, each, at_once)
+            sweeping = Sweeping(self, pairs, form, measures, watch, lora_request)
+            if lora_request is not None:
+                yield AdapterLoading(lora_request)
             sweep: Sweep = yield from sweeping.work()
             return replace(sweep, single_pair=not _are_several(clean))
 
@@ -302,35 +317,43 @@ class PatchingControl:
         return self._generation.do(work())
 
     def _run_of(
-        self, prompt: Any, hooks: Any, layers: Any, name: str | None, on_host: bool
+        self, prompt: Any, hooks: Any, layers: Any, name: str | None, on_host: bool, adapter: Any
     ) -> Work[KeptRows]:
         require_bool("on_host", on_host)
         yield self._registered.current()
         if name is not None:
             self._check_free(name)
         places = self.places(hooks, layers)
-        [kept], _ = yield from self.runs([self.tokens(prompt)], places, [name], on_host=on_host)
+        tokens = self.tokens(prompt)
+        if adapter is not None:
+            yield AdapterLoading(adapter)
+        [kept], _ = yield from self.runs(
+            [tokens], [places], [name], on_host=on_host, adapter=adapter
+        )
         return kept
 
     def runs(
         self,
         prompts: Sequence[Sequence[int]],
-        places: Sequence[Place],
+        places: Sequence[Sequence[Place]],
         names: Sequence[str | None] | None = None,
         asked: Sequence[Mapping[str, Any]] | None = None,
-        patches: Sequence[Any] | None = None,
+        patches: Sequence[RequestPatch | None] | None = None,
         on_host: bool = False,
+        adapter: Any = None,
     ) -> Work[tuple[list[KeptRows], list[Any]]]:
         """Compute prompts and keep their rows.
 
         Args:
+            places: of each prompt; one without any is computed, and nothing of it is kept.
             names: of each run; None: one of its own.
             asked: what else each request asks of consumers.
             patches: of each.
             on_host: where rows are kept.
+            adapter: that all are computed with; it is loaded.
 
         Returns:
-            What is kept of each, and the outputs.
+            What is kept of each that has places, and the outputs of all.
         """
         registered = self._registered
         replicas = registered.replicas
@@ -342,33 +365,33 @@ class PatchingControl:
         yield from self._check_room(prompts, places, on_host)
         yield registered.ensure(PatchRunsConsumer())
         uids = [uuid.uuid4().hex for _ in prompts]
-        wanted = [{"uid": uid, "places": list(places)} for uid in uids]
-        params = [
-            SamplingParams(
-                temperature=0,
-                max_tokens=1,
-                detokenize=False,
-                consumers={PatchRunsConsumer.consumer_id: one, **(asked[i] if asked else {})},
-                patch=patches[i] if patches else None,
-            )
-            for i, one in enumerate(wanted)
-        ]
+        params = []
+        for i, (uid, at) in enumerate(zip(uids, places, strict=True)):
+            wanted = {PatchRunsConsumer.consumer_id: {"uid": uid, "places": list(at)}} if at else {}
+            consumers = {**wanted, **(asked[i] if asked else {})}
+            one = SamplingParams(temperature=0, max_tokens=1, detokenize=False, consumers=consumers)
+            patch = patches[i] if patches else None
+            params.append(one if patch is None else with_patch(one, patch))
         kept: list[KeptRows] = []
         registered.patches.computed.update(uids)
         try:
-            outputs = yield Generation(prompts, params)
+            outputs = yield Generation(prompts, params, adapter)
             for i, (uid, output) in enumerate(zip(uids, outputs, strict=True)):
                 _refuse_failed(output)
+                if not places[i]:
+                    continue
                 answers = yield registered.ask(WorkerCall("keep_run", (uid, on_host)))
                 size = sum(answer[1] for answer in answers if answer is not None)
                 name = (names[i] if names else None) or f"run-{uid}"
-                run = KeptRows(name, uid, "run", tuple(places), len(prompts[i]), size, on_host)
+                run = KeptRows(name, uid, "run", tuple(places[i]), len(prompts[i]), size, on_host)
                 yield self._register(run)
                 kept.append(run)
         except BaseException:
             yield from self.forget(kept)
-            for uid in uids[len(kept) :]:
-                yield registered.ask(WorkerCall("drop_rows", (uid,)))
+            known = {run.uid for run in kept}
+            for uid in (uid for uid, at in zip(uids, places, strict=True) if at):
+                if uid not in known:
+                    yield registered.ask(WorkerCall("drop_rows", (uid,)))
             raise
         finally:
             registered.patches.computed.difference_update(uids)
@@ -388,17 +411,19 @@ class PatchingControl:
         return int(sum(answers)) // (tokens * len(places) * self._registered.facts.row_bytes)
 
     def _check_room(
-        self, prompts: Sequence[Sequence[int]], places: Sequence[Place], on_host: bool
+        self, prompts: Sequence[Sequence[int]], places: Sequence[Sequence[Place]], on_host: bool
     ) -> Work[None]:
         """Refuse what there is no room for, before it is computed."""
         answers = yield self._registered.ask(WorkerCall("free_patch_bytes", (on_host,)))
         facts = self._registered.facts
         option = "max_patch_host_mib" if on_host else "max_patch_mib"
         most = facts.max_patch_host_mib if on_host else facts.max_patch_mib
-        needed = sum(map(len, prompts)) * len(places) * facts.row_bytes
+        lengths = [(len(one), len(at)) for one, at in zip(prompts, places, strict=True) if at]
+        needed = sum(tokens * count for tokens, count in lengths) * facts.row_bytes
         if needed > sum(answers):
             raise ValueError(
-                f"the rows of {sum(map(len, prompts))} tokens at {len(places)} places take "
+                f"the rows of {sum(tokens for tokens, _ in lengths)} tokens at "
+                f"{max(count for _, count in lengths)} places take "
                 f"{needed / 2**20:.1f} MiB, and of {option}={most} there are "
                 f"{min(answers) / 2**20:.1f} MiB left; drop what is not needed with "
                 "llm.patching.drop(name), keep fewer hooks or layers, or start the engine with a "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, ranges
-from tllm.spec.patching import KeptRows
+from tllm.spec.patching import KeptRows, Patch
 from tllm.spec.reading import hook_named, one_or_several
 
 Place: TypeAlias = tuple[str, "int | None"]
@@ -93,9 +93,7 @@ class PathWays:
         """Whether what is put there can arrive: the sender comes before a receiver."""
         return not self.receivers or any(self._is_before(sender, each) for each in self.receivers)
 
-    def kept_still(
-        self, sender: Place, run: KeptRows, positions: Iterable[int]
-    ) -> list[dict[str, Any]]:
+    def kept_still(self, sender: Place, run: KeptRows, positions: Iterable[int]) -> list[Patch]:
         """Patches that give the branches after a sender the rows of a run."""
         hook, layer = sender
         places = [
@@ -111,7 +109,7 @@ class PathWays:
             ]
         return _from(run, places, positions)
 
-    def received(self, run: KeptRows, positions: Iterable[int]) -> list[dict[str, Any]]:
+    def received(self, run: KeptRows, positions: Iterable[int]) -> list[Patch]:
         return _from(run, self.receivers, positions)
 
     def _is_before(self, place: Place, other: Place) -> bool:
@@ -123,9 +121,6 @@ class PathWays:
         return -1 if layer is None else layer, _ORDER[point]
 
 
-def _from(run: KeptRows, places: Iterable[Place], positions: Iterable[int]) -> list[dict[str, Any]]:
-    at = list(positions)
-    return [
-        {"hook": hook, "layer": layer, "positions": at, "source": {"run": run}}
-        for hook, layer in places
-    ]
+def _from(run: KeptRows, places: Iterable[Place], positions: Iterable[int]) -> list[Patch]:
+    at = tuple(positions)
+    return [Patch.from_run(place, at, run) for place in places]

@@ -12,10 +12,10 @@ import numpy as np
 from tllm.client.generation import Generation, Work
 from tllm.client.path_ways import PathWays, Place
 from tllm.consumers.next_token import NextTokenConsumer
-from tllm.params import SamplingParams
+from tllm.params import SamplingParams, with_patch
 from tllm.patching.metrics import FloatArray, Measures
 from tllm.patching.sweep import Sweep, experiment_row
-from tllm.spec.patching import KeptRows
+from tllm.spec.patching import KeptRows, Patch, RequestPatch
 from tllm.spec.reading import require_bool, whole_number
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ class Sweeping:
     Args:
         control: keeps the rows of runs.
         watch: told as the sweep goes on.
+        adapter: that all prompts are computed with; it is loaded.
     """
 
     def __init__(
@@ -163,11 +164,13 @@ class Sweeping:
         form: SweepForm,
         measures: Measures,
         watch: SweepWatch,
+        adapter: Any = None,
     ) -> None:
         self._control = control
         self._pairs = pairs
         self._measures = measures
         self._watch = watch
+        self._adapter = adapter
         for name, told in (("progress", watch.progress), ("each", watch.each)):
             if inspect.iscoroutinefunction(told):
                 raise ValueError(
@@ -191,39 +194,58 @@ class Sweeping:
         self._sources = [pair.corrupt if noising else pair.clean for pair in pairs]
         self._bases = [pair.clean if noising else pair.corrupt for pair in pairs]
         self._asked = [self._consumers(i) for i in range(len(pairs))]
+        #: Of each pair, what every request of it asks; checked once.
+        self._params = [
+            SamplingParams(temperature=0, max_tokens=1, detokenize=False, consumers=asked)
+            for asked in self._asked
+        ]
 
     def work(self) -> Work[Sweep]:
         """Run both prompts of all pairs, then patch one row at a time."""
         control, form = self._control, self.form
         yield control.ensure(NextTokenConsumer())
-        kept, outputs = yield from control.runs(self._sources, self._read(), asked=self._asked)
-        frozen: list[KeptRows] = []
+        kept: list[KeptRows] = []
         try:
-            of_sources = list(map(_logprobs, outputs))
-            if form.ways is None or not form.ways.frozen:
-                params = [self._params(asked) for asked in self._asked]
-                outputs = yield Generation(self._bases, params)
-            else:
-                frozen, outputs = yield from control.runs(
-                    self._bases, form.ways.frozen, asked=self._asked
-                )
-            of_bases = list(map(_logprobs, outputs))
+            outputs = yield from self._runs(kept)
+            of_runs = list(map(_logprobs, outputs))
+            of_sources, of_bases = of_runs[: len(self._pairs)], of_runs[len(self._pairs) :]
             clean, corrupt = (of_bases, of_sources) if form.noising else (of_sources, of_bases)
             found = _Found(self, clean, corrupt)
             cells = list(self._cells())
             found.fill(of_bases, [cell for cell in cells if not self._changes(cell)])
             experiments = [cell for cell in cells if self._changes(cell)]
-            yield from self._compute([*experiments, *self._idle()], kept, frozen, found)
+            yield from self._compute([*experiments, *self._idle()], kept, found)
         finally:
-            yield from control.forget([*kept, *frozen])
+            yield from control.forget(kept)
         return self._result(found, found.of(clean), found.of(corrupt), len(experiments))
 
+    def _runs(self, kept: list[KeptRows]) -> Work[list[Any]]:
+        """Run both prompts of all pairs, the sources first; rows that are put somewhere are kept.
+
+        Args:
+            kept: is given those of all sources, then, where branches are frozen, of all bases.
+
+        Returns:
+            The outputs.
+        """
+        ways = self.form.ways
+        count = len(self._pairs)
+        prompts = [*self._sources, *self._bases]
+        places = [self._read()] * count + [[] if ways is None else ways.frozen] * count
+        asked = [*self._asked, *self._asked]
+        found: list[Any] = []
+        size = self._watch.at_once or len(prompts)
+        for low in range(0, len(prompts), size):
+            part = slice(low, low + size)
+            more, outputs = yield from self._control.runs(
+                prompts[part], places[part], asked=asked[part], adapter=self._adapter
+            )
+            kept += more
+            found += outputs
+        return found
+
     def _compute(
-        self,
-        experiments: Sequence[_Experiment],
-        kept: Sequence[KeptRows],
-        frozen: Sequence[KeptRows],
-        found: _Found,
+        self, experiments: Sequence[_Experiment], kept: Sequence[KeptRows], found: _Found
     ) -> Work[None]:
         """All experiments, part by part."""
         watch, size = self._watch, self._watch.size
@@ -236,13 +258,13 @@ class Sweeping:
             watch.progress(0, len(experiments))
         for low in range(0, len(experiments), size):
             part = experiments[low : low + size]
-            patches = [self._patch(each, kept, frozen) for each in part]
+            patches = [self._patch(each, kept) for each in part]
             if receivers:
                 outputs = yield from self._received(part, patches)
             else:
-                asked = [self._asked[each.pair] for each in part]
-                params = list(map(self._params, asked, patches))
-                outputs = yield Generation([self._bases[each.pair] for each in part], params)
+                params = list(map(self._patched, part, patches))
+                bases = [self._bases[each.pair] for each in part]
+                outputs = yield Generation(bases, params, self._adapter)
             for experiment, output in zip(part, outputs, strict=True):
                 measured = found.enter(experiment, _logprobs(output))
                 if watch.each is not None and experiment.at[-1] != _Found.NOWHERE:
@@ -259,19 +281,24 @@ class Sweeping:
         place = form.hooks[hook], form.layers[layer]
         return experiment_row(pair, place, head, position, self._bases[pair], measured)
 
-    def _received(self, part: Sequence[_Experiment], patches: Sequence[Any]) -> Work[list[Any]]:
+    def _received(
+        self, part: Sequence[_Experiment], patches: Sequence[RequestPatch | None]
+    ) -> Work[list[Any]]:
         """What arrives at the receivers in each experiment, put into runs in which nothing else is
         changed."""
         assert self.form.ways is not None
         bases = [self._bases[each.pair] for each in part]
-        arrived, _ = yield from self._control.runs(bases, self.form.ways.receivers, patches=patches)
+        places = [self.form.ways.receivers] * len(bases)
+        arrived, _ = yield from self._control.runs(
+            bases, places, patches=patches, adapter=self._adapter
+        )
         try:
             params = []
             for each, run in zip(part, arrived, strict=True):
                 after = range(min(each.positions, default=0), run.num_positions)
-                patch = self.form.ways.received(run, after)
-                params.append(self._params(self._asked[each.pair], patch))
-            outputs: list[Any] = yield Generation(bases, params)
+                patch = RequestPatch(tuple(self.form.ways.received(run, after)))
+                params.append(self._patched(each, patch))
+            outputs: list[Any] = yield Generation(bases, params, self._adapter)
         finally:
             yield from self._control.forget(arrived)
         return outputs
@@ -283,9 +310,10 @@ class Sweeping:
         corrupt: dict[str, FloatArray],
         computed: int,
     ) -> Sweep:
-        form, values = self.form, found.values
+        form, values, measured = self.form, found.values, found.known
         if form.heads is None:
             values = {name: each[:, :, :, 0] for name, each in values.items()}
+            measured = measured[:, :, :, 0]
         return Sweep(
             form.hooks,
             form.layers,
@@ -302,6 +330,7 @@ class Sweeping:
             together=form.together,
             freeze=() if form.ways is None else form.ways.freeze,
             receivers=() if form.ways is None else form.ways.receivers,
+            measured=measured,
         )
 
     def _cells(self) -> Iterator[_Experiment]:
@@ -371,29 +400,28 @@ class Sweeping:
         tokens = self._measures.tokens(pair)
         return {NextTokenConsumer.consumer_id: {} if tokens is None else {"token_ids": tokens}}
 
-    @staticmethod
-    def _params(consumers: Any, patch: Any = None) -> SamplingParams:
-        return SamplingParams(
-            temperature=0, max_tokens=1, detokenize=False, consumers=consumers, patch=patch
-        )
+    def _patched(self, experiment: _Experiment, patch: RequestPatch | None) -> SamplingParams:
+        params = self._params[experiment.pair]
+        return params if patch is None else with_patch(params, patch)
 
-    def _patch(
-        self, experiment: _Experiment, kept: Sequence[KeptRows], frozen: Sequence[KeptRows]
-    ) -> list[dict[str, Any]] | None:
-        if not experiment.positions:
+    def _patch(self, experiment: _Experiment, kept: Sequence[KeptRows]) -> RequestPatch | None:
+        """What is put where.
+
+        Args:
+            kept: as `_runs` gives them.
+        """
+        pair, positions = experiment.pair, experiment.positions
+        if not positions:
             return None
-        entry: dict[str, Any] = {
-            "positions": list(experiment.positions),
-            "source": {"run": kept[experiment.pair]},
-        }
-        if experiment.heads is not None:
-            entry["heads"] = list(experiment.heads)
-        entries = [{"hook": hook, "layer": layer, **entry} for hook, layer in experiment.places]
+        entries = [
+            Patch.from_run(place, positions, kept[pair], experiment.heads)
+            for place in experiment.places
+        ]
+        frozen = kept[len(self._pairs) :]
         if self.form.ways is not None and frozen:
-            run = frozen[experiment.pair]
-            after = range(min(experiment.positions), run.num_positions)
-            entries += self.form.ways.kept_still(experiment.places[0], run, after)
-        return entries
+            after = range(min(positions), frozen[pair].num_positions)
+            entries += self.form.ways.kept_still(experiment.places[0], frozen[pair], after)
+        return RequestPatch(tuple(entries))
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -419,6 +447,7 @@ class _Found:
     """The values of a sweep as they come in; log-probabilities are let go.
 
     Attributes:
+        known: which values have come in, or were known beforehand.
         noise_floor: by metric, the largest change where nothing was changed.
     """
 
@@ -433,6 +462,7 @@ class _Found:
         self.values = {
             name: np.full(sweeping.shape, np.nan, np.float32) for name in sweeping.metrics
         }
+        self.known = np.zeros(sweeping.shape, np.bool_)
         self.noise_floor = dict.fromkeys(sweeping.metrics, 0.0)
         self._unpatched: dict[str, FloatArray] = {}
 
@@ -447,14 +477,18 @@ class _Found:
         """Enter what is known beforehand: experiments that change nothing."""
         measured = self._unpatched = self.of(bases)
         for cell in cells:
+            self.known[cell.at] = True
             for name, values in self.values.items():
                 values[cell.at] = measured[name][cell.pair]
 
     def enter(self, experiment: _Experiment, logprobs: FloatArray) -> dict[str, float]:
         """What came of an experiment, by metric."""
         measured = self._measure(logprobs, experiment.pair)
+        nowhere = experiment.at[-1] == self.NOWHERE
+        if not nowhere:
+            self.known[experiment.at] = True
         for name, value in measured.items():
-            if experiment.at[-1] == self.NOWHERE:
+            if nowhere:
                 change = abs(value - float(self._unpatched[name][experiment.pair]))
                 self.noise_floor[name] = float(np.maximum(self.noise_floor[name], change))
             else:

@@ -7,6 +7,7 @@ from typing import Any
 
 from safetensors import safe_open
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 
 from tllm.engine.seams import uses
@@ -19,6 +20,30 @@ uses("vllm.lora.request.LoRARequest", "lora_int_id lora_name lora_path load_inpl
 uses("vllm.lora.utils", "get_adapter_absolute_path", _WHY, takes="lora_path")
 uses("vllm.lora.peft_helper.PEFTHelper", "from_local_dir", _WHY, takes="lora_path")
 uses("vllm.lora.peft_helper.PEFTHelper", "target_modules", _WHY)
+for _engine in ("vllm.v1.engine.llm_engine.LLMEngine", "vllm.v1.engine.async_llm.AsyncLLM"):
+    uses(_engine, "add_lora", "an adapter that cannot be loaded is refused", takes="lora_request")
+
+
+def check_adapter(given: Any, vllm_config: Any) -> None:
+    """Refuse, in the user's process, what is no adapter, and any where an engine takes none."""
+    if not isinstance(given, LoRARequest):
+        raise ValueError(
+            f"lora_request={given!r:.80} is {type(given).__name__}; give "
+            "vllm.lora.request.LoRARequest(name, number, path)"
+        )
+    if vllm_config.lora_config is None:
+        raise ValueError(
+            f"lora_request names the adapter {given.lora_name!r}, and this engine takes none; "
+            "start it with enable_lora=True and max_lora_rank=..."
+        )
+
+
+def refusal_of(adapter: LoRARequest, error: Exception) -> ValueError:
+    """What is said of an adapter that the engine could not load."""
+    return ValueError(
+        f"lora_request: the adapter {adapter.lora_name!r} cannot be loaded from "
+        f"{adapter.lora_path!r}: {error}"
+    )
 
 
 class Adapters:

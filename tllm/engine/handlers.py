@@ -64,6 +64,12 @@ uses(
     "answers that are fetched later have no results",
     since="0.32",
 )
+uses(
+    f"{_OPENAI}.models.serving.OpenAIServingModels",
+    "is_base_model base_model_paths lora_requests",
+    "the adapter that a sweep names",
+    since="0.32",
+)
 
 
 uses(
@@ -289,6 +295,22 @@ uses(
     "our metrics stand beside vLLM's",
     since="0.32",
 )
+
+
+def adapter_named(models: Any, name: str) -> Any:
+    """The adapter that a server serves under a name, a `LoRARequest`; None for the model itself.
+
+    Args:
+        models: vLLM's `OpenAIServingModels`.
+
+    Raises `ValueError` for a name under which nothing is served.
+    """
+    if models.is_base_model(name):
+        return None
+    if name not in models.lora_requests:
+        served = [*(each.name for each in models.base_model_paths), *models.lora_requests]
+        raise ValueError(f"model={name!r} is not served here; served are {', '.join(served)}")
+    return models.lora_requests[name]
 
 
 def engine_metrics() -> bytes:

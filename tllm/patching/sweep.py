@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tllm.patching.metrics import FloatArray
@@ -21,7 +22,7 @@ class Sweep:
         hooks, layers, positions: what was patched; positions as they were given.
         values: by metric, `[pairs, hooks, layers, positions]`, with heads `[pairs, hooks, layers,
             heads, positions]`; not a number where a pair has no such position, or the model no such
-            place.
+            place, and where the metric gave none.
         clean, corrupt: by metric, `[pairs]`, of the two runs as they are.
         tokens: of each pair, the prompt that was patched.
         noising: rows of the corrupt run were put into the clean one; else the other way round.
@@ -37,6 +38,8 @@ class Sweep:
         freeze: the branches that kept the rows of the run that was patched.
         receivers: where changes arrived; the logits, where none is named.
         single_pair: the prompts were one pair, and not a list with one.
+        measured: of the shape of the values: where there was something to measure. None: wherever
+            they are numbers.
     """
 
     hooks: tuple[str, ...]
@@ -55,6 +58,7 @@ class Sweep:
     freeze: tuple[str, ...] = ()
     receivers: tuple[tuple[str, int | None], ...] = ()
     single_pair: bool = False
+    measured: npt.NDArray[np.bool_] | None = None
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -80,18 +84,32 @@ class Sweep:
         return list(self._rows())
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        first = self.values[self.metrics[0]]
-        for at in np.ndindex(first.shape):
+        there = self._there
+        for at in np.ndindex(there.shape):
             pair, hook, layer, *head, i = at
             tokens, position = self.tokens[pair], None if self.together else self.positions[i]
             if position is not None and not -len(tokens) <= position < len(tokens):
                 continue
-            measured = {name: float(values[at]) for name, values in self.values.items()}
-            if all(np.isnan(value) for value in measured.values()):
+            if not there[at]:
                 continue
+            measured = {name: float(values[at]) for name, values in self.values.items()}
             place = self.hooks[hook], self.layers[layer]
             number = None if self.heads is None else self.heads[head[0]]
             yield experiment_row(pair, place, number, position, tokens, measured)
+
+    @property
+    def _there(self) -> npt.NDArray[np.bool_]:
+        """Where there was something to measure."""
+        if self.measured is not None:
+            return self.measured
+        numbers = [~np.isnan(values) for values in self.values.values()]
+        return np.any(numbers, axis=0)  # type: ignore[no-any-return]
+
+    @property
+    def not_numbers(self) -> dict[str, int]:
+        """By metric, how many rows of `rows` have NaN."""
+        there = self._there
+        return {name: int(np.isnan(each[there]).sum()) for name, each in self.values.items()}
 
     @property
     def frame(self) -> Any:
@@ -101,15 +119,17 @@ class Sweep:
     def top(
         self, n: int = 10, metric: str | None = None, *, smallest: bool = False
     ) -> list[dict[str, Any]]:
-        """The `n` rows with the largest values.
+        """The `n` rows with the largest values; those of which there is none (NaN) come last.
 
         Args:
             metric: the first one by default.
             smallest: the smallest values instead.
         """
         name = self._known(metric)
-        measured = [row for row in self._rows() if not np.isnan(row[name])]
-        return sorted(measured, key=lambda row: row[name], reverse=not smallest)[:n]
+        rows = sorted(self._rows(), key=lambda row: row[name] if smallest else -row[name])
+        # A comparison with NaN orders nothing.
+        numbers = [row for row in rows if not np.isnan(row[name])]
+        return [*numbers, *(row for row in rows if np.isnan(row[name]))][:n]
 
     def heatmap(
         self,
@@ -140,28 +160,36 @@ class Sweep:
                 "the pairs have different numbers of tokens, so that their positions have no mean; "
                 f"give pair=, from 0 to {len(values) - 1}"
             )
-        parts, columns, chosen = self._drawn(values.mean(0) if pair is None else values[pair])
+        there = self._there
+        parts, columns, chosen, known = self._drawn(
+            *((values.mean(0), there.any(0)) if pair is None else (values[pair], there[pair]))
+        )
         names = columns if labels is None else list(labels)
         if len(names) != len(columns):
             raise ValueError(f"labels has {len(names)} entries for {len(columns)} columns")
         # Of a shorter prompt than others, only the positions that it has.
-        kept = [i for i in range(len(names)) if not np.isnan(chosen[..., i]).all()]
+        kept = [i for i in range(len(names)) if known[..., i].any()]
         labels = [names[i] for i in kept]
         chosen = chosen[..., kept]
         Heatmap(self._known(metric), parts, self.layers, labels, chosen).save(Path(path))
 
-    def _drawn(self, values: FloatArray) -> tuple[tuple[str, ...], list[str], FloatArray]:
-        """The parts of a picture, their columns, and `[parts, layers, columns]`."""
+    def _drawn(
+        self, values: FloatArray, there: npt.NDArray[np.bool_]
+    ) -> tuple[tuple[str, ...], list[str], FloatArray, npt.NDArray[np.bool_]]:
+        """The parts of a picture, their columns, `[parts, layers, columns]`, and where in these
+        there was something to measure."""
         columns = ["together"] if self.together else list(map(str, self.positions))
         if self.heads is None:
-            return self.hooks, columns, values
+            return self.hooks, columns, values, there
         if self.together:
-            return self.hooks, [f"head {head}" for head in self.heads], values[..., 0]
+            heads = [f"head {head}" for head in self.heads]
+            return self.hooks, heads, values[..., 0], there[..., 0]
         parts = [f"{hook}, head {head}" for hook in self.hooks for head in self.heads]
         rows = np.concatenate(values.swapaxes(1, 2))
+        known = np.concatenate(there.swapaxes(1, 2))
         # A hook point may have fewer heads than another.
-        there = [i for i in range(len(parts)) if not np.isnan(rows[i]).all()]
-        return tuple(parts[i] for i in there), columns, rows[there]
+        kept = [i for i in range(len(parts)) if known[i].any()]
+        return tuple(parts[i] for i in kept), columns, rows[kept], known[kept]
 
     def _known(self, metric: str | None) -> str:
         """A metric that was measured; the first one by default."""

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import Field
 
 from tllm.client.attached import Attached
+from tllm.engine.handlers import adapter_named
 from tllm.patching import METRICS, Sweep
 from tllm.server.fields import FieldError
 from tllm.server.limits import Limits, LimitsByKey
@@ -27,6 +28,9 @@ _Line: TypeAlias = dict[str, Any]
 class SweepBody(StrictBody):
     """A sweep; the fields are those of `llm.patching.sweep`."""
 
+    model: Annotated[
+        str | None, Field(description="A model that is served, or an adapter; the model itself.")
+    ] = None
     clean: Annotated[
         _Prompt | list[_Prompt], Field(description="A prompt as text or token ids, or a list.")
     ]
@@ -78,11 +82,13 @@ class PatchSweeps:
 
     Args:
         limits: of all callers. A sweep is one request in flight.
+        models: what is served, vLLM's `OpenAIServingModels`.
     """
 
-    def __init__(self, interventions: Attached, limits: LimitsByKey) -> None:
+    def __init__(self, interventions: Attached, limits: LimitsByKey, models: Any) -> None:
         self._interventions = interventions
         self._limits = limits
+        self._models = models
         self._running: set[asyncio.Task[Sweep]] = set()
 
     async def begin(self, body: SweepBody, headers: Mapping[str, str]) -> AsyncGenerator[str, None]:
@@ -93,9 +99,13 @@ class PatchSweeps:
         """
         caller = self._limits.caller(headers)
         self._limits.of(caller).check({"patch": body})
+        try:
+            adapter = None if body.model is None else adapter_named(self._models, body.model)
+        except ValueError as error:
+            raise FieldError("model", str(error), HTTPStatus.NOT_FOUND) from None
         end = self._limits.begin(caller, {"patch": body})
         lines: asyncio.Queue[_Line | None] = asyncio.Queue()
-        task = asyncio.ensure_future(self._swept(body, self._limits.of(caller), lines))
+        task = asyncio.ensure_future(self._swept(body, adapter, self._limits.of(caller), lines))
         self._running.add(task)
 
         def over(task: asyncio.Task[Sweep]) -> None:
@@ -116,7 +126,7 @@ class PatchSweeps:
         return stream
 
     async def _swept(
-        self, body: SweepBody, limits: Limits, lines: asyncio.Queue[_Line | None]
+        self, body: SweepBody, adapter: Any, limits: Limits, lines: asyncio.Queue[_Line | None]
     ) -> Sweep:
         def progress(done: int, total: int) -> None:
             if done:
@@ -130,7 +140,7 @@ class PatchSweeps:
                 )
             lines.put_nowait({"experiments": total})
 
-        given = body.model_dump(exclude_none=True)
+        given = body.model_dump(exclude_none=True, exclude={"model"})
         sweep: Sweep = await self._interventions.patching.sweep(
             given.pop("clean"),
             given.pop("corrupt"),
@@ -138,6 +148,7 @@ class PatchSweeps:
             at_once=limits.requests,
             progress=progress,
             each=lambda row: lines.put_nowait({"experiment": row}),
+            lora_request=adapter,
         )
         return sweep
 
@@ -171,6 +182,7 @@ def _summary(sweep: Sweep) -> dict[str, Any]:
         "corrupt": sweep.corrupt,
         "noise_floor": sweep.noise_floor,
         "computed": sweep.computed,
+        "not_numbers": sweep.not_numbers,
         "values": sweep.values,
         "top": sweep.top(10),
     }

@@ -61,7 +61,7 @@ class InterventionPlugin:
         files = capture_files(settings, args.port, args.uds)
         live = LiveScores(interventions)
         limits = LimitsByKey.read(settings.limits, files.folder / "in-flight")
-        sweeps = PatchSweeps(interventions, limits)
+        sweeps = PatchSweeps(interventions, limits, state.openai_serving_models)
         state.tllm = ServerState(interventions, settings, files, Stats(interventions), sweeps)
         for door in _DOORS:
             handler = getattr(state, door, None)

@@ -230,6 +230,7 @@ _SWEPT: _Answers = {
         "each, as it is computed; and one with `summary`, or `error` where it failed.",
     },
     403: {"description": "The API key does not allow it"},
+    404: {"description": "No model or adapter of that name is served"},
     429: {"description": "With this API key no more requests are allowed at a time"},
 }
 

@@ -204,6 +204,19 @@ class Patch:
             )
         return cls(name, point, layer, positions, source, alpha, mask, heads, media)
 
+    @classmethod
+    def from_run(
+        cls,
+        place: tuple[str, int | None],
+        positions: Iterable[int],
+        run: KeptRows,
+        heads: tuple[int, ...] | None = None,
+    ) -> Patch:
+        """Rows of a run at the same place and positions, all of which are known to be there."""
+        hook, layer = place
+        source = PatchSource("run", kept=run.name, uid=run.uid)
+        return cls("patch", HookPoint(hook), layer, tuple(positions), source, heads=heads)
+
     def in_prompt(self, media: PromptMedia) -> Patch:
         """The same by positions, in a prompt with these items. Raises `ValueError` for items that
         it lacks."""
