@@ -230,7 +230,7 @@ class Learner(Recorder):
     """Learns to predict the stream after a block from the one before it."""
 
     def start(self, ctx):
-        self.net = torch.nn.Linear(ctx.model.hidden_size, ctx.model.hidden_size)
+        self.net = torch.nn.Linear(ctx.model.hidden_size, ctx.model.hidden_size, device=ctx.device)
         self.optimizer = torch.optim.Adam(self.net.parameters())
         self.losses = []
 
