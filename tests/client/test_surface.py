@@ -214,8 +214,26 @@ def beams_refuse(llm: Any) -> None:
     probe = {"hook": "embed", "vector": vector}
     entry = {"vector": vector, "when": {"probe": probe, "above": 0.5, "scope": "rest"}}
     asked = {"steering_vectors": {point: {layer: entry}}}
-    with pytest.raises(ValueError, match="a beam, which is computed by many requests"):
-        llm.beam_search(TEXTS, BeamSearchParams(**BEAMS, **asked))
+    for most in (5, 1):  # before anything is computed
+        with pytest.raises(ValueError, match="a beam, which is computed by many requests"):
+            llm.beam_search(TEXTS, BeamSearchParams(**BEAMS | {"max_tokens": most}, **asked))
+    llm.register_consumer("esamp")
+    try:
+        with pytest.raises(
+            ValueError, match=r"consumers\['esamp'\] was asked, but it guides which"
+        ):
+            llm.beam_search(TEXTS, BeamSearchParams(**BEAMS, consumers={"esamp": {}}))
+        left_out = BeamSearchParams(**BEAMS, consumers={"esamp": {"enabled": False}})
+        assert llm.beam_search(TEXTS, left_out)[0].sequences
+    finally:
+        llm.unregister_consumer("esamp")
+    expected = answer_of(queued, llm)
+    llm.enqueue(TEXTS, plain, use_tqdm=False)
+    with pytest.raises(ValueError, match="unfinished, and their outputs would be lost in beam_se"):
+        llm.beam_search(TEXTS, TheirBeams(**BEAMS))
+    assert answer_of(lambda _: [len(TEXTS), llm.wait_for_completion(use_tqdm=False)], llm) == (
+        expected
+    )
 
 
 def survives(call: Any, llm: Any) -> None:

@@ -341,6 +341,21 @@ class TestRegistration:
         llm.unregister_consumer(recorder)
         assert recorder.read_stats() == {}
 
+    def test_an_object_of_two_engines_answers_for_neither(self, llm, tight_llm):
+        """Which one was meant is not known; each engine answers."""
+        recorder = llm.register_consumer(Recorder(flow()))
+        tight_llm.register_consumer(recorder)
+        generate(llm, prompts_of([5]), greedy(3))
+        for ask in (recorder.read_stats, recorder.synchronize):
+            with pytest.raises(RuntimeError, match=r"in 2 engines.*llm\.\w+\('recorder'\) of each"):
+                ask()
+        rows = [each.read_stats(recorder)["runtime"]["rows"] for each in (llm, tight_llm)]
+        assert rows == [7, 0]
+        tight_llm.unregister_consumer(recorder)
+        assert recorder.read_stats()["runtime"]["rows"] == 7
+        llm.unregister_consumer(recorder)
+        assert recorder.read_stats() == {}
+
     def test_a_flow_of_many_roles_fails_as_a_whole(self, llm):
         reads = [ResidualStream.read(layer=1), ResidualStream.read(layer=9, role="far")]
         writes = [ResidualStream.write(layer=1)]

@@ -81,6 +81,20 @@ def _ubatches(config: Any) -> None:
     config.parallel_config.ubatch_size = 4
 
 
+def _launched(config: Any) -> None:
+    parallel = config.parallel_config
+    parallel.distributed_executor_backend = "external_launcher"
+    parallel.tensor_parallel_size = 2
+
+
+def test_replicas_of_one_rank_may_be_launched_by_others() -> None:
+    config = _config()
+    _launched(config)
+    config.parallel_config.tensor_parallel_size = 1
+    limits.check(config)
+    limits.check_arguments({"distributed_executor_backend": "external_launcher"})
+
+
 def _split_experts(config: Any) -> None:
     parallel = config.parallel_config
     parallel.enable_expert_parallel = True
@@ -100,6 +114,7 @@ def _split_experts(config: Any) -> None:
         (_loads_blocks, "KV connectors", "leave out kv_transfer_config and kv_offloading_size"),
         (_sequence_parallel, "sequence parallelism", "enable_sp=False"),
         (_split_experts, "experts on several", "leave out enable_expert_parallel"),
+        (_launched, "several ranks of one replica", "set distributed_executor_backend='mp'"),
     ],
 )
 def test_a_configuration_that_splits_rows_is_refused(change: Any, what: str, remedy: str) -> None:
@@ -151,6 +166,8 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
         {"ubatch_size": 2},
         {"decode_context_parallel_size": 2},
         {"prefill_context_parallel_size": 2},
+        {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "external_launcher"},
     ],
 )
 def test_engine_arguments_are_refused_before_an_engine_starts(arguments: dict[str, Any]) -> None:

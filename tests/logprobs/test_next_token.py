@@ -211,6 +211,10 @@ def test_the_callers_event_loop_goes_on_while_the_engine_computes(lm):
         (lambda lm: lm.next_token_logprobs([True, 5]), r"flat list of integers, and is \[True"),
         (lambda lm: lm.next_token_logprobs(torch.tensor(5)), "flat list of integers, and is 5"),
         (lambda lm: lm.next_token_logprobs([1], only=5), "only= is int; give a list"),
+        (
+            lambda lm: lm.next_token_logprobs([1], only=torch.arange(VOCAB) < 9),
+            r"only= must be a flat list.*; of a mask, give np\.flatnonzero\(mask\)",
+        ),
         (lambda lm: lm.batch_next_token_logprobs_sync(5), "the prompts are int; give a list"),
         (lambda lm: asyncio.run(lm.sample([1], 2, seed=1.5)), "seed=1.5: expected"),
     ],

@@ -704,6 +704,8 @@ def test_beams_are_steered_by_phase(server, client, route):
     assert len({*greedy.values(), ask()}) == 4
     for field in fields:
         assert ask(**{field: spec}, use_beam_search=True) == greedy[field]
+    off = {"consumers": {"turning": {"after": 1, "enabled": False}}}
+    assert ask(use_beam_search=True, **off) == ask()
     try:
         for field in fields:
             tier = field.replace("steering_", "")

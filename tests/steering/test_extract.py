@@ -245,6 +245,16 @@ def test_what_cannot_be_extracted_is_refused(llm: LLM, options: dict[str, Any], 
         extract(llm, **asked)
 
 
+def test_vectors_are_not_made_while_queued_requests_wait(llm: LLM):
+    """They would end among those that are made, and nobody would have their outputs."""
+    queued = llm.enqueue(HAPPY[:2], tllm.SamplingParams(max_tokens=1), use_tqdm=False)
+    with pytest.raises(ValueError, match="unfinished, and their outputs would be lost in making"):
+        extract(llm, HAPPY, SAD)
+    with pytest.raises(ValueError, match="unfinished, and their outputs would be lost in making"):
+        sweep(llm, {"post_block": {0: np.ones(128)}}, [1.0], HAPPY[:1], len)
+    assert len(llm.wait_for_completion(use_tqdm=False)) == len(queued)
+
+
 def test_an_engine_whose_calls_are_awaited_is_refused():
     engine = tllm.AsyncLLM.__new__(tllm.AsyncLLM)  # that it is one is all that is looked at
     for ask in (

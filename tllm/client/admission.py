@@ -72,7 +72,7 @@ class RequestAdmission:
         streamed: bool = False,
         first: Prepared | None = None,
         asked: Asked | None = None,
-        generated: int = 0,
+        generated: int | None = None,
     ) -> Steps[Prepared]:
         """Make a request ready. What it is steered with is held for it until
         `HeldByWorkers.release`.
@@ -83,7 +83,8 @@ class RequestAdmission:
             streamed: its prompt arrives in parts. Only the engine knows then where it ends.
             first: what the request asks of which this is a later input.
             asked: what it asks; by default what its parameters say.
-            generated: how many of the last tokens of its prompt were generated.
+            generated: how many of the last tokens of its prompt were generated, where it is a
+                step of a beam.
 
         Raises `ValueError` naming what is wrong in it.
         """
@@ -215,7 +216,7 @@ class RequestAdmission:
             isolated=uses.writes,
             steering=tuple(group.use for group in groups),
             patch=patch,
-            generated=kind.generated,
+            generated=kind.generated or 0,
             streamed=kind.streamed,
             stops=stops,
             aborts=aborts,

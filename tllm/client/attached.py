@@ -177,7 +177,7 @@ class AsyncClient:
         self.front = AsyncLLMFront(engine, self, client.prompts.check)
 
     async def admit(
-        self, params: Any, request_id: str, *, streamed: bool, generated: int
+        self, params: Any, request_id: str, *, streamed: bool, generated: int | None
     ) -> Prepared:
         results = request_id not in self.unwanted
         self.unwanted.discard(request_id)

@@ -91,18 +91,33 @@ class ConsumerUses:
             for name, chosen in asked.consumers.items()
             if name in self._registered.consumers
             and chosen.get("enabled", True)
-            and self._only_tells(self._registered.consumers[name], chosen)
+            and self._only_tells(name, chosen)
         ]
 
-    def _only_tells(self, consumer: Consumer, chosen: Mapping[str, Any]) -> bool:
-        """Whether a consumer has a result for a request, and does nothing else with it."""
+    def guiding(self, asked: Asked) -> Steps[list[str]]:
+        """The fields by which a request asks for consumers that guide which token is drawn."""
+        yield from self._registered.current()
+        return [
+            f"consumers[{name!r}]"
+            for name, chosen in asked.consumers.items()
+            if name in self._registered.consumers
+            and chosen.get("enabled", True)
+            and any(w.port == "sampler" for f in self._flows(name, chosen) for w in f.writes)
+        ]
+
+    def _flows(self, name: str, chosen: Mapping[str, Any]) -> tuple[ConsumerFlow, ...]:
+        """All flows of a consumer for a request."""
+        consumer = self._registered.consumers[name]
         num_layers = self._registered.facts.points.num_layers
-        flows = (
-            *self._registered.flows[consumer.consumer_id],
-            *consumer_calls.request_flows(consumer, chosen, num_layers),
-        )
+        own = consumer_calls.request_flows(consumer, chosen, num_layers)
+        return (*self._registered.flows[name], *own)
+
+    def _only_tells(self, name: str, chosen: Mapping[str, Any]) -> bool:
+        """Whether a consumer has a result for a request, and does nothing else with it."""
+        flows = self._flows(name, chosen)
         acts = any(write.port != "cpu_export" for flow in flows for write in flow.writes)
-        return not acts and type(consumer).on_request_finished is not Consumer.on_request_finished
+        tells = type(self._registered.consumers[name]).on_request_finished
+        return not acts and tells is not Consumer.on_request_finished
 
     def _check_places(self, flow: ConsumerFlow, field: str) -> None:
         """Refuse hook points that this engine does not have."""

@@ -12,7 +12,7 @@ from vllm import AsyncLLMEngine, LLMEngine
 
 from tllm.client.calls import Steps, drive, drive_async, living
 from tllm.engine.adapters import check_adapter, refusal_of
-from tllm.engine.front import LLMEngineFront
+from tllm.engine.front import LLMEngineFront, RefusedError
 from tllm.params import SamplingParams
 
 _T = TypeVar("_T")
@@ -35,6 +35,17 @@ class AdapterLoading(NamedTuple):
     a step would end it. `ValueError` where it cannot."""
 
     adapter: Any
+
+
+def check_alone(engine: LLMEngine, call: str) -> None:
+    """Refuse a call that waits for its own requests while others of the engine are unfinished: they
+    would end in it, and nobody would have their outputs."""
+    if engine.has_unfinished_requests():
+        raise RefusedError(
+            f"requests of this engine are unfinished, and their outputs would be lost in {call}; "
+            "wait for them first (wait_for_completion() of those that were queued, or step() until "
+            "they have ended)"
+        )
 
 
 Work: TypeAlias = "Generator[Generation | AdapterLoading | Steps[Any], Any, _T]"
@@ -80,11 +91,7 @@ class SyncGeneration:
         """The outputs of requests, while nobody else's run. An interrupt comes between two steps,
         and nothing is left of it, as in `generate`."""
         engine = living(self._engine)
-        if engine.has_unfinished_requests():
-            raise ValueError(
-                "requests of this engine are unfinished, and their outputs would be lost; step "
-                "until they have ended, then call llm.patching again"
-            )
+        check_alone(engine, "llm.patching")
         names = [f"tllm-{uuid.uuid4().hex}" for _ in asked.prompts]
         outputs: dict[str, Any] = {}
         with self._front.together():

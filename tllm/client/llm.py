@@ -25,7 +25,7 @@ from tllm.client.arguments import (
 )
 from tllm.client.attached import AsyncClient, Attached, SyncClient, made, pending
 from tllm.client.front_end import Client
-from tllm.client.generation import AsyncGeneration, SyncGeneration
+from tllm.client.generation import AsyncGeneration, SyncGeneration, check_alone
 from tllm.client.results import hand_on
 from tllm.consumers.base import Consumer
 from tllm.engine import limits
@@ -166,6 +166,12 @@ class LLM(Attached, OfflineFront, vllm.LLM):
             raise RefusedError(
                 "conversation was asked, but a beam is computed by many requests; use generate()"
             )
+        if guiding := self._run(self._tllm.uses.guiding(asked)):
+            raise RefusedError(
+                f"{guiding[0]} was asked, but it guides which token is drawn, and the tokens of "
+                "beams are not drawn; use generate()"
+            )
+        check_alone(self.llm_engine, "beam_search")
         self._sync.asked = asked
         try:
             return super().beam_search(prompts, params, *args, **kwargs)

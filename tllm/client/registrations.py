@@ -171,8 +171,8 @@ class Registrations:
             return
         gone = self.consumers.pop(name, None)
         self.capturing.discard(name)
-        if gone is not None and gone.is_attached_to(self._handle()):
-            gone.attach(None)
+        if gone is not None:
+            gone.detach(self._handle())
         if payload is not None:
             self._adopt(*cloudpickle.loads(payload))
 
@@ -183,7 +183,8 @@ class Registrations:
         self.flows[consumer.consumer_id] = tuple(consumer.flows())
         if capturing:
             self.capturing.add(consumer.consumer_id)
-        consumer.attach(self._handle())
+        if (handle := self._handle()) is not None:
+            consumer.attach(handle)
 
     def add(self, consumer: Consumer, capturing: bool) -> Steps[bool]:
         """Register a consumer, unless one of its id is there; whether it was."""

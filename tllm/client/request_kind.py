@@ -21,13 +21,14 @@ class RequestKind:
     Attributes:
         generates: it is for generation, and not for pooling.
         streamed: its prompt arrives in parts. Only the engine knows then where it ends.
-        generated: how many of the last tokens of its prompt were generated, as those of a beam.
+        generated: how many of the last tokens of its prompt were generated, where it is a step of
+            a beam; None for every other request.
         results: somebody will come for what the consumers have to say.
     """
 
     generates: bool = True
     streamed: bool = False
-    generated: int = 0
+    generated: int | None = None
     results: bool = True
 
     def check(self, asked: Asked, groups: Sequence[SteeringGroup], uses: Uses) -> None:
@@ -36,13 +37,13 @@ class RequestKind:
 
         Raises `ValueError` naming what is wrong.
         """
-        if self.generates and self.results and not self.streamed and not self.generated:
+        if self.generates and self.results and not self.streamed and self.generated is None:
             return
         for what, limits, way_out in self._limited(asked, groups, uses):
             for limit, holds in (
                 (_POOLING, not self.generates),
                 (_STREAMED, self.streamed),
-                (_BEAM, self.generated > 0),
+                (_BEAM, self.generated is not None),
             ):
                 if holds and limit in limits:
                     raise ValueError(f"{what} {limit}{way_out}")

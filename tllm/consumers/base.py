@@ -22,28 +22,36 @@ from tllm.ports import (
 
 
 class Copies:
-    """Those of a consumer in an engine's workers. A copy of the consumer has none of its own.
+    """Those of a consumer in the workers of engines. A copy of the consumer has none of its own.
 
     Args:
-        engine: has `synchronize(consumer)` and `read_stats(consumer)`. It is not kept: it ends with
-            its user, who may keep the consumer.
+        engines: each has `synchronize(consumer)` and `read_stats(consumer)`. They are not kept: an
+            engine ends with its user, who may keep the consumer.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = list(map(weakref.ref, engines))
 
-    def are_in(self, engine: Any) -> bool:
-        return self._engine() is engine
+    @property
+    def living(self) -> list[Any]:
+        """The engines that have not ended."""
+        return [engine for each in self._engines if (engine := each()) is not None]
 
     def ask(self, method: str, consumer: Consumer) -> Any:
-        """Call a method of the engine; `RuntimeError` where it has ended."""
-        engine = self._engine()
-        if engine is None:
+        """Call a method of the engine; `RuntimeError` where it has ended, or there are several."""
+        living = self.living
+        if len(living) > 1:
+            raise RuntimeError(
+                f"consumer {consumer.consumer_id!r} is registered in {len(living)} engines, and "
+                f"{method}() of the object would be of one of them; call "
+                f"llm.{method}({consumer.consumer_id!r}) of each engine"
+            )
+        if not living:
             raise RuntimeError(
                 f"the engine that consumer {consumer.consumer_id!r} was registered in has ended; "
                 f"call {method}() before, or keep the engine"
             )
-        return getattr(engine, method)(consumer)
+        return getattr(living[0], method)(consumer)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -54,8 +62,8 @@ class Consumer(ABC):
 
     The object the user makes is a description: it is sent to every worker (by cloudpickle) and
     the copies there do the work. While it is registered, `synchronize()` and `read_stats()` of the
-    user's object reach those copies (on an `AsyncLLM`, they are to be awaited); of an object that
-    several engines have, those of the engine that was given it last.
+    user's object reach those copies (on an `AsyncLLM`, they are to be awaited); an object that
+    several engines have refuses them, which are asked of each engine then.
 
     A consumer that raises is detached: the error is logged once with its traceback, counted, and
     put into the results of the requests that were using it. Generation goes on.
@@ -104,14 +112,23 @@ class Consumer(ABC):
         """Let this object stand for its copies in an engine's workers.
 
         Args:
-            engine: has `synchronize(consumer)` and `read_stats(consumer)`; None: for itself again.
+            engine: has `synchronize(consumer)` and `read_stats(consumer)`.
         """
-        # A frozen dataclass may be a consumer, too.
-        object.__setattr__(self, "_copies", None if engine is None else Copies(engine))
+        others = [] if self._copies is None else self._copies.living
+        self._stand_for([*(each for each in others if each is not engine), engine])
+
+    def detach(self, engine: Any) -> None:
+        """It has no copies in that engine's workers any more."""
+        if self.is_attached_to(engine) and self._copies is not None:
+            self._stand_for([each for each in self._copies.living if each is not engine])
 
     def is_attached_to(self, engine: Any) -> bool:
         """Whether this object stands for its copies in that engine's workers."""
-        return self._copies is not None and self._copies.are_in(engine)
+        return self._copies is not None and any(each is engine for each in self._copies.living)
+
+    def _stand_for(self, engines: Sequence[Any]) -> None:
+        # A frozen dataclass may be a consumer, too.
+        object.__setattr__(self, "_copies", Copies(engines) if engines else None)
 
     def needs_tokens_of(self, options: Mapping[str, Any]) -> bool:
         """The same for one request, by its options; `needs_tokens` by default."""

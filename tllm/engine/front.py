@@ -116,7 +116,9 @@ class SyncRequests(Protocol):
 class AsyncRequests(Protocol):
     """Who decides what happens to the requests of an `AsyncLLM`."""
 
-    async def admit(self, params: Any, request_id: str, *, streamed: bool, generated: int) -> Any:
+    async def admit(
+        self, params: Any, request_id: str, *, streamed: bool, generated: int | None
+    ) -> Any:
         """Make a request ready; its `params` are vLLM's parameters, its own."""
         ...
 
@@ -155,11 +157,12 @@ class LLMEngineFront:
 
     Attributes:
         handle: gives what the user calls.
-        generated: how many of the last tokens of the prompts that are added now were generated.
+        generated: how many of the last tokens of the prompts that are added now were generated,
+            where they are beams.
     """
 
     handle: Callable[[], Any] = staticmethod(lambda: None)
-    generated = 0
+    generated: int | None = None
 
     def __init__(self, engine: LLMEngine, requests: SyncRequests, check: Any) -> None:
         self._engine: LLMEngine = weakref.proxy(engine)
@@ -281,7 +284,7 @@ class LLMEngineFront:
         try:
             yield
         finally:
-            self.generated = 0
+            self.generated = None
 
     @contextmanager
     def _interrupts_between_steps(self) -> Iterator[None]:
@@ -342,9 +345,9 @@ class OfflineFront:
         return bool(self.pooling_task == "classify")  # type: ignore[attr-defined]
 
 
-GENERATED: ContextVar[int] = ContextVar("tllm_generated", default=0)
+GENERATED: ContextVar[int | None] = ContextVar("tllm_generated", default=None)
 """How many of the last tokens of the prompt that is added to an `AsyncLLM` were generated, as in a
-step of beam search over HTTP."""
+step of beam search over HTTP; None for every other request."""
 
 ADMITTED: ContextVar[Callable[[], object] | None] = ContextVar("tllm_admitted", default=None)
 """Called when an `AsyncLLM` has taken the request that is added."""

@@ -46,8 +46,8 @@ uses(
 )
 uses(
     "vllm.config.ParallelConfig",
-    "pipeline_parallel_size use_ubatching use_sequence_parallel_moe use_ray "
-    "decode_context_parallel_size prefill_context_parallel_size",
+    "tensor_parallel_size pipeline_parallel_size use_ubatching use_sequence_parallel_moe use_ray "
+    "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend",
     "configurations under which rows could be misread are refused",
 )
 
@@ -84,6 +84,10 @@ def _asks_for_another_method(arguments: Mapping[str, Any]) -> bool:
     return isinstance(method, str) and method not in METHODS and not method.endswith("_mtp")
 
 
+def _launched_by_others(backend: Any, ranks: int, stages: int) -> bool:
+    return backend == "external_launcher" and ranks * stages > 1
+
+
 LIMITS = (
     Limit(
         "speculative decoding by this method (how its drafts are told from tokens is not known): "
@@ -108,6 +112,22 @@ LIMITS = (
         lambda asked: (
             asked.get("speculative_config") is not None
             and (asked.get("pipeline_parallel_size") or 1) > 1
+        ),
+    ),
+    Limit(
+        "several ranks of one replica under distributed_executor_backend='external_launcher' (each "
+        "rank has a front end that reaches its own worker alone, and results are with the first): "
+        "set distributed_executor_backend='mp' and start one process, or leave one rank to each "
+        "replica (tensor_parallel_size=1 and pipeline_parallel_size=1)",
+        lambda config: _launched_by_others(
+            config.parallel_config.distributed_executor_backend,
+            config.parallel_config.tensor_parallel_size,
+            config.parallel_config.pipeline_parallel_size,
+        ),
+        lambda asked: _launched_by_others(
+            asked.get("distributed_executor_backend"),
+            asked.get("tensor_parallel_size") or 1,
+            asked.get("pipeline_parallel_size") or 1,
         ),
     ),
     Limit(

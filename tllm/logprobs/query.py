@@ -126,7 +126,12 @@ def checked_tokens(tokens: Any, vocab_size: int, name: str) -> tuple[int, ...]:
         if len(array) and array.min() < 2 and not _BOOLEANS.isdisjoint(map(type, given)):
             raise ValueError
     except ValueError:
-        raise ValueError(f"{name} must be a flat list of integers, and is {given!r:.80}") from None
+        way_out = ""
+        if isinstance(given, Sequence) and given and _BOOLEANS.issuperset(map(type, given)):
+            way_out = "; of a mask, give np.flatnonzero(mask), or torch's mask.nonzero().flatten()"
+        raise ValueError(
+            f"{name} must be a flat list of integers, and is {given!r:.80}{way_out}"
+        ) from None
     if len(array) and (array.min() < 0 or array.max() >= vocab_size):
         raise ValueError(
             f"{name} has token {array.min() if array.min() < 0 else array.max()}; the model's "

@@ -454,6 +454,8 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
         )
     names = "capture", "consumers", "patch", "conversation", *ENDING_FIELDS
     of_rows = [name for name in names if name in asked]
+    if not _wanted_of(asked.get("consumers", {})):  # they are only turned off
+        of_rows = [name for name in of_rows if name != "consumers"]
     if of_rows and getattr(request, "use_beam_search", False):
         raise FieldError(
             of_rows[0],
@@ -467,6 +469,11 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
             f"{field} was given with background=true, but an answer that is fetched later has no "
             "place for results; leave one of them out",
         )
+
+
+def _wanted_of(consumers: Mapping[str, Any]) -> list[str]:
+    """The consumers that a request does not turn off."""
+    return [name for name, chosen in consumers.items() if chosen.get("enabled", True)]
 
 
 def _put(results: Mapping[str, Any], target: Any) -> None:

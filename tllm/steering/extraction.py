@@ -173,7 +173,8 @@ def rows_of_prompts(
 
 
 def check_waits(llm: Any) -> None:
-    """Refuse an engine whose calls are awaited."""
+    """Refuse an engine whose calls are awaited, and one whose requests are unfinished."""
+    from tllm.client.generation import check_alone
     from tllm.client.llm import AsyncLLM
 
     if isinstance(llm, AsyncLLM):
@@ -181,6 +182,7 @@ def check_waits(llm: Any) -> None:
             f"vectors are made and measured with a tllm.LLM, and a {type(llm).__name__} was given; "
             "make them with an LLM, save them, and load them for the other"
         )
+    check_alone(llm.llm_engine, "making and measuring vectors")
 
 
 def listed(given: Any, name: str) -> list[Any]:

@@ -16,7 +16,7 @@ from tllm.stores.recording import Published
 from tllm.stores.writer_options import OnCollision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Claim:
     """A record that is on disk, or that has leave to be written: the newest of its identity.
 
