@@ -362,9 +362,10 @@ the rows of every hook point of every layer, tokens, and steering at one place o
 error is the largest of any row, relative to the largest value of its tensor, in float32 where no
 other type is named. Numbers of layers are those of the tiny model.
 
-On the GPU, an H200, engines were compiled, with CUDA graphs and the V2 runner, of models twice as
-wide, and answered the six batches of `python -m tests.oracle.gpu`: mixed, the same again, written
-by consumers, steered, patched, and steered under conditions.
+On the GPU, an H200 or H100, engines were compiled, with CUDA graphs and the V2 runner, of models
+twice as wide, and answered the six batches of `python -m tests.oracle.gpu`: mixed, the same again,
+written by consumers, steered, patched, and steered under conditions. A gated delta net (Qwen3-Next,
+Qwen 3.5) rounds its state with every token; its rows may be off by three times what others may.
 
 *given NAME*: `transformers` has no class of it. Its tiny model is one of NAME, which computes the
 same in this configuration, and vLLM serves it with the class of the architecture that is named.
