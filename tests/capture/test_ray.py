@@ -118,6 +118,8 @@ def test_the_older_ray_executor_is_refused_with_what_to_set():
         use_ray=True,
         use_ubatching=False,
         use_sequence_parallel_moe=False,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
         decode_context_parallel_size=1,
         prefill_context_parallel_size=1,
     )

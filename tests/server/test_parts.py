@@ -79,7 +79,8 @@ def app_of(settings, tmp_path, host, answers=True):
 
     files = CaptureFiles(tmp_path / "captures", 60.0, 1)
     ours, limits = Interventions(), LimitsByKey.read(None, tmp_path / "in-flight")
-    app.state.tllm = ServerState(ours, settings, files, Stats(ours), PatchSweeps(ours, limits))
+    sweeps = PatchSweeps(ours, limits, models=None)  # no sweep is asked for here
+    app.state.tllm = ServerState(ours, settings, files, Stats(ours), sweeps)
     return TestClient(app, client=(host, 1))
 
 

@@ -119,6 +119,16 @@ def test_what_cannot_be_swept_over_http_is_refused(server, change, sentence):
     assert sentence in answer.json()["error"]["message"]
 
 
+def test_a_sweep_may_name_the_model_that_is_served(server):
+    plain, named = (
+        lines_of(server.post("/v1/patch_sweep", ASKED | more)) for more in ({}, {"model": "demo"})
+    )
+    assert [one.get("experiment") for one in named] == [one.get("experiment") for one in plain]
+    answer = server.post("/v1/patch_sweep", ASKED | {"model": "nobody"})
+    assert answer.status_code == 404
+    assert "model='nobody' is not served here; served are demo" in answer.text
+
+
 LONG = {"layers": None, "positions": None, "clean": [5] * 200, "corrupt": [5, *[6] * 199]}
 
 

@@ -28,9 +28,6 @@ _Line: TypeAlias = dict[str, Any]
 class SweepBody(StrictBody):
     """A sweep; the fields are those of `llm.patching.sweep`."""
 
-    model: Annotated[
-        str | None, Field(description="A model that is served, or an adapter; the model itself.")
-    ] = None
     clean: Annotated[
         _Prompt | list[_Prompt], Field(description="A prompt as text or token ids, or a list.")
     ]
@@ -75,6 +72,9 @@ class SweepBody(StrictBody):
         list[tuple[str, str | int | list[int | str]]],
         Field(default=[], description='Where paths end, as [["mlp_in", 3]]; else at the logits.'),
     ]
+    model: Annotated[
+        str | None, Field(description="An adapter that is served, or the model's own name.")
+    ] = None
 
 
 class PatchSweeps:
