@@ -93,6 +93,30 @@ def test_after_an_interrupt_nothing_is_left(llm, interruptible):
     assert not llm._tllm.held.num_requests and not results_of(llm)._kept
 
 
+def test_after_an_interrupt_while_requests_are_added_none_is_left(llm, interruptible, monkeypatch):
+    """vLLM leaves those that were added before, and gives their outputs to the next caller."""
+    prompts = prompts_of([5, 9, 6])
+    before = tokens_of(generate(llm, prompts, greedy(6)))
+    core, added = llm.llm_engine.engine_core, []
+    add = core.add_request
+
+    def interrupted(request):
+        if len(added) == 1:
+            signal.raise_signal(signal.SIGINT)
+        add(request)
+        added.append(request)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core, "add_request", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, prompts, greedy(6, capture=CAPTURE))
+    assert len(added) == 2, "the one that was being added is whole"
+    assert not llm.llm_engine.has_unfinished_requests() and not llm._front._running
+    assert tokens_of(generate(llm, prompts, greedy(6))) == before
+    assert not llm._tllm.held.num_requests and not results_of(llm)._kept
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 @pytest.mark.parametrize("forwards", [1, 3])  # of the run whose rows are kept, of an experiment
 def test_after_an_interrupt_of_a_sweep_nothing_is_left(llm, interruptible, monkeypatch, forwards):
     """It comes between two steps, as in `generate`: the engine is not left in the middle of one."""

@@ -158,6 +158,18 @@ def test_experiments_that_gave_no_number_are_rows_all_the_same(llm, tmp_path):
         sweep.heatmap(tmp_path / "nan.png", pair=0)
 
 
+def test_a_source_that_is_dropped_in_the_middle_leaves_no_other_kept(llm):
+    clean, corrupt = pairs_of([6, 8, 7], first=3)
+
+    def drop_one(done, total):
+        if not done:
+            llm.patching.drop(next(iter(llm.patching.kept())))
+
+    with pytest.raises(ValueError, match=r"patch\['source'\]\['run'\]: nothing is kept under"):
+        llm.patching.sweep(clean, corrupt, hooks=HOOKS, metric="kl", progress=drop_one)
+    assert llm.patching.kept() == {} and not llm.llm_engine.has_unfinished_requests()
+
+
 def test_an_adapter_is_refused_where_there_is_none(llm):
     (clean,), (corrupt,) = pairs_of([6], first=3)
     asked = {"hooks": "post_block", "metric": "kl"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Integral, Number
 from typing import TYPE_CHECKING, Any
@@ -402,8 +403,10 @@ class PatchingControl:
         return self._registered.ensure(consumer)
 
     def forget(self, kept: Iterable[KeptRows]) -> Work[None]:
+        """Drop what is still kept of these."""
         for each in kept:
-            yield self._dropped(each)
+            with suppress(ValueError):  # somebody else has dropped it
+                yield self._dropped(each)
 
     def room(self, tokens: int, places: Sequence[Place]) -> Work[int]:
         """How many runs of so many tokens the workers can keep now."""

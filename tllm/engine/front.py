@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
-import signal
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +23,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from tllm.engine.interrupts import (
+    noted_interrupts,
+    raises_in_place,
+    send_whole,
+    uninterrupted,
+)
 from tllm.engine.message_types import check_request
 from tllm.engine.seams import overrides, uses
 
@@ -179,6 +183,7 @@ class LLMEngineFront:
         self._step = step.__func__ if _is_own(step, engine) else lambda _: step()
         if isinstance(engine.engine_core, InprocClient):
             _let_others_live(engine.engine_core)
+        send_whole(engine.engine_core)
         engine.add_request = self.add_request  # type: ignore[method-assign]
         engine.step = self.step  # type: ignore[method-assign]
         engine.abort_request = self.abort_request  # type: ignore[method-assign]
@@ -199,7 +204,8 @@ class LLMEngineFront:
         request = self._requests.admit(_params_of(prompt, params), request_id)
         try:
             params = _put_into(prompt, request.params, self._check)
-            engine_id = self._add_request(request_id, prompt, params, *args, **kwargs)
+            with uninterrupted():
+                engine_id = self._add_request(request_id, prompt, params, *args, **kwargs)
         except BaseException:
             self._requests.refuse(request)
             # vLLM keeps what it could not send to the engine, and would wait for it for ever.
@@ -249,6 +255,17 @@ class LLMEngineFront:
         self._requests.drop([self._running.pop(name).request for name in gone])
 
     @contextmanager
+    def added_together(self) -> Iterator[None]:
+        """Requests are added of which none is left unless all are added: vLLM itself leaves those
+        before an interrupt, and gives their outputs to its next caller."""
+        before = self._running.copy()
+        try:
+            yield
+        except BaseException:
+            self.abort_request([name for name in self._running if name not in before])
+            raise
+
+    @contextmanager
     def together(self) -> Iterator[list[Any]]:
         """Requests that the caller waits for together: their results are fetched at the end.
 
@@ -288,25 +305,18 @@ class LLMEngineFront:
 
     @contextmanager
     def _interrupts_between_steps(self) -> Iterator[None]:
-        theirs = signal.getsignal(signal.SIGINT)
-        if (
-            theirs is not signal.default_int_handler
-            or threading.current_thread() is not threading.main_thread()
-            or not isinstance(self._engine.engine_core, InprocClient)
-        ):
+        if not raises_in_place() or not isinstance(self._engine.engine_core, InprocClient):
             yield
             return
 
-        def note(*_: Any) -> None:
+        def note() -> None:
             self._interrupted = True
-            signal.signal(signal.SIGINT, theirs)  # who cannot wait asks again
 
-        signal.signal(signal.SIGINT, note)
         try:
-            yield
+            with noted_interrupts(note):
+                yield
         finally:
             self._interrupted = False
-            signal.signal(signal.SIGINT, theirs)
 
 
 class OfflineFront:
@@ -316,11 +326,13 @@ class OfflineFront:
 
     @overrides(
         "vllm.entrypoints.llm.LLM._render_and_add_requests",
-        "what steers requests that are added together is brought to the workers at once",
+        "what steers requests that are added together is brought to the workers at once, and an "
+        "interrupt leaves none of them",
     )
     def _render_and_add_requests(self, prompts: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         self._front.expect(params)
-        return super()._render_and_add_requests(prompts, params, *args, **kwargs)  # type: ignore[misc]
+        with self._front.added_together():
+            return super()._render_and_add_requests(prompts, params, *args, **kwargs)  # type: ignore[misc]
 
     @overrides(
         "vllm.entrypoints.llm.LLM._run_engine", "results of all requests are fetched at once"
