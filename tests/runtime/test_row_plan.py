@@ -168,6 +168,38 @@ def test_positions_of_a_batch_that_goes_on_count_up_where_they_are(monkeypatch, 
     assert len(sent) == 2
 
 
+@pytest.mark.parametrize("positions", [False, True], ids=["captured", "with-positions"])
+def test_a_batch_that_goes_on_takes_turns_between_places_in_the_ring(monkeypatch, positions):
+    written, launch = [], planner_module.row_plan.reference
+    monkeypatch.setattr(
+        planner_module.row_plan, "reference", lambda *given: (written.append(1), launch(*given))[1]
+    )
+    monkeypatch.setattr(planner_module, "uses_triton", lambda device: False)
+    table = Slots(3)
+    table.prompt_len[:] = 4
+    table.values[Column.PROGRAM, :, :2] = [1, 2]
+    table.values[Column.GATE, :, 0] = 5 if positions else -1
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, note_write=lambda: None)
+    ring = StubRing()
+    planner = RowPlanner(table, taps, StubPrograms(), ring)
+    slots, ones = np.array([0, 2, 1], np.int32), np.ones(3, np.int32)
+    starts = np.array([9, 5, 30], np.int32)
+    for number in range(12):
+        ring.head = 10 * (number % 3)
+        planner.plan(number, StepBatch(slots, starts + number, ones, 0 * ones))
+        first = 10 * (number % 3)
+        assert plan[DESTINATION, :4].tolist() == [first, -1, first + 1, -1]
+        assert plan[Column.PROGRAM.plan_row, :4].tolist() == [1, 0, 2, -1]
+        expected = 9 + number if positions else -1
+        assert plan[Column.POSITION.plan_row, :4].tolist() == [expected, -1, -1, -1]
+    assert len(written) == 4  # the first, and the first at each place when it is known to go on
+    ring.head = 0
+    planner.plan(12, StepBatch(slots[:2], starts[:2] + 12, ones[:2], 0 * ones[:2]))
+    assert plan[DESTINATION, :4].tolist() == [0, -1, -1, -1]
+    assert len(written) == 5
+
+
 def test_lanes_keep_their_plan_as_long_as_their_tokens_are_the_prompts(monkeypatch):
     """A turn's token is the last of a prompt that has grown; one that is drawn after it is not."""
     sent, upload = [], planner_module.upload

@@ -73,12 +73,24 @@ uses(
     "sizes of the model, for consumers",
 )
 uses(
+    "vllm.config.ModelConfig",
+    "is_multimodal_model enable_prompt_embeds",
+    "whether a forward pass begins by looking up embeddings",
+)
+uses(
     "vllm.config.SchedulerConfig",
     "max_num_seqs max_num_batched_tokens async_scheduling",
     "room for the rows and sequences of a step",
 )
 uses("vllm.config.CompilationConfig", "cudagraph_capture_sizes", "room for the rows of a step")
 uses("vllm.envs", "VLLM_BATCH_INVARIANT", "norms of another order of sums are left to vLLM")
+
+
+def embeds_tokens(vllm_config: Any) -> bool:
+    """Whether the model's forward pass begins by looking up the embeddings of its tokens."""
+    config = vllm_config.model_config
+    is_given_embeddings = config.is_multimodal_model or config.enable_prompt_embeds
+    return bool(get_pp_group().is_first_rank and not is_given_embeddings)
 
 
 def is_last_stage() -> bool:

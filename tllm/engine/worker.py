@@ -191,6 +191,7 @@ class InterventionWorker(_Base):
             max_tokens=model_view.max_batch_tokens(self.vllm_config),
             max_programs=_MAX_PROGRAMS,
             add_rows=2 * self.vllm_config.scheduler_config.max_num_seqs,
+            embeds=model_view.embeds_tokens(self.vllm_config),
         )
         taps.install(self._norms(installed))
         return taps

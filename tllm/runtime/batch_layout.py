@@ -35,6 +35,8 @@ class BatchLayout:
         steps_left: for how many more decode steps the segments say the same.
         on_device: the segments with absolute destinations, by first ring row.
         placed: the rows of each capture program, by first ring row.
+        destinations: the plan's row of places in the ring, and what it says on the device, by first
+            ring row.
     """
 
     batch: StepBatch
@@ -49,6 +51,7 @@ class BatchLayout:
     steps_left: int
     on_device: dict[int, torch.Tensor] = field(default_factory=dict)
     placed: dict[int, tuple[ProgramRows, ...]] = field(default_factory=dict)
+    destinations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
@@ -127,5 +130,6 @@ class BatchLayout:
         segments[:, [SegmentWord.WIDTH, SegmentWord.DESTINATION]] = 0
         segments[:, Column.PROGRAM.word] = Column.PROGRAM.neutral
         return replace(
-            self, version=-1, segments=segments, groups=(), rows=0, on_device={}, placed={}
-        )
+            self, version=-1, segments=segments, groups=(), rows=0, on_device={}, placed={},
+            destinations={},
+        )  # fmt: skip

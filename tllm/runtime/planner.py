@@ -16,6 +16,7 @@ from tllm.runtime.columns import (
     COLUMN_WORDS,
     CONSECUTIVE,
     DECODE,
+    DESTINATION,
     NEUTRAL,
     PREFILL,
     SEGMENT_WIDTH,
@@ -113,8 +114,10 @@ class RowPlanner:
             if rows is None or self._arena is not self._ring.arena:
                 rows = self._place_rows(layout, start)
             frame.rows = rows
-        if self._held != (layout, start):
+        if not self._is_held(layout, start):
             self._write(layout, start)
+            if goes_on and layout.rows:
+                self._remember_places(layout, start)
         elif layout.has_positions:
             self._count_up(layout)
         if not frame.undecided:
@@ -348,6 +351,30 @@ class RowPlanner:
         self._expand(segments, layout.used | self._dirty_columns)
         self._dirty = layout.tokens if len(layout.segments) else 0
         self._dirty_columns = layout.used
+
+    def _is_held(self, layout: BatchLayout, start: int) -> bool:
+        """Whether the plan on the device is a layout's, with its rows in the ring from `start` on:
+        where the rest of it is, remembered places are copied into it."""
+        held = self._held
+        if held is None or held[0] is not layout:
+            return False
+        if held[1] == start:
+            return True
+        known = layout.destinations.get(start)
+        if known is None:
+            return False
+        self.taps.note_write()
+        plan_row, places = known
+        plan_row.copy_(places)
+        self._held = (layout, start)
+        return True
+
+    def _remember_places(self, layout: BatchLayout, start: int) -> None:
+        """Places in the ring that the plan says now: a batch that goes on takes turns between a
+        few, and a copy takes the host less time than the kernel."""
+        if len(layout.destinations) < 16:
+            plan_row = self.taps.plan[DESTINATION, : layout.tokens]
+            layout.destinations[start] = plan_row, plan_row.clone()
 
     def _count_up(self, layout: BatchLayout) -> None:
         """Each row of the plan on the device is the next token of its sequence."""

@@ -60,6 +60,7 @@ class Taps:
         max_tokens: the most tokens in a batch, padding included.
         max_programs: the most distinct capture programs.
         add_rows: add rows to begin with; the tables grow.
+        embeds: a forward pass begins by looking its tokens' embeddings up, before any tap.
 
     Attributes:
         index: by hook point: `STAGES` times the number of its tap, plus its stage.
@@ -78,6 +79,7 @@ class Taps:
         max_tokens: int,
         max_programs: int,
         add_rows: int,
+        embeds: bool = False,
     ) -> None:
         self.sites = sites
         self.hidden_size = hidden_size
@@ -106,7 +108,7 @@ class Taps:
         self._set_fields("ADD_INDEX", range(self.num_points), self._add_index.tensor)
 
         self._resting = [True] * count
-        self._early = starts_early(device)
+        self._early = starts_early(device) and not embeds
         self._separated = True
         self._spacer = torch.zeros(1, dtype=torch.uint8, device=device)
         self.commit()
@@ -160,7 +162,7 @@ class Taps:
 
         A tap looks up what it has to do while the kernel before it still ends, and that must not
         be one that writes what is looked up. It never is where a forward pass begins with an
-        embedding; on a later pipeline rank it could be.
+        embedding; on a later pipeline rank, or where embeddings are given, it could be.
         """
         if not self._separated:
             self._spacer.zero_()
