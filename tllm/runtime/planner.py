@@ -114,7 +114,8 @@ class RowPlanner:
             if rows is None or self._arena is not self._ring.arena:
                 rows = self._place_rows(layout, start)
             frame.rows = rows
-        if not self._is_held(layout, start):
+        held = self._held
+        if not (held and held[0] is layout and (held[1] == start or self._move(layout, start))):
             self._write(layout, start)
             if goes_on and layout.rows:
                 self._remember_places(layout, start)
@@ -352,14 +353,9 @@ class RowPlanner:
         self._dirty = layout.tokens if len(layout.segments) else 0
         self._dirty_columns = layout.used
 
-    def _is_held(self, layout: BatchLayout, start: int) -> bool:
-        """Whether the plan on the device is a layout's, with its rows in the ring from `start` on:
-        where the rest of it is, remembered places are copied into it."""
-        held = self._held
-        if held is None or held[0] is not layout:
-            return False
-        if held[1] == start:
-            return True
+    def _move(self, layout: BatchLayout, start: int) -> bool:
+        """Put remembered places into the plan on the device, which is the layout's; whether they
+        are known."""
         known = layout.destinations.get(start)
         if known is None:
             return False
