@@ -18,8 +18,8 @@ os.environ["NUMBA_NUM_THREADS"] = "1"  # drafting with numba sets OpenMP's numbe
 import gc
 import sys
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from importlib import metadata
 from importlib.metadata import version
 from typing import Any
@@ -124,6 +124,15 @@ def watched_integers(request: pytest.FixtureRequest) -> None:
     """Integers of kernels that run alone are watched for overflow. In an engine, which runs the
     same kernels, that would take a sixth of the time."""
     check_overflow(wanted=request.path.parent.name in ("runtime", "esamp"))
+
+
+@pytest.fixture(scope="module")
+def forked_processes() -> Iterator[None]:
+    """Engines in processes of their own begin sooner."""
+    from tests.forked_processes import forking
+
+    with forking() if not HAS_GPU else nullcontext():  # nothing that has asked for a GPU can fork
+        yield
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 import torch
 from engine.asking import prompts_of
 from two_workers import needs_two_workers
@@ -57,6 +58,7 @@ async def serve(model, root):
         engine.shutdown()
 
 
+@pytest.mark.usefixtures("forked_processes")
 def test_replicas_serve_capture_and_steer_as_one(tiny_model, truth, tmp_path):
     outputs, steered, stats, workers = asyncio.run(serve(tiny_model, tmp_path))
     assert [len(output.outputs) for output in outputs] == [1, 1, 1, 1, 1, 1, 2]

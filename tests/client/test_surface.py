@@ -685,7 +685,7 @@ def test_an_embedding_of_gated_rows_is_that_of_rows_steered_by_hand(pairs):
 
 
 @pytest.fixture(scope="module")
-def online(arguments, offline):
+def online(arguments, offline, forked_processes):
     """What vLLM's and our asynchronous engine answered, and what its checks raised."""
     found, raised = {}, {}
     given = {kind: AsyncEngineArgs(**arguments[kind]) for kind in KINDS}
