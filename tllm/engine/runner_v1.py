@@ -99,7 +99,7 @@ class V1Attachment(RunnerAttachment):
         self._drafted: Mapping[str, Sequence[int]] = {}
         self._drafts: StepDrafts | None = None
         self._hidden_generators: dict[int, torch.Generator] = {}
-        self._asked = _AskedOfSampler(runner, None)
+        self._asked = _AskedSamplingV1(runner, None)
         self._model_forward = runner._model_forward
         self._dummy_run = runner._dummy_run
         runner._model_forward = self._on_model_forward
@@ -228,12 +228,12 @@ class V1Attachment(RunnerAttachment):
             k = p = None
             batch = self.runner.input_batch
             if self._asked.metadata is not batch.sampling_metadata:
-                self._asked = _AskedOfSampler(self.runner, batch.sampling_metadata)
+                self._asked = _AskedSamplingV1(self.runner, batch.sampling_metadata)
             self.session.steps.guide(_V1Step(self._asked, logits), self._asked.greedy)
         return self._filter_and_draw(logits, generators, k, p, *args, **kwargs)
 
 
-class _AskedOfSampler:
+class _AskedSamplingV1:
     """What the requests of a batch ask of the sampler: the same until vLLM makes the batch's
     metadata anew, which it does when a request comes or goes."""
 
@@ -278,7 +278,7 @@ class _AskedOfSampler:
 
 
 class _V1Step(SamplerStep):
-    def __init__(self, asked: _AskedOfSampler, logits: torch.Tensor) -> None:
+    def __init__(self, asked: _AskedSamplingV1, logits: torch.Tensor) -> None:
         self.logits = logits
         self._asked = asked
         self.temperature = asked.temperature

@@ -101,7 +101,7 @@ class V2Attachment(RunnerAttachment):
 
     _collected: CandidateRows | None = None
     _temperature: torch.Tensor | None = None  # of each row, where the filter has gathered them
-    _asks: _AsksOfSampler | None = None
+    _known_sampling: _AskedSamplingV2 | None = None
 
     @staticmethod
     def guidance_refusal(runner: Any) -> str | None:
@@ -191,12 +191,14 @@ class V2Attachment(RunnerAttachment):
             arrived=self.arrived,
         )
         if not self.session.steps.goes_on:
-            self._asks = None
+            self._known_sampling = None
 
-    def _asked(self, logits: torch.Tensor, idx_mapping_np: np.ndarray) -> _AsksOfSampler:
-        if self._asks is None:
-            self._asks = _AsksOfSampler(self.runner.sampler, idx_mapping_np, logits.shape[1])
-        return self._asks
+    def _asked_sampling(self, logits: torch.Tensor, idx_mapping_np: np.ndarray) -> _AskedSamplingV2:
+        if self._known_sampling is None:
+            self._known_sampling = _AskedSamplingV2(
+                self.runner.sampler, idx_mapping_np, logits.shape[1]
+            )
+        return self._known_sampling
 
     @overrides(
         "vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample",
@@ -254,7 +256,7 @@ class V2Attachment(RunnerAttachment):
         """With nothing but temperature and min-p to apply, do it together with the collection of
         candidates: two passes over the logits instead of six."""
         sampler, width = self.runner.sampler, self.session.steps.guidance_width
-        if not width or not self._asked(logits, idx_mapping_np).only_temperature_and_min_p:
+        if not width or not self._asked_sampling(logits, idx_mapping_np).only_temperature_and_min_p:
             return self._apply_sampling_params(
                 logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs
             )
@@ -287,11 +289,11 @@ class V2Attachment(RunnerAttachment):
             top_k = top_p = None
             # The last argument chooses the fused sampler, which would filter again.
             rest = (*rest[:-1], False)
-            asks = self._asked(processed_logits, idx_mapping_np)
+            asked = self._asked_sampling(processed_logits, idx_mapping_np)
             step = _V2Step(
-                asks, processed_logits, self._sample_args, self._collected, self._temperature
+                asked, processed_logits, self._sample_args, self._collected, self._temperature
             )
-            self.session.steps.guide(step, asks.greedy)
+            self.session.steps.guide(step, asked.greedy)
         return self._sample_random(
             processed_logits, expanded_idx_mapping, idx_mapping_np, pos, top_k, top_p, *rest
         )
@@ -310,7 +312,7 @@ def _processors_of_user(sampler: Any) -> Sequence[Any]:
     return () if LogitsContext is None else sampler.logits_processors[_BUILT_IN:]
 
 
-class _AsksOfSampler:
+class _AskedSamplingV2:
     """What the requests of a batch ask of the sampler: the same while the batch goes on, since a
     request keeps its parameters and its row of the sampler's tables.
 
@@ -366,7 +368,7 @@ class _AsksOfSampler:
 class _V2Step(SamplerStep):
     def __init__(
         self,
-        asks: _AsksOfSampler,
+        asked: _AskedSamplingV2,
         logits: torch.Tensor,
         args: tuple[Any, ...],
         collected: CandidateRows | None,
@@ -374,9 +376,9 @@ class _V2Step(SamplerStep):
     ) -> None:
         self.logits = logits
         self.collected = collected
-        self.penalizes = asks.penalizes
-        self.unfiltered = asks.unfiltered
-        self._sampler = sampler = asks.sampler
+        self.penalizes = asked.penalizes
+        self.unfiltered = asked.unfiltered
+        self._sampler = sampler = asked.sampler
         # The order of `Sampler.sample`'s arguments after the logits.
         self._expanded_idx_mapping, self._idx_mapping, self._idx_mapping_np = args[:3]
         self._pos, self._input_ids, self._local_pos = args[3:6]
