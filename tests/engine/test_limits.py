@@ -209,7 +209,6 @@ class RefusingWorker(InterventionCPUWorker):
         raise ValueError("this model has no layers: use another")
 
 
-@pytest.mark.usefixtures("forked_processes")
 def test_what_only_a_worker_finds_out_reaches_the_user(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
