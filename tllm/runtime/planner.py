@@ -117,7 +117,7 @@ class RowPlanner:
         held = self._held
         if not (held and held[0] is layout and (held[1] == start or self._move(layout, start))):
             self._write(layout, start)
-            if goes_on and layout.rows:
+            if goes_on and layout.rows and not layout.chooses:
                 self._remember_places(layout, start)
         elif layout.has_positions:
             self._count_up(layout)
