@@ -51,6 +51,7 @@ def forking() -> Iterator[None]:
     """What is spawned in here is forked."""
     spawning = contexts._concrete_contexts["spawn"]
     forkserver.set_forkserver_preload(_IMPORTED)
+    forkserver.ensure_running()  # before a test changes the environment, which it keeps
     contexts._concrete_contexts["spawn"] = ForkedContext()
     try:
         yield
