@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 
 def interpret_faster() -> None:
-    """Tests of the V2 runner take three fifths of the time, and kernels compute what they did."""
+    """Find out once what is the same each time. What kernels compute stays as it is."""
     _put_language_once()
     _call_builtins_directly()
     _make_tensors_quickly()

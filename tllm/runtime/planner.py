@@ -35,6 +35,8 @@ from tllm.runtime.transfer import upload
 from tllm.spec.selection import END
 
 _OTHERS_CONSECUTIVE = CONSECUTIVE & ~Column.POSITION.flag
+_PLACES = 16
+"""The most first ring rows of which a layout remembers what follows from them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,7 +312,7 @@ class RowPlanner:
             self._arena = self._ring.arena
             layout.placed.clear()
         rows = self._rows(layout, start)
-        if len(layout.placed) < 16:
+        if len(layout.placed) < _PLACES:
             layout.placed[start] = rows
         return rows
 
@@ -347,7 +349,7 @@ class RowPlanner:
             placed[:, SegmentWord.DESTINATION] += start
             blank = _blank_segments(_gaps(layout.segments, end))
             segments = upload(np.concatenate([placed, blank]), self.taps.device)
-            if end == layout.tokens and len(layout.on_device) < 16:
+            if end == layout.tokens and len(layout.on_device) < _PLACES:
                 layout.on_device[start] = segments
         self._expand(segments, layout.used | self._dirty_columns)
         self._dirty = layout.tokens if len(layout.segments) else 0
@@ -368,7 +370,7 @@ class RowPlanner:
     def _remember_places(self, layout: BatchLayout, start: int) -> None:
         """Places in the ring that the plan says now: a batch that goes on takes turns between a
         few, and a copy takes the host less time than the kernel."""
-        if len(layout.destinations) < 16:
+        if len(layout.destinations) < _PLACES:
             plan_row = self.taps.plan[DESTINATION, : layout.tokens]
             layout.destinations[start] = plan_row, plan_row.clone()
 
