@@ -25,8 +25,8 @@ _IMPORTED = [
 ]
 
 
-class ForkedProcess(contexts.ForkServerProcess):
-    """Takes over the environment of who starts it, and what it starts is forked too."""
+class EnvironedProcess(contexts.ForkServerProcess):
+    """Takes over the environment of who starts it, and not that in which its server started."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"environ": dict(os.environ)}
@@ -37,6 +37,13 @@ class ForkedProcess(contexts.ForkServerProcess):
             del os.environ[name]
         os.environ.update(environ)
         self.__dict__.update(state)
+
+
+class ForkedProcess(EnvironedProcess):
+    """What it spawns is forked too."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
         contexts._concrete_contexts["spawn"] = ForkedContext()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 import os
 import re
 import runpy
@@ -11,11 +10,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.forked_processes import EnvironedProcess
 from tllm.client.arguments import OurArguments
 from tllm.engine.options import EngineOptions
 
@@ -49,22 +49,22 @@ def _serve(script: Path, output: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Any]:
+def processes() -> Iterator[None]:
     """New processes that have vLLM imported already, which is half of a script's time."""
     harness = {name: os.environ.pop(name) for name in _HARNESS if name in os.environ}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm", "tllm.client.llm"])
-    yield context
+    # Unless another module of tests has started the server, which then has imported more.
+    forkserver.set_forkserver_preload(["vllm", "tllm.client.llm"])
+    yield
     os.environ |= harness
 
 
 @pytest.fixture
-def run(processes: Any, tmp_path: Path) -> Callable[[Path], str]:
+def run(processes: None, tmp_path: Path) -> Callable[[Path], str]:
     """Run a script in a process of its own; what it printed."""
 
     def run_in_process(script: Path) -> str:
         output = tmp_path / "output.txt"
-        process = processes.Process(target=_serve, args=(script, output))
+        process = EnvironedProcess(target=_serve, args=(script, output))
         process.start()
         try:
             process.join()

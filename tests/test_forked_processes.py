@@ -1,0 +1,31 @@
+"""Processes that tests fork are as fresh as spawned ones."""
+
+import multiprocessing
+import os
+
+from tests.forked_processes import EnvironedProcess, ForkedProcess, forking
+
+
+def tell(telling):
+    kind = multiprocessing.get_context("spawn").Process
+    telling.send((os.environ.get("OF_THE_TEST"), issubclass(kind, ForkedProcess)))
+
+
+def told_by(kind):
+    listening, telling = multiprocessing.Pipe(duplex=False)
+    process = kind(target=tell, args=(telling,))
+    process.start()
+    told = listening.recv()
+    process.join()
+    return told
+
+
+def test_they_have_the_environment_of_who_starts_them(monkeypatch):
+    with forking():
+        monkeypatch.setenv("OF_THE_TEST", "first")
+        assert told_by(multiprocessing.get_context("spawn").Process) == ("first", True)
+        monkeypatch.setenv("OF_THE_TEST", "second")
+        assert told_by(EnvironedProcess) == ("second", False)
+        monkeypatch.delenv("OF_THE_TEST")
+        assert told_by(EnvironedProcess) == (None, False)
+    assert not issubclass(multiprocessing.get_context("spawn").Process, ForkedProcess)
