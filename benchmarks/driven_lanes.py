@@ -11,7 +11,7 @@ import torch
 from vllm.v1.engine import EngineCoreRequest
 
 from tllm import LLM, SamplingParams
-from tllm.engine.bulk import Bulk, BulkItem
+from tllm.engine.bulk import Bulk, BulkInputs
 from tllm.logprobs.query import WHOLE
 from tllm.logprobs.transport import CONSUMER, Address, Arena
 
@@ -71,7 +71,7 @@ class DrivenLanes:
     def message(self, tokens: Mapping[str, Sequence[int]]) -> EngineCoreRequest:
         """The next tokens of lanes."""
         self._arena.expect(len(tokens))
-        items = []
+        inputs = BulkInputs([], [], [], [])
         for name, appended in tokens.items():
             ticket, place = self._ticket(name)
             address = self._addresses.get(name)
@@ -79,9 +79,12 @@ class DrivenLanes:
                 address = self._addresses[name] = self._arena.addresses.take(self._arena)
             address.say(ticket, place)
             options = address.options(WHOLE)
-            consumers = None if options is None else {CONSUMER: options}
-            items.append(BulkItem(ticket, name, appended, consumers))
-        return Bulk.message(SamplingParams(**_ONE_TOKEN), "message", (), items)
+            if options is not None:
+                inputs.consumers.append((len(inputs.tickets), {CONSUMER: options}))
+            inputs.tickets.append(ticket)
+            inputs.request_ids.append(name)
+            inputs.tokens.append(appended)
+        return Bulk.message(SamplingParams(**_ONE_TOKEN), "message", (), inputs)
 
     def _ticket(self, name: str) -> tuple[int, int]:
         (place,) = self._arena.lease_many(1)

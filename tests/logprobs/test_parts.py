@@ -23,9 +23,9 @@ from tllm.logprobs import (
     transport,
     virtual_lm,
 )
+from tllm.logprobs.bulk_turns import address_of
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
 from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, Query, stacked
-from tllm.logprobs.service import Service
 from tllm.logprobs.transport import Arena
 from tllm.shared_memory import SharedRows
 
@@ -218,15 +218,14 @@ def test_an_address_is_told_once_and_again_when_there_are_more_files():
 def test_a_lane_for_which_there_is_no_other_address_keeps_its_own(monkeypatch):
     """An entry that was given back twice would be two lanes'."""
     lane, arena, narrow = SimpleNamespace(address=None), Arena(100, 2**20), Arena(8, 2**20)
-    address = Service._address(lane, arena)
+    address = address_of(lane, arena)
 
     def no_room(rows, width):
         raise OSError("no room")
 
     monkeypatch.setattr(SharedRows, "create", no_room)
-    with pytest.raises(OSError, match="no room"):
-        Service._address(lane, narrow)
-    assert Service._address(lane, arena) is address
+    assert address_of(lane, narrow) is None
+    assert address_of(lane, arena) is address
     address.give_back()
     free = [(id(table), entry) for table, entry in arena.addresses.free]
     assert len(free) == len(set(free))
@@ -253,7 +252,7 @@ def test_whoever_finds_no_free_row_waits_for_one():
 def test_answers_are_free_as_soon_as_nobody_refers_to_them():
     """Their rows would be wanting until a garbage collection, and the next ones be copied."""
     made: list[weakref.ref[torch.Tensor]] = []
-    query = Query((1, 2), WHOLE, None, Interventions())
+    query = Query.of((1, 2))
 
     def serve(waiters):
         for waiter in waiters:

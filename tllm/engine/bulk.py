@@ -66,20 +66,39 @@ uses("vllm.SamplingParams", "extra_args", "what a request asks of tLLM travels i
 
 
 class BulkItem(NamedTuple):
-    """One token of one request.
+    """One token of a new request.
 
     Attributes:
         ticket: of the sender, who is told when the token was computed.
-        request_id: a new one, or the engine's own of a streamed request that waits for input.
-        tokens: the prompt, or what is appended to it.
-        consumers: options by consumer id, instead of those that the request has. None: what it was
-            told last still holds.
+        tokens: the prompt.
+        consumers: options by consumer id, instead of those that all have.
     """
 
     ticket: int
     request_id: str
     tokens: Sequence[int]
     consumers: Mapping[str, Any] | None
+
+
+class BulkInputs(NamedTuple):
+    """The next inputs of streamed requests that wait for one, and one token of each. What is of one
+    request stands at one place of each list.
+
+    Attributes:
+        tickets: of the sender, who is told when the token was computed.
+        request_ids: the engine's own.
+        tokens: what is appended.
+        consumers: options by consumer id, instead of those that the request has, of those that ask
+            otherwise than before: each with its place in the lists.
+    """
+
+    tickets: list[int]
+    request_ids: list[str]
+    tokens: list[Sequence[int]]
+    consumers: list[tuple[int, Mapping[str, Any]]]
+
+
+_NO_INPUTS = BulkInputs([], [], [], [])
 
 
 Ended = Callable[[Sequence[int], Exception | None], None]
@@ -120,29 +139,30 @@ class Bulk:
         found = known.get(request_id)
         return found[0] if found else None
 
-    def expect(self, item: BulkItem) -> None:
-        """An item will be sent; of its ticket somebody wants to hear."""
-        self._sent[item.ticket] = item.request_id
+    def expect(self, tickets: Iterable[int], request_ids: Iterable[str]) -> None:
+        """Of these tickets, and the requests with them, somebody wants to hear when they are
+        sent."""
+        self._sent.update(zip(tickets, request_ids, strict=True))
 
     def send(
         self,
         params: vllm.SamplingParams,
-        begun: Sequence[BulkItem],
-        continued: Sequence[BulkItem],
+        begun: Sequence[BulkItem] = (),
+        continued: BulkInputs = _NO_INPUTS,
     ) -> Coroutine[Any, Any, None]:
         """Send requests of one token each, all of which are expected.
 
         Args:
             params: of the requests in `begun`, prepared by the engine. That they have a token, and
                 fit into the engine, is the caller's to check.
-            continued: the next input of streamed requests, which keep their own parameters.
+            continued: streamed requests, which keep their own parameters.
 
         Returns:
             What does it, and never raises. What is to reach the engine later must begin later.
         """
         self._begun.update((item.request_id, item.ticket) for item in begun)
         name = f"{_EXTRA}_{next(self._numbers)}"
-        self._messages[name] = [item.ticket for item in (*begun, *continued)]
+        self._messages[name] = [*(item.ticket for item in begun), *continued.tickets]
         return self._deliver(self.message(params, name, begun, continued), self._messages[name])
 
     @staticmethod
@@ -150,11 +170,12 @@ class Bulk:
         params: vllm.SamplingParams,
         name: str,
         begun: Sequence[BulkItem],
-        continued: Sequence[BulkItem],
+        continued: BulkInputs,
     ) -> EngineCoreRequest:
         """A message with that id; the rest as for `send`."""
         message = copy(params)
-        wire = {"begun": list(map(list, begun)), "continued": _columns(continued)}
+        # Columns: little is made of them when they are read.
+        wire = {"begun": list(map(list, begun)), "continued": list(continued)}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
         return EngineCoreRequest(
             request_id=name,
@@ -229,16 +250,6 @@ class Bulk:
     def _on_error(self, e: Exception) -> None:
         self.end(self._sent, e)
         self._propagate_error(e)
-
-
-def _columns(items: Sequence[BulkItem]) -> list[list[Any]]:
-    """Items as columns: where many say the same, a message holds it once, and little is made of it
-    when it is read."""
-    if not items:
-        return []
-    tickets, request_ids, tokens, consumers = map(list, zip(*items, strict=True))
-    told = [[place, each] for place, each in enumerate(consumers) if each is not None]
-    return [tickets, request_ids, tokens, told]
 
 
 def loop_of(engine: AsyncLLM) -> asyncio.AbstractEventLoop | None:
@@ -326,10 +337,8 @@ class BulkRequests:
         """
         assert message.sampling_params is not None and message.sampling_params.extra_args
         columns = message.sampling_params.extra_args[_EXTRA]["continued"]
-        if not columns:
-            return
-        tickets, request_ids, tokens, told = columns
-        asked, arrived = dict(told), message.arrival_time
+        tickets, request_ids, tokens, consumers = columns
+        asked, arrived = dict(consumers), message.arrival_time
         for place, request_id in enumerate(request_ids):
             known = running.get(request_id)
             if known is None or known.sampling_params is None:

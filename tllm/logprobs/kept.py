@@ -173,6 +173,14 @@ class Holder:
         self.request = request
         request.holders.add(self)
 
+    def take_over(self, request: KeptRequest) -> None:
+        """The request goes on as this lane's; others that hold it go other ways."""
+        if len(request.holders) > 1:
+            for other in request.holders:
+                if other is not self:
+                    other.request = None
+            request.holders = {self}
+
 
 class Admission:
     """Which requests are kept. A kept request holds one of the engine's `max_num_seqs` places, and

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,7 +61,7 @@ class Lane:
         lanes: Sequence[Lane],
         top_k: int | None,
         only: Sequence[int] | None,
-    ) -> list[Answer]:
+    ) -> Sequence[Answer]:
         """The answers to a step of some lanes of the model that a mailbox is of."""
         listed = isinstance(lanes, list | tuple)
         if not (listed and lanes and all(isinstance(lane, Lane) for lane in lanes)):
@@ -82,7 +81,8 @@ class Lane:
     def _next_query(self, form: Form) -> Query:
         self._check_open()
         self._service.check_length(self._tokens)
-        return Query(tuple(self._tokens), form, self._query.lora, self._query.interventions)
+        tokens, query = self._tokens, self._query
+        return Query(tokens, len(tokens), form, query.lora, query.interventions)
 
     def feed(self, *tokens: int) -> None:
         """Append one token or more. Nothing is computed before `next`."""
@@ -108,7 +108,8 @@ class Lane:
         """A lane with the same tokens. What was computed for them is not computed again, but for
         what does not fill a block of the KV cache."""
         self._check_open()
-        query = replace(self._query, tokens=self.tokens)
+        tokens, of = self.tokens, self._query
+        query = Query.of(tokens, of.form, of.lora, of.interventions)
         child = Lane(self._loop, self._mailbox, self._service, query)
         if not query.interventions.results:  # else the kept request's rows are its own
             self._loop.post(self._service.fork, self._holder, child._holder)

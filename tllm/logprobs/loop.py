@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Generic, TypeVar, cast
 
 from tllm.logprobs.kept import Holder
-from tllm.logprobs.query import Answer, Query
+from tllm.logprobs.query import Answer, AnswerRows, Query
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ class PendingQueries:
         of_lanes: whether they are steps of lanes.
     """
 
-    __slots__ = ("_deliver", "_left", "_outcomes", "future", "loop", "of_lanes", "waiters")
+    __slots__ = ("_deliver", "_left", "_outcomes", "_rows", "future", "loop", "of_lanes", "waiters")
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class PendingQueries:
     ) -> None:
         self.loop = loop
         self.of_lanes = holders[0] is not None
-        self.future: asyncio.Future[list[Answer]] = loop.create_future()
+        self.future: asyncio.Future[Sequence[Answer]] = loop.create_future()
         self.waiters = [
             Waiter(query, holder, self, place)
             for place, (query, holder) in enumerate(zip(queries, holders, strict=True))
@@ -187,6 +187,7 @@ class PendingQueries:
         self._deliver = deliver
         self._left = len(self.waiters)
         self._outcomes: list[Answer | Exception | None] = [None] * self._left
+        self._rows: AnswerRows | None = None
 
     def answered(self, place: int, outcome: Answer | Exception) -> None:
         """Called once for each query, on the engine's loop."""
@@ -195,11 +196,22 @@ class PendingQueries:
         if not self._left:
             self._deliver(self)
 
+    def answered_together(self, rows: AnswerRows) -> None:
+        """Called once for all queries, none of which is answered yet, in the place of `answered`;
+        the answers are in the order of the queries."""
+        self._rows = rows
+        self._deliver(self)
+
     def end(self) -> None:
         """Called on the caller's loop, when there are outcomes of all."""
         # This and the waiters refer to each other. Answers may lie in rows that are free when
         # nobody refers to them, which must not take until the next garbage collection.
         outcomes, self._outcomes, self.waiters = self._outcomes, [], []
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            if not self.future.done():
+                self.future.set_result(rows)
+            return
         error = next((each for each in outcomes if isinstance(each, Exception)), None)
         if error is not None:
             self.fail(error)
@@ -217,25 +229,27 @@ class Waiter:
 
     Attributes:
         holder: the lane whose next step it is, or None.
+        pending: all that the caller waits for.
+        place: the query's place among them.
     """
 
-    __slots__ = ("_pending", "_place", "holder", "query")
+    __slots__ = ("holder", "pending", "place", "query")
 
     def __init__(
         self, query: Query, holder: Holder | None, pending: PendingQueries, place: int
     ) -> None:
         self.query = query
         self.holder = holder
-        self._pending = pending
-        self._place = place
+        self.pending = pending
+        self.place = place
 
     @property
     def is_awaited(self) -> bool:
-        return not self._pending.future.done()
+        return not self.pending.future.done()
 
     def resolve(self, outcome: Answer | Exception) -> None:
         """Called once, on the engine's loop."""
-        self._pending.answered(self._place, outcome)
+        self.pending.answered(self.place, outcome)
 
 
 class Mailbox:
@@ -266,7 +280,9 @@ class Mailbox:
         self._waiting: set[PendingQueries] = set()
         self._ready: dict[asyncio.AbstractEventLoop, list[PendingQueries]] = {}
 
-    async def ask(self, queries: Sequence[Query], holders: Sequence[Holder | None]) -> list[Answer]:
+    async def ask(
+        self, queries: Sequence[Query], holders: Sequence[Holder | None]
+    ) -> Sequence[Answer]:
         """The answers to queries, on any loop: of lanes, or of none."""
         self._loop.check_open()
         loop = asyncio.get_running_loop()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast, overload
 
 import numpy as np
 import torch
@@ -223,12 +223,38 @@ def _digest(value: Any, digest: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class Query:
-    """A wish for the next token's log-probabilities, after these tokens."""
+    """A wish for the next token's log-probabilities.
 
-    tokens: tuple[int, ...]
+    Attributes:
+        given: token ids. A lane's own list: more may be appended to it while the query is answered.
+        num_tokens: how many of them the query is about.
+    """
+
+    given: Sequence[int]
+    num_tokens: int
     form: Form
     lora: LoRARequest | None
     interventions: Interventions
+
+    @classmethod
+    def of(
+        cls,
+        tokens: tuple[int, ...],
+        form: Form = WHOLE,
+        lora: LoRARequest | None = None,
+        interventions: Interventions | None = None,
+    ) -> Query:
+        """One about all tokens that are given."""
+        return cls(tokens, len(tokens), form, lora, interventions or Interventions())
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        given = self.given
+        return given if isinstance(given, tuple) else tuple(given[: self.num_tokens])
+
+    def tokens_from(self, known: int) -> list[int]:
+        """The tokens but for the first ones."""
+        return list(self.given[known : self.num_tokens])
 
     @property
     def key(self) -> tuple[Hashable, ...]:
@@ -261,9 +287,45 @@ class Answer:
         return self.values if self.token_ids is None else TopLogprobs(self.values, self.token_ids)
 
 
+class AnswerRows(Sequence[Answer]):
+    """Answers of one form that lie in memory one after the other.
+
+    Attributes:
+        values: float32 `[answers, ...]`.
+        token_ids: int32 `[answers, k]` for `top_k`.
+    """
+
+    def __init__(self, values: torch.Tensor, token_ids: torch.Tensor | None = None) -> None:
+        self.values = values
+        self.token_ids = token_ids
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> Answer: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> AnswerRows: ...
+
+    def __getitem__(self, index: int | slice) -> Answer | AnswerRows:
+        kind = AnswerRows if isinstance(index, slice) else Answer
+        return kind(self.values[index], None if self.token_ids is None else self.token_ids[index])
+
+    def __iter__(self) -> Iterator[Answer]:
+        ids = itertools.repeat(None) if self.token_ids is None else self.token_ids.unbind()
+        return map(Answer, self.values.unbind(), ids)
+
+    @property
+    def result(self) -> torch.Tensor | TopLogprobs:
+        return self.values if self.token_ids is None else TopLogprobs(self.values, self.token_ids)
+
+
 def stacked(answers: Sequence[Answer]) -> torch.Tensor | TopLogprobs:
     """One result of answers of one form: values `[batch, ...]`. Those that lie in memory one after
     the other, as answers do that arrived together, stay where they are."""
+    if isinstance(answers, AnswerRows):
+        return answers.result
     rows = [answer.values for answer in answers]
     values = rows[0][None] if len(rows) == 1 else _in_place(rows)
     if values is None:

@@ -7,7 +7,6 @@ import itertools
 import uuid
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -18,10 +17,11 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.llm import AsyncLLM
 from tllm.engine.bulk import Bulk, BulkItem
 from tllm.engine.processes import gone, processes_of
+from tllm.logprobs.bulk_turns import BulkTurns
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import EngineLoop, Waiter
 from tllm.logprobs.query import Answer, Form, Interventions, Query
-from tllm.logprobs.transport import CONSUMER, Address, Arena, Kind, Transport
+from tllm.logprobs.transport import CONSUMER, Arena, Kind, Transport
 from tllm.params import SamplingParams
 
 
@@ -61,11 +61,11 @@ class _Flight:
         task: what answers it, unless it went in bulk.
         ticket: under which it went in bulk, if it did.
         leased: where the answer of one in bulk arrives.
-        request: the lane's whose turn it is, if it is one's.
-        blocks: what a query's request holds, if it is no lane's.
+        blocks: what the request of one in bulk holds.
+        of_lane: whether a lane waits for it.
     """
 
-    __slots__ = ("blocks", "key", "leased", "of_lane", "request", "task", "ticket", "waiters")
+    __slots__ = ("blocks", "key", "leased", "of_lane", "task", "ticket", "waiters")
 
     def __init__(self, key: _Key) -> None:
         self.key = key
@@ -73,7 +73,6 @@ class _Flight:
         self.task: asyncio.Task[Answer] | None = None
         self.ticket: int | None = None
         self.leased: tuple[Arena, int] | None = None
-        self.request: KeptRequest | None = None
         self.blocks = 0
         self.of_lane = False
 
@@ -82,8 +81,8 @@ class Service:
     """One for each engine.
 
     A query goes to the engine in bulk, with all others that came with it, when nothing else has to
-    be done for it: without adapter and interventions, or as the next turn of a lane's kept request.
-    Others go one by one, as requests of vLLM's client.
+    be done for it: without adapter and interventions, or as the next turn of a lane's kept request
+    (`BulkTurns`). Others go one by one, as requests of vLLM's client.
 
     Args:
         transport: `shared` memory, or `rpc` when the workers are on other hosts.
@@ -110,8 +109,10 @@ class Service:
         self._admission = Admission(engine, idle_seconds)
         self._bulk = Bulk(engine, self._on_ended)
         self._sent: dict[int, _Flight] = {}
+        self._turns = BulkTurns(
+            engine, self._transport, self._admission, self._bulk, _QUERY, loop.spawn, self.serve
+        )
         self._begun: dict[Form, list[BulkItem]] = {}
-        self._continued: list[BulkItem] = []
         self._computed = 0
         self._shared = 0
         self._prefix = uuid.uuid4().hex[:8]
@@ -134,7 +135,7 @@ class Service:
         """Begin to answer; what is being answered already is not computed again."""
         flights, version = self._flights, self.engine.steering.version
         begin: list[tuple[_Flight, Waiter]] = []
-        for waiter in waiters:
+        for waiter in self._turns.begin(waiters):
             query = waiter.query
             # Rows that come with a result are somebody's own.
             own = (object(),) if query.interventions.results else ()
@@ -160,6 +161,7 @@ class Service:
                 self._transport.arena(form).release(place)
         self._rows.clear()
         self._admission.make_room()
+        self._turns.send()
         self._send()
 
     def _lease(self, form: Form) -> tuple[Arena, int] | None:
@@ -171,8 +173,6 @@ class Service:
     def _begin(self, flight: _Flight, query: Query, holder: Holder | None) -> None:
         if holder is None:
             self._add_query(flight, query)
-        elif not holder.closed and holder.request is not None:
-            self._add_turn(flight, query, holder, holder.request)
         if flight.ticket is None:
             work = self._query(query) if holder is None else self._step(query, holder)
             flight.task = asyncio.get_running_loop().create_task(work)
@@ -230,79 +230,23 @@ class Service:
         flight.blocks = self._admission.enter(len(query.tokens) + 1)
         asked = {"ticket": ticket, "place": arena.option(place), **query.form.options()}
         item = BulkItem(ticket, self._request_id(), query.tokens, {CONSUMER: asked})
-        self._expect(flight, item)
-        self._begun.setdefault(query.form, []).append(item)
-
-    def _add_turn(
-        self, flight: _Flight, query: Query, holder: Holder, request: KeptRequest
-    ) -> None:
-        """Send a lane's turn in bulk, if the request waits for what the query has more than it."""
-        tokens, known = query.tokens, request.tokens
-        if (
-            request.turns
-            or not request.open
-            or request.steering != self.engine.steering.version
-            or known >= len(tokens)
-            or query.interventions.results
-        ):
-            return
-        if request.engine_id is None:
-            request.engine_id = self._bulk.engine_id(request.request_id)
-        engine_id = request.engine_id
-        leased = None if engine_id is None else self._lease(query.form)
-        if engine_id is None or leased is None:
-            return
-        arena, place = leased
-        try:
-            address = self._address(request, arena)
-        except OSError:  # no room for a table: it is told the place as before
-            arena.release(place)
-            return
-        flight.leased, flight.request = leased, request
-        ticket = flight.ticket = self._transport.ticket()
-        if len(request.holders) > 1:
-            self._take_over(request, holder)
-        self._admission.begin_turn(request, len(tokens))
-        address.say(ticket, place)
-        options = address.options(query.form)
-        consumers = None if options is None else {CONSUMER: options}
-        item = BulkItem(ticket, engine_id, tokens[known:], consumers)
-        self._expect(flight, item)
-        request.begin_turn(len(tokens) - known, partial(self._bulk.end, (ticket,)))
-        self._continued.append(item)
-
-    @staticmethod
-    def _address(request: KeptRequest, arena: Arena) -> Address:
-        """Where a worker looks up the places of a request's results."""
-        address = request.address
-        if address is None or address.arena is not arena:
-            other = arena.addresses.take(arena)  # where that fails, it keeps the one that it has
-            if address is not None:
-                address.give_back()
-            address = request.address = other
-        return address
-
-    def _expect(self, flight: _Flight, item: BulkItem) -> None:
         self._computed += 1
-        self._sent[item.ticket] = flight
-        self._bulk.expect(item)
+        self._sent[ticket] = flight
+        self._bulk.expect([ticket], [item.request_id])
+        self._begun.setdefault(query.form, []).append(item)
 
     def _on_ended(self, tickets: Sequence[int], error: Exception | None) -> None:
         """Tokens in bulk were computed, or were not."""
-        now = asyncio.get_running_loop().time()
+        self._turns.end(tickets, error)
         outcomes: list[tuple[_Flight, Answer | Exception]] = []
         for ticket in tickets:
-            flight = self._sent.pop(ticket)
+            flight = self._sent.pop(ticket, None)
+            if flight is None:  # a turn's
+                continue
             outcomes.append((flight, error or self._arrived(flight, ticket)))
             if error is not None:
                 self._transport.give_up(ticket, flight.leased)
-            if (request := flight.request) is None:
-                self._admission.leave(flight.blocks)
-            else:
-                if request.address is not None:
-                    request.address.heard()
-                request.end_turn(now)
-                self._admission.end_turn(request)
+            self._admission.leave(flight.blocks)
         self._admission.make_room()
         for flight, outcome in outcomes:
             self._conclude(flight, outcome)
@@ -317,11 +261,8 @@ class Service:
             return unwritten
 
     def _send(self) -> None:
-        """Send what there is: turns in one message, the queries of each form in another."""
-        continued, self._continued = self._continued, []
+        """Send what there is: the queries of each form in one message."""
         begun, self._begun = self._begun, {}
-        if continued:
-            self._spawn(self._bulk.send(_QUERY, (), continued))
         for items in begun.values():
             # The form alone is of use: each item brings its own row.
             asked = _PLAIN.applied_to(_QUERY, (items[0].consumers or {})[CONSUMER])
@@ -330,7 +271,7 @@ class Service:
             except Exception as error:
                 self._bulk.end([item.ticket for item in items], error)
             else:
-                self._spawn(self._bulk.send(params, items, ()))
+                self._spawn(self._bulk.send(params, items))
 
     # -- one by one ----------------------------------------------------------------------------
 
@@ -408,12 +349,6 @@ class Service:
             if not request.holders:
                 self._admission.drop(request)
 
-    def _take_over(self, request: KeptRequest, holder: Holder) -> None:
-        """It goes on as one lane's; the others go other ways."""
-        if len(request.holders) > 1:
-            for other in request.holders - {holder}:
-                self._let_go(other)
-
     async def _step(self, query: Query, holder: Holder) -> Answer:
         """A turn of a lane's kept request."""
         request, tokens = holder.request, query.tokens
@@ -426,7 +361,7 @@ class Service:
             return await self._query(query)
         if request is None:
             request = self._keep(query, holder)
-        self._take_over(request, holder)
+        holder.take_over(request)
         self._admission.begin_turn(request, len(tokens))
         self._admission.make_room()
         interventions = query.interventions
@@ -476,11 +411,11 @@ class Service:
         """Counters: requests and turns computed, queries that shared one, requests parked,
         requests kept now, rows of shared memory."""
         return {
-            "computed": self._computed,
-            "shared": self._shared,
+            "computed": self._computed + self._turns.computed,
+            "shared": self._shared + self._turns.shared,
             "parked": self._admission.parked,
             "kept": self._admission.idle,
-            "in_flight": len(self._flights),
+            "in_flight": len(self._flights) + len(self._turns),
             "kept_blocks": self._admission.blocks,
             **self._transport.stats(),
         }

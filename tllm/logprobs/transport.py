@@ -25,7 +25,7 @@ from tllm.consumers.next_token import (
     NextToken,
     NextTokenConsumer,
 )
-from tllm.logprobs.query import WHOLE, Answer, Form
+from tllm.logprobs.query import WHOLE, Answer, AnswerRows, Form
 from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, SharedRows, room
 from tllm.spec.reading import require_one_of
 
@@ -72,15 +72,21 @@ class Arena:
         self._files: list[_ArenaFile] = []
         self.paths: tuple[str, ...] = ()
         self._free: list[int] = []  # a heap: neighbours are copied in one go
-        self._lent: dict[int, _LentRow] = {}
+        self._lent: dict[int, _LentRows] = {}
+        self._num_lent = 0
         # Filled when results are dropped, at any point of any thread: no lock, no counter.
-        self._returned: deque[int] = deque()
+        self._returned: deque[range] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._rows = 0
         self._most_on_the_way = 0
 
     def __len__(self) -> int:
         return self._rows
+
+    @property
+    def copies(self) -> bool:
+        """Whether results are copied however few rows are held."""
+        return self._row_bytes < _LEND_BYTES
 
     @property
     def free(self) -> int:
@@ -134,7 +140,7 @@ class Arena:
         return place
 
     def _note_on_the_way(self) -> None:
-        on_the_way = self._rows - len(self._free) - len(self._lent)
+        on_the_way = self._rows - len(self._free) - self._num_lent
         self._most_on_the_way = max(self._most_on_the_way, on_the_way)
 
     def _has_free(self) -> bool:
@@ -168,34 +174,52 @@ class Arena:
 
         Raises `RuntimeError` when it was not written for this ticket.
         """
-        number, row = divmod(place, 1 << FILE_BITS)
-        rows, tickets, counts = self._files[number]
-        if tickets[row] != ticket:
+        found = self.read_rows(range(place, place + 1), range(ticket, ticket + 1))
+        if found is None:
             self.release(place)
             raise RuntimeError(_NOTHING_SENT)
+        return found[0]
+
+    def read_rows(self, places: range, tickets: range) -> AnswerRows | None:
+        """What was written to rows that follow each other; they are given back in time, and, if the
+        answers are large, together.
+
+        Returns:
+            None, with nothing given back, when one was not written for its ticket, or the answers
+            are not alike.
+        """
+        number, first = divmod(places.start, 1 << FILE_BITS)
+        which = slice(first, first + len(places))
+        rows, written, counts = self._files[number]
+        count, num_ids = counts[first].tolist()
+        if (written[which] != np.arange(tickets.start, tickets.stop)).any() or (
+            counts[which] != (count, num_ids)
+        ).any():
+            return None
         rows.unlink()  # the worker has it: nothing is left behind, however this process ends
-        count, num_ids = counts[row].tolist()
-        values = rows.values[row, HEADER : HEADER + count]
-        if not num_ids and values.nbytes >= _LEND_BYTES and self._may_lend():
-            lent = self._lent[place] = _LentRow(values, self._came_back)
-            lent.place = place
-            return Answer(torch.from_numpy(values))
-        ids = rows.values[row, HEADER + count : HEADER + count + num_ids].view(np.int32)
-        answer = Answer(
+        values = rows.values[which, HEADER : HEADER + count]
+        if not num_ids and 4 * count >= _LEND_BYTES and self._may_lend(len(places)):
+            lent = self._lent[places.start] = _LentRows(values, self._came_back)
+            lent.places = places
+            self._num_lent += len(places)
+            return AnswerRows(torch.from_numpy(values))
+        ids = rows.values[which, HEADER + count : HEADER + count + num_ids].view(np.int32)
+        found = AnswerRows(
             torch.from_numpy(values.copy()), torch.from_numpy(ids.copy()) if num_ids else None
         )
-        self.release(place)
-        return answer
+        for place in places:
+            self.release(place)
+        return found
 
-    def _may_lend(self) -> bool:
+    def _may_lend(self, rows: int) -> bool:
         """Whether enough rows are left for what is on its way at a time: an eighth at least, half
         of them at most."""
         most = self._max_rows
         left = min(max(most // 8, self._most_on_the_way, 1), most - most // 2)
-        return len(self._lent) < most - left
+        return self._num_lent + rows <= most - left
 
-    def _came_back(self, lent: _LentRow) -> None:
-        self._returned.append(lent.place)
+    def _came_back(self, lent: _LentRows) -> None:
+        self._returned.append(lent.places)
 
     def close(self) -> None:
         """Remove the files; results keep what they refer to."""
@@ -208,9 +232,11 @@ class Arena:
     def _collect(self) -> None:
         """Take back the rows of results that nobody refers to any more."""
         while self._returned:
-            place = self._returned.popleft()
-            del self._lent[place]
-            heapq.heappush(self._free, place)
+            places = self._returned.popleft()
+            del self._lent[places.start]
+            self._num_lent -= len(places)
+            for place in places:
+                heapq.heappush(self._free, place)
 
     def _grow(self, wanted: int) -> bool:
         rows = min(max(_FIRST_ROWS, wanted), self._max_rows - self._rows)
@@ -263,11 +289,11 @@ class _ArenaFile(NamedTuple):
     counts: npt.NDArray[np.int32]
 
 
-class _LentRow(weakref.ref[Any]):
-    """A row that a result is a view of; knows when nobody refers to the result any more."""
+class _LentRows(weakref.ref[Any]):
+    """Rows that results are views of; knows when nobody refers to any of these any more."""
 
-    __slots__ = ("place",)
-    place: int
+    __slots__ = ("places",)
+    places: range
 
 
 class Address:
@@ -404,7 +430,7 @@ class Transport:
         self._vocab_size = engine.model_config.get_vocab_size()
         self._shared_bytes = shared_bytes
         self._spawn = spawn
-        self._tickets = itertools.count(1)
+        self._next_ticket = 1
         self._arenas: dict[int, Arena] = {}
         self._to_fetch: dict[int, asyncio.Future[NextToken]] = {}
 
@@ -413,7 +439,13 @@ class Transport:
         return self.arena(form).lease_many(results) if self._shared else []
 
     def ticket(self) -> int:
-        return next(self._tickets)
+        """A number that no other result of this engine has."""
+        return self.tickets(1).start
+
+    def tickets(self, results: int) -> range:
+        """So many such numbers."""
+        first, self._next_ticket = self._next_ticket, self._next_ticket + results
+        return range(first, self._next_ticket)
 
     async def reply(self, form: Form) -> Reply:
         """Where a result will arrive; waits for a free row."""

@@ -409,7 +409,7 @@ class AsyncVirtualLM(AsyncLM):
         asked = dict(options)
         form = Form.of(asked.pop("top_k", None), asked.pop("only", None), self.vocab_size)
         adapter = self._adapter(asked.pop("lora_name", None))
-        return Query(tokens, form, adapter, Interventions.of(asked, generates=generates))
+        return Query.of(tokens, form, adapter, Interventions.of(asked, generates=generates))
 
     def _queries(self, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]) -> list[Query]:
         check_prompts(prompts)
