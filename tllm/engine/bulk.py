@@ -72,12 +72,14 @@ class BulkItem(NamedTuple):
         ticket: of the sender, who is told when the token was computed.
         tokens: the prompt.
         consumers: options by consumer id, instead of those that all have.
+        streamed: whether it waits for more input then, until it is aborted.
     """
 
     ticket: int
     request_id: str
     tokens: Sequence[int]
     consumers: Mapping[str, Any] | None
+    streamed: bool = False
 
 
 class BulkInputs(NamedTuple):
@@ -120,6 +122,7 @@ class Bulk:
         self._ended = ended
         self._sent: dict[int, str] = {}
         self._begun: dict[str, int] = {}
+        self._streamed: dict[str, Callable[[Exception], None]] = {}
         self._messages: dict[str, list[int]] = {}
         self._numbers = itertools.count(1)
         processor: Any = engine.output_processor
@@ -143,6 +146,11 @@ class Bulk:
         """Of these tickets, and the requests with them, somebody wants to hear when they are
         sent."""
         self._sent.update(zip(tickets, request_ids, strict=True))
+
+    def expect_end(self, request_id: str, lost: Callable[[Exception], None]) -> None:
+        """A streamed request will be begun. `lost` is called when the engine ends it; `abort` ends
+        it without that."""
+        self._streamed[request_id] = lost
 
     def send(
         self,
@@ -200,7 +208,13 @@ class Bulk:
 
     def abort(self, ticket: int) -> Coroutine[Any, Any, None]:
         """Give up a request that was begun. To be run like what `send` returns."""
-        return self._engine.engine_core.abort_requests_async([self._sent[ticket]])
+        return self.abort_requests([self._sent[ticket]])
+
+    def abort_requests(self, request_ids: list[str]) -> Coroutine[Any, Any, None]:
+        """Give up requests, by the engine's own ids. To be run like what `send` returns."""
+        for request_id in request_ids:
+            self._streamed.pop(request_id, None)
+        return self._engine.engine_core.abort_requests_async(request_ids)
 
     def end(self, tickets: Iterable[int], error: Exception | None) -> None:
         """Tell the senders of some tickets, as far as they were not told yet."""
@@ -235,8 +249,12 @@ class Bulk:
                 self.end(output.new_token_ids, None)
             elif name == _FAILED:
                 self.end(output.new_token_ids, _aborted())
-            elif name in self._begun:  # told by the engine itself, as when it is paused
-                self.end([self._begun[name]], _aborted())
+            elif name in self._begun or name in self._streamed:
+                # Told by the engine itself, as when it is paused.
+                if name in self._begun:
+                    self.end([self._begun[name]], _aborted())
+                if (lost := self._streamed.pop(name, None)) is not None:
+                    lost(_aborted())
             elif name in self._messages:  # refused before the scheduler saw it
                 self.end(self._messages[name], _aborted())
             else:
@@ -324,6 +342,7 @@ class BulkRequests:
                 client_index=message.client_index,
                 arrival_time=message.arrival_time,
                 block_hasher=message._block_hasher,
+                resumable=item.streamed,
             )
 
     def continued(

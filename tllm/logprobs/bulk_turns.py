@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import vllm
 
 from tllm.client.llm import AsyncLLM
-from tllm.engine.bulk import Bulk, BulkInputs
-from tllm.logprobs.kept import Admission, KeptRequest, LaneClosedError
+from tllm.engine.bulk import Bulk, BulkInputs, BulkItem
+from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
-from tllm.logprobs.query import Answer, AnswerRows, Form
+from tllm.logprobs.query import Answer, AnswerRows, Form, Interventions, Query
 from tllm.logprobs.transport import CONSUMER, Address, Arena, Transport
+from tllm.params import SamplingParams
 
 
 class _Turn:
@@ -24,17 +26,19 @@ class _Turn:
         waiter: whose lane goes on with the request.
         others: who asked for the same while it was under way: the lane again, after its caller was
             cancelled, or a fork.
-        known: tokens of the request before it.
+        known: tokens of the request before it; 0 for its first.
+        key: of first turns, equal for those that say the same.
         ticket, place: where its answer arrives.
     """
 
-    __slots__ = ("known", "others", "place", "request", "ticket", "waiter")
+    __slots__ = ("key", "known", "others", "place", "request", "ticket", "waiter")
 
-    def __init__(self, waiter: Waiter, request: KeptRequest) -> None:
+    def __init__(self, waiter: Waiter, request: KeptRequest, key: Hashable = None) -> None:
         self.waiter = waiter
         self.others: list[Waiter] = []
         self.request = request
         self.known = request.tokens
+        self.key = key
         self.ticket = self.place = -1
 
     @property
@@ -53,11 +57,21 @@ class _Turn:
         )
 
 
+class _Message(NamedTuple):
+    """First turns of one form, and turns of requests that the engine has."""
+
+    form: Form
+    begun: list[BulkItem]
+    inputs: BulkInputs
+
+
 class BulkTurns:
-    """The next turns of lanes' kept requests: those that come together are one message.
+    """Turns of lanes' kept requests: those that come together are one message.
 
     Args:
-        params: of a request that draws one token; a message needs some.
+        params: of a request that draws one token.
+        keep: makes the request that is kept for a lane.
+        name: a new id of a request.
         spawn: runs a coroutine that nobody waits for.
         again: serves those whose lane goes on otherwise, after somebody else's was closed.
 
@@ -72,7 +86,9 @@ class BulkTurns:
         transport: Transport,
         admission: Admission,
         bulk: Bulk,
-        params: vllm.SamplingParams,
+        params: SamplingParams,
+        keep: Callable[[Query, Holder], KeptRequest],
+        name: Callable[[], str],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         again: Callable[[Iterable[Waiter]], None],
     ) -> None:
@@ -81,11 +97,15 @@ class BulkTurns:
         self._admission = admission
         self._bulk = bulk
         self._params = params
+        self._keep = keep
+        self._name = name
         self._spawn = spawn
         self._again = again
         self._running: dict[KeptRequest, _Turn] = {}
+        self._first: dict[Hashable, _Turn] = {}
         self._sent: dict[int, _Turn] = {}
-        self._messages: list[BulkInputs] = []
+        self._messages: list[_Message] = []
+        self._ended: list[str] = []
         self.computed = 0
         self.shared = 0
 
@@ -93,43 +113,67 @@ class BulkTurns:
         return len(self._running)
 
     def begin(self, waiters: Iterable[Waiter]) -> list[Waiter]:
-        """Begin the turns of those whose lane's request waits for what the lane has more than it.
-        `send` sends them.
+        """Begin the turns of those whose lane's request waits for what the lane has more than it,
+        or who have none and ask for nothing else. `send` sends them.
 
         Returns:
             The others.
         """
         rest: list[Waiter] = []
-        by_form: dict[Form, list[_Turn]] = {}
-        version, running, form = self._engine.steering.version, self._running, None
+        turns: list[_Turn] = []
+        version, running = self._engine.steering.version, self._running
         for waiter in waiters:
             holder, query = waiter.holder, waiter.query
-            request = None if holder is None or holder.closed else holder.request
-            if holder is None or request is None:
+            if holder is None or holder.closed:
                 rest.append(waiter)
-            elif (turn := running.get(request)) is not None and turn.is_asked_by(waiter):
-                turn.others.append(waiter)
-                self.shared += 1
+                continue
+            request = holder.request
+            if request is not None and not request.open:  # it was parked
+                self._admission.let_go(holder)
+                request = None
+            if request is None:
+                turn = self._begun(waiter, holder, version)
+            elif (turn := running.get(request)) is not None:
+                turn = self._joined(waiter, turn)
             elif (
                 request.turns
-                or turn is not None
-                or not request.open
                 or request.steering != version
                 or request.tokens >= query.num_tokens
                 or query.interventions.results
                 or not self._is_known(request)
             ):
-                rest.append(waiter)
+                turn = None
             else:
                 holder.take_over(request)
-                if query.form is not form:
-                    form = query.form
-                    of_form = by_form.setdefault(form, [])
                 running[request] = turn = _Turn(waiter, request)
-                of_form.append(turn)
-        for form, turns in by_form.items():
-            rest += self._say(form, turns)
+            if turn is None:
+                rest.append(waiter)
+            elif turn.waiter is waiter:
+                turns.append(turn)
+        for form, of_form in _by_form(turns).items():
+            rest += self._say(form, of_form)
         return rest
+
+    def _joined(self, waiter: Waiter, turn: _Turn) -> _Turn | None:
+        """The turn, if somebody else waits for it now."""
+        if not turn.is_asked_by(waiter):
+            return None
+        turn.others.append(waiter)
+        self.shared += 1
+        return turn
+
+    def _begun(self, waiter: Waiter, holder: Holder, version: int) -> _Turn | None:
+        """The first turn of a request for a lane, or somebody else's that says the same."""
+        query = waiter.query
+        plain = query.lora is None and not query.interventions.asked
+        if not (plain and self._engine.takes_plain() and self._transport.is_shared):
+            return None
+        key = version, query.form, query.tokens
+        if key in self._first:
+            return self._joined(waiter, self._first[key])
+        request = self._keep(query, holder)
+        self._running[request] = self._first[key] = turn = _Turn(waiter, request, key)
+        return turn
 
     def _is_known(self, request: KeptRequest) -> bool:
         """Whether the engine's own id of a request is known."""
@@ -143,40 +187,76 @@ class BulkTurns:
         places = self._transport.lease_many(form, len(turns))
         arena = self._transport.arena(form)
         tickets = iter(self._transport.tickets(len(turns)))
-        message = BulkInputs([], [], [], [])
+        begun: list[BulkItem] = []
+        inputs = BulkInputs([], [], [], [])
         left: list[Waiter] = []
         for turn in turns:
             request = turn.request
             address = address_of(request, arena) if places else None
             if address is None:
-                del self._running[request]
+                self._forget(turn)
                 left += turn.waiter, *turn.others
                 continue
             turn.place, turn.ticket = places.pop(), next(tickets)
             address.say(turn.ticket, turn.place)
             options = address.options(form)
-            if options is not None:
-                message.consumers.append((len(message.tickets), {CONSUMER: options}))
             tokens = turn.waiter.query.tokens_from(turn.known)
             self._admission.begin_turn(request, turn.known + len(tokens))
             request.begin_turn(len(tokens), partial(self._bulk.end, (turn.ticket,)))
             self._sent[turn.ticket] = turn
-            message.tickets.append(turn.ticket)
-            message.request_ids.append(request.engine_id or "")
-            message.tokens.append(tokens)
+            if turn.known:
+                if options is not None:
+                    inputs.consumers.append((len(inputs.tickets), {CONSUMER: options}))
+                inputs.tickets.append(turn.ticket)
+                inputs.request_ids.append(request.engine_id or "")
+                inputs.tokens.append(tokens)
+                continue
+            name = self._name()
+            request.begin(name, partial(self._abort, name))
+            self._bulk.expect_end(name, request.lose)
+            begun.append(BulkItem(turn.ticket, name, tokens, {CONSUMER: options}, streamed=True))
         for place in places:
             arena.release(place)
-        if message.tickets:
-            self.computed += len(message.tickets)
-            self._bulk.expect(message.tickets, message.request_ids)
-            self._messages.append(message)
+        self.computed += len(begun) + len(inputs.tickets)
+        self._bulk.expect(inputs.tickets, inputs.request_ids)
+        self._bulk.expect((item.ticket for item in begun), (item.request_id for item in begun))
+        self._messages.append(_Message(form, begun, inputs))
         return left
+
+    def _forget(self, turn: _Turn) -> None:
+        """A turn is not under way any more."""
+        del self._running[turn.request]
+        if turn.key is not None:
+            del self._first[turn.key]
+
+    def _abort(self, request_id: str) -> None:
+        """A request that was begun here is not needed any more."""
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self._send_ended)
+        self._ended.append(request_id)
+
+    def _send_ended(self) -> None:
+        ended, self._ended = self._ended, []
+        self._spawn(self._given_up(ended))
+
+    async def _given_up(self, request_ids: list[str]) -> None:
+        with suppress(Exception):  # a dead engine has none of them
+            await self._bulk.abort_requests(request_ids)
 
     def send(self) -> None:
         """Send what was begun."""
         messages, self._messages = self._messages, []
-        for message in messages:
-            self._spawn(self._bulk.send(self._params, continued=message))
+        for form, begun, inputs in messages:
+            params: vllm.SamplingParams = self._params
+            if begun:  # the form alone is of use: each brings its own address
+                asked = Interventions().applied_to(self._params, form.options())
+                try:
+                    params = self._engine.prepared_plain(asked)
+                except Exception as error:
+                    self._bulk.end([item.ticket for item in begun], error)
+                    begun = []
+            if begun or inputs.tickets:
+                self._spawn(self._bulk.send(params, begun, inputs))
 
     def end(self, tickets: Sequence[int], error: Exception | None) -> None:
         """Turns were computed, or were not; tickets of others are passed over."""
@@ -190,9 +270,10 @@ class BulkTurns:
         outcomes = [error] * len(turns) if error is not None else _arrived(turns)
         for turn in turns:
             request = turn.request
-            del self._running[request]
+            self._forget(turn)
             if error is not None:
                 self._transport.give_up(turn.ticket, (turn.arena, turn.place))
+                request.give_up()
             elif request.address is not None:
                 request.address.heard()
             request.end_turn(now)
@@ -207,12 +288,25 @@ class BulkTurns:
     def _tell(self, turn: _Turn, outcome: Answer | Exception) -> None:
         waiters = [turn.waiter, *turn.others]
         if isinstance(outcome, LaneClosedError):  # that concerns nobody whose lane is open
-            self._again([each for each in waiters if each.holder and not each.holder.closed])
-            waiters = [each for each in waiters if each.holder and each.holder.closed]
+            going_on = [each for each in waiters if each.holder and not each.holder.closed]
+            self._again([each for each in going_on if each.is_awaited])
+            waiters = [each for each in waiters if each not in going_on]
         for waiter in waiters[1:]:
             waiter.resolve(outcome if isinstance(outcome, Exception) else outcome.copy())
         for waiter in waiters[:1]:
             waiter.resolve(outcome)
+
+
+def _by_form(turns: Iterable[_Turn]) -> dict[Form, list[_Turn]]:
+    """Turns by what is wanted; who asks together has one form."""
+    found: dict[Form, list[_Turn]] = {}
+    form: Form | None = None
+    for turn in turns:
+        if form is None or turn.waiter.query.form is not form:
+            form = turn.waiter.query.form
+            of_form = found.setdefault(form, [])
+        of_form.append(turn)
+    return found
 
 
 def _are_asked_together(turns: Sequence[_Turn]) -> bool:

@@ -25,7 +25,7 @@ class LaneClosedError(RuntimeError):
 
 class KeptRequest:
     """vLLM's streaming input: each turn appends tokens, computes only them, and samples one token,
-    which vLLM drops when the next turn begins.
+    which vLLM drops when the next turn begins. It begins as a request of vLLM's client, or in bulk.
 
     Attributes:
         tokens: how many it has.
@@ -59,6 +59,7 @@ class KeptRequest:
         self._task: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._lost: Callable[[Exception], None] | None = None
+        self._abort: Callable[[], None] | None = None
 
     async def turn(
         self, tokens: Sequence[int], params: vllm.SamplingParams, request_id: str, **options: Any
@@ -86,6 +87,16 @@ class KeptRequest:
             # The turn is the request's, not this caller's: it goes on when the caller is cancelled.
             await asyncio.shield(self._turn)
             self.last_used = loop.time()
+
+    def begin(self, request_id: str, abort: Callable[[], None]) -> None:
+        """Somebody else begins it in the engine, and sends all its turns.
+
+        Args:
+            request_id: as the engine knows it.
+            abort: ends it there.
+        """
+        self.request_id = self.engine_id = request_id
+        self._abort = abort
 
     def begin_turn(self, tokens: int, lost: Callable[[Exception], None]) -> None:
         """A turn that somebody else sends the engine, while no other is under way.
@@ -119,10 +130,31 @@ class KeptRequest:
     def _end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             self._fail(LaneClosedError())
+        self._over()
+
+    def _over(self) -> None:
         self.open = False
         self.ended.set()
         if self.address is not None:
             self.address.give_back()
+
+    @property
+    def in_bulk(self) -> bool:
+        """Whether somebody else sends all its turns."""
+        return self._abort is not None
+
+    def give_up(self) -> None:
+        """One of its turns in bulk was not computed: what began in bulk goes no further."""
+        if self._abort is not None:
+            self._abort()
+            self.lose(LaneClosedError())
+
+    def lose(self, error: Exception) -> None:
+        """The engine has ended what was begun in bulk, or it was given up."""
+        if self._abort is not None:
+            self._abort = None
+            self._fail(error)
+            self._over()
 
     def _fail(self, error: Exception) -> None:
         self.open = False
@@ -140,6 +172,8 @@ class KeptRequest:
     def cancel(self) -> asyncio.Task[None] | None:
         """Abort it; returns what to wait for."""
         self.open = False
+        if self._abort is not None:
+            self.close()
         if self._task is not None:
             self._task.cancel()
         return self._task
@@ -147,7 +181,9 @@ class KeptRequest:
     def close(self) -> None:
         """Let the engine free it: at once when no turn is under way, else by aborting it."""
         self.open = False
-        if self._task is None:
+        if self._abort is not None:
+            self.give_up()
+        elif self._task is None:
             self.ended.set()
         elif self._lost is not None or (self._turn is not None and not self._turn.done()):
             self._task.cancel()
@@ -251,6 +287,14 @@ class Admission:
             self.drop(request)
         elif not request.turns:  # else whoever asked was cancelled, and has asked again
             self._idle[request] = None
+
+    def let_go(self, holder: Holder) -> None:
+        """A lane needs its request no more."""
+        request, holder.request = holder.request, None
+        if request is not None:
+            request.holders.discard(holder)
+            if not request.holders:
+                self.drop(request)
 
     def drop(self, request: KeptRequest) -> None:
         """Nobody needs it any more."""

@@ -110,7 +110,15 @@ class Service:
         self._bulk = Bulk(engine, self._on_ended)
         self._sent: dict[int, _Flight] = {}
         self._turns = BulkTurns(
-            engine, self._transport, self._admission, self._bulk, _QUERY, loop.spawn, self.serve
+            engine,
+            self._transport,
+            self._admission,
+            self._bulk,
+            _QUERY,
+            self._keep,
+            self._request_id,
+            loop.spawn,
+            self.serve,
         )
         self._begun: dict[Form, list[BulkItem]] = {}
         self._computed = 0
@@ -340,14 +348,7 @@ class Service:
     def abandon(self, holder: Holder) -> None:
         """A lane was dropped without being closed."""
         holder.closed = True
-        self._let_go(holder)
-
-    def _let_go(self, holder: Holder) -> None:
-        request, holder.request = holder.request, None
-        if request is not None:
-            request.holders.discard(holder)
-            if not request.holders:
-                self._admission.drop(request)
+        self._admission.let_go(holder)
 
     async def _step(self, query: Query, holder: Holder) -> Answer:
         """A turn of a lane's kept request."""
@@ -355,10 +356,13 @@ class Service:
         steering = self.engine.steering.version
         # It was parked, or its tokens were steered in another way.
         if request is not None and not (request.open and request.steering == steering):
-            self._let_go(holder)
+            self._admission.let_go(holder)
             request = None
         if holder.closed or (request is not None and request.tokens == len(tokens)):
             return await self._query(query)
+        if request is not None and request.in_bulk:  # and this turn could not go so
+            self._admission.let_go(holder)
+            request = None
         if request is None:
             request = self._keep(query, holder)
         holder.take_over(request)

@@ -415,6 +415,9 @@ class Transport:
         kind: `shared` memory, or `rpc` when the workers are on other hosts.
         shared_bytes: the most memory for results on their way.
         spawn: runs a coroutine that nobody waits for.
+
+    Attributes:
+        is_shared: whether results come through shared memory.
     """
 
     def __init__(
@@ -425,7 +428,7 @@ class Transport:
         spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         require_one_of("transport", kind, Kind)
-        self._shared = kind == "shared"
+        self.is_shared = kind == "shared"
         self._engine = engine
         self._vocab_size = engine.model_config.get_vocab_size()
         self._shared_bytes = shared_bytes
@@ -436,7 +439,7 @@ class Transport:
 
     def lease_many(self, form: Form, results: int) -> list[int]:
         """Rows of `arena(form)` for so many results; fewer where there is no memory."""
-        return self.arena(form).lease_many(results) if self._shared else []
+        return self.arena(form).lease_many(results) if self.is_shared else []
 
     def ticket(self) -> int:
         """A number that no other result of this engine has."""
@@ -449,7 +452,7 @@ class Transport:
 
     async def reply(self, form: Form) -> Reply:
         """Where a result will arrive; waits for a free row."""
-        if not self._shared:
+        if not self.is_shared:
             return Reply(self, form, self.ticket(), None)
         arena = self.arena(form)
         return Reply(self, form, self.ticket(), (arena, await arena.lease()))
