@@ -368,3 +368,114 @@ def test_a_reset_leaves_lanes_their_steps(lm):
             return await asyncio.wait_for(waiting, 60)
 
     assert agrees(asyncio.run(run()), lm.next_token_logprobs_sync([70, 71]))
+
+
+def test_lanes_that_step_together_are_one_message_from_their_first_step_on(lm, monkeypatch):
+    """Forks are requests of their own in the engine, but none of vLLM's client."""
+    messages, requests = [], []
+    core, generate = lm.engine.engine_core, lm.engine.generate
+    add = core.add_request_async
+
+    async def added(request):
+        messages.append(request.request_id)
+        await add(request)
+
+    def generated(*args, **kwargs):
+        requests.append(args)
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(core, "add_request_async", added)
+    monkeypatch.setattr(lm.engine, "generate", generated)
+
+    async def run():
+        root = lm.open(list(range(20, 90)))
+        await root.next()
+        lanes = [root.fork() for _ in range(5)]
+        await root.close()
+        steps = []
+        for step in range(4):
+            for number, lane in enumerate(lanes):
+                lane.feed(100 + 10 * step + number)
+            steps.append(await lm.batch_next(lanes))
+        tokens = [lane.tokens for lane in lanes]
+        await gathered(lane.close() for lane in lanes)
+        return tokens, steps
+
+    tokens, steps = asyncio.run(run())
+    assert (len(messages), requests) == (5, [])
+    for step, found in enumerate(steps):
+        asked = [each[: 71 + step] for each in tokens]
+        assert agrees(found, lm.batch_next_token_logprobs_sync(asked))
+
+
+def test_lanes_go_on_after_the_engine_has_ended_all_requests(lm):
+    async def run():
+        lanes = [lm.open(tokens) for tokens in prompts(3, seed=61)]
+        await lm.batch_next(lanes)
+        under_way = lanes[0]
+        under_way.feed(9)
+        step = asyncio.ensure_future(under_way.next())
+        await asyncio.sleep(0.002)
+        await asyncio.to_thread(lambda: lm.run(lm.engine.pause_generation(mode="abort")))
+        await asyncio.to_thread(lambda: lm.run(lm.engine.resume_generation()))
+        await asyncio.wait_for(asyncio.gather(step, return_exceptions=True), 60)
+        for lane in lanes:
+            lane.feed(10)
+        found = await asyncio.wait_for(lm.batch_next(lanes), 60)
+        tokens = [lane.tokens for lane in lanes]
+        await gathered(lane.close() for lane in lanes)
+        return tokens, found
+
+    tokens, found = asyncio.run(run())
+    assert agrees(found, lm.batch_next_token_logprobs_sync(tokens))
+
+
+def test_steps_without_room_in_shared_memory_are_right(lm, monkeypatch):
+    """What cannot go in bulk goes as a request of its own, of all tokens."""
+    transport = lm._service._transport
+    lease, left = transport.lease_many, [0]
+
+    def leased(form, results):
+        places = lease(form, min(results, left[0])) if left[0] else []
+        left[0] -= len(places)
+        return places
+
+    monkeypatch.setattr(transport, "lease_many", leased)
+
+    async def run():
+        lanes = [lm.open(tokens) for tokens in prompts(3, seed=62)]
+        steps = []
+        for number, left[0] in enumerate((3, 1, 0, 3, 2, 3)):
+            for lane in lanes:
+                lane.feed(30 + number)
+            found = await asyncio.wait_for(lm.batch_next(lanes), 60)
+            steps.append((found, [lane.tokens for lane in lanes]))
+        await gathered(lane.close() for lane in lanes)
+        return steps
+
+    steps = asyncio.run(run())
+    left[0] = 1000
+    for found, tokens in steps:
+        assert agrees(found, lm.batch_next_token_logprobs_sync(tokens))
+
+
+def test_a_step_that_was_cancelled_may_be_asked_again_or_followed_by_another(lm):
+    async def run(moments, fed):
+        lane = lm.open([60, 61, 62 + moments])
+        await lane.next()
+        lane.feed(63)
+        cancelled = asyncio.ensure_future(lane.next())
+        for _ in range(moments):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
+        if fed:
+            lane.feed(64)
+        found = await asyncio.wait_for(lane.next(), 60)
+        await lane.close()
+        return lane.tokens, found
+
+    for moments in range(8):
+        for fed in (False, True):
+            tokens, found = lm.run(run(moments, fed))
+            assert agrees(found, lm.next_token_logprobs_sync(tokens))

@@ -190,6 +190,28 @@ def test_rows_are_copied_rather_than_lent_where_those_on_their_way_may_need_them
     arena.close()
 
 
+def test_rows_that_are_read_together_are_one_block_and_free_together():
+    numbers = 2**15
+    arena = Arena(numbers, 4 * (numbers + 16) * 64)
+    first = arena.lease_many(6)[-1]
+    places, tickets = range(first, first + 6), range(10, 16)
+    for ticket, place in zip(tickets, places, strict=True):
+        written(arena, place, ticket, np.full(numbers, ticket, np.float32))
+    assert arena.read_rows(places, range(11, 17)) is None  # of other tickets
+    rows = arena.read_rows(places, tickets)
+    assert len(rows) == 6 and rows.values[:, 0].tolist() == [*tickets]
+    assert [each.values.data_ptr() for each in rows] == [each.data_ptr() for each in rows.values]
+    free, answer = arena.free, rows[2].values
+    del rows
+    gc.collect()
+    assert arena.free == free  # one of them is held
+    assert (answer == 12).all()
+    del answer
+    gc.collect()
+    assert arena.free == free + 6
+    arena.close()
+
+
 def test_an_address_is_told_once_and_again_when_there_are_more_files():
     arena = Arena(64, 2**24)
     arena.lease_many(1)

@@ -171,7 +171,10 @@ class BulkTurns:
         key = version, query.form, query.tokens
         if key in self._first:
             return self._joined(waiter, self._first[key])
-        request = self._keep(query, holder)
+        try:
+            request = self._keep(query, holder)
+        except ValueError:  # the others' way tells who asked
+            return None
         self._running[request] = self._first[key] = turn = _Turn(waiter, request, key)
         return turn
 
