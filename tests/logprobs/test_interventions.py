@@ -190,3 +190,26 @@ def test_a_consumer_that_writes_is_never_answered_from_the_cache(lm, reference):
     assert agrees(changed, steered_by(reference, PROMPT), OTHER_ENGINE)
     assert agrees(off, plain)
     assert plain.shape == (VOCAB,)
+
+
+class Always(Enough):
+    """The same for every request."""
+
+    consumer_id = "always"
+    on_request_only = False
+
+
+def test_a_lane_without_the_controller_of_every_request_hears_of_it(lm):
+    """What decides is not asked for prompts that arrive in parts."""
+    lm.register_consumer(Always())
+    try:
+        for lane in (lm.open(PROMPT), lm.open(PROMPT, consumers={})):
+            with pytest.raises(ValueError, match="decides what is done to requests"):
+                lane.next_sync()
+            lane.close_sync()
+        lane = lm.open(PROMPT, consumers={"always": {"enabled": False}})
+        found = lane.next_sync()
+        lane.close_sync()
+    finally:
+        lm.unregister_consumer("always")
+    assert agrees(found, lm.next_token_logprobs_sync(PROMPT))

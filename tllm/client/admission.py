@@ -129,11 +129,11 @@ class RequestAdmission:
             yield from self._enter(asked.conversation, prepared)
         return prepared
 
-    def admit_now(self, params: VllmSamplingParams) -> VllmSamplingParams:
+    def admit_now(self, params: VllmSamplingParams, *, streamed: bool) -> VllmSamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
         nobody will look at, when all that is registered is known (`is_current`)."""
         try:
-            next(self.admit(params, "", results=False))
+            next(self.admit(params, "", results=False, streamed=streamed))
         except StopIteration as done:
             prepared: Prepared = done.value
             return prepared.params  # type: ignore[no-any-return]

@@ -288,10 +288,15 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         groups = composer.groups(asked.steering) if composer.concerns(asked.steering) else ()
         return any(group.positions.from_end for group in groups)
 
-    def prepared_plain(self, params: vllm.SamplingParams) -> vllm.SamplingParams:
+    def prepared_plain(
+        self, params: vllm.SamplingParams, *, streamed: bool = False
+    ) -> vllm.SamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
-        nobody will look at."""
-        return self._tllm.admission.admit_now(params)
+        nobody will look at; `streamed` of those whose prompts arrive in parts.
+
+        Raises `ValueError` naming what such requests cannot have.
+        """
+        return self._tllm.admission.admit_now(params, streamed=streamed)
 
     async def wait_for_results(self, output: Any, timeout_s: float = RESULT_TIMEOUT_S) -> None:
         """Ask again for results that were `pending`, and put them on the output."""

@@ -254,7 +254,7 @@ class BulkTurns:
             if begun:  # the form alone is of use: each brings its own address
                 asked = Interventions().applied_to(self._params, form.options())
                 try:
-                    params = self._engine.prepared_plain(asked)
+                    params = self._engine.prepared_plain(asked, streamed=True)
                 except Exception as error:
                     self._bulk.end([item.ticket for item in begun], error)
                     begun = []
