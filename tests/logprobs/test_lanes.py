@@ -408,10 +408,17 @@ def test_lanes_that_step_together_are_one_message_from_their_first_step_on(lm, m
         assert agrees(found, lm.batch_next_token_logprobs_sync(asked))
 
 
-def test_lanes_go_on_after_the_engine_has_ended_all_requests(lm):
+@pytest.mark.parametrize("in_bulk", [True, False])
+def test_lanes_go_on_after_the_engine_has_ended_all_requests(lm, monkeypatch, in_bulk):
+    """Idle ones, and one whose step is under way; vLLM's client takes the end of a streamed request
+    for that of an input."""
+
     async def run():
-        lanes = [lm.open(tokens) for tokens in prompts(3, seed=61)]
-        await lm.batch_next(lanes)
+        lanes = [lm.open(tokens) for tokens in prompts(3, seed=61 + in_bulk)]
+        with monkeypatch.context() as patch:
+            if not in_bulk:
+                patch.setattr(lm.engine, "takes_plain", lambda: False)
+            await lm.batch_next(lanes)
         under_way = lanes[0]
         under_way.feed(9)
         step = asyncio.ensure_future(under_way.next())

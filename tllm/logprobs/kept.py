@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
+from contextlib import aclosing
 from typing import Any
 
 import vllm
@@ -117,12 +118,15 @@ class KeptRequest:
         self, params: vllm.SamplingParams, request_id: str, options: dict[str, Any]
     ) -> None:
         try:
-            async for output in self._engine.generate(
-                self._stream(), params, request_id, **options
-            ):
-                self.output = output
-                if self._turn is not None and not self._turn.done():
-                    self._turn.set_result(None)
+            outputs = self._engine.generate(self._stream(), params, request_id, **options)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self.output = output
+                    # vLLM's client takes it for the end of an input, and waits for the next.
+                    if output.outputs[0].finish_reason == "abort":
+                        break
+                    if self._turn is not None and not self._turn.done():
+                        self._turn.set_result(None)
             self._fail(RuntimeError("the engine ended the request of a lane: it was aborted"))
         except Exception as error:
             self._fail(error)
