@@ -437,6 +437,20 @@ def test_lanes_go_on_after_the_engine_has_ended_all_requests(lm, monkeypatch, in
     assert agrees(found, lm.batch_next_token_logprobs_sync(tokens))
 
 
+def test_a_completion_that_the_engine_has_aborted_is_an_error(lm):
+    """Its tokens so far are not a completion."""
+
+    async def run():
+        task = asyncio.ensure_future(lm.sample([5, 6, 7], 240, [], temperature=0))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(lambda: lm.run(lm.engine.pause_generation(mode="abort")))
+        await asyncio.to_thread(lambda: lm.run(lm.engine.resume_generation()))
+        await asyncio.wait_for(task, 60)
+
+    with pytest.raises(RuntimeError, match="the engine aborted the request"):
+        asyncio.run(run())
+
+
 def test_steps_without_room_in_shared_memory_are_right(lm, monkeypatch):
     """What cannot go in bulk goes as a request of its own, of all tokens."""
     transport = lm._service._transport

@@ -312,6 +312,8 @@ class Service:
                 last = output
         finally:
             self._admission.leave(blocks)
+        if last is not None and last.outputs[0].finish_reason == "abort":
+            raise RuntimeError("the engine aborted the request, as when it is paused")
         return last
 
     async def sample(self, query: Query, fields: Mapping[str, Any]) -> list[int]:
