@@ -48,7 +48,7 @@ uses(
 )
 uses(
     "vllm.v1.request.Request",
-    "request_id sampling_params client_index arrival_time _block_hasher",
+    "request_id sampling_params client_index arrival_time resumable _block_hasher",
     "requests are made of a message",
 )
 uses(

@@ -15,7 +15,7 @@ from tllm.engine.bulk import Bulk, BulkInputs, BulkItem
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
 from tllm.logprobs.query import Answer, AnswerRows, Form, Interventions, Query
-from tllm.logprobs.transport import CONSUMER, Address, Arena, Transport
+from tllm.logprobs.transport import CONSUMER, Address, Arena, Transport, arrived
 from tllm.params import SamplingParams
 
 
@@ -269,8 +269,10 @@ class BulkTurns:
         if not turns:
             return
         turns.sort(key=lambda turn: turn.ticket)
-        outcomes: Sequence[Answer | Exception]
-        outcomes = [error] * len(turns) if error is not None else _arrived(turns)
+        together = None if error is not None else _read_together(turns)
+        outcomes: list[Answer | Exception] = []
+        if together is None:
+            outcomes = [error or arrived(turn.arena, turn.place, turn.ticket) for turn in turns]
         for turn in turns:
             request = turn.request
             self._forget(turn)
@@ -282,22 +284,11 @@ class BulkTurns:
             request.end_turn(now)
             self._admission.end_turn(request)
         self._admission.make_room()
-        if isinstance(outcomes, AnswerRows) and _are_asked_together(turns):
-            turns[0].waiter.pending.answered_together(outcomes)
+        if together is not None:
+            turns[0].waiter.pending.answered_together(together)
             return
         for turn, outcome in zip(turns, outcomes, strict=True):
-            self._tell(turn, outcome)
-
-    def _tell(self, turn: _Turn, outcome: Answer | Exception) -> None:
-        waiters = [turn.waiter, *turn.others]
-        if isinstance(outcome, LaneClosedError):  # that concerns nobody whose lane is open
-            going_on = [each for each in waiters if each.holder and not each.holder.closed]
-            self._again([each for each in going_on if each.is_awaited])
-            waiters = [each for each in waiters if each not in going_on]
-        for waiter in waiters[1:]:
-            waiter.resolve(outcome if isinstance(outcome, Exception) else outcome.copy())
-        for waiter in waiters[:1]:
-            waiter.resolve(outcome)
+            tell([turn.waiter, *turn.others], outcome, self._again)
 
 
 def _by_form(turns: Iterable[_Turn]) -> dict[Form, list[_Turn]]:
@@ -312,36 +303,35 @@ def _by_form(turns: Iterable[_Turn]) -> dict[Form, list[_Turn]]:
     return found
 
 
-def _are_asked_together(turns: Sequence[_Turn]) -> bool:
-    """Whether these are all that one caller asked for in one call, and nobody else did."""
-    pending = turns[0].waiter.pending
-    return len(turns) == len(pending.waiters) and all(
-        turn.waiter.pending is pending and not turn.others for turn in turns
-    )
-
-
-def _arrived(turns: Sequence[_Turn]) -> Sequence[Answer | Exception]:
-    """What was written for turns, in the order of their tickets. Rows that follow each other are
-    read together, but not if they would be lent together to several who wait."""
+def _read_together(turns: Sequence[_Turn]) -> AnswerRows | None:
+    """What was written for turns, in the order of their tickets, if these are all that one caller
+    asked for in one call, nobody else did, and their rows follow each other."""
     first, last, count = turns[0], turns[-1], len(turns)
-    arena = first.arena
+    pending = first.waiter.pending
     if (
-        last.ticket - first.ticket == last.place - first.place == count - 1
-        and last.arena is arena
-        and (arena.copies or _are_asked_together(turns))
+        count != len(pending.waiters)
+        or not (last.ticket - first.ticket == last.place - first.place == count - 1)
+        or any(turn.waiter.pending is not pending or turn.others for turn in turns)
     ):
-        places = range(first.place, last.place + 1)
-        rows = arena.read_rows(places, range(first.ticket, last.ticket + 1))
-        if rows is not None:
-            return rows
-    return [_read(turn) for turn in turns]
+        return None
+    tickets = range(first.ticket, last.ticket + 1)
+    return first.arena.read_rows(range(first.place, last.place + 1), tickets)
 
 
-def _read(turn: _Turn) -> Answer | Exception:
-    try:
-        return turn.arena.read(turn.place, turn.ticket)
-    except RuntimeError as unwritten:
-        return unwritten
+def tell(
+    waiters: Sequence[Waiter],
+    outcome: Answer | Exception,
+    again: Callable[[Iterable[Waiter]], None],
+) -> None:
+    """Tell those who wait for one answer; each has memory of his own. That a lane was closed
+    concerns nobody else: those go on by `again`."""
+    if isinstance(outcome, LaneClosedError):
+        closed = [each for each in waiters if each.holder is not None and each.holder.closed]
+        again([each for each in waiters if each not in closed and each.is_awaited])
+        waiters = closed
+    for i, waiter in enumerate(waiters):
+        last = i == len(waiters) - 1
+        waiter.resolve(outcome if last or isinstance(outcome, Exception) else outcome.copy())
 
 
 def address_of(request: KeptRequest, arena: Arena) -> Address | None:

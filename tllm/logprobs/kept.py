@@ -176,8 +176,7 @@ class KeptRequest:
     def cancel(self) -> asyncio.Task[None] | None:
         """Abort it; returns what to wait for."""
         self.open = False
-        if self._abort is not None:
-            self.close()
+        self.give_up()
         if self._task is not None:
             self._task.cancel()
         return self._task
@@ -185,7 +184,7 @@ class KeptRequest:
     def close(self) -> None:
         """Let the engine free it: at once when no turn is under way, else by aborting it."""
         self.open = False
-        if self._abort is not None:
+        if self.in_bulk:
             self.give_up()
         elif self._task is None:
             self.ended.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict, cast, overload
@@ -311,10 +311,6 @@ class AnswerRows(Sequence[Answer]):
     def __getitem__(self, index: int | slice) -> Answer | AnswerRows:
         kind = AnswerRows if isinstance(index, slice) else Answer
         return kind(self.values[index], None if self.token_ids is None else self.token_ids[index])
-
-    def __iter__(self) -> Iterator[Answer]:
-        ids = itertools.repeat(None) if self.token_ids is None else self.token_ids.unbind()
-        return map(Answer, self.values.unbind(), ids)
 
     @property
     def result(self) -> torch.Tensor | TopLogprobs:

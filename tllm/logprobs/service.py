@@ -17,11 +17,11 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.llm import AsyncLLM
 from tllm.engine.bulk import Bulk, BulkItem
 from tllm.engine.processes import gone, processes_of
-from tllm.logprobs.bulk_turns import BulkTurns
-from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
+from tllm.logprobs.bulk_turns import BulkTurns, tell
+from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
 from tllm.logprobs.query import Answer, Form, Interventions, Query
-from tllm.logprobs.transport import CONSUMER, Arena, Kind, Transport
+from tllm.logprobs.transport import CONSUMER, Arena, Kind, Transport, arrived
 from tllm.params import SamplingParams
 
 
@@ -204,14 +204,7 @@ class Service:
     def _conclude(self, flight: _Flight, outcome: Answer | Exception) -> None:
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
-        waiting = flight.waiters
-        if isinstance(outcome, LaneClosedError):  # that concerns nobody who asked beside the lane
-            closed = [each for each in waiting if each.holder is not None and each.holder.closed]
-            self.serve(each for each in waiting if each not in closed)
-            waiting = closed
-        for i, waiter in enumerate(waiting):
-            last = i == len(waiting) - 1
-            waiter.resolve(outcome if last or isinstance(outcome, Exception) else outcome.copy())
+        tell(flight.waiters, outcome, self.serve)
 
     def written(self, query: Query) -> bool:
         """Whether a consumer may change the rows of this query, in ways that are not known."""
@@ -251,22 +244,14 @@ class Service:
             flight = self._sent.pop(ticket, None)
             if flight is None:  # a turn's
                 continue
-            outcomes.append((flight, error or self._arrived(flight, ticket)))
+            assert flight.leased is not None
+            outcomes.append((flight, error or arrived(*flight.leased, ticket)))
             if error is not None:
                 self._transport.give_up(ticket, flight.leased)
             self._admission.leave(flight.blocks)
         self._admission.make_room()
         for flight, outcome in outcomes:
             self._conclude(flight, outcome)
-
-    @staticmethod
-    def _arrived(flight: _Flight, ticket: int) -> Answer | Exception:
-        assert flight.leased is not None
-        arena, place = flight.leased
-        try:
-            return arena.read(place, ticket)
-        except RuntimeError as unwritten:
-            return unwritten
 
     def _send(self) -> None:
         """Send what there is: the queries of each form in one message."""

@@ -84,11 +84,6 @@ class Arena:
         return self._rows
 
     @property
-    def copies(self) -> bool:
-        """Whether results are copied however few rows are held."""
-        return self._row_bytes < _LEND_BYTES
-
-    @property
     def free(self) -> int:
         self._collect()
         return len(self._free)
@@ -174,28 +169,31 @@ class Arena:
 
         Raises `RuntimeError` when it was not written for this ticket.
         """
-        found = self.read_rows(range(place, place + 1), range(ticket, ticket + 1))
-        if found is None:
+        number, row = divmod(place, 1 << FILE_BITS)
+        _, written, counts = self._files[number]
+        if written[row] != ticket:
             self.release(place)
             raise RuntimeError(_NOTHING_SENT)
-        return found[0]
+        return self._taken(range(place, place + 1), *counts[row].tolist())[0]
 
     def read_rows(self, places: range, tickets: range) -> AnswerRows | None:
-        """What was written to rows that follow each other; they are given back in time, and, if the
-        answers are large, together.
+        """What was written to rows of one form that follow each other; they are given back in time,
+        and, if the answers are large, together.
 
         Returns:
-            None, with nothing given back, when one was not written for its ticket, or the answers
-            are not alike.
+            None, with nothing given back, when one was not written for its ticket.
         """
         number, first = divmod(places.start, 1 << FILE_BITS)
-        which = slice(first, first + len(places))
-        rows, written, counts = self._files[number]
-        count, num_ids = counts[first].tolist()
-        if (written[which] != np.arange(tickets.start, tickets.stop)).any() or (
-            counts[which] != (count, num_ids)
-        ).any():
+        _, written, counts = self._files[number]
+        if (written[first : first + len(places)] != np.array(tickets)).any():
             return None
+        return self._taken(places, *counts[first].tolist())
+
+    def _taken(self, places: range, count: int, num_ids: int) -> AnswerRows:
+        """The values of rows, and their ids."""
+        number, first = divmod(places.start, 1 << FILE_BITS)
+        which = slice(first, first + len(places))
+        rows = self._files[number].rows
         rows.unlink()  # the worker has it: nothing is left behind, however this process ends
         values = rows.values[which, HEADER : HEADER + count]
         if not num_ids and 4 * count >= _LEND_BYTES and self._may_lend(len(places)):
@@ -274,6 +272,14 @@ class Arena:
         self._rows += len(file)
         for row in range(len(file)):
             heapq.heappush(self._free, number << FILE_BITS | row)
+
+
+def arrived(arena: Arena, place: int, ticket: int) -> Answer | Exception:
+    """What `Arena.read` gives or raises."""
+    try:
+        return arena.read(place, ticket)
+    except RuntimeError as unwritten:
+        return unwritten
 
 
 class _ArenaFile(NamedTuple):
