@@ -25,7 +25,11 @@ _LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _PATH = re.compile(r"`((?:tllm|doc|tests|demo|examples|benchmarks)/[\w./-]*)`")
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "doc").rglob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+    *sorted((ROOT / "doc").rglob("*.md")),
+]
 
 
 def python_blocks(document: Path) -> str:

@@ -351,7 +351,7 @@ def launch(
     if num_rows == 0:
         return
     block = triton.next_power_of_2(hidden)
-    # Many warps for few rows, few for many. Measured on an H200 (`benchmarks/RESULTS.md`).
+    # Many warps for few rows, few for many. Measured on an H200 (`benchmarks/HISTORY.md`).
     chosen = options(num_rows, stream.device)
     elements = 16 if chosen["AHEAD"] else 32
     _tap_kernel[(num_rows,)](

@@ -104,7 +104,7 @@ _WIDEST = 8192
 """Beyond, a thread has more of a row than fits in the registers below."""
 _REGISTERS = 80
 """Of a thread, where there are many rows: three blocks of a row of 7B each fit a multiprocessor,
-and memory is kept busy (H200; `benchmarks/RESULTS.md`)."""
+and memory is kept busy (H200; `benchmarks/HISTORY.md`)."""
 _AHEAD_REGISTERS = 128
 """Where a few rows are looked ahead: two such blocks fit. If only one did, of 256 rows half would
 wait for the others."""
