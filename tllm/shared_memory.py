@@ -142,6 +142,11 @@ def room() -> int:
     return max(0, (found.f_bavail - found.f_blocks // 4) * found.f_frsize)
 
 
+def own_path() -> Path:
+    """Where this process may put something else than a file, as a socket; removed like one."""
+    return FOLDER / _new_name()
+
+
 def is_shared_file(path: object) -> bool:
     """Whether it is the path that some shared file has or had, and not of anything else."""
     if not isinstance(path, str):

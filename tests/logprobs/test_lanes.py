@@ -12,6 +12,7 @@ import torch
 from logprobs.asking import OTHER_ENGINE, PLACES, VOCAB, agrees, gathered, left_in, prompts
 from tllm.consumers.base import Consumer
 from tllm.consumers.probe import ProbeConsumer
+from tllm.engine.bulk import Bulk
 from tllm.ports import ConsumerFlow, ResidualStream
 
 
@@ -339,6 +340,37 @@ def test_lanes_in_one_call_say_what_each_says(lm, form):
         await gathered(lane.close() for lane in lanes)
 
     asyncio.run(run())
+    assert not left_in(lm)
+
+
+def test_lanes_are_answered_with_and_without_notices(lm, monkeypatch):
+    def step(lanes):
+        for number, lane in enumerate(lanes):
+            lane.feed(5 + 7 * number)
+        return lm.batch_next_sync(lanes)
+
+    def noticed():
+        return lm.stats()["noticed"]
+
+    lanes = [lm.open([30 + i, 40]) for i in range(3)]
+    expected = lm.batch_next_token_logprobs_sync([lane.tokens for lane in lanes])
+    assert agrees(lm.batch_next_sync(lanes), expected)
+    before = noticed()
+    step(lanes)
+    # vLLM's message may be the first to be looked at, but not always.
+    for _ in range(20):
+        if noticed() > before:
+            break
+        step(lanes)
+    assert noticed() > before
+    # An engine that cannot reach the inbox, as in another container.
+    monkeypatch.setattr(Bulk, "_address", lambda bulk: "/nowhere/at/all")
+    without = step(lanes)
+    told = noticed()
+    expected = lm.batch_next_token_logprobs_sync([lane.tokens for lane in lanes])
+    assert agrees(without, expected)
+    assert noticed() == told
+    lm.run(gathered(lane.close() for lane in lanes))
     assert not left_in(lm)
 
 

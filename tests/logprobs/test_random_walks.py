@@ -108,28 +108,40 @@ def is_right(found, form, expected):
     return agrees(found.reshape(VOCAB), expected, OTHER_ENGINE)
 
 
-@pytest.mark.parametrize("paused", [False, True], ids=["served", "paused now and then"])
-def test_an_answer_is_that_of_its_tokens(lm, reference, paused):
-    walks = [Walk(lm, 100 * paused + number) for number in range(3)]
+async def pause(engine):
+    await engine.pause_generation(mode="abort")
+    await engine.resume_generation()
 
-    async def pause():
-        while True:
-            await asyncio.sleep(0.7)
-            await asyncio.to_thread(lambda: lm.run(lm.engine.pause_generation(mode="abort")))
-            await asyncio.to_thread(lambda: lm.run(lm.engine.resume_generation()))
+
+async def preempt(engine):
+    await engine.reset_prefix_cache(reset_running_requests=True)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "every_s"),
+    [(None, 0.0), (pause, 0.7), (preempt, 0.05)],
+    ids=["served", "paused now and then", "preempted now and then"],
+)
+def test_an_answer_is_that_of_its_tokens(lm, reference, disturb, every_s):
+    seed = 100 * {None: 0, pause: 1, preempt: 2}[disturb]
+    walks = [Walk(lm, seed + number) for number in range(3)]
+
+    async def disturbing():
+        while disturb is not None:
+            await asyncio.sleep(every_s)
+            await asyncio.to_thread(lambda: lm.run(disturb(lm.engine)))
 
     async def run():
-        pausing = asyncio.ensure_future(pause()) if paused else None
+        beside = asyncio.ensure_future(disturbing())
         await asyncio.gather(*(walk.run() for walk in walks))
-        if pausing is not None:
-            pausing.cancel()
-            await asyncio.gather(pausing, return_exceptions=True)
+        beside.cancel()
+        await asyncio.gather(beside, return_exceptions=True)
 
     asyncio.run(run())
     lm.run(lm.engine.resume_generation())
     answers = [each for walk in walks for each in walk.answers]
     assert len(answers) > 300
-    assert paused or not any(walk.aborted for walk in walks)
+    assert disturb is pause or not any(walk.aborted for walk in walks)
     known = {}
     for tokens, found, form in answers:
         if tokens not in known:

@@ -11,20 +11,23 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from tllm.engine.notices import NoticeInbox, NoticeOutbox
 from tllm.engine.seams import overrides, uses
 from tllm.spec.request import EXTRA_ARG
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.outputs import ModelRunnerOutput
 
 _EXTRA = "tllm_bulk"
 _ENDED, _FAILED = "tllm_bulk_ended", "tllm_bulk_failed"
@@ -60,6 +63,17 @@ uses(
     "vllm.v1.request.StreamingUpdate",
     "mm_features prompt_token_ids max_tokens arrival_time sampling_params",
     "more tokens of a streamed request are told without a request of their own",
+)
+uses(
+    "vllm.v1.request.Request",
+    "status client_index num_stale_output_tokens",
+    "whose tokens a step has computed, before its outputs are gone through",
+    since="0.32",
+)
+uses(
+    "vllm.v1.outputs.ModelRunnerOutput",
+    "req_ids sampled_token_ids",
+    "whose tokens a step has computed, before its outputs are gone through",
 )
 uses("vllm.v1.engine.EngineCoreOutputs", "outputs", "ends of many requests are one output")
 uses("vllm.SamplingParams", "extra_args", "what a request asks of tLLM travels in it")
@@ -115,6 +129,9 @@ class Bulk:
 
     Args:
         ended: told of the tickets that are expected.
+
+    Attributes:
+        noticed: of how many tickets a notice came before vLLM's message.
     """
 
     def __init__(self, engine: AsyncLLM, ended: Ended) -> None:
@@ -125,6 +142,9 @@ class Bulk:
         self._streamed: dict[str, Callable[[Exception], None]] = {}
         self._messages: dict[str, list[int]] = {}
         self._numbers = itertools.count(1)
+        self._inbox: NoticeInbox | None = None
+        self._inbox_wanted = True
+        self.noticed = 0
         processor: Any = engine.output_processor
         if isinstance(getattr(processor.process_outputs, "__self__", None), Bulk):
             raise ValueError(
@@ -171,7 +191,21 @@ class Bulk:
         self._begun.update((item.request_id, item.ticket) for item in begun)
         name = f"{_EXTRA}_{next(self._numbers)}"
         self._messages[name] = [*(item.ticket for item in begun), *continued.tickets]
-        return self._deliver(self.message(params, name, begun, continued), self._messages[name])
+        message = self.message(params, name, begun, continued, self._address())
+        return self._deliver(message, self._messages[name])
+
+    def _address(self) -> str:
+        """Where the scheduler sends notices; empty where it cannot."""
+        if self._inbox_wanted:
+            self._inbox_wanted = False
+            with suppress(OSError, NotImplementedError):
+                self._inbox = NoticeInbox(self._on_notice)
+        return "" if self._inbox is None else self._inbox.address
+
+    def _on_notice(self, tickets: Sequence[int]) -> None:
+        open_ones = len(self._sent)
+        self.end(tickets, None)
+        self.noticed += open_ones - len(self._sent)
 
     @staticmethod
     def message(
@@ -179,11 +213,12 @@ class Bulk:
         name: str,
         begun: Sequence[BulkItem],
         continued: BulkInputs,
+        notices: str = "",
     ) -> EngineCoreRequest:
-        """A message with that id; the rest as for `send`."""
+        """A message with that id, and the address of an inbox; the rest as for `send`."""
         message = copy(params)
         # Columns: little is made of them when they are read.
-        wire = {"begun": list(map(list, begun)), "continued": list(continued)}
+        wire = {"begun": list(map(list, begun)), "continued": list(continued), "notices": notices}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
         return EngineCoreRequest(
             request_id=name,
@@ -234,6 +269,10 @@ class Bulk:
         processor: Any = self._engine.output_processor
         processor.process_outputs = self._process_outputs
         processor.propagate_error = self._propagate_error
+        self._inbox_wanted = False
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
 
     @overrides(
         "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
@@ -318,6 +357,8 @@ class BulkRequests:
 
     def __init__(self) -> None:
         self._tickets: dict[str, int] = {}
+        self._inboxes: dict[int, str] = {}  # by client
+        self._outbox = NoticeOutbox()
 
     def __bool__(self) -> bool:
         return bool(self._tickets)
@@ -330,6 +371,7 @@ class BulkRequests:
 
     def begun(self, message: Request) -> Iterator[Request]:
         assert message.sampling_params is not None and message.sampling_params.extra_args
+        self._inboxes[message.client_index] = message.sampling_params.extra_args[_EXTRA]["notices"]
         for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["begun"]):
             self._tickets[item.request_id] = item.ticket
             params = _asking(message.sampling_params, item.consumers, request_id=item.request_id)
@@ -367,6 +409,24 @@ class BulkRequests:
                 params = _asking(params, asked[place])
             self._tickets[request_id] = tickets[place]
             yield known, NextInput(request_id, tokens[place], params, arrived)
+
+    def give_notice(self, output: ModelRunnerOutput, running: Mapping[str, Request]) -> None:
+        """Tell the clients whose tokens a step has computed, before vLLM goes through its outputs.
+
+        Not of requests that were preempted meanwhile: those may be computed again, and what would
+        be written then is not to meet what the client asks next.
+        """
+        tickets: dict[int, list[int]] = {}
+        for request_id, drawn in zip(output.req_ids, output.sampled_token_ids, strict=False):
+            ticket = self._tickets.get(request_id)
+            request = running.get(request_id)
+            if not drawn or ticket is None or request is None:
+                continue
+            if request.status == RequestStatus.RUNNING and not request.num_stale_output_tokens:
+                tickets.setdefault(request.client_index, []).append(ticket)
+        for client, found in tickets.items():
+            if address := self._inboxes.get(client):
+                self._outbox.send(address, found)
 
     def take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Put the tickets in the place of the outputs that they stand for."""

@@ -75,6 +75,8 @@ class _Rules(_Base):
             and self.connector is None
             and (self.scheduler_config.async_scheduling or self.use_pp)
         )
+        # A connector may find that what a step read was not there.
+        self._tllm_gives_notice = hasattr(self, "kv_holding_waiting") and self.connector is None
         self._tllm_block_size = self.hash_block_size
         prefix_cache.limit_reuse(self.kv_cache_manager, self._tllm_reuse_limits)
 
@@ -206,6 +208,8 @@ class _Rules(_Base):
             self.__dict__.pop("_update_request_with_output", None)
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output
+        if self._tllm_bulk and self._tllm_gives_notice and not self._tllm_endings.may_end:
+            self._tllm_bulk.give_notice(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._tllm_loses_sessions:
             self._tllm_queue_lost_sessions()

@@ -399,10 +399,12 @@ class Service:
     # -- the rest ------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, int]:
-        """Counters: requests and turns computed, queries that shared one, requests parked,
-        requests kept now, rows of shared memory."""
+        """Counters: requests and turns computed, those whose answer was told before vLLM had gone
+        through all of the step, queries that shared one, requests parked, requests kept now, rows
+        of shared memory."""
         return {
             "computed": self._computed + self._turns.computed,
+            "noticed": self._bulk.noticed,
             "shared": self._shared + self._turns.shared,
             "parked": self._admission.parked,
             "kept": self._admission.idle,
