@@ -198,6 +198,12 @@ def test_seeds_are_told_apart_and_do_not_fill_what_is_kept(monkeypatch):
         assert len(kept.admission._params._known) <= 2
 
 
+@pytest.mark.parametrize("make", [SamplingParams, vllm.SamplingParams])
+def test_names_of_our_own_messages_are_refused(make):
+    with pytest.raises(ValueError, match=r"extra_args\['tllm_bulk'\] was given; names that begin"):
+        prepare(a_client(), make(extra_args={"tllm_bulk": "x"}))
+
+
 def test_what_a_request_asks_of_consumers_is_checked_however_often_its_parameters_were():
     client = a_client(MemoryConsumer())
     client.registered.consumers["memory"].validate_options = lambda options: None

@@ -15,6 +15,9 @@ from tllm.spec.selection import Selection
 EXTRA_ARG = "tllm"
 """Key of `SamplingParams.extra_args`, and of `PoolingParams.extra_kwargs`, under which it is."""
 
+OWN_ARGS = "tllm_"
+"""Keys of `extra_args` that begin so are for tLLM's own messages, and refused in a request."""
+
 
 CONVERSATION = "conversation"
 """Name of the read of rows that need no computing in a conversation whose conditions all held."""
