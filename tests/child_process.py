@@ -6,7 +6,12 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
+
+import torch
+
+from tests.forked_processes import ScriptProcess
 
 LEAVES_S = 30.0
 """How long the processes that a script started may take to end after it."""
@@ -17,7 +22,8 @@ class HungError(Exception):
 
 
 def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=()):
-    """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group.
+    """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group. On a CPU,
+    and without a prefix, the script's process has vLLM imported already.
 
     What they print goes to the file `log`, not through a pipe, which a process left behind would
     hold open. Fails with the end of that file when the script fails, is not done in `timeout`
@@ -29,10 +35,16 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
     machine do not come up. A script that fails is never run again.
     """
     name = script = getattr(script, "__file__", script)
-    command = [*prefix, sys.executable, script, *map(str, arguments)]
+    arguments, environment = [*map(str, arguments)], {**environment, "PYTHONFAULTHANDLER": "1"}
     for left in reversed(range(attempts)):
         try:
-            _run(name, command, Path(log), os.environ | environment, timeout, cwd)
+            if prefix or torch.cuda.is_available():  # who has asked for a GPU cannot fork
+                command = [*prefix, sys.executable, script, *arguments]
+                process = _Command(command, os.environ | environment, Path(log), cwd)
+            else:
+                process = ScriptProcess(script, arguments, environment, Path(log), cwd)
+            process.start()
+            _wait_for(process, name, Path(log), timeout)
             break
         except HungError as hung:
             if not left:
@@ -40,24 +52,39 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
             warnings.warn(f"run again: {hung}", stacklevel=2)
 
 
-def _run(name, command, log, environment, timeout, cwd):
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment | {"PYTHONFAULTHANDLER": "1"},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        status = process.wait(timeout)
-    except subprocess.TimeoutExpired:
+class _Command:
+    """A command, as a process of `multiprocessing`."""
+
+    def __init__(self, command, environment, log, cwd):
+        self._given, self._log = (command, environment, cwd), log
+        self.exitcode = None
+
+    def start(self):
+        command, environment, cwd = self._given
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+
+    def join(self, timeout=None):
+        with suppress(subprocess.TimeoutExpired):
+            self.exitcode = self._process.wait(timeout)
+
+
+def _wait_for(process, name, log, timeout):
+    process.join(timeout)
+    if process.exitcode is None:
         _abort(process.pid)
-        process.wait()
-        raise HungError(f"{name} was not done in {timeout} s:\n{_end_of(log)}") from None
-    assert status == 0, f"{name} ended with status {status}:\n{_end_of(log)}"
+        process.join()
+        raise HungError(f"{name} was not done in {timeout} s:\n{_end_of(log)}")
+    assert process.exitcode == 0, f"{name} ended with status {process.exitcode}:\n{_end_of(log)}"
     deadline = time.monotonic() + LEAVES_S
     while _is_there(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -9,11 +9,19 @@ spawned as anybody's.
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import importlib
 import multiprocessing.context as contexts
 import os
-from collections.abc import Iterator
+import runpy
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 _IMPORTED = [
@@ -26,10 +34,16 @@ _IMPORTED = [
 
 
 class EnvironedProcess(contexts.ForkServerProcess):
-    """Takes over the environment of who starts it, and not that in which its server started."""
+    """Takes over the environment of who starts it, and not that in which its server started.
+
+    Attributes:
+        environment: what it has beside that.
+    """
+
+    environment: Mapping[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"environ": dict(os.environ)}
+        return self.__dict__ | {"environ": os.environ | self.environment}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         environ = state.pop("environ")
@@ -47,18 +61,63 @@ class ForkedProcess(EnvironedProcess):
         contexts._concrete_contexts["spawn"] = ForkedContext()
 
 
+class ScriptProcess(EnvironedProcess):
+    """`python SCRIPT ARGUMENTS`, in a group of its own: what the script spawns is spawned."""
+
+    def __init__(
+        self,
+        script: str | Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        cwd: str | Path | None = None,
+    ) -> None:
+        """`log`: the file to which it prints."""
+        super().__init__(target=_run_script, args=(str(script), arguments, log, cwd))
+        self.environment = environment
+
+    def start(self) -> None:
+        preload()
+        super().start()
+
+
+def _run_script(script: str, arguments: Sequence[str], log: Path, cwd: str | Path | None) -> None:
+    os.setsid()
+    with log.open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    faulthandler.enable()
+    os.chdir(cwd or ".")
+    tempfile.tempdir = None  # of the new environment
+    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[0:0] = [str(Path(script).parent), *filter(None, named)]
+    importlib.invalidate_caches()
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:  # what an interpreter does at its end, and a process of `multiprocessing` does not
+        threading._shutdown()
+        atexit._run_exitfuncs()
+
+
 class ForkedContext(contexts.ForkServerContext):
     """Stands in the place of `multiprocessing.get_context("spawn")`."""
 
     Process = ForkedProcess
 
 
+def preload() -> None:
+    """Start the server, unless it runs. Best before a test changes the environment, which it
+    keeps."""
+    forkserver.set_forkserver_preload(_IMPORTED)
+    forkserver.ensure_running()
+
+
 @contextmanager
 def forking() -> Iterator[None]:
     """What is spawned in here is forked."""
     spawning = contexts._concrete_contexts["spawn"]
-    forkserver.set_forkserver_preload(_IMPORTED)
-    forkserver.ensure_running()  # before a test changes the environment, which it keeps
+    preload()
     contexts._concrete_contexts["spawn"] = ForkedContext()
     try:
         yield
