@@ -21,6 +21,36 @@ class HungError(Exception):
     """A script was not done in its time."""
 
 
+class CommandProcess:
+    """A command, with the methods of a process of `multiprocessing`."""
+
+    def __init__(self, command, environment, log, cwd=None):
+        self._given, self._log = (command, environment, cwd), log
+
+    def start(self):
+        command, environment, cwd = self._given
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    @property
+    def exitcode(self):
+        return self._process.poll()
+
+    def join(self, timeout=None):
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
+
 def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=()):
     """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group. On a CPU,
     and without a prefix, the script's process has vLLM imported already.
@@ -40,7 +70,7 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
         try:
             if prefix or torch.cuda.is_available():  # who has asked for a GPU cannot fork
                 command = [*prefix, sys.executable, script, *arguments]
-                process = _Command(command, os.environ | environment, Path(log), cwd)
+                process = CommandProcess(command, os.environ | environment, Path(log), cwd)
             else:
                 process = ScriptProcess(script, arguments, environment, Path(log), cwd)
             process.start()
@@ -50,32 +80,6 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
             if not left:
                 raise
             warnings.warn(f"run again: {hung}", stacklevel=2)
-
-
-class _Command:
-    """A command, as a process of `multiprocessing`."""
-
-    def __init__(self, command, environment, log, cwd):
-        self._given, self._log = (command, environment, cwd), log
-        self.exitcode = None
-
-    def start(self):
-        command, environment, cwd = self._given
-        with self._log.open("wb") as output:
-            self._process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    def join(self, timeout=None):
-        with suppress(subprocess.TimeoutExpired):
-            self.exitcode = self._process.wait(timeout)
 
 
 def _wait_for(process, name, log, timeout):

@@ -43,13 +43,20 @@ class EnvironedProcess(contexts.ForkServerProcess):
     environment: Mapping[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"environ": os.environ | self.environment}
+        forkserver.ensure_running()
+        address = forkserver._forkserver._forkserver_address
+        return self.__dict__ | {"environ": os.environ | self.environment, "server": address}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Python would start another server, in which nothing is imported.
+        forkserver._forkserver._forkserver_address = state.pop("server")
+        forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
         environ = state.pop("environ")
         for name in os.environ.keys() - environ.keys():
             del os.environ[name]
         os.environ.update(environ)
+        if values := sys.modules.get("prometheus_client.values"):  # looks at it when imported
+            vars(values)["ValueClass"] = values.get_value_class()
         self.__dict__.update(state)
 
 
@@ -62,7 +69,7 @@ class ForkedProcess(EnvironedProcess):
 
 
 class ScriptProcess(EnvironedProcess):
-    """`python SCRIPT ARGUMENTS`, in a group of its own: what the script spawns is spawned."""
+    """`python SCRIPT ARGUMENTS`, in a group of its own."""
 
     def __init__(
         self,
@@ -71,9 +78,10 @@ class ScriptProcess(EnvironedProcess):
         environment: Mapping[str, str],
         log: Path,
         cwd: str | Path | None = None,
+        forks: bool = False,
     ) -> None:
-        """`log`: the file to which it prints."""
-        super().__init__(target=_run_script, args=(str(script), arguments, log, cwd))
+        """`log`: the file to which it prints; `forks`: whether what it spawns is forked."""
+        super().__init__(target=_run_script, args=(str(script), arguments, log, cwd, forks))
         self.environment = environment
 
     def start(self) -> None:
@@ -81,7 +89,11 @@ class ScriptProcess(EnvironedProcess):
         super().start()
 
 
-def _run_script(script: str, arguments: Sequence[str], log: Path, cwd: str | Path | None) -> None:
+def _run_script(
+    script: str, arguments: Sequence[str], log: Path, cwd: str | Path | None, forks: bool
+) -> None:
+    if forks:
+        contexts._concrete_contexts["spawn"] = ForkedContext()
     os.setsid()
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
