@@ -20,17 +20,15 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = [
-    __name__,
+OF_VLLM = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
-    "tllm.engine.worker",
-]
+)
 
 
 class EnvironedProcess(contexts.ForkServerProcess):
@@ -61,9 +59,16 @@ class EnvironedProcess(contexts.ForkServerProcess):
 
 
 class ForkedProcess(EnvironedProcess):
-    """What it spawns is forked too."""
+    """What it spawns is forked too. Prints where its parent does, and not where the server does."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"prints": [reduction.DupFd(number) for number in (1, 2)]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for number, duplicate in enumerate(state.pop("prints"), start=1):
+            file = duplicate.detach()
+            os.dup2(file, number)
+            os.close(file)
         super().__setstate__(state)
         contexts._concrete_contexts["spawn"] = ForkedContext()
 
@@ -121,7 +126,7 @@ class ForkedContext(contexts.ForkServerContext):
 def preload() -> None:
     """Start the server, unless it runs. Best before a test changes the environment, which it
     keeps."""
-    forkserver.set_forkserver_preload(_IMPORTED)
+    forkserver.set_forkserver_preload([__name__, *OF_VLLM, "tllm.engine.worker"])
     forkserver.ensure_running()
 
 

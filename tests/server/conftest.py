@@ -1,5 +1,8 @@
-"""One server for all tests: `tllm serve` of the demo model, in processes of its own. These are
-forked, and import nothing; `test_inspect.py` starts one with the command, as a user does."""
+"""One server for all tests: `tllm serve` of the demo model, in processes of its own.
+
+All of them are forked, and import nothing; `test_inspect.py` starts one with the command, as a user
+does, and the first process of one that is started by hand is vLLM's command.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from tllm.server.settings import VARIABLE, ServerSettings
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "model"
 KEY = "the admin key"
-_TLLM = "from tllm.cli import app\n\nif __name__ == '__main__':\n    app()\n"
+_TLLM = Path(__file__).with_name("serving.py")
 
 
 def feature_weights() -> dict[str, torch.Tensor]:
@@ -125,6 +128,9 @@ class Server:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }
+        if by_hand:
+            forking = Path(__file__).parent / "forking"
+            environment["PYTHONPATH"] = f"{forking}{os.pathsep}{environment['PYTHONPATH']}"
         if plain or by_hand:
             environment["VLLM_PLUGINS"] = "tllm" if by_hand else ""
         if by_hand:
@@ -135,9 +141,7 @@ class Server:
             command = [sys.executable, "-m", launch.module(), *command]
             self.process = CommandProcess(command, environment, self.log)
         else:
-            script = folder / "serve.py"
-            script.write_text(_TLLM)
-            self.process = ScriptProcess(script, command, environment, self.log, forks=True)
+            self.process = ScriptProcess(_TLLM, command, environment, self.log, forks=True)
         self.process.start()
 
     def wait(self) -> None:
