@@ -19,7 +19,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import version
 from typing import Any
@@ -132,9 +132,9 @@ def watched_integers(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def forked_processes() -> Iterator[None]:
     """Engines in processes of their own begin sooner."""
-    from tests.forked_processes import forking
+    from tests.forked_processes import forked
 
-    with forking() if not HAS_GPU else nullcontext():  # nothing that has asked for a GPU can fork
+    with forked():
         yield
 
 

@@ -19,10 +19,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import Any
+
+import torch
 
 OF_VLLM = (
     "vllm.v1.engine.core",
@@ -140,3 +142,8 @@ def forking() -> Iterator[None]:
         yield
     finally:
         contexts._concrete_contexts["spawn"] = spawning
+
+
+def forked() -> AbstractContextManager[None]:
+    """What is spawned in here is forked, unless there is a GPU: who has asked for one cannot."""
+    return nullcontext() if torch.cuda.is_available() else forking()

@@ -1,5 +1,5 @@
-"""`python serving.py serve MODEL ...`: `tllm serve`, which becomes vLLM's server in this process, and
-does not begin a new interpreter that has everything to import."""
+"""`python serving.py serve MODEL ...`: `tllm serve`, which becomes vLLM's server in this process,
+and does not begin a new interpreter that has everything to import."""
 
 from __future__ import annotations
 
