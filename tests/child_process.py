@@ -51,9 +51,11 @@ class CommandProcess:
             self._process.wait(timeout)
 
 
-def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=()):
+def run_script(
+    script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=(), forks=False
+):
     """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group. On a CPU,
-    and without a prefix, the script's process has vLLM imported already.
+    and without a prefix, the script's process has vLLM imported already; where it `forks`, all do.
 
     What they print goes to the file `log`, not through a pipe, which a process left behind would
     hold open. Fails with the end of that file when the script fails, is not done in `timeout`
@@ -72,7 +74,7 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
                 command = [*prefix, sys.executable, script, *arguments]
                 process = CommandProcess(command, os.environ | environment, Path(log), cwd)
             else:
-                process = ScriptProcess(script, arguments, environment, Path(log), cwd)
+                process = ScriptProcess(script, arguments, environment, Path(log), cwd, forks)
             process.start()
             _wait_for(process, name, Path(log), timeout)
             break

@@ -55,18 +55,24 @@ class EnvironedProcess(contexts.ForkServerProcess):
         for name in os.environ.keys() - environ.keys():
             del os.environ[name]
         os.environ.update(environ)
+        if "PYTHONFAULTHANDLER" in environ:
+            faulthandler.enable()
         if values := sys.modules.get("prometheus_client.values"):  # looks at it when imported
             vars(values)["ValueClass"] = values.get_value_class()
         self.__dict__.update(state)
 
 
 class ForkedProcess(EnvironedProcess):
-    """What it spawns is forked too. Prints where its parent does, and not where the server does."""
+    """What it spawns is forked too. It prints where its parent does, and is of its group, and not
+    as the server."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"prints": [reduction.DupFd(number) for number in (1, 2)]}
+        prints = [reduction.DupFd(number) for number in (1, 2)]
+        return super().__getstate__() | {"prints": prints, "group": os.getpgrp()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if (group := state.pop("group")) != os.getpgrp():
+            os.setpgid(0, group)
         for number, duplicate in enumerate(state.pop("prints"), start=1):
             file = duplicate.detach()
             os.dup2(file, number)
@@ -101,11 +107,10 @@ def _run_script(
 ) -> None:
     if forks:
         contexts._concrete_contexts["spawn"] = ForkedContext()
-    os.setsid()
+    os.setpgrp()
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    faulthandler.enable()
     os.chdir(cwd or ".")
     tempfile.tempdir = None  # of the new environment
     named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
