@@ -51,6 +51,16 @@ class CommandProcess:
             self._process.wait(timeout)
 
 
+def script_process(script, *arguments, log, environment, cwd=None, prefix=(), forks=False):
+    """The process of `run_script`, which is to be started."""
+    script, arguments = getattr(script, "__file__", script), [*map(str, arguments)]
+    environment = {**environment, "PYTHONFAULTHANDLER": "1"}
+    if prefix or torch.cuda.is_available():  # who has asked for a GPU cannot fork
+        command = [*prefix, sys.executable, script, *arguments]
+        return CommandProcess(command, os.environ | environment, Path(log), cwd)
+    return ScriptProcess(script, arguments, environment, Path(log), cwd, forks)
+
+
 def run_script(
     script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=(), forks=False
 ):
@@ -66,15 +76,18 @@ def run_script(
     end of the run. For engines of several processes, which once in some hundred starts on a busy
     machine do not come up. A script that fails is never run again.
     """
-    name = script = getattr(script, "__file__", script)
-    arguments, environment = [*map(str, arguments)], {**environment, "PYTHONFAULTHANDLER": "1"}
+    name = getattr(script, "__file__", script)
     for left in reversed(range(attempts)):
         try:
-            if prefix or torch.cuda.is_available():  # who has asked for a GPU cannot fork
-                command = [*prefix, sys.executable, script, *arguments]
-                process = CommandProcess(command, os.environ | environment, Path(log), cwd)
-            else:
-                process = ScriptProcess(script, arguments, environment, Path(log), cwd, forks)
+            process = script_process(
+                script,
+                *arguments,
+                log=log,
+                environment=environment,
+                cwd=cwd,
+                prefix=prefix,
+                forks=forks,
+            )
             process.start()
             _wait_for(process, name, Path(log), timeout)
             break

@@ -1,4 +1,4 @@
-"""`python interrupted_user.py MODEL SAID`: Ctrl-C in the middle of a message to an engine's process.
+"""`python interrupted_user.py MODEL SAID`: Ctrl-C amid a message to an engine's process.
 
 Says `interrupted` for each in the file SAID, and whether the engine generates the same tokens then.
 """
