@@ -24,8 +24,6 @@ from multiprocessing import forkserver, reduction
 from pathlib import Path
 from typing import Any
 
-import torch
-
 OF_VLLM = (
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
@@ -151,4 +149,6 @@ def forking() -> Iterator[None]:
 
 def forked() -> AbstractContextManager[None]:
     """What is spawned in here is forked, unless there is a GPU: who has asked for one cannot."""
+    import torch  # not at the top: each process of a server that a command starts imports this
+
     return nullcontext() if torch.cuda.is_available() else forking()
