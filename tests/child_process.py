@@ -6,7 +6,12 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
+
+import torch
+
+from tests.forked_processes import ScriptProcess
 
 LEAVES_S = 30.0
 """How long the processes that a script started may take to end after it."""
@@ -16,8 +21,51 @@ class HungError(Exception):
     """A script was not done in its time."""
 
 
-def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=()):
-    """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group.
+class CommandProcess:
+    """A command, with the methods of a process of `multiprocessing`."""
+
+    def __init__(self, command, environment, log, cwd=None):
+        self._given, self._log = (command, environment, cwd), log
+
+    def start(self):
+        command, environment, cwd = self._given
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    @property
+    def exitcode(self):
+        return self._process.poll()
+
+    def join(self, timeout=None):
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+
+
+def script_process(script, *arguments, log, environment, cwd=None, prefix=(), forks=False):
+    """The process of `run_script`, which is to be started."""
+    script, arguments = getattr(script, "__file__", script), [*map(str, arguments)]
+    environment = {**environment, "PYTHONFAULTHANDLER": "1"}
+    if prefix or torch.cuda.is_available():  # who has asked for a GPU cannot fork
+        command = [*prefix, sys.executable, script, *arguments]
+        return CommandProcess(command, os.environ | environment, Path(log), cwd)
+    return ScriptProcess(script, arguments, environment, Path(log), cwd, forks)
+
+
+def run_script(
+    script, *arguments, log, environment, timeout, cwd=None, attempts=1, prefix=(), forks=False
+):
+    """`PREFIX python SCRIPT ARGUMENTS`, with all processes that it starts, in one group. On a CPU,
+    and without a prefix, the script's process has vLLM imported already; where it `forks`, all do.
 
     What they print goes to the file `log`, not through a pipe, which a process left behind would
     hold open. Fails with the end of that file when the script fails, is not done in `timeout`
@@ -28,11 +76,20 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
     end of the run. For engines of several processes, which once in some hundred starts on a busy
     machine do not come up. A script that fails is never run again.
     """
-    name = script = getattr(script, "__file__", script)
-    command = [*prefix, sys.executable, script, *map(str, arguments)]
+    name = getattr(script, "__file__", script)
     for left in reversed(range(attempts)):
         try:
-            _run(name, command, Path(log), os.environ | environment, timeout, cwd)
+            process = script_process(
+                script,
+                *arguments,
+                log=log,
+                environment=environment,
+                cwd=cwd,
+                prefix=prefix,
+                forks=forks,
+            )
+            process.start()
+            _wait_for(process, name, Path(log), timeout)
             break
         except HungError as hung:
             if not left:
@@ -40,24 +97,13 @@ def run_script(script, *arguments, log, environment, timeout, cwd=None, attempts
             warnings.warn(f"run again: {hung}", stacklevel=2)
 
 
-def _run(name, command, log, environment, timeout, cwd):
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment | {"PYTHONFAULTHANDLER": "1"},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        status = process.wait(timeout)
-    except subprocess.TimeoutExpired:
+def _wait_for(process, name, log, timeout):
+    process.join(timeout)
+    if process.exitcode is None:
         _abort(process.pid)
-        process.wait()
-        raise HungError(f"{name} was not done in {timeout} s:\n{_end_of(log)}") from None
-    assert status == 0, f"{name} ended with status {status}:\n{_end_of(log)}"
+        process.join()
+        raise HungError(f"{name} was not done in {timeout} s:\n{_end_of(log)}")
+    assert process.exitcode == 0, f"{name} ended with status {process.exitcode}:\n{_end_of(log)}"
     deadline = time.monotonic() + LEAVES_S
     while _is_there(process.pid) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -19,7 +19,7 @@ import gc
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import metadata
 from importlib.metadata import version
 from typing import Any
@@ -96,15 +96,18 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure() -> None:
     """Python waits at its exit for processes that were started, also for one that hangs."""
-    ours = psutil.Process()
+    ours, left = psutil.Process(), []
     helpers = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-    for left in ours.children(recursive=True):
+    for process in ours.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            command = " ".join(left.cmdline())
-            if left.parent() == ours and any(name in command for name in helpers):
-                continue  # they end with this process
-            print(f"killed a process that tests left behind: {left.pid} {command[:200]}")
-            left.kill()
+            command = " ".join(process.cmdline())
+            if process.parent() != ours or not any(name in command for name in helpers):
+                left.append(process)  # helpers end with this process
+    for process in psutil.wait_procs(left, timeout=5)[1]:  # a worker ends after its engine
+        with suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())
+            print(f"killed a process that tests left behind: {process.pid} {command[:200]}")
+            process.kill()
 
 
 def pytest_report_header() -> str:
@@ -129,9 +132,9 @@ def watched_integers(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="module")
 def forked_processes() -> Iterator[None]:
     """Engines in processes of their own begin sooner."""
-    from tests.forked_processes import forking
+    from tests.forked_processes import forked
 
-    with forking() if not HAS_GPU else nullcontext():  # nothing that has asked for a GPU can fork
+    with forked():
         yield
 
 

@@ -87,6 +87,7 @@ def saved_output(output):
 
 async def serve(model: str, root: str) -> dict:
     """What the user saw."""
+    before = {*psutil.Process().children(recursive=True)}
     engine = await AsyncLLM.create(
         model,
         capture_consumers=[f"filesystem:root={root},publish_interval=0.1"],
@@ -157,7 +158,7 @@ async def serve(model: str, root: str) -> dict:
             break
         await asyncio.sleep(0.1)
     saved["stats"] = stats
-    saved["killed"] = await killed(engine)
+    saved["killed"] = await killed(engine, before)
     engine.shutdown()
     return saved
 
@@ -178,10 +179,15 @@ async def calls_for_plain(engine: AsyncLLM) -> list[str]:
     return calls
 
 
-async def killed(engine: AsyncLLM) -> str:
-    """Kill one rank while requests are captured and workers are asked; what these raise."""
-    [process] = [p for p in psutil.Process().children() if len(p.children()) >= 2]
-    worker = max(process.children(), key=lambda child: child.memory_info().rss)
+async def killed(engine: AsyncLLM, before: set[psutil.Process]) -> str:
+    """Kill one rank while requests are captured and workers are asked; what these raise.
+
+    Args:
+        before: the processes that there were without the engine, whose ranks are its last.
+    """
+    ours = {*psutil.Process().children(recursive=True)} - before
+    ranks = [process for process in ours if process.memory_info().rss > 2**27]
+    worker = max(ranks, key=lambda process: process.pid)
 
     async def capture(number: int) -> str:
         for turn in range(1000):

@@ -47,6 +47,7 @@ def test_of_two_tensor_parallel_ranks_one_writes(served, truth):
 
 
 @needs_two_workers
+@pytest.mark.usefixtures("forked_processes")
 def test_two_pipeline_stages_write_their_own_layers(tiny_model, truth, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

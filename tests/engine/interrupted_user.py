@@ -1,6 +1,6 @@
-"""`python interrupted_user.py MODEL`: Ctrl-C in the middle of a message to an engine's process.
+"""`python interrupted_user.py MODEL SAID`: Ctrl-C amid a message to an engine's process.
 
-Says `interrupted` for each, and at the end the tokens that the engine generates before and after.
+Says `interrupted` for each in the file SAID, and whether the engine generates the same tokens then.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 import zmq
 from tiny_engines import TINY_ENGINE
@@ -41,15 +41,15 @@ def ctrl_c_between_frames() -> Iterator[None]:
     assert sent >= _AFTER
 
 
-def interrupted(call: Callable[[], Any]) -> None:
+def interrupted(call: Callable[[], Any], said: IO[str]) -> None:
     try:
         with ctrl_c_between_frames():
             call()
     except KeyboardInterrupt:
-        print("interrupted", flush=True)
+        print("interrupted", file=said)
 
 
-def main(model: str) -> None:
+def main(model: str, said: IO[str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     llm = LLM(model, **TINY_ENGINE)
     prompts = [{"prompt_token_ids": PROMPT}] * 40
@@ -60,13 +60,14 @@ def main(model: str) -> None:
 
     before = tokens()
     other = [PROMPT[0] + 1, *PROMPT[1:]]
-    interrupted(lambda: llm.patching.sweep(PROMPT, other, hooks="post_block", metric="kl"))
+    interrupted(lambda: llm.patching.sweep(PROMPT, other, hooks="post_block", metric="kl"), said)
     assert not llm.llm_engine.has_unfinished_requests() and llm.patching.kept() == {}
-    print(before == tokens(), flush=True)
-    interrupted(lambda: llm.generate(prompts, GREEDY, use_tqdm=False))
+    print(before == tokens(), file=said)
+    interrupted(lambda: llm.generate(prompts, GREEDY, use_tqdm=False), said)
     assert not llm.llm_engine.has_unfinished_requests()
-    print(before == tokens(), flush=True)
+    print(before == tokens(), file=said)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with open(sys.argv[2], "w") as file:
+        main(sys.argv[1], file)

@@ -1,12 +1,15 @@
-"""`python killed_user.py MODEL ROOT`: a user who is killed while an engine process works for him.
+"""`python killed_user.py MODEL ROOT SAID`: a user who is killed while an engine process works for
+him.
 
-He says the ids of all his processes when his last requests have run for some steps, and waits.
+He says the ids of all his processes in the file SAID when his last requests have run for some
+steps, and waits.
 """
 
 from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 import psutil
 from tiny_engines import TINY_ENGINE
@@ -25,7 +28,7 @@ def asked(name: str, tokens: int) -> SamplingParams:
     )
 
 
-def main(model: str, root: str) -> None:
+def main(model: str, root: str, said: str) -> None:
     llm = LLM(model, consumers=[FilesystemConsumer(root, publish_interval=0.05)], **TINY_ENGINE)
     prompt = {"prompt_token_ids": PROMPT}
     llm.generate([prompt], asked("whole", 3), use_tqdm=False)
@@ -35,7 +38,9 @@ def main(model: str, root: str) -> None:
         nonlocal steps
         steps += 1
         if steps == 10:
-            print(*(each.pid for each in psutil.Process().children(recursive=True)), flush=True)
+            others = psutil.Process().children(recursive=True)
+            Path(f"{said} in part").write_text(" ".join(str(each.pid) for each in others))
+            Path(f"{said} in part").rename(said)
             signal.pause()
         return step()
 

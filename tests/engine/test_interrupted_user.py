@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from child_process import run_script
 
 from engine import interrupted_user
 
@@ -17,16 +16,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_after_an_interrupt_in_a_message_the_engine_hears_the_next(tiny_model):
+def test_after_an_interrupt_in_a_message_the_engine_hears_the_next(tiny_model, tmp_path):
     """A message that is sent in part ends the thread with which the engine reads its messages."""
     tests = Path(__file__).parents[1]
     paths = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    user = subprocess.run(
-        [sys.executable, interrupted_user.__file__, tiny_model],
-        env=os.environ | paths | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
+    said = tmp_path / "said"
+    run_script(
+        interrupted_user,
+        *(tiny_model, said),
+        log=tmp_path / "log",
+        environment=paths | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         timeout=180,
-        check=True,
     )
-    assert user.stdout.split() == ["interrupted", "True"] * 2
+    assert said.read_text().split() == ["interrupted", "True"] * 2

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from child_process import script_process
 
 import tllm.stores
 from engine import killed_user
@@ -26,17 +26,18 @@ pytestmark = pytest.mark.skipif(
 def test_a_user_that_is_killed_leaves_nothing_and_a_store_that_goes_on(tiny_model, llm, tmp_path):
     root, tests = tmp_path / "store", Path(__file__).parents[1]
     paths = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    user = subprocess.Popen(
-        [sys.executable, killed_user.__file__, tiny_model, str(root)],
-        env=os.environ | paths | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    environment = paths | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    said, log = tmp_path / "said", tmp_path / "log"
+    user = script_process(killed_user, tiny_model, root, said, log=log, environment=environment)
+    user.start()
     try:
-        others = [psutil.Process(int(pid)) for pid in user.stdout.readline().split()]
+        while not said.exists():
+            assert user.exitcode is None, log.read_text()
+            time.sleep(0.05)
+        others = [psutil.Process(int(pid)) for pid in said.read_text().split()]
     finally:
         user.kill()
-        user.wait()
+        user.join()
     assert others
     for process in others:  # vLLM's engine outlives its user: whoever killed one ends both
         with suppress(psutil.NoSuchProcess):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -209,6 +210,10 @@ class RefusingWorker(InterventionCPUWorker):
         raise ValueError("this model has no layers: use another")
 
 
+@pytest.mark.skipif(
+    os.environ["TLLM_TEST_RUNNER"] != "v1", reason="the worker refuses before it has a runner"
+)
+@pytest.mark.usefixtures("forked_processes")
 def test_what_only_a_worker_finds_out_reaches_the_user(
     tiny_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

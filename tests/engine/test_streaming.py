@@ -39,6 +39,7 @@ def saved(tiny_model, tmp_path_factory):
         environment={"PYTHONPATH": f"{tests}{os.pathsep}{root}"},
         cwd=root,
         timeout=480,
+        forks=True,
     )
     return torch.load(output, weights_only=False)
 

@@ -9,6 +9,7 @@ import pytest
 
 from logprobs.adapters import save_adapter
 from logprobs.asking import CACHED, ENGINE, MODEL, left_in
+from tests.forked_processes import forked
 from tllm.logprobs import AsyncVirtualLM, TransformersLM
 
 if os.environ["TRITON_INTERPRET"] == "1":
@@ -37,7 +38,9 @@ def shared_lm(adapters):
         "max_lora_rank": 8,
     }
     options = {"cache_size": CACHED, "timeout": 3600.0, "idle_seconds": 3.0}
-    with AsyncVirtualLM.from_name(MODEL, engine_opts=engine, **options) as lm:
+    with forked():
+        lm = AsyncVirtualLM.from_name(MODEL, engine_opts=engine, **options)
+    with lm:
         for name, path in adapters.items():
             lm.add_new_lora(path, name)
         yield lm

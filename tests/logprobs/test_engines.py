@@ -77,7 +77,7 @@ class Family:
 
 
 @pytest.fixture(scope="module")
-def family(request, tmp_path_factory, shared_lm):
+def family(request, tmp_path_factory, shared_lm, forked_processes):
     engine_opts, options, environment = KINDS[request.param]
     path = str(families.save(request.param, tmp_path_factory.mktemp(request.param)))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,8 @@
-"""One server for all tests: `tllm serve` of the demo model, in processes of its own."""
+"""One server for all tests: `tllm serve` of the demo model, in processes of its own.
+
+All of them are forked, and import nothing; `test_inspect.py` starts one with the command, as a user
+does, and the first process of one that is started by hand is vLLM's command.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,6 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -16,16 +19,18 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from child_process import CommandProcess
 from entry_points import declared_in
 from safetensors.torch import save_file
 
+from tests.forked_processes import ScriptProcess
 from tllm.engine import launch
 from tllm.server.settings import VARIABLE, ServerSettings
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "demo" / "model"
 KEY = "the admin key"
-_TLLM = [sys.executable, "-c", "from tllm.cli import app; app()"]
+_TLLM = Path(__file__).with_name("serving.py")
 
 
 def feature_weights() -> dict[str, torch.Tensor]:
@@ -103,9 +108,8 @@ class Server:
         self.plain = plain
         self.log = folder / "server.log"
         ours = interventions(folder)
-        serve = [sys.executable, "-m", launch.module()] if plain or by_hand else _TLLM
         given = [] if plain else flags_of_the_guide() if by_hand else ours
-        command = [*serve, "serve", str(MODEL), *given]
+        command = ["serve", str(MODEL), *given]
         command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "256"]
         # Few blocks: requests that are long, and many, are preempted.
@@ -124,19 +128,26 @@ class Server:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "TMPDIR": str(folder),
         }
+        if by_hand:
+            forking = Path(__file__).parent / "forking"
+            environment["PYTHONPATH"] = f"{forking}{os.pathsep}{environment['PYTHONPATH']}"
         if plain or by_hand:
             environment["VLLM_PLUGINS"] = "tllm" if by_hand else ""
         if by_hand:
             consumers = [given for flag, given in pairwise(ours) if flag == "--consumer"]
             settings = ServerSettings(admin_api_key=KEY, consumers=tuple(consumers))
             environment[VARIABLE] = settings.model_dump_json()
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        if plain or by_hand:
+            command = [sys.executable, "-m", launch.module(), *command]
+            self.process = CommandProcess(command, environment, self.log)
+        else:
+            self.process = ScriptProcess(_TLLM, command, environment, self.log, forks=True)
+        self.process.start()
 
     def wait(self) -> None:
         """Wait until it answers."""
         for _ in range(600):
-            if self.process.poll() is not None:
+            if self.process.exitcode is not None:
                 break
             try:
                 if httpx.get(f"{self.url}/health").status_code == 200:
@@ -165,7 +176,8 @@ class Server:
 
     def __exit__(self, *raised: object) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.join(60)
+        assert self.process.exitcode is not None, "it did not end"
 
 
 @pytest.fixture(scope="session")

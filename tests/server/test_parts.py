@@ -741,7 +741,8 @@ def test_a_server_whose_consumer_cannot_begin_ends_and_says_which(tmp_path):
     try:
         with pytest.raises(RuntimeError, match="did not start"):
             server.wait()
-        assert server.process.wait(60) != 0
+        server.process.join(60)
+        assert server.process.exitcode
     finally:
         server.process.kill()
     assert "consumer 'far' cannot begin: layers: " in server.log.read_text()

@@ -3,8 +3,11 @@
 An engine process is a fresh interpreter, which imports this first when its folder is on PYTHONPATH.
 """
 
+import os
 import types
 from importlib import metadata
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # Inductor takes the driver for one it can compile with
 
 import triton.backends
 from triton import language
