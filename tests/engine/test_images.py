@@ -265,6 +265,37 @@ def test_an_item_that_the_prompt_lacks_is_refused(llm: Any, chat: Chat) -> None:
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(**_asked("image")), use_tqdm=False)
 
 
+def test_images_that_were_encoded_elsewhere(chat: Chat, tmp_path: Path) -> None:
+    """vLLM's transfer of what encoders give: rows are of what was loaded, and not computed."""
+    from safetensors.torch import load_file, save_file
+
+    from tllm import LLM, SamplingParams
+
+    extra = {"shared_storage_path": str(tmp_path)}
+    transfer = {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}
+    more = {"ec_transfer_config": transfer | {"ec_connector_extra_config": extra}}
+    llm = LLM(str(chat.folder), **OPTIONS, **SHARE, **more, num_gpu_blocks_override=64)
+    _compare(_run(llm, chat, "all_prompt"), chat.rows(), list(range(12)))
+    saved = list(tmp_path.rglob("*.safetensors"))
+    assert len(saved) == 2, "one for each image"
+    for number, file in enumerate(saved):
+        rows = load_file(file)["ec_cache"]
+        save_file({"ec_cache": torch.full_like(rows, number + 1)}, file)
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_encoder_cache()
+    for again in ({}, {"steering_vectors": {"post_block": {1: [1.0] * 128}}}):
+        params = SamplingParams(
+            max_tokens=1,
+            capture={"memory": {"hooks": {"embed": "all"}, "positions": "image"}},
+            **again,
+        )
+        [output] = llm.chat(chat.messages, params, use_tqdm=False)
+        [found] = output.activations["embed"].values()
+        assert found.positions.tolist() == chat.at(0, 1)
+        first, second = found.tensor[:4], found.tensor[4:]
+        assert {first.unique().item(), second.unique().item()} == {1, 2}
+
+
 def test_tokens_of_images_over_http(chat: Chat, tmp_path: Path) -> None:
     """An `AsyncLLM` in the server's process, which is what a program of one's own has, too."""
     command = [sys.executable, "-c", "from tllm.cli import app; app()", "serve", str(chat.folder)]
