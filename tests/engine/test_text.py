@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_engines import SHARE
 
 import tllm.stores
+from engine.asking import error_of
 from engine.modes import Reader
+from engine.reference import Addition, PatchedRow, Reference
 from tllm import LLM, SamplingParams
 from tllm.consumers.capture.filesystem import FilesystemConsumer
+from tllm.consumers.lens import LensConsumer
 from tllm.ports import ResidualStream
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -106,3 +110,45 @@ def test_samples_that_end_by_themselves_have_their_own_rows(llm):
     assert any(sample.finish_reason == "stop" for sample in output.outputs)
     for sample in range(4):
         assert rows(output, sample) == passed(output, sample)
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("door", ["text", "tokens", "chat"])
+def test_positions_are_those_of_a_truncated_prompt(llm, door, side):
+    """vLLM cuts the prompt before anything of ours counts its tokens."""
+    llm.register_consumer(LensConsumer(layers=[1]))
+    text = "It was a wonderful day for Kira. She walked to the garden and saw a big dog."
+    whole = llm.get_tokenizer()(text)["input_ids"]
+    vector = torch.linspace(-2, 2, 128)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=1,
+        capture={"memory": {"hooks": {"post_block": [0, 1, 2]}, "positions": "all_prompt"}},
+        consumers={"lens": {"positions": [-2], "top_k": 3}},
+        steering_vectors={"post_block": {0: {"vector": vector, "positions": [1, -1]}}},
+        patch=[{"hook": "post_block", "layer": 1, "positions": [2], "source": {"zero": True}}],
+    )
+    cut = {"truncate_prompt_tokens": 6} | ({} if side is None else {"truncation_side": side})
+    asked = {"sampling_params": params, "use_tqdm": False, "tokenization_kwargs": cut}
+    if door == "chat":
+        [output] = llm.chat([{"role": "user", "content": text}], **asked)
+    else:
+        prompt = {"prompt_token_ids": whole} if door == "tokens" else text
+        [output] = llm.generate(prompt, **asked)
+        assert output.prompt_token_ids == (whole[:6] if side == "right" else whole[-6:])
+    ids = output.prompt_token_ids
+    assert len(ids) == 6
+    expected, places = Reference(DEMO_MODEL), [("post_block", layer) for layer in range(3)]
+    added = [Addition(places[0], vector, at, at + 1) for at in (1, 5)]
+    zero = PatchedRow(places[1], 2, torch.zeros(128))
+    _, seen = expected.run(ids, places, added, [zero])
+    for layer, place in enumerate(places):
+        found = output.activations["post_block"][layer]
+        assert found.positions.tolist() == list(range(6))
+        assert error_of(found.tensor, seen[place]) < 1e-4
+    lens = output.consumer_results["lens"].payload["logprobs"]
+    assert lens.positions.tolist() == [4]
+    beyond = [{"hook": "post_block", "layer": 1, "positions": [8], "source": {"zero": True}}]
+    asked["sampling_params"] = SamplingParams(max_tokens=1, patch=beyond)
+    with pytest.raises(ValueError, match="position 8 is out of range for a prompt of 6 tokens"):
+        llm.generate(text, **asked)
