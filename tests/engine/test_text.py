@@ -20,7 +20,13 @@ READ = ResidualStream.read(layer=2, site="post_block", role="hidden")
 
 
 @pytest.fixture(scope="module")
-def demo_engine():
+def traces(tmp_path_factory):
+    """Where vLLM's profiler writes."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def demo_engine(traces):
     return LLM(
         str(DEMO_MODEL),
         dtype="float32",
@@ -30,6 +36,11 @@ def demo_engine():
         max_num_seqs=8,
         num_gpu_blocks_override=512,
         disable_log_stats=True,
+        profiler_config={
+            "profiler": "torch",
+            "torch_profiler_dir": str(traces),
+            "torch_profiler_with_stack": False,
+        },
     )
 
 
@@ -152,3 +163,44 @@ def test_positions_are_those_of_a_truncated_prompt(llm, door, side):
     asked["sampling_params"] = SamplingParams(max_tokens=1, patch=beyond)
     with pytest.raises(ValueError, match="position 8 is out of range for a prompt of 6 tokens"):
         llm.generate(text, **asked)
+
+
+def stepped(llm, params, between):
+    """The last output of a request, and its tokens that passed the model.
+
+    Args:
+        between: what is called after which step.
+    """
+    engine, steps, last = llm.llm_engine, 0, None
+    engine.add_request("stepped", "It was a wonderful day for Kira.", params)
+    while engine.has_unfinished_requests():
+        last = next((output for output in engine.step() if output.finished), last)
+        steps += 1
+        between.get(steps, lambda: None)()
+    return last, [*last.prompt_token_ids, *last.outputs[0].token_ids[:-1]]
+
+
+STEERED = {
+    "capture": {"memory": {"hooks": {"post_block": [0, 1]}, "positions": "all"}},
+    "steering_vectors": {"post_block": {0: torch.linspace(-2, 2, 128)}},
+}
+
+
+def assert_as_steered(output, tokens):
+    """The rows of a request that asked for `STEERED`."""
+    vector, places = STEERED["steering_vectors"]["post_block"][0], [("post_block", 0)]
+    places.append(("post_block", 1))
+    _, seen = Reference(DEMO_MODEL).run(tokens, places, [Addition(places[0], vector, 0, None)])
+    for layer, place in enumerate(places):
+        found = output.activations["post_block"][layer]
+        assert found.positions.tolist() == list(range(len(tokens)))
+        assert error_of(found.tensor, seen[place]) < 1e-4
+
+
+def test_a_profiler_starts_and_stops_while_requests_are_steered(llm, traces):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **STEERED)
+    between = {1: llm.start_profile, 3: llm.stop_profile, 5: llm.start_profile, 6: llm.stop_profile}
+    output, tokens = stepped(llm, params, between)
+    assert_as_steered(output, tokens)
+    assert len(output.outputs[0].token_ids) == 8
+    assert len(list(traces.glob("*.pt.trace.json*"))) == 2
