@@ -127,6 +127,13 @@ async def serve(model: str, root: str) -> dict:
         if len(output.outputs[0].token_ids) == 3:
             await engine.abort("aborted")
     saved["aborted"] = saved_output(aborted)
+    slept = None
+    async for output in engine.generate({"prompt_token_ids": [4, 2]}, params(100, both), "slept"):
+        slept = output
+        if len(output.outputs[0].token_ids) == 3:
+            await engine.sleep()
+            await engine.wake_up()
+    saved["slept"] = saved_output(slept)
     seen = 0
     by_token = {"filesystem": DISK | {"positions": {"token_ids": [3]}}}
     async for _ in engine.generate({"prompt_token_ids": [3]}, params(100, by_token), "left"):

@@ -126,6 +126,8 @@ def test_the_older_ray_executor_is_refused_with_what_to_set():
     config = SimpleNamespace(
         speculative_config=None,
         kv_transfer_config=None,
+        ec_transfer_config=None,
+        model_config=SimpleNamespace(multimodal_config=None),
         parallel_config=parallel,
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
     )

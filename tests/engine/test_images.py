@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_engines import SHARE
+from vllm.exceptions import VLLMValidationError
 
 pytest.importorskip("torchvision", reason="vLLM's multimodal models import torchvision")
 
@@ -73,16 +75,17 @@ class Chat:
     Attributes:
         folder: of the checkpoint.
         messages: as users of OpenAI's interface write them.
-        pixels: as the vision tower takes them.
+        pixels: as the vision tower takes them; None for a text without images.
         model: of `transformers`.
+        tokens: of the text, several for each image.
     """
 
     folder: Path
     messages: list[dict[str, Any]]
-    pixels: torch.Tensor
+    pixels: torch.Tensor | None
     model: Any
+    tokens: Sequence[int] = (1, *[IMAGE] * 4, 2, *[IMAGE] * 4, 3, 4)
 
-    tokens = (1, *[IMAGE] * 4, 2, *[IMAGE] * 4, 3, 4)
     images = ((1, 2, 3, 4), (6, 7, 8, 9))
 
     def at(self, *items: int) -> list[int]:
@@ -95,6 +98,13 @@ class Chat:
         Args:
             change: what is done in place to the rows that leave `layer`.
         """
+        return self._computed(layer, change)[0]
+
+    def logits(self, layer: int, change: Any) -> torch.Tensor:
+        """`[vocab]`, of the token after the prompt."""
+        return self._computed(layer, change)[1]
+
+    def _computed(self, layer: int, change: Any) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         blocks = self.model.model.language_model.layers
 
@@ -109,12 +119,12 @@ class Chat:
             for number, block in enumerate(blocks)
         ]
         with torch.no_grad():
-            self.model(
+            logits = self.model(
                 input_ids=torch.tensor([self.tokens]), pixel_values=self.pixels, use_cache=False
-            )
+            ).logits
         for handle in handles:
             handle.remove()
-        return found
+        return found, logits[0, -1]
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +259,51 @@ def test_tokens_of_images_are_patched(llm: Any, chat: Chat, source: str) -> None
     _compare(found, chat.rows(0, change), list(range(12)))
 
 
+def test_images_of_a_truncated_prompt_stand_where_they_then_are(llm: Any, chat: Chat) -> None:
+    """vLLM cuts what is beside images, and refuses to cut these."""
+    from tllm import SamplingParams
+
+    vector, cut = torch.linspace(-1, 1, 128), replace(chat, tokens=chat.tokens[1:])
+
+    def change(stream: torch.Tensor) -> None:
+        stream[5:9] += vector
+
+    expected = cut.rows(0, change)
+    entry = {"vector": vector, "positions": {"image": -1}}
+    for positions, wanted in (("all_prompt", range(11)), ("image", [*range(4), *range(5, 9)])):
+        params = SamplingParams(**_asked(positions, steering_vectors={"post_block": {0: entry}}))
+        asked = {"use_tqdm": False, "tokenization_kwargs": {"truncate_prompt_tokens": 11}}
+        [output] = llm.chat(chat.messages, params, **asked)
+        _compare(output.activations["post_block"], expected, list(wanted))
+    asked["tokenization_kwargs"] = {"truncate_prompt_tokens": 8}
+    with pytest.raises(VLLMValidationError, match="would split or drop"):
+        llm.chat(chat.messages, params, **asked)
+
+
+def test_prompts_of_text_are_swept_and_those_with_images_are_refused(llm: Any, chat: Chat) -> None:
+    asked = {"hooks": "post_block", "layers": [0, 1], "metric": "logit_diff", "answers": (7, 9)}
+    clean, corrupt = [1, 2, 3, 4], [1, 5, 3, 4]
+    sweep = llm.patching.sweep(clean, corrupt, **asked)
+    rows = replace(chat, tokens=clean, pixels=None).rows()
+    for index, layer in enumerate((0, 1)):
+        for position in (1, 3):
+
+            def put(stream: torch.Tensor, layer: int = layer, position: int = position) -> None:
+                stream[position] = rows[layer][position]
+
+            logits = replace(chat, tokens=corrupt, pixels=None).logits(layer, put)
+            expected = float(logits[7] - logits[9])
+            assert float(sweep.tensor[index, position]) == pytest.approx(expected, abs=2e-3)
+    prompt = {"prompt": "w1 <image> w2", "multi_modal_data": {"image": [None]}}
+    for refused in (
+        lambda: llm.patching.sweep(prompt, prompt, **asked),
+        lambda: llm.patching.run(prompt, hooks="post_block"),
+        lambda: llm.patching.run(chat.messages, hooks="post_block"),
+    ):
+        with pytest.raises(ValueError, match="give text, or a list of token ids; prompts with"):
+            refused()
+
+
 def test_an_item_that_the_prompt_lacks_is_refused(llm: Any, chat: Chat) -> None:
     from tllm import SamplingParams
 
@@ -263,6 +318,37 @@ def test_an_item_that_the_prompt_lacks_is_refused(llm: Any, chat: Chat) -> None:
             llm.chat(chat.messages, SamplingParams(max_tokens=1, **asked), use_tqdm=False)
     with pytest.raises(ValueError, match=r"\(it has text alone\)"):
         llm.generate({"prompt_token_ids": [1]}, SamplingParams(**_asked("image")), use_tqdm=False)
+
+
+def test_images_that_were_encoded_elsewhere(chat: Chat, tmp_path: Path) -> None:
+    """vLLM's transfer of what encoders give: rows are of what was loaded, and not computed."""
+    from safetensors.torch import load_file, save_file
+
+    from tllm import LLM, SamplingParams
+
+    extra = {"shared_storage_path": str(tmp_path)}
+    transfer = {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}
+    more = {"ec_transfer_config": transfer | {"ec_connector_extra_config": extra}}
+    llm = LLM(str(chat.folder), **OPTIONS, **SHARE, **more, num_gpu_blocks_override=64)
+    _compare(_run(llm, chat, "all_prompt"), chat.rows(), list(range(12)))
+    saved = list(tmp_path.rglob("*.safetensors"))
+    assert len(saved) == 2, "one for each image"
+    for number, file in enumerate(saved):
+        rows = load_file(file)["ec_cache"]
+        save_file({"ec_cache": torch.full_like(rows, number + 1)}, file)
+    llm.reset_prefix_cache()
+    llm.llm_engine.reset_encoder_cache()
+    for again in ({}, {"steering_vectors": {"post_block": {1: [1.0] * 128}}}):
+        params = SamplingParams(
+            max_tokens=1,
+            capture={"memory": {"hooks": {"embed": "all"}, "positions": "image"}},
+            **again,
+        )
+        [output] = llm.chat(chat.messages, params, use_tqdm=False)
+        [found] = output.activations["embed"].values()
+        assert found.positions.tolist() == chat.at(0, 1)
+        first, second = found.tensor[:4], found.tensor[4:]
+        assert {first.unique().item(), second.unique().item()} == {1, 2}
 
 
 def test_tokens_of_images_over_http(chat: Chat, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tiny_engines import TINY_ENGINE
 from torch import nn
 from vllm import envs
-from vllm.config import ParallelConfig
+from vllm.config import ECTransferConfig, ParallelConfig
 
 from tllm import LLM, AsyncLLM
 from tllm.client import llm
@@ -28,6 +28,8 @@ def _config(**parallel: Any) -> Any:
         speculative_config=None,
         scheduler_config=SimpleNamespace(async_scheduling=False),
         kv_transfer_config=None,
+        ec_transfer_config=None,
+        model_config=SimpleNamespace(multimodal_config=None),
         parallel_config=ParallelConfig(**parallel),
         compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
         additional_config={},
@@ -64,6 +66,23 @@ def _speculative_in_stages(config: Any) -> None:
 
 def _loads_blocks(config: Any) -> None:
     config.kv_transfer_config = object()
+
+
+def _moves_images(role: str) -> Any:
+    transfer = ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role)
+    return lambda config: setattr(config, "ec_transfer_config", transfer)
+
+
+def _encodes(config: Any) -> None:
+    config.model_config.multimodal_config = SimpleNamespace(mm_encoder_only=True)
+
+
+@pytest.mark.parametrize("role", ["ec_both", "ec_consumer"])
+def test_what_an_encoder_gave_may_come_from_elsewhere(role: str) -> None:
+    config = _config()
+    _moves_images(role)(config)
+    limits.check(config)
+    limits.check_arguments({"ec_transfer_config": {"ec_role": role}})
 
 
 def _sequence_parallel(config: Any) -> None:
@@ -113,6 +132,8 @@ def _split_experts(config: Any) -> None:
         (_context_parallel("decode"), "context", "set decode_context_parallel_size=1"),
         (_context_parallel("prefill"), "context", "set prefill_context_parallel_size=1"),
         (_loads_blocks, "KV connectors", "leave out kv_transfer_config and kv_offloading_size"),
+        (_moves_images("ec_producer"), "an engine that encodes", "set ec_role='ec_both'"),
+        (_encodes, "an engine that encodes", "leave out mm_encoder_only"),
         (_sequence_parallel, "sequence parallelism", "enable_sp=False"),
         (_split_experts, "experts on several", "leave out enable_expert_parallel"),
         (_launched, "several ranks of one replica", "set distributed_executor_backend='mp'"),
@@ -163,6 +184,8 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
         {"speculative_config": {"method": "medusa"}},
         {"speculative_config": {"method": "ngram"}, "pipeline_parallel_size": 2},
         {"kv_offloading_size": 1.0},
+        {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}},
+        {"mm_encoder_only": True},
         {"enable_dbo": True},
         {"ubatch_size": 2},
         {"decode_context_parallel_size": 2},

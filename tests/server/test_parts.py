@@ -40,6 +40,7 @@ from tllm.params import ASKED_FIELDS
 from tllm.ports import Payload
 from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
+from tllm.server.doors import prompt_tokens
 from tllm.server.fields import FieldError, asked_in
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
@@ -383,12 +384,27 @@ def test_rows_are_counted_before_they_are_captured(tmp_path):
     assert rows(10, 5, 3, positions={"image": [0]}) == 2 * 2
     assert rows(10, 5, 3, positions="image") == 2 * 6
     assert rows(10, 5, 1, hooks={"post_block": "all"}, positions=[0, 3]) == 8
+    # Any of the tokens that are generated may be one that is named.
+    assert rows(10, 5, 3, positions={"token_ids": [7]}) == 2 * (10 + 3 * 4)
+    assert rows(10, 5, 3, positions={"token_ids": [8]}) == 2 * 3 * 4
+    assert rows(10, 5, 3, positions={"token_ids": [8], "phase": "prompt"}) == 0
+    assert rows(10, 5, 3, positions={"exclude": {"token_ids": [7]}}) == 2 * 3 * 4
     of_key = limited(tmp_path, rows=8, bytes=64).of(1)
     of_key.check_rows(8, 8, "capture")
     with pytest.raises(FieldError, match="up to 9 rows"):
         of_key.check_rows(9, 1, "capture")
     with pytest.raises(FieldError, match="up to 72 bytes"):
         of_key.check_rows(8, 9, "capture")
+
+
+def test_rows_of_prompts_that_are_embeddings_are_counted(tmp_path):
+    from vllm.renderers.inputs.preprocess import PromptComponents
+
+    given = PromptComponents(embeds=torch.zeros(9, 4))
+    chosen = {"hooks": {"post_block": [0]}, "positions": "all"}
+    memory = {"memory": (MemoryConsumer(), chosen)}
+    assert captured_rows(memory, 4, prompt_tokens(given), 3, 1, PromptMedia({})) == 11
+    assert prompt_tokens(PromptComponents(token_ids=[4, 5])) == [4, 5]
 
 
 def test_requests_in_flight_are_counted_over_all_processes(tmp_path):

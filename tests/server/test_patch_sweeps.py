@@ -7,6 +7,7 @@ import httpx
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from server.test_serving import PROMPT, WORDS, decoded
 
 HAPPY, SAD = (f"It was a {day} day for Kira." for day in ("wonderful", "terrible"))
 ASKED = {
@@ -126,7 +127,54 @@ def test_a_sweep_may_name_the_model_that_is_served(server):
     assert [one.get("experiment") for one in named] == [one.get("experiment") for one in plain]
     answer = server.post("/v1/patch_sweep", ASKED | {"model": "nobody"})
     assert answer.status_code == 404
-    assert "model='nobody' is not served here; served are demo" in answer.text
+    assert "model='nobody' is not served here; served are demo, tuned" in answer.text
+
+
+def sweep_of(model):
+    """By layer and position, what `transformers` makes of each experiment of `ASKED` but those of
+    the last layer."""
+    clean, corrupt = (model[1](prompt)["input_ids"] for prompt in (HAPPY, SAD))
+    right, wrong = (model[1](token)["input_ids"][0] for token in ASKED["answers"])
+    with torch.no_grad():
+        states = model[0](torch.tensor([clean]), output_hidden_states=True).hidden_states
+    found = {}
+    for position in (2, len(clean) - 1):
+        logits = logits_with(model, corrupt, 0, position, states[1][0, position])
+        found[0, position] = float(logits[right] - logits[wrong])
+    return found
+
+
+def test_a_served_adapter_is_swept_over_http(server, model, request):
+    """Beside the model itself, whose weights are as they were afterwards."""
+    expected = {"demo": sweep_of(model)}
+    expected["tuned"] = sweep_of(request.getfixturevalue("tuned"))
+    for position, value in expected["demo"].items():
+        assert abs(value - expected["tuned"][position]) > 0.05, "the adapter changes them"
+    for name in ("tuned", "demo", "tuned"):
+        _, *experiments, last = lines_of(
+            server.post("/v1/patch_sweep", ASKED | {"model": name}, key=None)
+        )
+        rows = [each["experiment"] for each in experiments]
+        found = {(r["layer"], r["position"]): r["logit_diff"] for r in rows if r["layer"] == 0}
+        assert found == {
+            at: pytest.approx(value, abs=2e-3)
+            for at, value in expected[name].items()
+            if at in found
+        }
+        assert found and "summary" in last
+    answer = server.post("/v1/patch_sweep", ASKED | {"model": "Tuned"}, key=None)
+    assert answer.status_code == 404
+    assert "model='Tuned' is not served here; served are demo, tuned" in answer.text
+    named = {"model": "tuned", "capture": {"memory": {"hooks": {"post_block": [1]}}}}
+    answer = server.post(
+        "/v1/completions", WORDS | {"max_tokens": 8, "return_token_ids": True} | named, key=None
+    ).json()
+    [choice] = answer["choices"]
+    ids = [*model[1](PROMPT)["input_ids"], *choice["token_ids"][:-1]]
+    rows = decoded(choice["capture_results"]["memory"]["payload"]["post_block"]["1"]["tensor"])
+    with torch.no_grad():
+        states = model[0](torch.tensor([ids]), output_hidden_states=True).hidden_states[2][0]
+    torch.testing.assert_close(rows, states, rtol=1e-3, atol=1e-3)
 
 
 LONG = {"layers": None, "positions": None, "clean": [5] * 200, "corrupt": [5, *[6] * 199]}

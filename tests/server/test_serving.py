@@ -105,6 +105,57 @@ def test_a_capture_is_in_the_response(client, model):
     assert answer.capture_results == answer.choices[0].capture_results
 
 
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_positions_are_those_of_a_truncated_prompt(server, model, route, side):
+    """vLLM cuts the prompt before anything of ours counts its tokens."""
+    vector = 2.0 * torch.randn(128, generator=torch.Generator().manual_seed(6))
+    entry = {"vector": vector.tolist(), "positions": [1]}
+    asked = {
+        "capture": {"memory": {"hooks": {"post_block": [0, 1]}, "positions": "all_prompt"}},
+        "steering_vectors": {"post_block": {"0": entry}},
+        "patch": [{"hook": "post_block", "layer": 1, "positions": [-1], "source": {"zero": True}}],
+        "truncate_prompt_tokens": 5,
+        "max_tokens": 1,
+        "return_token_ids": True,
+    } | ({} if side is None else {"truncation_side": side})
+    messages = [{"role": "user", "content": PROMPT}]
+    words = WORDS if route == "completions" else CHAT | {"messages": messages}
+    answer = server.post(f"/v1/{route}", words | asked, key=None).json()
+    [choice] = answer["choices"]
+    ids = choice["prompt_token_ids"] if route == "completions" else answer["prompt_token_ids"]
+    if route == "completions":
+        whole = model[1](PROMPT)["input_ids"]
+        assert ids == (whole[:5] if side == "right" else whole[-5:])
+    assert len(ids) == 5
+    kept = choice["capture_results"]["memory"]["payload"]["post_block"]
+    assert decoded(kept["1"]["positions"]).tolist() == list(range(5))
+    torch.testing.assert_close(
+        decoded(kept["0"]["tensor"]), states(model, ids, 0), rtol=1e-4, atol=1e-4
+    )
+    found = decoded(kept["1"]["tensor"])
+    expected = steered_states(model, ids, 0, 1, vector)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    beyond = asked | {"patch": [SET_TO_ZERO | {"positions": [6]}]}
+    refused = server.post(f"/v1/{route}", words | beyond, key=None)
+    assert refused.status_code == 400
+    assert "position 6 is out of range for a prompt of 5 tokens" in refused.text
+
+
+@torch.no_grad()
+def steered_states(model, ids, layer, position, vector):
+    """`[tokens, hidden]`, what leaves the next block where a row that leaves one was changed."""
+    loaded, _ = model
+
+    def add(module, args, output):
+        hidden = (output[0] if isinstance(output, tuple) else output).clone()
+        hidden[0, position] += vector
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    with loaded.model.layers[layer].register_forward_hook(add):
+        return states(model, ids, layer + 1)
+
+
 def test_every_choice_of_every_prompt_has_its_own_rows(client, model):
     asked = {"memory": {"hooks": {"post_block": [1]}, "positions": "all_generated"}}
     prompts = [PROMPT, "Ben had a red kite."]

@@ -490,7 +490,10 @@ class PatchingControl:
             return list(self._generation.tokenizer.encode(prompt))
         plain = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not plain or not prompt or not all(type(token) is int for token in prompt):
-            raise ValueError(f"the prompt is {prompt!r:.60}; give text, or a list of token ids")
+            raise ValueError(
+                f"the prompt is {prompt!r:.60}; give text, or a list of token ids; prompts with "
+                "images, embeddings or roles are neither kept nor swept"
+            )
         vocab = self._registered.facts.vocab_size
         if other := [token for token in prompt if not 0 <= token < vocab]:
             raise ValueError(f"the prompt has {other[0]}, no token id from 0 to {vocab - 1}")

@@ -31,6 +31,26 @@ uses(
 )
 uses(
     "vllm.config.VllmConfig",
+    "ec_transfer_config model_config",
+    "an engine that has no language model is refused",
+)
+uses(
+    "vllm.config.ModelConfig",
+    "multimodal_config",
+    "an engine that has no language model is refused",
+)
+uses(
+    "vllm.config.MultiModalConfig",
+    "mm_encoder_only",
+    "an engine that has no language model is refused",
+)
+uses(
+    "vllm.config.ECTransferConfig",
+    "is_ec_producer is_ec_consumer",
+    "an engine that has no language model is refused",
+)
+uses(
+    "vllm.config.VllmConfig",
     "scheduler_config",
     "speculative decoding where drafts can be told from tokens",
 )
@@ -86,6 +106,18 @@ def _asks_for_another_method(arguments: Mapping[str, Any]) -> bool:
 
 def _launched_by_others(backend: Any, ranks: int, stages: int) -> bool:
     return backend == "external_launcher" and ranks * stages > 1
+
+
+def _encodes_alone(config: Any) -> bool:
+    transfer, media = config.ec_transfer_config, config.model_config.multimodal_config
+    produces = transfer is not None and transfer.is_ec_producer and not transfer.is_ec_consumer
+    return produces or (media is not None and media.mm_encoder_only)
+
+
+def _asks_to_encode_alone(arguments: Mapping[str, Any]) -> bool:
+    transfer = arguments.get("ec_transfer_config")
+    role = transfer.get("ec_role") if isinstance(transfer, Mapping) else None
+    return role == "ec_producer" or bool(arguments.get("mm_encoder_only"))
 
 
 LIMITS = (
@@ -151,6 +183,14 @@ LIMITS = (
         "kv_offloading_size",
         lambda config: config.kv_transfer_config is not None,
         _other_than(kv_transfer_config=(None,), kv_offloading_size=(None,)),
+    ),
+    Limit(
+        "an engine that encodes images and sounds alone (it does not run the language model, whose "
+        "rows would be read and changed): set ec_role='ec_both' or 'ec_consumer' in "
+        "ec_transfer_config, leave out mm_encoder_only, or start that engine with vLLM's own "
+        "classes",
+        _encodes_alone,
+        _asks_to_encode_alone,
     ),
     Limit(
         "sequence parallelism (it gives each rank a part of the rows): set "

@@ -25,7 +25,7 @@ from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.media import media_of_prompt
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, field_error, of_caller
 from tllm.server.later import LaterAnswers
-from tllm.server.limits import Limits, LimitsByKey, captured_rows
+from tllm.server.limits import UNKNOWN, Limits, LimitsByKey, captured_rows
 from tllm.server.live import LiveScores, StreamScores
 from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
@@ -261,11 +261,10 @@ class Door:
 
         def admit(prompt: Any, params: Any) -> None:
             nonlocal total
-            tokens = list(self._handler._extract_prompt_components(prompt).token_ids or ())
             total += captured_rows(
                 options,
                 model["num_layers"],
-                tokens,
+                prompt_tokens(self._handler._extract_prompt_components(prompt)),
                 params.max_tokens,
                 params.n,
                 media_of_prompt(prompt),
@@ -384,6 +383,17 @@ async def _watched(create: Any, request: Any, raw_request: Any, watch: Watch | N
         return await create(request, raw_request)
     finally:
         WATCH.reset(token)
+
+
+def prompt_tokens(components: Any) -> list[int]:
+    """The tokens of a prompt, as rows are counted.
+
+    Args:
+        components: vLLM's `PromptComponents`.
+    """
+    if components.token_ids is None:
+        return [UNKNOWN] * (0 if components.embeds is None else len(components.embeds))
+    return list(components.token_ids)
 
 
 def _is_conditional(steering: Any) -> bool:

@@ -157,6 +157,10 @@ def _rows_in(entry: Mapping[str, Any]) -> int:
     return max(1, len(listed) - len(matrices) + sum(map(len, matrices)))
 
 
+UNKNOWN = -1
+"""In the place of a token of which its embedding alone is known: no selection names it."""
+
+
 def captured_rows(
     options: Mapping[str, tuple[Consumer, Mapping[str, Any]]],
     num_layers: int,
@@ -169,6 +173,7 @@ def captured_rows(
 
     Args:
         options: of each consumer that the request named.
+        tokens: of the prompt; `UNKNOWN` for each row of one that was given as embeddings.
     """
     rows, prompt_len = 0, len(tokens)
     end = prompt_len + max_tokens - 1
