@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
@@ -358,10 +359,13 @@ class BulkRequests:
     def __init__(self) -> None:
         self._tickets: dict[str, int] = {}
         self._inboxes: dict[int, str] = {}  # by client
-        self._outbox = NoticeOutbox()
 
     def __bool__(self) -> bool:
         return bool(self._tickets)
+
+    @cached_property
+    def _outbox(self) -> NoticeOutbox:
+        return NoticeOutbox()
 
     @staticmethod
     def are_in(request: Request) -> bool:

@@ -208,14 +208,15 @@ class _Rules(_Base):
             self.__dict__.pop("_update_request_with_output", None)
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output
-        if self._tllm_bulk and self._tllm_gives_notice and not self._tllm_endings.may_end:
-            self._tllm_bulk.give_notice(model_runner_output, self.requests)
+        bulk = self._tllm_bulk if self._tllm_bulk else None
+        if bulk is not None and self._tllm_gives_notice and not self._tllm_endings.may_end:
+            bulk.give_notice(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._tllm_loses_sessions:
             self._tllm_queue_lost_sessions()
         self._tllm_endings.divide(outputs)
-        if self._tllm_bulk:
-            self._tllm_bulk.take(outputs)
+        if bulk is not None:
+            bulk.take(outputs)
         return outputs
 
     @overrides(
