@@ -84,7 +84,7 @@ class DrivenLanes:
             inputs.tickets.append(ticket)
             inputs.request_ids.append(name)
             inputs.tokens.append(appended)
-        return Bulk.message(SamplingParams(**_ONE_TOKEN), "message", (), inputs)
+        return Bulk.message(SamplingParams(**_ONE_TOKEN), 0, (), inputs)
 
     def _ticket(self, name: str) -> tuple[int, int]:
         (place,) = self._arena.lease_many(1)

@@ -62,6 +62,7 @@ def test_a_full_inbox_makes_nobody_wait():
 
 def _begun(message: EngineCoreRequest, bulk: BulkRequests) -> dict[str, Request]:
     request = Request.from_engine_core_request(message, block_hasher=None)
+    assert bulk.are_in(request)
     return {each.request_id: each for each in bulk.begun(request)}
 
 
@@ -72,7 +73,7 @@ def test_a_notice_tells_what_was_computed_for_good():
         heard: list[int] = []
         inbox, bulk = NoticeInbox(heard.extend), BulkRequests()
         asked = Bulk.message(
-            SamplingParams(max_tokens=1), "m", items, BulkInputs([], [], [], []), inbox.address
+            SamplingParams(max_tokens=1), 1, items, BulkInputs([], [], [], []), inbox.address
         )
         running = _begun(asked, bulk)
         for request in running.values():
@@ -89,3 +90,11 @@ def test_a_notice_tells_what_was_computed_for_good():
         return heard
 
     assert asyncio.run(run()) == [10, 15]
+
+
+def test_a_request_of_a_user_is_no_message():
+    asked = Bulk.message(SamplingParams(max_tokens=1), 1, [], BulkInputs([], [], [], []))
+    request = Request.from_engine_core_request(asked, block_hasher=None)
+    assert BulkRequests.are_in(request)
+    request.request_id += "-1a2b3c4d"  # as vLLM's front ends make a user's
+    assert not BulkRequests.are_in(request)

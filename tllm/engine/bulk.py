@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
 
 _EXTRA = "tllm_bulk"
+_MESSAGE = re.compile(rf"{_EXTRA}_\d+")
+"""Ids of messages. vLLM's front ends add letters to those that users give."""
+
 _ENDED, _FAILED = "tllm_bulk_ended", "tllm_bulk_failed"
 """Ids of outputs whose `new_token_ids` are tickets."""
 
@@ -190,10 +194,10 @@ class Bulk:
             What does it, and never raises. What is to reach the engine later must begin later.
         """
         self._begun.update((item.request_id, item.ticket) for item in begun)
-        name = f"{_EXTRA}_{next(self._numbers)}"
-        self._messages[name] = [*(item.ticket for item in begun), *continued.tickets]
-        message = self.message(params, name, begun, continued, self._address())
-        return self._deliver(message, self._messages[name])
+        message = self.message(params, next(self._numbers), begun, continued, self._address())
+        tickets = [*(item.ticket for item in begun), *continued.tickets]
+        self._messages[message.request_id] = tickets
+        return self._deliver(message, tickets)
 
     def _address(self) -> str:
         """Where the scheduler sends notices; empty where it cannot."""
@@ -211,18 +215,18 @@ class Bulk:
     @staticmethod
     def message(
         params: vllm.SamplingParams,
-        name: str,
+        number: int,
         begun: Sequence[BulkItem],
         continued: BulkInputs,
         notices: str = "",
     ) -> EngineCoreRequest:
-        """A message with that id, and the address of an inbox; the rest as for `send`."""
+        """A message with that number, and the address of an inbox; the rest as for `send`."""
         message = copy(params)
         # Columns: little is made of them when they are read.
         wire = {"begun": list(map(list, begun)), "continued": list(continued), "notices": notices}
         message.extra_args = {**(params.extra_args or {}), _EXTRA: wire}
         return EngineCoreRequest(
-            request_id=name,
+            request_id=f"{_EXTRA}_{number}",
             prompt_token_ids=[0],
             mm_features=None,
             sampling_params=message,
@@ -369,9 +373,10 @@ class BulkRequests:
 
     @staticmethod
     def are_in(request: Request) -> bool:
-        """Whether a request is a message."""
+        """Whether a request is a message, and not a user's who names one."""
         params = request.sampling_params
-        return params is not None and _EXTRA in (params.extra_args or ())
+        named = params is not None and _EXTRA in (params.extra_args or ())
+        return named and _MESSAGE.fullmatch(request.request_id) is not None
 
     def begun(self, message: Request) -> Iterator[Request]:
         assert message.sampling_params is not None and message.sampling_params.extra_args
