@@ -22,7 +22,7 @@ from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
 from tllm.spec.reading import check_text
-from tllm.spec.request import EXTRA_ARG, Asked, carried_by
+from tllm.spec.request import EXTRA_ARG, OWN_ARGS, Asked, carried_by
 from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import Tiers, parse_modules
 
@@ -264,12 +264,19 @@ def asked_of(params: Any) -> Asked:
 
 
 def _refuse_unread(name: str, carried: Mapping[str, Any], *, ours: bool) -> None:
-    """Refuse our fields among what is carried beside them: vLLM ignores what it does not know."""
+    """Refuse our fields among what is carried beside them, which vLLM ignores, and names of our own
+    messages."""
     for field in ASKED_FIELDS:
         if field in carried:
             raise ValueError(
                 f"{name}[{field!r}] was given, where nobody reads it; give {field}= to tllm's "
                 f"class of parameters, or {name}={{{EXTRA_ARG!r}: {{{field!r}: ...}}}} to vLLM's"
+            )
+    for own in carried:
+        if isinstance(own, str) and own.startswith(OWN_ARGS):  # it could end the engine
+            raise ValueError(
+                f"{name}[{own!r}] was given; names that begin with {OWN_ARGS!r} are those that "
+                "tLLM's own processes use among themselves: leave it out"
             )
     if ours and carried.get(EXTRA_ARG):
         raise ValueError(

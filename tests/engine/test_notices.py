@@ -25,35 +25,51 @@ async def _delivered():
 def test_an_inbox_hears_what_is_sent_to_it_and_leaves_nothing_behind():
     async def run():
         heard: list[int] = []
-        inbox, outbox = NoticeInbox(heard.extend), NoticeOutbox()
+        inbox = NoticeInbox(heard.extend)
         path = Path(inbox.address)
         assert stat.S_IMODE(path.stat().st_mode) == 0o600  # nobody else's notices are believed
-        outbox.send(inbox.address, [3, 2**40])
-        outbox.send(inbox.address, range(5_000))
+        outbox = NoticeOutbox(inbox.address)
+        outbox.send([3, 2**40])
+        await _delivered()
+        assert not path.exists()  # who is killed now leaves nothing
+        outbox.send(range(5_000))
         await _delivered()
         assert heard == [3, 2**40, *range(5_000)]
         inbox.close()
-        assert not path.exists()
-        outbox.send(inbox.address, [1])
+        outbox.send([1])
         await _delivered()
         assert len(heard) == 5_002
+        outbox.close()
 
     asyncio.run(run())
 
 
+def test_an_inbox_that_nobody_wrote_to_leaves_nothing_behind():
+    async def run():
+        inbox = NoticeInbox(lambda numbers: None)
+        inbox.close()
+        return Path(inbox.address)
+
+    assert not asyncio.run(run()).exists()
+
+
 @pytest.mark.parametrize("numbers", [[1], range(2**20)], ids=["nobody", "too_long"])
 def test_a_notice_that_cannot_be_sent_is_not(numbers, tmp_path):
-    NoticeOutbox().send(str(tmp_path / "nobody"), numbers)
+    outbox = NoticeOutbox(str(tmp_path / "nobody"))
+    outbox.send(numbers)
+    outbox.close()
 
 
 def test_a_full_inbox_makes_nobody_wait():
     async def run():
         heard: list[int] = []
-        inbox, outbox = NoticeInbox(heard.extend), NoticeOutbox()
+        inbox = NoticeInbox(heard.extend)
+        outbox = NoticeOutbox(inbox.address)
         for number in range(20_000):  # nobody reads meanwhile
-            outbox.send(inbox.address, [number])
+            outbox.send([number])
         await _delivered()
         inbox.close()
+        outbox.close()
         assert heard == list(range(len(heard)))
         assert 0 < len(heard) < 20_000
 
@@ -63,6 +79,7 @@ def test_a_full_inbox_makes_nobody_wait():
 def _begun(message: EngineCoreRequest, bulk: BulkRequests) -> dict[str, Request]:
     request = Request.from_engine_core_request(message, block_hasher=None)
     assert bulk.are_in(request)
+    bulk.note_inbox(request)
     return {each.request_id: each for each in bulk.begun(request)}
 
 

@@ -911,7 +911,7 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
-        ({"vllm_xargs": {"tllm_bulk": "x"}}, "names that begin with 'tllm_' are those"),
+        ({"vllm_xargs": {"tllm_bulk": "x"}}, "vllm_xargs['tllm_bulk'] was given; names that"),
         ({"steering_vector": VECTORS}, "steering_vector was given, and is no field; steering_v"),
         ({"stopWhen": "x"}, "stopWhen was given, and is no field; stop_when may be meant"),
         ({"captures": {}}, "captures was given, and is no field; capture may be meant"),

@@ -12,10 +12,9 @@ import msgspec
 from vllm.sampling_params import RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
-from tllm.engine.front import RefusedError
 from tllm.engine.message_types import check_params
 from tllm.params import SamplingParams, plain
-from tllm.spec.request import EXTRA_ARG, OWN_ARGS
+from tllm.spec.request import EXTRA_ARG
 
 _SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
 _FIELDS = tuple(name for name in VllmSamplingParams.__struct_fields__ if name != "extra_args")
@@ -43,8 +42,6 @@ class CheckedParams:
         """A copy of vLLM's part that carries this. Raises what vLLM raises for parameters that are
         wrong."""
         theirs = params.extra_args or {}
-        if theirs:
-            _refuse_own(theirs)
         extra_args = {**theirs, EXTRA_ARG: wire}
         key = _key(params) if len(extra_args) == 1 else None
         if key is None:
@@ -83,16 +80,6 @@ class CheckedParams:
         if len(self._known) >= _MAX_KEPT:
             self._known.clear()  # threads may look meanwhile
         self._known[key] = kept, containers
-
-
-def _refuse_own(carried: Mapping[str, Any]) -> None:
-    """Refuse what nobody but tLLM itself tells its scheduler: it would end the engine."""
-    for name in carried:
-        if isinstance(name, str) and name.startswith(OWN_ARGS):
-            raise RefusedError(
-                f"extra_args[{name!r}] was given; names that begin with {OWN_ARGS!r} are those "
-                "that tLLM's own processes use among themselves: leave it out"
-            )
 
 
 def _can_be_sent(options: Any) -> bool:

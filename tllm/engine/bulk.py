@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
@@ -24,14 +23,14 @@ from vllm.v1.request import Request, RequestStatus
 
 from tllm.engine.notices import NoticeInbox, NoticeOutbox
 from tllm.engine.seams import overrides, uses
-from tllm.spec.request import EXTRA_ARG
+from tllm.spec.request import EXTRA_ARG, OWN_ARGS
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.outputs import ModelRunnerOutput
 
-_EXTRA = "tllm_bulk"
+_EXTRA = f"{OWN_ARGS}bulk"
 _MESSAGE = re.compile(rf"{_EXTRA}_\d+")
 """Ids of messages. vLLM's front ends add letters to those that users give."""
 
@@ -362,14 +361,10 @@ class BulkRequests:
 
     def __init__(self) -> None:
         self._tickets: dict[str, int] = {}
-        self._inboxes: dict[int, str] = {}  # by client
+        self._outboxes: dict[int, NoticeOutbox] = {}  # by client
 
     def __bool__(self) -> bool:
         return bool(self._tickets)
-
-    @cached_property
-    def _outbox(self) -> NoticeOutbox:
-        return NoticeOutbox()
 
     @staticmethod
     def are_in(request: Request) -> bool:
@@ -378,9 +373,19 @@ class BulkRequests:
         named = params is not None and _EXTRA in (params.extra_args or ())
         return named and _MESSAGE.fullmatch(request.request_id) is not None
 
-    def begun(self, message: Request) -> Iterator[Request]:
+    def note_inbox(self, message: Request) -> None:
+        """Who sent a message is given notice at the address that it names."""
         assert message.sampling_params is not None and message.sampling_params.extra_args
-        self._inboxes[message.client_index] = message.sampling_params.extra_args[_EXTRA]["notices"]
+        address = message.sampling_params.extra_args[_EXTRA]["notices"]
+        known = self._outboxes.get(message.client_index)
+        if known is None or known.address != address:
+            if known is not None:  # of an `AsyncVirtualLM` that was closed
+                known.close()
+            self._outboxes[message.client_index] = NoticeOutbox(address)
+
+    def begun(self, message: Request) -> Iterator[Request]:
+        """The requests that a message begins."""
+        assert message.sampling_params is not None and message.sampling_params.extra_args
         for item in map(BulkItem._make, message.sampling_params.extra_args[_EXTRA]["begun"]):
             self._tickets[item.request_id] = item.ticket
             params = _asking(message.sampling_params, item.consumers, request_id=item.request_id)
@@ -434,8 +439,7 @@ class BulkRequests:
             if request.status == RequestStatus.RUNNING and not request.num_stale_output_tokens:
                 tickets.setdefault(request.client_index, []).append(ticket)
         for client, found in tickets.items():
-            if address := self._inboxes.get(client):
-                self._outbox.send(address, found)
+            self._outboxes[client].send(found)
 
     def take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Put the tickets in the place of the outputs that they stand for."""

@@ -35,6 +35,12 @@ for _handler, _create in (
     uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for", since="0.32")
     uses(_handler, "create_error_response", _FOR, takes="message err_type param", since="0.32")
 uses(
+    "vllm.renderers.inputs.preprocess.PromptComponents",
+    "token_ids embeds",
+    "how many rows a prompt asks for",
+    since="0.32",
+)
+uses(
     "vllm.entrypoints.generate.beam_search.online.BeamSearchOnlineMixin",
     "beam_search",
     "each step of a beam is a request, called after the beam",

@@ -23,7 +23,8 @@ _MOST_BYTES = 2**17
 
 
 class NoticeInbox:
-    """A client's. It lives on the running event loop; only processes of the same user reach it.
+    """A client's, on the running event loop. Only processes of the same user reach it, and when one
+    has, it has no name any more: nothing is left behind, however this process ends.
 
     Args:
         heard: called on that loop with the numbers of a notice.
@@ -52,6 +53,7 @@ class NoticeInbox:
         return str(self._path)
 
     def _read(self) -> None:
+        self._path.unlink(missing_ok=True)
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._heard(array(_NUMBER, self._socket.recv(_MOST_BYTES)))
@@ -68,15 +70,26 @@ class NoticeInbox:
 
 
 class NoticeOutbox:
-    """The scheduler's: sends to any inbox of this host."""
+    """The scheduler's, for one inbox of this host.
 
-    def __init__(self) -> None:
+    Args:
+        address: of an inbox; where none is reached, nothing is sent.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
+        with contextlib.suppress(OSError):
+            self._socket.connect(address)
 
-    def send(self, address: str, numbers: Sequence[int]) -> None:
-        """Tell an inbox, if it is there and not full. Never waits, and raises nothing."""
+    def send(self, numbers: Sequence[int]) -> None:
+        """Tell the inbox, if it is there and not full. Never waits, and raises nothing."""
         notice = array(_NUMBER, numbers).tobytes()
         if len(notice) <= _MOST_BYTES:
             with contextlib.suppress(OSError):
-                self._socket.sendto(notice, address)
+                self._socket.send(notice)
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._socket.close()

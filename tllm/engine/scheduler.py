@@ -86,6 +86,7 @@ class _Rules(_Base):
     )
     def add_request(self, request: Request) -> None:
         if BulkRequests.are_in(request):
+            self._tllm_bulk.note_inbox(request)
             for begun in self._tllm_bulk.begun(request):
                 self.add_request(begun)
             self._tllm_continue(request)
@@ -208,7 +209,7 @@ class _Rules(_Base):
             self.__dict__.pop("_update_request_with_output", None)
         else:
             self.__dict__["_update_request_with_output"] = super()._update_request_with_output
-        bulk = self._tllm_bulk if self._tllm_bulk else None
+        bulk = self._tllm_bulk or None
         if bulk is not None and self._tllm_gives_notice and not self._tllm_endings.may_end:
             bulk.give_notice(model_runner_output, self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)

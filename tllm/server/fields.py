@@ -111,7 +111,12 @@ def field_error(error: ValueError, body: Mapping[str, Any]) -> FieldError:
     message = str(error)
     if "steering_name" in body:
         message = re.sub("^steering_module_ref", "steering_name", message)
-    field = next((name for name in FIELDS if message.startswith(name) and name in body), None)
+    if "vllm_xargs" in body:  # the engine has it under another name
+        message = re.sub(r"^extra_args(?=\[)", "vllm_xargs", message)
+    field = next(
+        (name for name in (*FIELDS, "vllm_xargs") if message.startswith(name) and name in body),
+        None,
+    )
     return FieldError(field, message)
 
 
