@@ -6,6 +6,8 @@ VENV ?= .venv
 LOCK ?= requirements/cpu.lock
 # Where CPU builds of torch are, for machines whose package index has none.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Modules are compiled where they are imported first: all of them take as long as the rest of it.
+PIP_FLAGS := -q --no-deps --no-compile
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 V2_TESTS := tests/engine tests/runtime tests/esamp tests/consumers tests/fuzz \
@@ -21,8 +23,8 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 
 $(STAMP): $(LOCK) pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --no-deps -r $(LOCK) || \
-	  $(BIN)/pip install -q --no-deps --extra-index-url $(TORCH_INDEX) -r $(LOCK)
+	$(BIN)/pip install $(PIP_FLAGS) -r $(LOCK) || \
+	  $(BIN)/pip install $(PIP_FLAGS) --extra-index-url $(TORCH_INDEX) -r $(LOCK)
 	$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
