@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from adapters import merge, save_adapter
 from tiny_engines import TINY_ENGINE
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm.lora.request import LoRARequest
@@ -17,7 +14,6 @@ from engine.modes import Reader
 from engine.reference import (
     HIDDEN,
     LAYERS,
-    VOCAB,
     Addition,
     GatedChange,
     PatchedRow,
@@ -31,25 +27,8 @@ from tllm.consumers.lens import LensConsumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ResidualStream
 
-RANK = 4
 ON_GPU = torch.cuda.is_available()
 VECTOR = 5 * torch.randn(HIDDEN, generator=torch.Generator().manual_seed(21))
-
-
-def save_adapter(path: Path, seed: int, head: bool = False) -> Path:
-    """A random adapter of the attention's output projections, as PEFT saves one, or of the head."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    layers = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(LAYERS)]
-    for module in ["lm_head"] if head else layers:
-        name, size = f"base_model.model.{module}", VOCAB if head else HIDDEN
-        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=generator)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(size, RANK, generator=generator) / 8
-    save_file(tensors, path / "adapter_model.safetensors")
-    targets = ["lm_head" if head else "o_proj"]
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": targets}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +39,8 @@ def llama(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory):
-    return save_adapter(tmp_path_factory.mktemp("adapter"), 3)
+def adapter(llama, tmp_path_factory):
+    return save_adapter(tmp_path_factory.mktemp("adapter"), llama, 3)
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +50,6 @@ def lora_engine(llama):
     return LLM(llama, max_num_batched_tokens=24, enable_lora=True, max_lora_rank=8, **TINY_ENGINE)
 
 
-def merged(reference: Reference, adapter) -> None:
-    """Add the adapter to the reference's weights."""
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    for layer, block in enumerate(reference.model.model.layers):
-        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
-        delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
-        block.self_attn.o_proj.weight.data += delta
-
-
 def test_rows_belong_to_the_request_and_its_adapter(llama, lora_engine, adapter):
     """One adapter a batch: vLLM 0.32 on a CPU gives a batch's adapter to its plain requests too."""
     read = ResidualStream.read(layer=LAYERS - 2, site="post_block", role="hidden")
@@ -87,7 +57,7 @@ def test_rows_belong_to_the_request_and_its_adapter(llama, lora_engine, adapter)
     llm.register_consumer(Reader("reader", read))
     prompts = [list(range(10, 40)), [7, 8, 9]]
     plain, changed = Reference(llama), Reference(llama)
-    merged(changed, adapter)
+    merge(adapter, changed.model)
     for lora, reference in ((LoRARequest("adapter", 1, str(adapter)), changed), (None, plain)):
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
@@ -147,10 +117,10 @@ def test_rows_belong_to_the_request_and_its_adapter(llama, lora_engine, adapter)
 
 def test_adapters_take_turns_at_prompts_that_are_cached(llama, lora_engine, adapter, tmp_path):
     """Requests with steering, capture, both and neither; each adapter begins and comes again."""
-    other = save_adapter(tmp_path, 5)
+    other = save_adapter(tmp_path, llama, 5)
     references = [Reference(llama) for _ in range(3)]
-    merged(references[0], adapter)
-    merged(references[1], other)
+    merge(adapter, references[0].model)
+    merge(other, references[1].model)
     loras = [LoRARequest("one", 1, str(adapter)), LoRARequest("two", 2, str(other)), None]
     [prompt] = prompts_of([70])
     place = ("post_block", LAYERS - 2)
@@ -195,14 +165,10 @@ def test_a_sweep_with_an_adapter_is_one_of_the_merged_weights(
     llama, lora_engine, adapter, tmp_path
 ):
     """Adapters of layers, and of the head, from which the measured logits come."""
-    (tmp_path / "head").mkdir()
-    head, answers = save_adapter(tmp_path / "head", 7, head=True), (5, 9)
+    head, answers = save_adapter(tmp_path / "head", llama, 7, head=True), (5, 9)
     plain, changed, other = Reference(llama), Reference(llama), Reference(llama)
-    merged(changed, adapter)
-    tensors = load_file(head / "adapter_model.safetensors")
-    name = "base_model.model.lm_head"
-    delta = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
-    other.model.lm_head.weight.data = other.model.lm_head.weight.data + delta
+    merge(adapter, changed.model)
+    merge(head, other.model)
     [clean] = prompts_of([20], seed=8)
     corrupt = [*clean[:4], clean[4] % 250 + 1, *clean[5:]]
     asked = {"hooks": "post_block", "layers": [0, 2], "metric": "logit_diff", "answers": answers}
@@ -225,7 +191,7 @@ def test_a_sweep_with_an_adapter_is_one_of_the_merged_weights(
 def test_a_run_with_an_adapter_is_a_source_for_requests_without(llama, lora_engine, adapter):
     """What fine-tuning changed is found by putting its rows into the model that it began with."""
     plain, changed = Reference(llama), Reference(llama)
-    merged(changed, adapter)
+    merge(adapter, changed.model)
     [prompt], place = prompts_of([20], seed=9), ("post_block", 1)
     lora = LoRARequest("one", 1, str(adapter))
     run = lora_engine.patching.run(prompt, hooks=place[0], layers=place[1], lora_request=lora)
@@ -249,10 +215,10 @@ def test_a_run_with_an_adapter_is_a_source_for_requests_without(llama, lora_engi
 )
 def test_adapters_are_mixed_in_one_batch(llama, adapter, tmp_path):
     """Two and none at once, compiled and with CUDA graphs; steered and not."""
-    other = save_adapter(tmp_path, 5)
+    other = save_adapter(tmp_path, llama, 5)
     references = [Reference(llama) for _ in range(3)]
-    merged(references[0], adapter)
-    merged(references[1], other)
+    merge(adapter, references[0].model)
+    merge(other, references[1].model)
     loras = [LoRARequest("one", 1, str(adapter)), LoRARequest("two", 2, str(other)), None]
     engine = TINY_ENGINE | {"enforce_eager": False, "dtype": "bfloat16"}
     llm = LLM(llama, enable_lora=True, max_loras=2, max_lora_rank=8, **engine)
@@ -288,9 +254,9 @@ def test_what_looks_through_the_lm_head_leaves_out_adapters_that_change_it(
     llama, lora_engine, adapter, tmp_path
 ):
     """Where the head is the model's own, the last layer's lens is what the token is drawn from."""
-    llm, head = lora_engine, save_adapter(tmp_path, 7, head=True)
+    llm, head = lora_engine, save_adapter(tmp_path, llama, 7, head=True)
     plain, changed = Reference(llama), Reference(llama)
-    merged(changed, adapter)
+    merge(adapter, changed.model)
     llm.register_consumer(LensConsumer([LAYERS - 1], top_k=1))
     llm.register_consumer(ESampConsumer(ESampConsumerConfig(source_layer=0)))
     llm.register_consumer(ProbeConsumer(VECTOR))

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
+from adapters import save_adapter
 
-from logprobs.adapters import save_adapter
 from logprobs.asking import CACHED, ENGINE, MODEL, left_in
 from tests.forked_processes import forked
 from tllm.logprobs import AsyncVirtualLM, TransformersLM
@@ -20,8 +20,8 @@ if os.environ["TRITON_INTERPRET"] == "1":
 @pytest.fixture(scope="session")
 def adapters(tmp_path_factory):
     """Paths of two adapters of the demo model, by name."""
-    folder = tmp_path_factory.mktemp("adapters")
-    return {name: save_adapter(folder / name, seed) for name, seed in (("one", 1), ("two", 2))}
+    folder, seeds = tmp_path_factory.mktemp("adapters"), {"one": 1, "two": 2}
+    return {name: str(save_adapter(folder / name, MODEL, seed)) for name, seed in seeds.items()}
 
 
 @pytest.fixture(scope="session")

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
+from adapters import merge
 from vllm.platforms import current_platform
 
-from logprobs.adapters import merged
-from logprobs.asking import OTHER_ENGINE, agrees, gathered, prompts
+from logprobs.asking import MODEL, OTHER_ENGINE, agrees, gathered, prompts
 from logprobs.steering import STEERED, steered_by
+from tllm.logprobs import TransformersLM
 
 
 @pytest.fixture(scope="module")
 def references(adapters, reference):
-    return {None: reference} | {name: merged(path) for name, path in adapters.items()}
+    found = {None: reference}
+    for name, path in adapters.items():
+        found[name] = TransformersLM.from_name(MODEL)
+        merge(Path(path), found[name].underlying_model)
+    return found
 
 
 def test_adapters_are_mixed_in_one_gather(lm, references):

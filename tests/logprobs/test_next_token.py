@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
-from logprobs.adapters import HIDDEN
 from logprobs.asking import (
     CACHED,
     CORRELATION,
@@ -28,6 +27,7 @@ from logprobs.asking import (
     relative_error,
     vllm_logprobs,
 )
+from logprobs.steering import HIDDEN
 from tllm.logprobs import TopLogprobs
 
 

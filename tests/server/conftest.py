@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from adapters import merge, save_adapter
 from child_process import CommandProcess
 from entry_points import declared_in
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from safetensors.torch import save_file
 
 from tests.forked_processes import ScriptProcess
 from tllm.engine import launch
@@ -51,19 +51,9 @@ def autoencoder(folder: Path) -> Path:
     return folder
 
 
-def save_adapter(folder):
-    """A random adapter of the attention's output projections, as PEFT saves one."""
-    adapter, generator = folder / "tuned", torch.Generator().manual_seed(3)
-    adapter.mkdir()
-    drawn = {}
-    for layer in range(AutoConfig.from_pretrained(MODEL).num_hidden_layers):
-        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
-        drawn[f"{name}.lora_A.weight"] = torch.randn(4, 128, generator=generator) / 4
-        drawn[f"{name}.lora_B.weight"] = torch.randn(128, 4, generator=generator) / 4
-    save_file(drawn, adapter / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["o_proj"]}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
-    return adapter
+def tuned_adapter(folder: Path) -> Path:
+    """The adapter that is served as "tuned"."""
+    return save_adapter(folder / "tuned", MODEL, 3)
 
 
 def interventions(folder: Path) -> list[str]:
@@ -200,7 +190,7 @@ class Server:
 def server(tmp_path_factory):
     """The server, which is stopped at the end."""
     folder = tmp_path_factory.mktemp("server")
-    given = ["--enable-lora", "--lora-modules", f"tuned={save_adapter(folder)}"]
+    given = ["--enable-lora", "--lora-modules", f"tuned={tuned_adapter(folder)}"]
     with Server(folder, *given) as running:
         yield running
 
@@ -226,13 +216,9 @@ def model():
 def tuned(model, tmp_path):
     """The model in transformers, with the adapter added to its weights; taken off again."""
     loaded, _ = model
-    drawn = load_file(save_adapter(tmp_path) / "adapter_model.safetensors")
-    before = {}
-    for layer, block in enumerate(loaded.model.layers):
-        name = f"base_model.model.model.layers.{layer}.self_attn.o_proj"
-        weight = block.self_attn.o_proj.weight
-        before[weight] = weight.data
-        weight.data = weight + drawn[f"{name}.lora_B.weight"] @ drawn[f"{name}.lora_A.weight"]
+    weights = [layer.self_attn.o_proj.weight for layer in loaded.model.layers]
+    before = {weight: weight.data for weight in weights}
+    merge(tuned_adapter(tmp_path), loaded)
     yield model
     for weight, data in before.items():
         weight.data = data
