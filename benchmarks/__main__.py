@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.layout import LAYOUTS
 from benchmarks.load import CORES, NEIGHBOURS
 from benchmarks.pairs import engines, measure, step_costs
 from benchmarks.workload import BENCHMARKS, Benchmark
@@ -139,8 +140,8 @@ def _tell_costs(result: dict[str, Any], table: Table) -> None:
 def _save(result: dict[str, Any], out: Path, control: bool) -> None:
     """Check a result, and write it."""
     name = result["name"]
-    if result["tensor_parallel"] > 1:
-        name += f"-tp{result['tensor_parallel']}"
+    if result["layout"] != "one":
+        name += f"-{result['layout']}"
     if control:
         name = f"control-{name}"
     else:
@@ -189,9 +190,9 @@ def main(
         str | None,
         typer.Option(help="An older commit of tLLM, or a folder with one, beside this one."),
     ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(help="GPUs that each engine's model is spread over.", min=1)
-    ] = 1,
+    layout: Annotated[
+        str, typer.Option(help=f"Of each engine's model over GPUs: one of {', '.join(LAYOUTS)}.")
+    ] = "one",
     kv_gib: Annotated[
         float | None,
         typer.Option(help="KV cache of each engine, in GiB: less, where three do not fit a GPU."),
@@ -201,6 +202,8 @@ def main(
     """Measure benchmarks; those of one shape and workload share a pair of engines, and rounds."""
     if unknown := [name for name in names if name not in BENCHMARKS]:
         raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(BENCHMARKS)}")
+    if layout not in LAYOUTS:
+        raise typer.BadParameter(f"layout={layout!r} is not known; {', '.join(LAYOUTS)} are")
     out.mkdir(parents=True, exist_ok=True)
     table = _table(loaded)
     costs = Table("a step", "host us of vLLM", *_COSTS.values(), title="more than vLLM")
@@ -214,7 +217,7 @@ def main(
                     control=control,
                     copies=copies,
                     against=tree,
-                    ranks=tensor_parallel,
+                    layout=layout,
                     kv_gib=kv_gib,
                 ) as (vllm, tllm, older):
                     sets = [
@@ -227,7 +230,7 @@ def main(
                             found[result["name"]] = result
                             result["vllm_sampler"] = vllm.sampler
                             result |= {"copies": copies, "against": against, **environment()}
-                            result["tensor_parallel"] = tensor_parallel
+                            result["layout"] = layout
                             _tell(result, table)
                             _save(result, out, control)
                     for each in sets:

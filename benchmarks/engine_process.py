@@ -44,8 +44,8 @@ def draw_weights(model: torch.nn.Module, scale: float) -> None:
             parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.data.normal_(0.0, 0.02, generator=generator)
-    head = model.lm_head.weight.data
-    head.normal_(0.0, scale / head.shape[1] ** 0.5, generator=generator)
+        if name.endswith("lm_head.weight"):  # of the last stage alone
+            parameter.data.mul_(scale / parameter.shape[1] ** 0.5 / 0.02)
 
 
 class EngineProcess:
@@ -82,6 +82,12 @@ class EngineProcess:
         self.capturing: Any = None
         self.consumer: Any = None
         self._served = 0
+
+    @property
+    def sampler(self) -> str:
+        """Who draws where top-k or top-p is asked for: FlashInfer, or vLLM itself."""
+        found: list[str] = self.llm.collective_rpc(sampler_of)
+        return found[self._sampling_rank]
 
     def use(self, benchmark: Benchmark) -> None:
         """Switch what tLLM does; no recompilation, no new CUDA graph."""
@@ -211,8 +217,14 @@ class EngineProcess:
         requests = asked(benchmark.workload, self.shape.vocab, number)
         self.llm.collective_rpc(watch, args=(max(each.max_tokens for each in requests),))
         self.round(benchmark, number)
-        found: dict[str, Any] = self.llm.collective_rpc(watched)[0]
+        found: dict[str, Any] = self.llm.collective_rpc(watched)[self._sampling_rank]
         return found
+
+    @property
+    def _sampling_rank(self) -> int:
+        """The first rank of the last pipeline stage."""
+        parallel = self.llm.llm_engine.vllm_config.parallel_config
+        return int(parallel.world_size - parallel.tensor_parallel_size)
 
     def _params(self, benchmark: Benchmark, requests: Sequence[Asked]) -> list[Any]:
         """The parameters of each prompt; parameters that are alike are one object."""
@@ -248,9 +260,10 @@ class EngineProcess:
 
 
 def sampler_of(worker: Any) -> str:
-    """Sent to a worker: who draws where top-k or top-p is asked for."""
-    runner = worker.worker.model_runner
-    sampler = runner.sampler
+    """Sent to a worker: who draws where top-k or top-p is asked for; "" where nobody does."""
+    sampler = worker.worker.model_runner.sampler
+    if sampler is None:  # another pipeline stage's
+        return ""
     if hasattr(sampler, "use_flashinfer"):  # the V2 runner
         return "FlashInfer" if sampler.use_flashinfer else "vLLM"
     forward = sampler.topk_topp_sampler.forward.__name__
@@ -320,7 +333,7 @@ def main() -> None:
     os.dup2(2, 1)
     command = json.loads(sys.argv[1])
     process = EngineProcess(command["engine"], SHAPES[command["shape"]], command["arguments"])
-    started = {"sampler": process.llm.collective_rpc(sampler_of)[0]}
+    started = {"sampler": process.sampler}
     print(json.dumps(started), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.layout import LAYOUTS
 from benchmarks.load import Load
 from benchmarks.step_costs import compared
 from benchmarks.workload import Benchmark
@@ -26,7 +27,7 @@ class Engine:
     Args:
         engine: `"vllm"` or `"tllm"`.
         tree: a folder with the `tllm` and `benchmarks` of another commit; None for this one's.
-        ranks: the model is spread over, each with a GPU of its own (`tensor_parallel_size`).
+        layout: over GPUs, one of `LAYOUTS`.
 
     Attributes:
         started: what it said of itself when it had started.
@@ -39,7 +40,7 @@ class Engine:
         engine: str,
         benchmark: Benchmark,
         tree: Path | None = None,
-        ranks: int = 1,
+        layout: str = "one",
         kv_gib: float | None = None,
     ) -> None:
         arguments = benchmark.workload.engine_arguments
@@ -48,14 +49,7 @@ class Engine:
                 "kv_cache_memory_bytes": int(kv_gib * 2**30),
                 "gpu_memory_utilization": 0.25,  # no more than what must be free at the start
             }
-        if ranks > 1:
-            # FlashInfer's fusion of sums over ranks with norms may use NVLink multicast, which a
-            # rented machine may forbid.
-            passes = {"fuse_allreduce_rms": False}
-            arguments |= {
-                "tensor_parallel_size": ranks,
-                "compilation_config": {"pass_config": passes},
-            }
+        arguments |= LAYOUTS[layout]
         command = {"engine": engine, "shape": benchmark.shape, "arguments": arguments}
         environment = {
             **os.environ,
@@ -143,7 +137,7 @@ def engines(
     control: bool = False,
     copies: int = 1,
     against: Path | None = None,
-    ranks: int = 1,
+    layout: str = "one",
     kv_gib: float | None = None,
 ) -> Iterator[tuple[Copies, Copies, Copies | None]]:
     """Untouched vLLM, tLLM and an older tLLM, all resident: they start side by side, and work in
@@ -153,7 +147,7 @@ def engines(
         control: untouched vLLM in place of tLLM, too.
         copies: engines of each.
         against: a folder with the older `tllm` and its `benchmarks`; None for no older one.
-        ranks: that each engine's model is spread over.
+        layout: of each engine's model over GPUs, one of `LAYOUTS`.
         kv_gib: KV cache of each engine; None for what `engine_process` takes.
     """
     kinds: list[tuple[str, Path | None]] = [("vllm", None), ("vllm" if control else "tllm", None)]
@@ -162,7 +156,7 @@ def engines(
     opened: list[Engine] = []
     try:
         for name, tree in kinds:
-            opened += [Engine(name, benchmark, tree, ranks, kv_gib) for _ in range(copies)]
+            opened += [Engine(name, benchmark, tree, layout, kv_gib) for _ in range(copies)]
         for engine in opened:
             engine.wait()
         vllm, tllm, *older = (

@@ -19,9 +19,11 @@ Variant = Literal[
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2 model with weights drawn at random.
+    """A Qwen2 model, or with experts a Qwen3-MoE model, with weights drawn at random.
 
     Attributes:
+        intermediate: width of the MLP, or of each expert.
+        experts: of each layer, of which a token goes to eight; 0 is an MLP.
         scale: standard deviation of the logits, which sets how many candidates min-p leaves
             (about 5 to 20 of a large vocabulary at 4.2, temperature 0.8 and min-p 0.05).
     """
@@ -35,12 +37,21 @@ class Shape:
     vocab: int
     dtype: str = "bfloat16"
     scale: float = 4.2
+    experts: int = 0
 
     def config(self) -> dict[str, Any]:
         """As a Hugging Face config."""
-        return {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
+        experts = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": self.intermediate,
+            "num_experts": self.experts,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "head_dim": 128,
+        }
+        dense = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        return (experts if self.experts else dense) | {
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
             "num_hidden_layers": self.layers,
@@ -64,6 +75,7 @@ SHAPES = {
         Shape("7b", 3584, 18944, 28, 28, 4, 152064),
         Shape("1.5b", 1536, 8960, 28, 12, 2, 151936),
         Shape("0.5b", 896, 4864, 24, 14, 2, 151936),
+        Shape("moe", 2048, 768, 24, 32, 4, 151936, experts=128),  # half of the layers of 30B-A3B
         Shape("tiny", 128, 256, 4, 4, 2, 512, dtype="float32"),
     )
 }
@@ -257,6 +269,7 @@ BENCHMARKS = {
         *_on("7b"),
         *_on("1.5b"),
         *_on("0.5b"),
+        *_on("moe"),
         *_on("tiny", _TINY),
         # Prompts of 16 samples for about two thirds of what vLLM can do on an H200.
         *_esamp("7b", Workload(), arrivals=5.0),
@@ -276,6 +289,7 @@ BENCHMARKS = {
         *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
         *_steered("7b", 128),
         *_steered("1.5b", 128),
+        *_steered("moe", 128),
         *_decided("7b", 128),
         *_decided("tiny", 8, prompt_tokens=16, max_tokens=32),
         *_steered("tiny", 8, prompt_tokens=16, max_tokens=32),

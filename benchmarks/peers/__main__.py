@@ -14,19 +14,20 @@ import re
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from benchmarks.peers.environment import ENVIRONMENTS
 from benchmarks.peers.model import Reference, compare, save_model
 from benchmarks.peers.peer_process import PEERS
-from benchmarks.peers.work import WORKS, Work
+from benchmarks.peers.work import SIZES, Size, Work
 
-RESULTS = Path(__file__).parents[1] / "results" / "peers.json"
+RESULTS = Path(__file__).parents[1] / "results"
 _CACHE = Path("~/.cache/tllm/peers").expanduser()
 _BASE = "vLLM"
 _ERROR = re.compile(r"\b\w+(Error|Exception): ")
@@ -35,15 +36,26 @@ _QUERIES = "tLLM, queries"
 
 
 class PeerProcess:
-    """The other end of `benchmarks.peers.peer_process`."""
+    """The other end of `benchmarks.peers.peer_process`.
 
-    def __init__(self, peer: str, python: Path, model: str, vocab: int) -> None:
+    Attributes:
+        versions: of what it runs with.
+    """
+
+    versions: dict[str, str]
+
+    def __init__(self, peer: str, python: Path, model: str, size: Size) -> None:
         self.peer = peer
+        one_thread = {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+        }
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self._process = subprocess.Popen(
             [
                 str(python), "-m", "benchmarks.peers.peer_process",
-                json.dumps({"peer": peer, "model": model, "vocab": vocab}),
+                json.dumps({"peer": peer, "model": model, "size": size.name}),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -54,14 +66,12 @@ class PeerProcess:
                 "PYTHONPATH": os.pathsep.join(
                     [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
                 ),
-                "OMP_NUM_THREADS": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
+                **(one_thread if size.device == "cpu" else {}),
                 "VLLM_LOGGING_LEVEL": "ERROR",
                 "HF_HUB_OFFLINE": "1",
             },
         )  # fmt: skip
-        self._answer()
+        self.versions = self._answer()["versions"]
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -102,15 +112,26 @@ def _reason(log: str) -> str:
     return reason[said.start() if said else 0 :][:300]
 
 
+def expected_of(size: Size, folder: Path) -> dict[str, Any]:
+    """Right answers of the first round, by the name of the work. Saves the model into a folder, and
+    leaves nothing of it in memory, which peers need."""
+    reference = Reference(save_model(folder, size))
+    expected = {work.name: reference.answer(work, 1) for work in size.works}
+    del reference
+    if size.device == "cuda":
+        torch.cuda.empty_cache()
+    return expected
+
+
 @contextmanager
-def opened(peer: str, model: str, vocab: int, cache: Path) -> Iterator[PeerProcess]:
+def opened(peer: str, model: str, size: Size, cache: Path) -> Iterator[PeerProcess]:
     """A peer that runs.
 
     Raises:
         RuntimeError: it cannot be installed, or does not start; says why.
     """
     python = ENVIRONMENTS[peer].python(peer.replace(" ", "-"), cache)
-    process = PeerProcess(peer, python, model, vocab)
+    process = PeerProcess(peer, python, model, size)
     try:
         yield process
     finally:
@@ -118,7 +139,7 @@ def opened(peer: str, model: str, vocab: int, cache: Path) -> Iterator[PeerProce
 
 
 def measured(
-    base: PeerProcess, peer: PeerProcess, work: Work, reference: Reference, rounds: int
+    base: PeerProcess, peer: PeerProcess, work: Work, expected: Any, rounds: int
 ) -> dict[str, Any]:
     """Rounds of a peer in turn with untouched vLLM; one of each to warm up."""
     unsteered = "query" if work.doing == "query" else "plain"
@@ -132,7 +153,7 @@ def measured(
             seconds.append(found["seconds"])
             of_base.append(plain["seconds"])
             if number == 1:
-                answers.append(compare(found["answer"], reference.answer(work, number)))
+                answers.append(compare(found["answer"][: work.checked], expected))
     return {
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
@@ -143,16 +164,27 @@ def measured(
 
 
 def compared(
-    peer: str, base: PeerProcess, reference: Reference, model: str, cache: Path, rounds: int
+    peer: str,
+    base: PeerProcess,
+    expected: Mapping[str, Any],
+    model: str,
+    size: Size,
+    cache: Path,
+    rounds: int,
 ) -> dict[str, Any]:
-    """What a peer offers, measured; or why it is skipped."""
+    """What a peer offers, measured; or why it is skipped.
+
+    Args:
+        expected: the answers of the first round, by the name of the work.
+    """
     kind, found = PEERS.get(peer), {}
     try:
-        with opened(peer, model, reference.vocab, cache) as process:
-            for work in WORKS:
+        with opened(peer, model, size, cache) as process:
+            found["versions"] = process.versions
+            for work in size.works:
                 if not hasattr(kind, work.doing):
                     continue
-                found[work.name] = measured(base, process, work, reference, rounds)
+                found[work.name] = measured(base, process, work, expected[work.name], rounds)
                 print(json.dumps({peer: {work.name: found[work.name]}}), flush=True)
     except RuntimeError as error:
         print(f"{peer}: {error}", flush=True)
@@ -160,13 +192,12 @@ def compared(
     return found
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: dict[str, Any], names: Sequence[str]) -> str:
     """In Markdown: vLLM's time divided by the peer's, the median and the middle half of the rounds,
     and whether its answers are right."""
-    names = [work.name for work in WORKS]
     lines = [f"| | {' | '.join(names)} |", "| --- |" + " --- |" * len(names)]
     for peer, found in results.items():
-        if "skipped" in found and len(found) == 1:
+        if not any(name in found for name in names):
             continue
         cells = []
         for name in names:
@@ -189,28 +220,35 @@ def main(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Among {', '.join(ENVIRONMENTS)}; all without.")
     ] = None,
+    size: Annotated[
+        str, typer.Option(help=f"What is asked of which model: {' or '.join(SIZES)}.")
+    ] = "small",
     rounds: Annotated[int, typer.Option(help="Rounds of each, in turn.", min=1)] = 3,
     cache: Annotated[Path, typer.Option(help="Folder of the environments.")] = _CACHE,
     out: Annotated[
-        Path, typer.Option(help="The result, as JSON; other peers in it stay.")
+        Path, typer.Option(help="Folder of the result, in which other peers stay.")
     ] = RESULTS,
 ) -> None:
     """Measure, write the result, and print a table."""
     chosen = [each for each in peer or ENVIRONMENTS if each != _BASE]
     if unknown := [each for each in chosen if each not in ENVIRONMENTS]:
         raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(ENVIRONMENTS)}")
-    before = json.loads(out.read_text())["peers"] if out.exists() else {}
+    if size not in SIZES:
+        raise typer.BadParameter(f"size={size!r} is not known; choose among {', '.join(SIZES)}")
+    asked = SIZES[size]
+    path = out / ("peers.json" if size == "small" else f"peers-{size}.json")
+    before = json.loads(path.read_text())["peers"] if path.exists() else {}
     with tempfile.TemporaryDirectory() as model:
-        reference = Reference(save_model(Path(model)))
-        with opened(_BASE, model, reference.vocab, cache) as base:
+        expected = expected_of(asked, Path(model))
+        with opened(_BASE, model, asked, cache) as base:
             for each in chosen:
-                before[each] = compared(each, base, reference, model, cache, rounds)
+                before[each] = compared(each, base, expected, model, asked, cache, rounds)
                 result = {"date": datetime.date.today().isoformat(), "peers": before}
-                out.write_text(json.dumps(result, indent=1) + "\n")
+                path.write_text(json.dumps(result, indent=1) + "\n")
     found = {name: before[name] for name in ENVIRONMENTS if name in before}
     if queries := found.pop(_QUERIES, None):
-        found["tLLM"] = found.get("tLLM", {}) | queries
-    print(table(found))
+        found["tLLM"] = queries | found.get("tLLM", {})
+    print(table(found, [work.name for work in asked.works]))
 
 
 if __name__ == "__main__":

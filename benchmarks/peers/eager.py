@@ -8,30 +8,48 @@ from typing import Any
 import torch
 
 from benchmarks.peers.model import CHECKED, summary
-from benchmarks.peers.work import LAYERS, Work
+from benchmarks.peers.work import LAYERS, Size, Work
 
 
-def load(path: str) -> Any:
+def load(path: str, size: Size) -> Any:
     """The model in `transformers`."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    dtype = getattr(torch, size.shape.dtype)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().to(size.device)
 
 
-def vectors_of(work: Work, number: int) -> torch.Tensor:
-    """`[prompts, steered layers, hidden]`."""
-    return torch.stack([torch.from_numpy(work.vectors(i, number)) for i in range(work.prompts)])
+class EagerPeer:
+    """A model that is called in this process."""
+
+    def __init__(self, size: Size) -> None:
+        self.vocab = size.shape.vocab
+        self._device = size.device
+        self._dtype = getattr(torch, size.shape.dtype)
+
+    def forget(self) -> None:
+        """Nothing is kept from one round to the next."""
+
+    def ids(self, work: Work, number: int) -> torch.Tensor:
+        """The prompts of a round, where the model is."""
+        return torch.tensor(work.tokens(self.vocab, number), device=self._device)
+
+    def vectors(self, work: Work, number: int) -> torch.Tensor:
+        """`[prompts, steered layers, hidden]`, as the model has its rows."""
+        drawn = [torch.from_numpy(work.vectors(i, number)) for i in range(work.prompts)]
+        return torch.stack(drawn).to(self._device, self._dtype)
 
 
-class TransformerLens:
+class TransformerLens(EagerPeer):
     """`HookedTransformer`: its user adds vectors of a batch in one hook a layer."""
 
-    def __init__(self, path: str, vocab: int) -> None:
+    def __init__(self, path: str, size: Size) -> None:
         from transformer_lens import HookedTransformer, HookedTransformerConfig
         from transformer_lens.pretrained.weight_conversions import convert_qwen2_weights
 
-        model = load(path)
-        self.vocab, shape = vocab, model.config
+        super().__init__(size)
+        model = load(path, size)
+        shape = model.config
         config = HookedTransformerConfig(
             n_layers=shape.num_hidden_layers,
             d_model=shape.hidden_size,
@@ -40,7 +58,7 @@ class TransformerLens:
             n_key_value_heads=shape.num_key_value_heads,
             d_mlp=shape.intermediate_size,
             n_ctx=shape.max_position_embeddings,
-            d_vocab=vocab,
+            d_vocab=self.vocab,
             act_fn="silu",
             eps=shape.rms_norm_eps,
             normalization_type="RMS",
@@ -51,7 +69,8 @@ class TransformerLens:
             final_rms=True,
             gated_mlp=True,
             default_prepend_bos=False,
-            device="cpu",
+            device=self._device,
+            dtype=self._dtype,
         )
         self.model = HookedTransformer(config)
         self.model.load_and_process_state_dict(
@@ -63,7 +82,7 @@ class TransformerLens:
     @torch.inference_mode()
     def plain(self, work: Work, number: int) -> Any:
         """`generate`, greedy, with its cache of keys and values."""
-        ids = torch.tensor(work.tokens(self.vocab, number))
+        ids = self.ids(work, number)
         found = self.model.generate(
             ids, max_new_tokens=work.max_tokens, do_sample=False, stop_at_eos=False,
             prepend_bos=False, verbose=False, return_type="tokens",
@@ -72,7 +91,7 @@ class TransformerLens:
 
     def steer(self, work: Work, number: int) -> Any:
         """The same under hooks."""
-        vectors = vectors_of(work, number)
+        vectors = self.vectors(work, number)
 
         def adding(vector: torch.Tensor) -> Any:
             return lambda rows, hook: rows + vector[:, None]
@@ -88,22 +107,22 @@ class TransformerLens:
     def capture(self, work: Work, number: int) -> Any:
         """`run_with_cache`."""
         kept = [f"blocks.{layer}.hook_resid_post" for layer in range(LAYERS)]
-        ids = torch.tensor(work.tokens(self.vocab, number))
+        ids = self.ids(work, number)
         _, cache = self.model.run_with_cache(ids, names_filter=lambda name: name in kept)
         rows = torch.stack([cache[name] for name in kept], 1)
         return lambda: summary(rows)
 
 
-class NnSight:
+class NnSight(EagerPeer):
     """Traces of `TransformersModel`: Python that runs between the layers."""
 
-    def __init__(self, path: str, vocab: int) -> None:
+    def __init__(self, path: str, size: Size) -> None:
         from nnsight import TransformersModel
         from transformers import AutoTokenizer
 
-        self.vocab = vocab
+        super().__init__(size)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        self.model = TransformersModel(load(path), tokenizer=tokenizer)
+        self.model = TransformersModel(load(path, size), tokenizer=tokenizer)
 
     def _options(self, work: Work) -> dict[str, Any]:
         return {
@@ -115,7 +134,7 @@ class NnSight:
     @torch.inference_mode()
     def plain(self, work: Work, number: int) -> Any:
         """`generate`, with nothing in its trace but the result."""
-        ids = torch.tensor(work.tokens(self.vocab, number))
+        ids = self.ids(work, number)
         with self.model.generate(ids, **self._options(work)) as tracer:
             found = tracer.result.save()
         return lambda: found[:, ids.shape[1] :].tolist()
@@ -123,8 +142,8 @@ class NnSight:
     @torch.inference_mode()
     def steer(self, work: Work, number: int) -> Any:
         """Vectors of a batch, added at each step."""
-        ids = torch.tensor(work.tokens(self.vocab, number))
-        vectors, layers, steps = vectors_of(work, number), work.steered_layers, work.max_tokens
+        ids = self.ids(work, number)
+        vectors, layers, steps = self.vectors(work, number), work.steered_layers, work.max_tokens
         model = self.model
         with model.generate(ids, **self._options(work)) as tracer:
             for _ in tracer.iter[:steps]:
@@ -138,7 +157,7 @@ class NnSight:
         """Saved outputs of each layer."""
         import nnsight
 
-        ids = torch.tensor(work.tokens(self.vocab, number))
+        ids = self.ids(work, number)
         model = self.model
         with model.trace(ids):
             kept = nnsight.save([])
@@ -149,15 +168,20 @@ class NnSight:
 
 
 class Genlm:
-    """`AsyncTransformer`: its other backend asks for a vLLM that has no CPU build here."""
+    """`AsyncTransformer`: its other backend asks for an older vLLM."""
 
-    def __init__(self, path: str, vocab: int) -> None:
+    def __init__(self, path: str, size: Size) -> None:
         from genlm.backend.llm.hf import AsyncTransformer
         from transformers import AutoTokenizer
 
-        self.vocab = vocab
+        self.vocab = size.shape.vocab
         tokenizer = AutoTokenizer.from_pretrained(path)
-        self.lm = AsyncTransformer(load(path), tokenizer, batch_size=16)
+        (particles,) = (work.prompts for work in size.works if work.doing == "query")
+        self.lm = AsyncTransformer(load(path, size), tokenizer, batch_size=particles)
+
+    def forget(self) -> None:
+        """Forget cached prompts and their answers."""
+        self.lm.clear_cache()
 
     def query(self, work: Work, number: int) -> Any:
         """Each particle's whole context at each step; the shared prompt is kept, as users do."""
@@ -165,7 +189,6 @@ class Genlm:
         return lambda: torch.stack(found, 1).tolist()
 
     async def _query(self, work: Work, number: int) -> list[torch.Tensor]:
-        self.lm.clear_cache()
         prompt = work.tokens(self.vocab, number)[0]
         self.lm.cache_kv(prompt)
         fed = work.fed(self.vocab, number)

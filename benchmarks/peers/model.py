@@ -8,35 +8,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.peers.work import HIDDEN, LAYERS, Work
+from benchmarks.peers.work import Size, Work
 
 _TOKENIZER = Path(__file__).parents[2] / "demo" / "model"
 CHECKED = 16
 """Tokens whose log-probabilities are compared."""
 
 
-def save_model(folder: Path) -> Any:
-    """Qwen2 of 28 layers, random weights, float32, with the demo's tokenizer."""
+def save_model(folder: Path, size: Size) -> Any:
+    """Qwen2 with random weights and the demo's tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     for path in _TOKENIZER.glob("tokenizer*"):
         shutil.copy(path, folder)
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=1348,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.06,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config).float().eval()
+    config = Qwen2Config(**size.config(), pad_token_id=1)
+    with torch.device(size.device):
+        model = Qwen2ForCausalLM(config).to(getattr(torch, size.shape.dtype)).eval()
     model.save_pretrained(folder)
     return model
 
@@ -51,15 +39,18 @@ class Reference:
     @torch.inference_mode()
     def answer(self, work: Work, number: int) -> Any:
         """What a peer should have said in a round: tokens, or values."""
+        prompts = work.tokens(self.vocab, number)[: work.checked]
         if work.doing == "capture":
-            rows = [self._rows(prompt) for prompt in work.tokens(self.vocab, number)]
-            return summary(torch.stack(rows))
+            return summary(torch.stack([self._rows(prompt) for prompt in prompts]))
         if work.doing == "query":
-            prompt = work.tokens(self.vocab, number)[0]
-            ids = torch.tensor([prompt + fed for fed in work.fed(self.vocab, number)])
-            logits = self._model(ids).logits[:, len(prompt) :]
-            return logits.log_softmax(-1)[..., :CHECKED].tolist()
-        return self._steered(work, torch.tensor(work.tokens(self.vocab, number)), number)
+            fed = work.fed(self.vocab, number)[: work.checked]
+            logits = self._model(self._tensor([prompts[0] + each for each in fed])).logits
+            found = logits[:, len(prompts[0]) :].float().log_softmax(-1)
+            return found[..., :CHECKED].tolist()
+        return self._steered(work, self._tensor(prompts), number)
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=self._model.device)
 
     def _rows(self, prompt: list[int]) -> torch.Tensor:
         kept: list[torch.Tensor] = []
@@ -67,13 +58,14 @@ class Reference:
             layer.register_forward_hook(lambda _, __, out: kept.append(first(out)[0].clone()))
             for layer in self._model.model.layers
         ]
-        self._model(torch.tensor([prompt]))
+        self._model(self._tensor([prompt]))
         for hook in hooks:
             hook.remove()
         return torch.stack(kept)
 
     def _steered(self, work: Work, ids: torch.Tensor, number: int) -> list[list[int]]:
-        added = torch.tensor([work.vectors(i, number).tolist() for i in range(len(ids))])
+        added = self._tensor([work.vectors(i, number).tolist() for i in range(len(ids))])
+        added = added.to(self._model.dtype)
 
         def add(vector: torch.Tensor) -> Any:
             def hook(_: Any, __: Any, out: Any) -> Any:
@@ -103,7 +95,7 @@ def first(output: Any) -> Any:
 
 def summary(rows: torch.Tensor) -> Any:
     """Rows `[prompts, layers, tokens, hidden]` as few numbers that depend on all of them."""
-    weights = torch.linspace(-1, 1, rows.shape[-1])
+    weights = torch.linspace(-1, 1, rows.shape[-1], device=rows.device)
     return (rows.float() @ weights).tolist()
 
 
@@ -113,7 +105,10 @@ def compare(answer: Any, expected: Any) -> str:
     if found.shape != wanted.shape:
         return f"shape {[*found.shape]} where {[*wanted.shape]} was asked"
     if not found.is_floating_point():
-        same = (found == wanted).all(1).sum().item()
-        return "equal" if same == len(wanted) else f"{same} of {len(wanted)} answers equal"
+        same = found == wanted
+        if same.all():
+            return "equal"
+        whole, first_ones = same.all(1).sum().item(), same[:, 0].sum().item()
+        return f"{whole} of {len(wanted)} answers equal, {first_ones} of the first tokens"
     error = ((found - wanted).abs().max() / wanted.std()).item()
     return "equal" if error < 1e-3 else f"differs by {error:.2g} of the spread"

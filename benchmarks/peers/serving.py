@@ -9,20 +9,24 @@ from typing import Any
 import torch
 
 from benchmarks.peers.model import CHECKED, summary
-from benchmarks.peers.work import LAYERS, Work
+from benchmarks.peers.work import LAYERS, Size, Work
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 256,
-    "max_num_batched_tokens": 8192,
-    "block_size": 32,
-    "enable_prefix_caching": True,
-    "gpu_memory_utilization": 0.3,
-    "kv_cache_memory_bytes": 2**29,
-    "disable_log_stats": True,
-}
 _ASKED: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+
+
+def options_of(size: Size) -> dict[str, Any]:
+    """Arguments of an engine."""
+    return {
+        "dtype": size.shape.dtype,
+        "max_model_len": size.positions,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.3,
+        "kv_cache_memory_bytes": size.kv_bytes,
+        "disable_log_stats": True,
+    }
 
 
 def prompts_of(tokens: list[list[int]]) -> list[Any]:
@@ -33,15 +37,19 @@ def prompts_of(tokens: list[list[int]]) -> list[Any]:
 class ServingPeer:
     """A vLLM that is asked to generate."""
 
-    def __init__(self, model: str, vocab: int) -> None:
+    def __init__(self, model: str, size: Size) -> None:
         from vllm import LLM
 
-        self.vocab = vocab
-        self.llm: Any = LLM(model, **self.options())
+        self.vocab = size.shape.vocab
+        self.llm: Any = LLM(model, **self.options(size))
 
-    def options(self) -> dict[str, Any]:
+    def options(self, size: Size) -> dict[str, Any]:
         """Arguments of the engine."""
-        return OPTIONS
+        return options_of(size)
+
+    def forget(self) -> None:
+        """Forget cached prompts: peers and rounds have some in common."""
+        assert self.llm.reset_prefix_cache()
 
     def generate(self, work: Work, number: int, asked: list[dict[str, Any]]) -> list[Any]:
         """Outputs; what is asked of each prompt besides its tokens."""
@@ -76,11 +84,11 @@ class Vllm(ServingPeer):
 class Tllm(ServingPeer):
     """This one."""
 
-    def __init__(self, model: str, vocab: int) -> None:
+    def __init__(self, model: str, size: Size) -> None:
         from tllm import LLM
 
-        self.vocab = vocab
-        self.llm = LLM(model, **OPTIONS)
+        self.vocab = size.shape.vocab
+        self.llm = LLM(model, **options_of(size))
 
     def generate(self, work: Work, number: int, asked: list[dict[str, Any]]) -> list[Any]:
         from tllm import SamplingParams
@@ -108,22 +116,23 @@ class Tllm(ServingPeer):
         """Rows of the prompt after each layer."""
         asked = {"capture": {"memory": {"hooks": {"post_block": "all"}, "positions": "all_prompt"}}}
         outputs = self.generate(work, number, [asked] * work.prompts)
-        rows = [output.outputs[0].capture_results["memory"].payload for output in outputs]
-        kept = [
-            torch.stack([each["post_block"][layer].tensor for layer in range(LAYERS)])
-            for each in rows
-        ]
-        return lambda: summary(torch.stack(kept))
+        found = [output.outputs[0].capture_results["memory"].payload for output in outputs]
+        rows = [[each["post_block"][layer].tensor for layer in range(LAYERS)] for each in found]
+        return lambda: summary(torch.stack([torch.stack(each) for each in rows]))
 
 
 class TllmQuery:
     """Lanes, one for each particle."""
 
-    def __init__(self, model: str, vocab: int) -> None:
+    def __init__(self, model: str, size: Size) -> None:
         from tllm.logprobs import AsyncVirtualLM
 
-        self.vocab = vocab
-        self._lm: Any = AsyncVirtualLM.from_name(model, engine_opts=OPTIONS)
+        self.vocab = size.shape.vocab
+        self._lm: Any = AsyncVirtualLM.from_name(model, engine_opts=options_of(size))
+
+    def forget(self) -> None:
+        """Forget answers; a round's prompt is its own."""
+        self._lm.clear_cache()
 
     def query(self, work: Work, number: int) -> Any:
         """The whole distribution after each token."""
@@ -140,8 +149,7 @@ class TllmQuery:
         for step in range(work.steps):
             for lane, tokens in zip(lanes, fed, strict=True):
                 lane.feed(tokens[step])
-            rows = await asyncio.gather(*(lane.next() for lane in lanes))
-            found.append(torch.stack([row[:CHECKED] for row in rows]))
+            found.append((await self._lm.batch_next(lanes))[:, :CHECKED].clone())
         await asyncio.gather(*(lane.close() for lane in lanes))
         return found
 
@@ -180,9 +188,9 @@ class VllmLens(ServingPeer):
 class VllmExtraction(ServingPeer):
     """A connector of vLLM writes the rows that its drafting model would read to files."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self, size: Size) -> dict[str, Any]:
         layers = {"eagle_aux_hidden_state_layer_ids": [*range(1, LAYERS + 1)]}
-        return OPTIONS | {
+        return options_of(size) | {
             "speculative_config": {
                 "method": "extract_hidden_states",
                 "num_speculative_tokens": 1,

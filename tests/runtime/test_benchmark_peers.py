@@ -10,13 +10,16 @@ from benchmarks.peers.__main__ import table
 from benchmarks.peers.environment import ENVIRONMENTS, run
 from benchmarks.peers.model import Reference, compare, save_model
 from benchmarks.peers.peer_process import PEERS
-from benchmarks.peers.work import WORKS
+from benchmarks.peers.work import SIZES
+
+SMALL = SIZES["small"]
+WORKS = SMALL.works
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """What right answers are."""
-    return Reference(save_model(tmp_path_factory.mktemp("model")))
+    return Reference(save_model(tmp_path_factory.mktemp("model"), SMALL))
 
 
 def test_every_way_of_steering_changes_the_answers(reference):
@@ -40,7 +43,9 @@ def test_the_reference_steers_after_each_layer_and_with_each_prompts_vectors(ref
 
 def test_answers_are_equal_only_where_they_are():
     assert compare([[1, 2], [3, 4]], [[1, 2], [3, 4]]) == "equal"
-    assert compare([[1, 2], [3, 5]], [[1, 2], [3, 4]]) == "1 of 2 answers equal"
+    assert (
+        compare([[1, 2], [3, 5]], [[1, 2], [3, 4]]) == "1 of 2 answers equal, 2 of the first tokens"
+    )
     assert compare([[1.0, 2.0]], [[1.0, 2.00001]]) == "equal"
     assert compare([[1.0, 2.0]], [[1.0, 2.1]]).startswith("differs by 0.1")
     assert compare([[1.0]], [[1.0, 2.0]]) == "shape [1, 1] where [1, 2] was asked"
@@ -65,12 +70,24 @@ def test_the_table_says_what_is_not_offered_and_what_is_wrong():
             "one": {"plain": cell, "steer 1 layer": wrong},
             "two": {"plain": cell, "skipped": "KeyError: 3"},
             "three": {"skipped": "no"},
-        }
+            "four": {"skipped": "later", "versions": {"torch": "2"}},
+        },
+        [work.name for work in WORKS],
     )
     rows = {line.split("|")[1].strip(): line for line in shown.splitlines() if "|" in line}
     assert "0.50 [0.40, 0.60] | 0.50 [0.40, 0.60], 1 of 8 answers equal | not" in rows["one"]
     assert "| 0.50 [0.40, 0.60] | failed |" in rows["two"]
-    assert "three" not in rows and shown.endswith("\nthree: no")
+    assert not {"three", "four"} & rows.keys()
+    assert shown.endswith("\nthree: no\n\nfour: later")
+
+
+def test_only_the_first_prompts_of_a_large_model_are_compared(reference):
+    work = replace(WORKS[-2], prompts=4, prompt_tokens=5)
+    few = reference.answer(replace(work, checked=2), 1)
+    assert compare(reference.answer(work, 1)[:2], few) == "equal"
+    for size in SIZES.values():
+        assert {each.hidden for each in size.works} == {size.shape.hidden}
+        assert size.positions <= 4096
 
 
 def test_particles_are_fed_what_parts_them():

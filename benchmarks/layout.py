@@ -1,0 +1,18 @@
+"""How an engine's model is spread over GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# FlashInfer's fusion of sums over ranks with norms may use NVLink multicast, which a rented machine
+# may forbid.
+_SUMS_ALONE = {"compilation_config": {"pass_config": {"fuse_allreduce_rms": False}}}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor_parallel_size": 2, **_SUMS_ALONE},
+    "pp2": {"pipeline_parallel_size": 2},
+    "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, **_SUMS_ALONE},
+}
+"""Arguments of an engine, by the name of the layout: one GPU, two tensor-parallel ranks, two
+pipeline stages, and two tensor-parallel ranks of which each has half of the experts."""
