@@ -18,7 +18,7 @@ from tllm.consumers.logging import LoggingConsumer
 from tllm.engine.registered import HeldGroups, Registered
 
 ROWS = 4
-FACTS = SimpleNamespace(max_mib=1, row_bytes=2**20 // ROWS)
+FACTS = SimpleNamespace(max_mib=1, dtype="float32", row_bytes=2**20 // ROWS)
 
 
 class Workers:
@@ -98,7 +98,8 @@ def test_a_front_end_has_room_for_what_runs_and_says_when_there_is_none():
 def brought(call):
     """The groups that a call brings, and that their vectors come with them."""
     _, vectors, groups, _, _ = call.args
-    there = vectors.unpacked()
+    there = {*vectors}
+    assert len(vectors.rows) == len(vectors.digests)
     assert all(vector in there for each in groups.values() for _, _, vector, _ in each)
     return set(groups)
 

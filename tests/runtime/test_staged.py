@@ -57,6 +57,24 @@ def test_a_commit_is_one_upload(monkeypatch):
     assert table.tensor[:, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
 
 
+def test_large_entries_are_written_without_being_joined(monkeypatch):
+    """Of an entry that is staged twice the later one, too; what was staged is not changed."""
+    sent, uploaded = [], staged.uploaded
+    monkeypatch.setattr(staged, "uploaded", lambda *given: (sent.append(1), uploaded(*given))[1])
+    table = StagedTable((64, 4096), 1, torch.bfloat16, CPU)
+    entries = torch.randn(40, 4096).to(torch.bfloat16)
+    table.stage_all(np.arange(40)[::-1].copy(), entries)
+    table.commit()
+    assert torch.equal(table.tensor[:40], entries.flip(0)) and not table.tensor[40:].any()
+    before = entries.clone()
+    table.stage_all(np.arange(40), entries)
+    table.stage(3, torch.ones(4096, dtype=torch.bfloat16))
+    table.commit()
+    assert len(sent) == 2
+    assert (table.tensor[3] == 1).all() and torch.equal(table.tensor[4:40], entries[4:])
+    assert torch.equal(entries, before)
+
+
 def test_numbers_are_written_one_at_a_time():
     table = StagedTable((2, 3), 2, torch.int32, CPU, fill=-1)
     table.stage((1, 2), np.array([7], np.int32))

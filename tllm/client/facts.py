@@ -21,6 +21,7 @@ class Facts:
     Attributes:
         points: the hook points of the model by layer.
         vocab_size: the model's tokens.
+        dtype: of the model's rows, as torch calls it.
         row_bytes: device memory of one vector.
         max_value: the largest number that the model's dtype holds.
         max_configs, max_mib: the engine's options `max_steering_configs`, `max_steering_mib`.
@@ -31,6 +32,7 @@ class Facts:
     points: ModelPoints
     hidden_size: int
     vocab_size: int
+    dtype: str
     row_bytes: int
     max_value: float
     max_configs: int

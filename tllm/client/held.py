@@ -6,12 +6,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from tllm.client.facts import Facts
+from tllm.runtime.packed_vectors import PackedVectors
 from tllm.spec.groups import SteeringGroup
-from tllm.spec.packed_vectors import PackedVectors
 from tllm.spec.reading import FloatArray
 
 
@@ -19,13 +16,14 @@ from tllm.spec.reading import FloatArray
 class Upload:
     """What the workers do not hold yet, and what they may give up first."""
 
-    vectors: Mapping[str, npt.NDArray[np.float32]]
+    vectors: Mapping[str, FloatArray]
     groups: Mapping[str, SteeringGroup]
     released: Sequence[str]
+    dtype: str
 
     @property
     def packed(self) -> PackedVectors:
-        return PackedVectors.of(self.vectors)
+        return PackedVectors.of(self.vectors, self.dtype)
 
 
 class HeldByWorkers:
@@ -102,7 +100,7 @@ class HeldByWorkers:
             for digest, vector in group.vectors.items()
             if digest not in self._vectors or digest in gone  # what is given up is sent again
         }
-        return Upload(new, missing, [*released, *self._unknown])
+        return Upload(new, missing, [*released, *self._unknown], facts.dtype)
 
     def sent(self, upload: Upload, arrived: bool) -> None:
         """An upload was sent; what it gives up is gone, also where the rest was refused."""

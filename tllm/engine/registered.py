@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from tllm.runtime.packed_vectors import PackedVectors
 from tllm.runtime.steering import Steering
 from tllm.shared_memory import FOLDER, IN_MEMORY, SharedFile
+from tllm.spec.reading import FloatArray
 
 WEIGHTS = "weights"
 """Key of nothing but a version: another one after the model's weights were replaced."""
@@ -115,7 +117,7 @@ class HeldGroups:
     def put(
         self,
         holder: str,
-        vectors: Mapping[str, Any],
+        vectors: PackedVectors | Mapping[str, FloatArray],
         groups: Mapping[str, Any],
         released: Iterable[str],
         gates: Mapping[str, Any] = MappingProxyType({}),
@@ -123,7 +125,7 @@ class HeldGroups:
         """Give up groups that a front end has no need of, then keep new ones for it.
 
         Args:
-            vectors: float32 `[hidden]` by digest.
+            vectors: by digest.
             groups: operations by digest.
             gates: conditions of groups that have any, by digest.
         """

@@ -15,8 +15,8 @@ from tllm.engine.conversations import ConversationPlace, Conversations
 from tllm.engine.options import EngineOptions
 from tllm.engine.registered import WEIGHTS, HeldGroups, Registered
 from tllm.models.sites import ModelSites
+from tllm.runtime.packed_vectors import PackedVectors
 from tllm.runtime.session import Session
-from tllm.spec.packed_vectors import PackedVectors
 from tllm.spec.patching import KEPT
 
 
@@ -70,6 +70,7 @@ class WorkerCalls:
             "points": self._sites.points,
             "hidden_size": self._sites.hidden_size,
             "vocab_size": model.vocab_size,
+            "dtype": str(model.dtype).removeprefix("torch."),
             "row_bytes": self._sites.hidden_size * model.dtype.itemsize,
             "max_value": torch.finfo(model.dtype).max,
             "max_configs": self._options.max_steering_configs,
@@ -119,7 +120,7 @@ class WorkerCalls:
         released: Iterable[str],
         gates: Mapping[str, Any],
     ) -> None:
-        self._groups.put(holder, vectors.unpacked(), groups, released, gates)
+        self._groups.put(holder, vectors, groups, released, gates)
 
     def keep_run(self, uid: str, on_host: bool = False) -> tuple[int, int] | None:
         """Keep the rows of a run that has ended, for patches; the number of its tokens, and the

@@ -6,9 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.runtime.transfer import upload
+from tllm.runtime.transfer import upload, uploaded
 
 Index = int | tuple[int, ...]
+
+_JOINED = 2**18
+"""Bytes of entries, the most that are copied beside their places."""
 
 
 class StagedTable:
@@ -86,18 +89,29 @@ class StagedTable:
         if not self._indices:
             return False
         table, shape = self.tensor, self.tensor.shape
-        index, entries = np.concatenate(self._indices), torch.cat(self._entries)
+        index = np.concatenate(self._indices)
+        several = len(self._entries) > 1
+        entries = torch.cat(self._entries) if several else self._entries[0].contiguous()
         self._indices, self._entries = [], []
         rows = np.ravel_multi_index(tuple(index.T), shape[: self._indexed]).astype(np.int64)
         latest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
         if len(latest) < len(rows):
             rows, entries = rows[latest], entries[torch.from_numpy(latest)]
-        both = torch.from_numpy(rows).view(torch.uint8), entries.reshape(-1).view(torch.uint8)
-        sent = upload(torch.cat(both).numpy(), table.device)
-        at, content = sent[: rows.nbytes].view(torch.int64), sent[rows.nbytes :].view(table.dtype)
+        at, content = _sent(rows, entries, table.device)
         flat = table.view(-1, *shape[self._indexed :])
         flat.index_copy_(0, at, content.view(len(rows), *flat.shape[1:]))
         return True
+
+
+def _sent(
+    rows: npt.NDArray[np.int64], entries: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places and entries on the device: in one upload, unless to join them is the larger part."""
+    if entries.nbytes > _JOINED:
+        return upload(rows, device), uploaded(entries, device)
+    both = torch.from_numpy(rows).view(torch.uint8), entries.reshape(-1).view(torch.uint8)
+    sent = upload(torch.cat(both).numpy(), device)
+    return sent[: rows.nbytes].view(torch.int64), sent[rows.nbytes :].view(entries.dtype)
 
 
 def room(rows: int, least: int) -> int:

@@ -23,6 +23,7 @@ from tllm.runtime.descriptor import (
 )
 from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.latches import Latch
+from tllm.runtime.packed_vectors import PackedVectors
 from tllm.runtime.placed_groups import GroupOperation, GroupPlacing, PlacedGroup
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
@@ -37,6 +38,7 @@ from tllm.spec.operations import (
     OperationForm,
     Rotation,
 )
+from tllm.spec.reading import FloatArray
 
 _WORDS = int(Operation.SIZE)
 _SUMS_AT_ONCE = 4096
@@ -152,7 +154,7 @@ class Steering:
 
     def put(
         self,
-        vectors: Mapping[str, npt.NDArray[np.float32]],
+        vectors: PackedVectors | Mapping[str, FloatArray],
         groups: Mapping[str, Sequence[GroupOperation]],
         gates: Mapping[str, GroupGates] = MappingProxyType({}),
     ) -> None:
@@ -164,29 +166,38 @@ class Steering:
         Raises `ValueError` when a group names a hook point that this engine has no tap for, or a
         condition is judged later in the network than what it decides on.
         """
-        hidden = self._taps.hidden_size
-        new: dict[str, npt.NDArray[np.float32]] = {}
-        for digest, vector in vectors.items():
-            if vector.shape[-1] != hidden or vector.ndim > 2:
-                raise ValueError(f"steering vectors have shape {vector.shape}; hidden is {hidden}")
-            self._dropped_vectors.discard(digest)
-            if digest.startswith(PROBE):
-                self.gates.hold(digest, vector)
-            elif digest not in self._vectors:
-                new[digest] = vector.reshape(-1, hidden)
+        hidden, dtype = self._taps.hidden_size, self._taps.dtype
+        if not isinstance(vectors, PackedVectors):
+            vectors = PackedVectors.of(vectors, str(dtype).removeprefix("torch."))
+        single = vectors.rows
+        for array in (*([single] if vectors.digests else []), *vectors.others.values()):
+            if array.shape[-1] != hidden or array.ndim > 2:
+                raise ValueError(
+                    f"steering vectors have shape {tuple(array.shape)}; hidden is {hidden}"
+                )
+        self._dropped_vectors.difference_update(vectors)
+        new = [i for i, digest in enumerate(vectors.digests) if digest not in self._vectors]
         if new:
-            held = torch.from_numpy(np.concatenate([*new.values()])).to(self._taps.dtype)
-            places: list[npt.NDArray[np.int64]] = []
-            for digest, rows in new.items():
-                first = self._vectors[digest] = self._placed.acquire(len(rows))
-                self._rows_of_vectors[digest] = len(rows)
-                places.append(np.arange(first, first + len(rows)))
-            self._bank.stage_all(np.concatenate(places), held)
-            self.stale = True
+            held = single if len(new) == len(single) else single[new]
+            self._hold([vectors.digests[i] for i in new], held.to(dtype), rows=1)
+        for digest, array in vectors.others.items():
+            if digest.startswith(PROBE):
+                self.gates.hold(digest, array)
+            elif digest not in self._vectors:
+                held = torch.from_numpy(array.reshape(-1, hidden)).to(dtype)
+                self._hold([digest], held, rows=len(held))
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
             self._groups[digest] = self._placing.place(operations, gates.get(digest))
+
+    def _hold(self, digests: Sequence[str], held: torch.Tensor, rows: int) -> None:
+        """Take in vectors of as many rows each."""
+        firsts = np.array([self._placed.acquire(rows) for _ in digests], np.int64)
+        self._vectors.update(zip(digests, firsts.tolist(), strict=True))
+        self._rows_of_vectors.update(dict.fromkeys(digests, rows))
+        self._bank.stage_all((firsts[:, None] + np.arange(rows)).reshape(-1), held)
+        self.stale = True
 
     def crossings(self, groups: Iterable[str]) -> tuple[bool, bool]:
         """Of a sequence with these groups: whether a later pipeline stage needs what is judged
