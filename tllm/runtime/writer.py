@@ -139,7 +139,7 @@ class Additions:
             return  # it was removed in the meantime
         if vectors is not None and self._repeated(writer, requests, vectors):
             return
-        running = [i for i, r in enumerate(requests) if self._slots.running(r)]
+        running = [i for i, r in enumerate(requests) if self._serves(r)]
         if not running:
             return
         self._versions[writer.tap] += 1
@@ -186,6 +186,12 @@ class Additions:
         self._taps.replace_additions(writer.tap, last.add_rows, rows)
         return True
 
+    def _serves(self, request: RequestInfo) -> bool:
+        """Whether a sequence may be written to: not when its results were made, even if the engine
+        has not let go of it, since nobody would take that back."""
+        sequence = self._slots.running(request)
+        return sequence is not None and not sequence.ended
+
     def _computed(self, request: RequestInfo, phase: int) -> bool:
         """Whether rows of a phase of a sequence are computed already."""
         return bool(self._slots.delivered[request.slot] > phase * request.prompt_len)
@@ -193,7 +199,7 @@ class Additions:
     def _note_repeats(self, writer: TapWriter) -> None:
         """Its last write was made again, with other vectors: note that before it is forgotten."""
         if writer.repeats and writer.repetition is not None:
-            running = filter(self._slots.running, writer.repetition.requests)
+            running = filter(self._serves, writer.repetition.requests)
             writer.renewed.update(2 * r.slot + phase for r in running for phase in writer.phases)
         writer.repeats = False
 
