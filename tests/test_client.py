@@ -297,3 +297,25 @@ def test_what_was_generated_is_given_though_the_workers_cannot_be_asked_any_more
     assert (result.status, result.payload) == ("error", None)
     assert "could not be asked for the result: RuntimeError: Server shutting down" in result.error
     assert output.outputs[0].text == "text"
+
+
+def test_what_was_pending_when_the_workers_could_not_be_asked_any_more_is_lost():
+    client = a_client(Mine())
+    client.registered.composer.facts = SimpleNamespace(points=SimpleNamespace(num_layers=2))
+    with pytest.raises(StopIteration) as done:
+        next(client.admission.admit(SamplingParams(), "id"))
+    completion = CompletionOutput(0, "text", [5, 6], None, None, finish_reason="length")
+    output = RequestOutput("id", None, [1, 2], None, [completion], finished=True)
+    output.tllm_request = request = done.value.value
+    request.samples.add(output)
+    steps = client.gathering.gather([output], None, alone=True)
+    assert next(steps).method == "take_results"
+    answer = {
+        request.prompt_id: {0: {"mine": {"status": "pending", "error": None, "payload": None}}}
+    }
+    assert steps.send([answer]).method == "take_results"
+    with pytest.raises(StopIteration):
+        steps.throw(RuntimeError("Server shutting down"))
+    result = output.consumer_results["mine"]
+    assert result.status == "error"
+    assert "could not be asked for the result: RuntimeError: Server shutting down" in result.error

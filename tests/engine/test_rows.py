@@ -148,6 +148,7 @@ def test_a_preempted_sequence_is_steered_as_before(tight_llm, reference, preempt
     for output, tokens in zip(outputs, tokens_of(outputs), strict=True):
         addition = Addition(place, vector)
         assert reference.would_generate(output.prompt_token_ids, tokens, [addition])
+        assert output.consumer_results["adder"].status == "ok"
 
 
 class Traffic:

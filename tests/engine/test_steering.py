@@ -85,6 +85,12 @@ def test_vectors_of_a_request_that_is_refused_for_something_else_are_not_brought
     assert "update_steering" not in asked
 
 
+def test_built_in_consumers_that_are_in_use_are_named_once(llm):
+    generate(llm, PROMPTS[:1], [{"capture": {"memory": {"hooks": {"post_block": [1]}}}}])
+    with pytest.raises(ValueError, match=r"registered are none \(beside the built-in memory, sig"):
+        generate(llm, PROMPTS[:1], [{"consumers": {"nobody": {}}}])
+
+
 def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
     llm, reference, monkeypatch
 ):

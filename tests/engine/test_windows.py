@@ -231,7 +231,8 @@ class Learner(Recorder):
 
     def start(self, ctx):
         self.net = torch.nn.Linear(ctx.model.hidden_size, ctx.model.hidden_size, device=ctx.device)
-        self.optimizer = torch.optim.Adam(self.net.parameters())
+        torch.nn.init.zeros_(self.net.weight)  # what was drawn before is no matter of its losses
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=1e-2)
         self.losses = []
 
     def consume_bundle(self, bundle, ctx):

@@ -167,6 +167,73 @@ def test_unregistering_a_writer_ends_its_additions(watched):
     assert tokens_of(generate(llm, prompts_of([8]), greedy(4)))[0] == plain
 
 
+class RaisesAtTheEnd(Adder):
+    """Raises when a request has ended, and so after the last step."""
+
+    def on_request_finished(self, request, ctx):
+        raise RuntimeError("mistaken")
+
+
+def test_who_comes_in_the_place_of_a_writer_that_raised_writes(llm, reference):
+    """No step lies between the error and the other one, who has the same id."""
+    place, v = ("post_block", 1), vector(9)
+    wrong = llm.register_consumer(RaisesAtTheEnd(place, v))
+    (output,) = generate(llm, prompts_of([7]), greedy(3))
+    assert output.consumer_results["adder"].error == "RuntimeError: mistaken"
+    llm.unregister_consumer(wrong)
+    llm.register_consumer(Adder(place, v))
+    for output in generate(llm, prompts_of([7, 30]), greedy(5)):
+        prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        assert output.consumer_results["adder"].status == "ok"
+        assert reference.would_generate(prompt, tokens, [Addition(place, v)])
+        assert not reference.would_generate(prompt, tokens)
+
+
+class Changing(Recorder):
+    """Adds the number of a row to the rows after it, by one write a step; others in two parts."""
+
+    def __init__(self, window, *, parts):
+        read = ResidualStream.read(layer=0, site="pre_attn", role="h")
+        write = ResidualStream.write(layer=1, phase="decode", role="add")
+        super().__init__(ConsumerFlow(reads=[read], writes=[write], window=window))
+        self._parts = parts
+
+    def consume_bundle(self, bundle, ctx):
+        super().consume_bundle(bundle, ctx)
+        meta = bundle.meta
+        last = {
+            slot: int(position) for slot, position in zip(meta.slots, meta.positions, strict=True)
+        }
+        vectors = torch.tensor([[float(last[r.slot])] for r in meta.requests]).expand(-1, HIDDEN)
+        if not self._parts:
+            ctx.writer("add").set(meta.requests, vectors / 8)
+            return
+        for request, vector in zip(meta.requests, vectors, strict=True):
+            ctx.writer("add").set([request], vector / 8)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["together", "one by one"])
+def test_who_writes_anew_hears_that_rows_were_computed_again(tight_llm, reference, parts):
+    """All rows that are computed again get the vectors of then; who is not preempted gets those of
+    each row."""
+    changing = tight_llm.register_consumer(Changing("next_step", parts=parts))
+    outputs = generate(tight_llm, prompts_of([30, 20, 40, 25, 35], seed=2), greedy(40))
+    told = 0
+    for output in outputs:
+        prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        result = output.consumer_results[changing.consumer_id]
+        if result.status == "partial_error":
+            assert "the request was preempted" in result.error
+            told += 1
+            continue
+        added = [
+            Addition(("post_block", 1), torch.full((HIDDEN,), (at - 1) / 8), at, at + 1)
+            for at in range(len(prompt), len(prompt) + len(tokens) - 1)
+        ]
+        assert reference.would_generate(prompt, tokens, added)
+    assert 0 < told < len(outputs)
+
+
 def test_a_writer_never_leaves_changed_blocks_in_the_prefix_cache(llm):
     (prompt,) = prompts_of([100], seed=3)
     plain = llm.reference.greedy(prompt, 4)

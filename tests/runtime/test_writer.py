@@ -2,6 +2,7 @@
 
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -171,6 +172,53 @@ def test_a_consumer_that_learns_outside_of_inference_mode_writes():
 
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def test_a_write_for_a_sequence_that_has_ended_is_not_added_to_the_next_one():
+    """Its results were made, and the engine lets go of it later."""
+    worker = Worker()
+    first, second = (worker.additions.add_writer(TAP, (DECODE,)) for _ in range(2))
+    old = worker.requests[0]
+    worker.additions.forget(old.slot)
+    ended = worker.slots.running(old)
+    ended.ended = True
+    first.set([old], torch.ones(HIDDEN))
+    worker.slots.remove(old.request_id)
+    new = RequestInfo("new", "new", 0, 1, slot=worker.slots.pop_slot(), prompt_len=1)
+    worker.slots.add_sequence(RunningSequence("new", new, {}, False))
+    worker.requests[0] = new
+    second.set([new], torch.full((HIDDEN,), 2.0))
+    assert worker.added(DECODE)[0].tolist() == [2.0] * HIDDEN
+
+
+@pytest.mark.parametrize("who", [(0,), (0, 1)], ids=["alone", "with others"])
+def test_what_was_written_anew_is_known_until_its_sequence_ends(who):
+    worker = Worker()
+    writer = worker.additions.add_writer(TAP, (DECODE,))
+
+    def renewed(number, phase=DECODE):
+        return worker.additions.renewed([writer], worker.requests[number].slot, [phase])
+
+    requests = worker.named(who)
+    writer.set(requests, torch.ones(len(who), HIDDEN))
+    assert not renewed(0)
+    for _ in range(2):  # the second time it is a repetition
+        writer.set(requests, torch.ones(len(who), HIDDEN))
+    writer.set(worker.named((2,)), torch.ones(HIDDEN))
+    assert [renewed(0), renewed(2), renewed(0, PREFILL)] == [True, False, False]
+    worker.replace(0)
+    assert not renewed(0)
+
+
+def test_a_first_write_counts_as_anew_where_rows_are_computed_already():
+    worker = Worker()
+    writer = worker.additions.add_writer(TAP, (PREFILL, DECODE))
+    slots = np.array([r.slot for r in worker.requests[:2]])
+    worker.slots.deliver(slots, np.array([1, 2], np.int32))  # of a prompt of one token each
+    writer.set(worker.requests[:2], torch.ones(HIDDEN))
+    slots = slots.tolist()
+    found = [worker.additions.renewed([writer], at, [p]) for at in slots for p in (PREFILL, DECODE)]
+    assert found == [True, False, True, True]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -132,6 +132,11 @@ def test_what_is_not_there_is_told_with_what_is(mixed: Store) -> None:
         mixed[0].tensor("post_block", 9)
     with pytest.raises(StoreError, match="no record has the request id 'x'"):
         mixed.record("x")
+    with pytest.raises(
+        StoreError,
+        match=r"the request id 'r1' and tag='c', sample_index=7; with this id there are b/",
+    ):
+        mixed.record("r1", tag="c", sample_index=7)
     with pytest.raises(StoreError, match="3 records have the request id 'r1'"):
         mixed.record("r1")
     assert mixed.record("r1", tag="b").tag == "b"

@@ -498,6 +498,11 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path, options, message
         StoreWriter(tmp_path, **options)
 
 
+def test_an_unknown_option_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"no \['writer'\]; it takes writer_id, layout, durability"):
+        StoreWriter(tmp_path, writer="a")
+
+
 @pytest.mark.parametrize(
     "options",
     [{"threads": 0}, {"durability": "never"}, {"shard_bytes": 0}, {"publish_interval": -1}],

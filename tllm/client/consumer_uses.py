@@ -48,7 +48,8 @@ class ConsumerUses:
         for name, chosen in asked.consumers.items():
             field = f"{'capture' if name in asked.captures else 'consumers'}[{name!r}]"
             if name not in self._registered.consumers:
-                known = ", ".join(self._registered.consumers) or "none"
+                others = [each for each in self._registered.consumers if each not in BUILT_IN]
+                known = ", ".join(others) or "none"
                 raise ValueError(
                     f"{field}: no such consumer is registered; registered are {known}"
                     f"{_hint(name, name in asked.captures)}"

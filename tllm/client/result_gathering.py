@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from tllm.client.calls import Pause, Steps, WorkerCall
 from tllm.client.registrations import Registrations
 from tllm.client.request import Prepared, collect
-from tllm.client.results import LEFT, attach_results, samples_of, set_result
+from tllm.client.results import (
+    LEFT,
+    ConsumerResult,
+    attach_results,
+    samples_of,
+    set_result,
+)
 from tllm.consumers.base import Consumer
 from tllm.ports.payload import reason_of
 
@@ -125,6 +131,7 @@ class ResultGathering:
             used = request.named | (self._registered.consumers.keys() - request.unused)
             lost = f"the workers could not be asked for the result: {request.results.lost}"
             missing |= dict.fromkeys(used, lost)
+            joined = {sample: _made(results) for sample, results in joined.items()}
         attach_results(
             output, joined, request.captures, missing, lengths, request.ended_by, request.patch
         )
@@ -137,6 +144,11 @@ class ResultGathering:
                 wrong = _wrong_in_on_result(consumer, output, index, result)
                 if wrong:
                     set_result(output, sample, name, replace(result, status="error", error=wrong))
+
+
+def _made(results: Mapping[str, ConsumerResult]) -> dict[str, ConsumerResult]:
+    """Those that are not to be asked for again."""
+    return {name: result for name, result in results.items() if result.status != "pending"}
 
 
 def _wrong_in_on_result(consumer: Consumer, output: Any, index: int, result: Any) -> str:

@@ -27,6 +27,7 @@ class BatchLayout:
         version: of the slots, when it was made.
         growth: of the slots, when it was looked at last which rows are the prompts'.
         of_prompts: `[sequences]`, whether the first token is the prompt's.
+        delivered: `[sequences]`, positions below which all were computed when it was made.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
         positions: `[segments]`, position of the first token; None when it is the sequence's start.
@@ -43,6 +44,7 @@ class BatchLayout:
     version: int
     growth: int
     of_prompts: npt.NDArray[np.bool_]
+    delivered: IntArray
     segments: IntArray
     positions: IntArray | None
     groups: tuple[ProgramSegments, ...]

@@ -214,6 +214,7 @@ class RowPlanner:
             version=table.version,
             growth=table.growth,
             of_prompts=batch.starts < prompt_len,
+            delivered=delivered,
             segments=segments,
             positions=first,
             groups=groups,

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from tllm.ports import ModelView
 from tllm.ports.payload import reason_of
 from tllm.result_memory import ResultMemory
 from tllm.runtime.assignments import Assignments
+from tllm.runtime.batch import StepBatch
 from tllm.runtime.binder import Binder
 from tllm.runtime.columns import IntArray
 from tllm.runtime.consumer_protocol import ConsumerProtocol
@@ -67,7 +69,9 @@ class RegisteredConsumers:
         self._slots = slots
         self._binder = binder
         self._assignments = assignments
-        self._writers: dict[str, list[TapWriter]] = {}
+        #: Not by id: one that raised is detached when the next step begins, and by then another may
+        #: have its id.
+        self._writers: dict[BoundConsumer, list[TapWriter]] = {}
 
     def __iter__(self) -> Iterator[BoundConsumer]:
         return iter(self.by_id.values())
@@ -118,7 +122,7 @@ class RegisteredConsumers:
             if here is not None
         ]
         self.by_id[owner.id] = owner
-        self._writers[owner.id] = list(own.values())
+        self._writers[owner] = list(own.values())
         try:
             # What is made in inference mode can never be trained.
             with torch.inference_mode(False), torch.no_grad():
@@ -171,7 +175,7 @@ class RegisteredConsumers:
 
     def _remove_writers(self, owner: BoundConsumer) -> None:
         """Add nothing more in a consumer's name."""
-        for writer in self._writers.pop(owner.id, ()):
+        for writer in self._writers.pop(owner, ()):
             self.additions.remove_writer(writer)
 
     def reassign(self) -> None:
@@ -270,9 +274,27 @@ class RegisteredConsumers:
             if owner.error:
                 sequence.errors[owner.id] = owner.error
 
+    def note_computed_again(self, batch: StepBatch, delivered: IntArray) -> None:
+        """A step computes rows of sequences that were preempted: where another vector is added to
+        them than before, their results say so.
+
+        Args:
+            delivered: `[sequences]`, positions below which all were computed before.
+        """
+        for i in np.flatnonzero(batch.starts < delivered).tolist():
+            sequence = self._slots.by_slot[batch.slots[i]]
+            if sequence is None:
+                continue
+            info, start = sequence.info, int(batch.starts[i])
+            last = int(min(batch.ends[i], delivered[i])) - 1
+            phases = range(int(start >= info.prompt_len), int(last >= info.prompt_len) + 1)
+            for owner, writers in self._writers.items():
+                if owner.serves(sequence) and self.additions.renewed(writers, info.slot, phases):
+                    sequence.rewritten.add(owner.id)
+
     def forget_writes(self, slot: int, owner: BoundConsumer) -> None:
         """Add nothing more to a sequence in a consumer's name."""
-        self.additions.forget(slot, self._writers.get(owner.id, ()))
+        self.additions.forget(slot, self._writers.get(owner, ()))
 
 
 def _refusal_of(owner: BoundConsumer, options: Mapping[str, Any]) -> str:

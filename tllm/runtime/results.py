@@ -38,6 +38,13 @@ _REPLACED = (
     "this is of the other one; register it under an id of its own"
 )
 
+_REWRITTEN = (
+    "the request was preempted, and rows of it were computed again after the consumer had written "
+    "to them anew: all got the vectors of then, so that they, and what came after them, may differ "
+    "from what they are where nothing is preempted; give the engine more room for its KV cache or "
+    "lower max_num_seqs, or write once, when the request starts"
+)
+
 _DROPPED = (
     "{rows} rows were dropped because the capture ring was full; capture less at once, raise "
     "max_capture_mib, or start the engine with overflow='block'"
@@ -104,7 +111,7 @@ class Results:
                 else:
                     result = self._ask(owner, info, step)
                     anew = (sequence.left | sequence.replaced) & sequence.consumers.keys()
-                    if result is None and owner.id in anew:
+                    if result is None and owner.id in anew | sequence.rewritten:
                         result = RequestResult(None)
                     if result is not None:
                         results[owner.id] = result
@@ -286,4 +293,5 @@ def _missing(sequence: RunningSequence, consumer_id: str) -> str | None:
     came_anew = _CAME_ANEW if consumer_id in sequence.left else None
     if came_anew is None and consumer_id in sequence.replaced:
         came_anew = _REPLACED
-    return "; ".join(filter(None, (dropped, came_anew))) or None
+    rewritten = _REWRITTEN if consumer_id in sequence.rewritten else None
+    return "; ".join(filter(None, (dropped, came_anew, rewritten))) or None

@@ -85,6 +85,8 @@ class RunningSequence:
     """Consumers that were unregistered while it ran. One may have come anew since."""
     replaced: set[str] = field(default_factory=set)
     """Consumers that it names, and of whose ids there was another when it was accepted."""
+    rewritten: set[str] = field(default_factory=set)
+    """Consumers that wrote other vectors since, when rows of it were computed again."""
     registrations: Mapping[str, str] = field(default_factory=dict)
     """Of the consumers that it names, which one of that id it was accepted with."""
     isolated: bool = False

@@ -157,6 +157,9 @@ class Steps:
         if observed or drafts is not None or not self._planner.keep(slots, starts, counts):
             batch = StepBatch(slots, starts, counts, sampled_from, drafts)
             frame = self._planner.plan(self._consumers.step, batch)
+            layout = self._planner.layout
+            if self._additions.writers and not frame.goes_on and layout is not None:
+                self._consumers.note_computed_again(batch, layout.delivered)
             if drafts is not None:
                 self.drafted.begin(batch)
             if frame.chooses:

@@ -139,10 +139,11 @@ class Additions:
             return  # it was removed in the meantime
         if vectors is not None and self._repeated(writer, requests, vectors):
             return
-        running = [i for i, r in enumerate(requests) if self._slots.running(r)]
+        running = [i for i, r in enumerate(requests) if self._serves(r)]
         if not running:
             return
         self._versions[writer.tap] += 1
+        self._note_repeats(writer)
         written = None if vectors is None else WrittenVectors(vectors)
         of_each = vectors is not None and vectors.dim() == 2
         touched, of_row = [], []
@@ -151,6 +152,8 @@ class Additions:
                 add_row = 2 * requests[i].slot + phase
                 touched.append(add_row)
                 of_row.append(i)
+                if add_row in writer.values or self._computed(requests[i], phase):
+                    writer.renewed.add(add_row)
                 if written is None:
                     writer.values.pop(add_row, None)
                 else:
@@ -178,9 +181,34 @@ class Additions:
         if last.version != self._versions[writer.tap]:
             return False
         last.written.vectors = vectors
+        writer.repeats = True
         rows = vectors if last.of_row is None else vectors.index_select(0, last.of_row)
         self._taps.replace_additions(writer.tap, last.add_rows, rows)
         return True
+
+    def _serves(self, request: RequestInfo) -> bool:
+        """Whether a sequence may be written to: not when its results were made, even if the engine
+        has not let go of it, since nobody would take that back."""
+        sequence = self._slots.running(request)
+        return sequence is not None and not sequence.ended
+
+    def _computed(self, request: RequestInfo, phase: int) -> bool:
+        """Whether rows of a phase of a sequence are computed already."""
+        return bool(self._slots.delivered[request.slot] > phase * request.prompt_len)
+
+    def _note_repeats(self, writer: TapWriter) -> None:
+        """Its last write was made again, with other vectors: note that before it is forgotten."""
+        if writer.repeats and writer.repetition is not None:
+            running = filter(self._serves, writer.repetition.requests)
+            writer.renewed.update(2 * r.slot + phase for r in running for phase in writer.phases)
+        writer.repeats = False
+
+    def renewed(self, writers: Sequence[TapWriter], slot: int, phases: Sequence[int]) -> bool:
+        """Whether some writer has not added the same to all rows of these phases of a sequence."""
+        for writer in writers:
+            self._note_repeats(writer)
+        add_rows = {2 * slot + phase for phase in phases}
+        return any(writer.renewed & add_rows for writer in writers)
 
     def _written(self, tap: TapKey, add_row: int) -> list[Written]:
         """What the writers at a tap add to the rows of an add row."""
@@ -232,6 +260,8 @@ class Additions:
         for tap, all_writers in self.writers.items():
             self._versions[tap] += 1
             writers = [writer for writer in all_writers if of is None or writer in of]
+            for writer in writers:
+                writer.renewed -= {2 * slot, 2 * slot + 1}
             stale = [2 * slot + p for p in (0, 1) if any(2 * slot + p in w.values for w in writers)]
             if stale:
                 for writer in writers:
@@ -252,6 +282,8 @@ class TapWriter(ResidualWriter):
     Attributes:
         values: what was written, by add row.
         repetition: how the last write may be made again.
+        repeats: whether it was.
+        renewed: add rows of sequences to some of whose rows something else was added, or nothing.
     """
 
     def __init__(self, additions: Additions, tap: TapKey, phases: tuple[int, ...]) -> None:
@@ -259,6 +291,8 @@ class TapWriter(ResidualWriter):
         self.phases = phases
         self.values: dict[int, Written] = {}
         self.repetition: Repetition | None = None
+        self.repeats = False
+        self.renewed: set[int] = set()
         self._additions = additions
         self._numbers = LateCheck()
 

@@ -112,7 +112,7 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers | No
             such texts. `lm_head_in` has no layers.
     """
     if isinstance(given, str):
-        given = given.replace(";", " ").split()
+        given = [given]
     if isinstance(given, Mapping):
         pairs = list(given.items())
     elif isinstance(given, Iterable):
@@ -120,8 +120,9 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers | No
         for item in given:
             if not isinstance(item, str):
                 raise ValueError(f"{name}: {item!r} is not text such as 'post_block:12'")
-            point, separator, layers = item.partition(":")
-            pairs.append((point, layers if separator else None))
+            for text in item.replace(";", " ").split():
+                point, separator, layers = text.partition(":")
+                pairs.append((point, layers if separator else None))
     else:
         raise ValueError(
             f"{name}={given!r} is {type(given).__name__}; give a mapping such as "

@@ -165,9 +165,14 @@ class Store:
         if not len(found):
             lost = ", ".join(damage.path for damage in self.damages[:3])
             hint = f"; it may be in what cannot be read: {lost}" if lost else ""
+            others = self.filter(request_id=request_id)
+            if len(others):
+                asked = {"tag": tag, "sample_index": sample_index}
+                also = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
+                hint = f" and {also}; with this id there are {_first_names(others)}{hint}"
             raise StoreError(f"no record has the request id {request_id!r}{hint}", "missing")
         if len(found) > 1:
-            names = ", ".join(record.name for record in found[:5])
+            names = _first_names(found)
             raise StoreError(
                 f"{len(found)} records have the request id {request_id!r}: {names}; give tag and "
                 "sample_index, or use filter()",
@@ -403,6 +408,10 @@ class Store:
             by_request = found[STATUSES[table.status[record]]]
             by_request.setdefault(request_id, []).append((tag, sample))
         return found
+
+
+def _first_names(records: Store) -> str:
+    return ", ".join(record.name for record in records[:5])
 
 
 def _text(name: str, given: Any, or_several: str = "") -> str:

@@ -99,6 +99,9 @@ class StoreWriter:
         writer_id: str = "main",
         **options: Any,
     ) -> None:
+        known = [each.name for each in fields(WriterOptions)]
+        if unknown := sorted(options.keys() - set(known)):
+            raise TypeError(f"StoreWriter has no {unknown}; it takes writer_id, {', '.join(known)}")
         chosen = WriterOptions(**options)
         if not (writer_id := checked_text("writer_id", writer_id)):
             raise ValueError("writer_id='' is not allowed; give this writer a name")
