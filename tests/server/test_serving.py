@@ -912,6 +912,7 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
         ({"vllm_xargs": {"tllm_bulk": "x"}}, "vllm_xargs['tllm_bulk'] was given; names that"),
+        ({"use_beam_search": True, "vllm_xargs": {"tllm_x": 1}}, "vllm_xargs['tllm_x'] was given"),
         ({"steering_vector": VECTORS}, "steering_vector was given, and is no field; steering_v"),
         ({"stopWhen": "x"}, "stopWhen was given, and is no field; stop_when may be meant"),
         ({"captures": {}}, "captures was given, and is no field; capture may be meant"),
@@ -960,6 +961,7 @@ def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):
             "capture",
             "position 900 is out of range",
         ),
+        ({"vllm_xargs": {"tllm_bulk": 1}}, "vllm_xargs", "vllm_xargs['tllm_bulk'] was given; na"),
     ],
 )
 def test_what_is_refused_is_an_error_of_the_request_also_of_a_stream(
@@ -1027,6 +1029,29 @@ def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
     refused = server.post(path, body, key=None)
     assert refused.status_code == 400
     assert f"{named} was given, but {path} does not read it" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/messages", CHAT | {"vllm_xargs": {"tllm_bulk": 1}}, "vllm_xargs"),
+        ("/v1/chat/completions/batch", CHAT | {"vllm_xargs": {"tllm_x": 1}}, "vllm_xargs"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"extra_args": {"tllm_bulk": 1}}},
+            "extra_args",
+        ),
+        ("/tokenize", {"prompt": "Hi", "vllm_xargs": {"tllm_": 1}}, "vllm_xargs"),
+    ],
+)
+def test_names_of_our_own_messages_are_refused_on_every_route(server, path, body, place, stream):
+    """Before a stream begins, by the name of the field as the body has it."""
+    refused = server.post(path, {**body, "stream": stream}, key=None)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, place)
+    assert f"{place}['tllm_" in error["message"]
+    assert "names that begin with 'tllm_'" in error["message"]
 
 
 def test_a_form_and_escaped_names_are_read_too(server):
