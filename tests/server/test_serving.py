@@ -234,6 +234,23 @@ def test_steering_by_request(server, client, model, way):
     assert plain.choices[0].token_ids == steered_tokens(model, ids, 3, torch.zeros(128), 8)
 
 
+@pytest.mark.parametrize("module", ["odd", "odd:v2"])
+def test_an_adapters_name_is_one_of_the_servers_names(server, client, tuned, module):
+    vector = 2.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+    spec = {"post_block": {"3": vector.tolist()}}
+    assert server.post("/v1/steering/modules/register", {"name": module, "spec": spec}).is_success
+    for route in ("completions", "chat/completions"):
+        body = {"completions": WORDS, "chat/completions": CHAT}[route] | {"max_tokens": 8}
+        body |= {"temperature": 0, "return_token_ids": True}
+        answer = server.post(f"/v1/{route}", body | {"model": f"tuned:{module}"}, key=None)
+        (choice,) = answer.json()["choices"]
+        ids = answer.json().get("prompt_token_ids") or choice["prompt_token_ids"]
+        assert choice["token_ids"] == steered_tokens(tuned, ids, 3, vector, 8)
+    missing = server.post("/v1/completions", WORDS | {"model": "tuned:none"}, key=None)
+    assert missing.status_code == 404
+    assert "model='tuned:none': no steering module 'none'" in missing.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("way", ["request", "module", "monitor", "small MLP"])
 def test_steering_on_a_condition_and_its_signals(server, client, model, way):
     """One that always holds, and one that never does. The MLP says what the vector does."""
