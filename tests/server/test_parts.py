@@ -507,6 +507,10 @@ def test_the_reference_is_made_from_the_document():
     made = document.markdown(document.our_document())
     assert text == made, "run python -m tllm.server.document > doc/reference/http.md"
     assert set(document.PROPERTIES) == set(FIELDS) == {*ASKED_FIELDS, "steering_name"}
+    for path in document.our_document()["paths"].values():
+        for method, operation in path.items():
+            assert "422" not in operation["responses"]
+            assert ("400" in operation["responses"]) == ("requestBody" in operation), method
 
 
 def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):

@@ -910,6 +910,13 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
     assert "bad" not in server.get("/v1/steering/monitors").json()
 
 
+def test_what_is_no_field_of_an_admin_route_is_refused_in_a_sentence(server):
+    answer = server.post("/v1/steering/monitors/register", {"name": "a", "conditoin": {}})
+    assert answer.status_code == 400
+    sentence = "conditoin was given, and is no field; give any of name, condition"
+    assert answer.json()["error"]["message"] == sentence
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -1167,7 +1174,9 @@ def test_metrics_say_what_the_workers_did(server, client):
 
 def test_the_document_has_our_routes_and_fields(server):
     found = server.get("/openapi.json").json()
-    assert set(document.our_document()["paths"]) <= set(found["paths"])
+    for path, how in document.our_document()["paths"].items():
+        for method, operation in how.items():
+            assert found["paths"][path][method]["responses"].keys() == operation["responses"].keys()
     for name in document.REQUESTS:
         assert set(document.PROPERTIES) <= set(found["components"]["schemas"][name]["properties"])
 
