@@ -935,6 +935,7 @@ def test_what_is_no_field_of_an_admin_route_is_refused_in_a_sentence(server):
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
+        ({"extra_args": {"tllm": {"capture": {}}}}, "extra_args['tllm'] was given; give what"),
         ({"vllm_xargs": {"tllm_bulk": "x"}}, "vllm_xargs['tllm_bulk'] was given; names that"),
         ({"use_beam_search": True, "vllm_xargs": {"tllm_x": 1}}, "vllm_xargs['tllm_x'] was given"),
         ({"steering_vector": VECTORS}, "steering_vector was given, and is no field; steering_v"),

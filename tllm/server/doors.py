@@ -456,12 +456,6 @@ async def _begun(turns: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerat
 
 def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
     """Refuse forms of requests that have no place for what is asked."""
-    if EXTRA_ARG in (request.vllm_xargs or {}):
-        raise FieldError(
-            "vllm_xargs",
-            f"vllm_xargs[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
-            "body",
-        )
     names = "capture", "consumers", "patch", "conversation", *ENDING_FIELDS
     of_rows = [name for name in names if name in asked]
     if not _wanted_of(asked.get("consumers", {})):  # they are only turned off

@@ -13,7 +13,7 @@ from tllm.params import parse_asked
 from tllm.request_fields import FIELDS, meant_by
 from tllm.server.settings import ServerSettings
 from tllm.spec.conversations import COUNTED
-from tllm.spec.request import refusal_of_own
+from tllm.spec.request import EXTRA_ARG, refusal_of_own
 
 ENDING_FIELDS = ("stop_when", "abort_when")
 """Those that end a request where a condition holds."""
@@ -92,6 +92,12 @@ def _check_names(body: Mapping[str, Any]) -> None:
         if found := sorted(inside.keys() & set(FIELDS)):
             raise FieldError(
                 place, f"{place}[{found[0]!r}] was given; put {found[0]} into the body itself"
+            )
+        if EXTRA_ARG in inside:
+            raise FieldError(
+                place,
+                f"{place}[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
+                "body",
             )
         if refusal := refusal_of_own(place, inside):
             raise FieldError(place, refusal)
