@@ -22,7 +22,7 @@ from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
 from tllm.spec.reading import check_text
-from tllm.spec.request import EXTRA_ARG, OWN_ARGS, Asked, carried_by
+from tllm.spec.request import EXTRA_ARG, Asked, carried_by, refusal_of_own
 from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import Tiers, parse_modules
 
@@ -272,12 +272,8 @@ def _refuse_unread(name: str, carried: Mapping[str, Any], *, ours: bool) -> None
                 f"{name}[{field!r}] was given, where nobody reads it; give {field}= to tllm's "
                 f"class of parameters, or {name}={{{EXTRA_ARG!r}: {{{field!r}: ...}}}} to vLLM's"
             )
-    for own in carried:
-        if isinstance(own, str) and own.startswith(OWN_ARGS):  # it could end the engine
-            raise ValueError(
-                f"{name}[{own!r}] was given; names that begin with {OWN_ARGS!r} are those that "
-                "tLLM's own processes use among themselves: leave it out"
-            )
+    if refusal := refusal_of_own(name, carried):
+        raise ValueError(refusal)
     if ours and carried.get(EXTRA_ARG):
         raise ValueError(
             f"{name}[{EXTRA_ARG!r}] was given with tllm's class of parameters, which has fields "

@@ -40,7 +40,7 @@ from tllm.params import ASKED_FIELDS
 from tllm.ports import Payload
 from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
-from tllm.server.doors import prompt_tokens
+from tllm.server.doors import Door, prompt_tokens
 from tllm.server.fields import FieldError, asked_in
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
@@ -452,7 +452,54 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeyp
         answer = client.post("/v1/steering/set", content=content)
         assert answer.status_code == 413
         assert "more than 1 MiB" in answer.json()["error"]["message"]
-    assert client.post("/v1/steering/set", content=body[:-1]).status_code == 422
+    assert client.post("/v1/steering/set", content=body[:-1]).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ('{"nam": "a"}', "nam was given, and is no field; give any of name, spec"),
+        ('{"name": "", "spec": {}}', "name: String should have at least 1 character"),
+        ('{"name": 7}', "name: Input should be a valid string; spec: Field required"),
+        ('{"name": "a"', "the body is no JSON: Expecting ',' delimiter, at character 12"),
+        ("[]", "the body is no object; send one as JSON, with Content-Type: application/json"),
+        ("", "the body is no object; send one as JSON, with Content-Type: application/json"),
+    ],
+)
+def test_a_wrong_body_of_a_route_of_ours_is_told_in_a_sentence(tmp_path, body, sentence):
+    client = app_of(ServerSettings(), tmp_path, "127.0.0.1")
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/steering/modules/register", content=body, headers=headers)
+    assert (answer.status_code, answer.json()["detail"]) == (400, sentence)
+
+
+@pytest.mark.parametrize(
+    ("model", "base", "module"),
+    [
+        ("demo:calm", "demo", "calm"),
+        ("tuned:calm", "tuned", "calm"),
+        ("demo:tuned", "demo:tuned", None),
+        ("demo:tuned:calm", "demo:tuned", "calm"),
+        ("demo:odd:v2", "demo", "odd:v2"),
+        ("nobody:calm", "nobody:calm", None),
+    ],
+)
+def test_a_models_name_is_divided_where_both_parts_are_known(model, base, module):
+    """Adapters and modules have names with colons, too."""
+
+    class Steering:
+        async def modules(self):
+            return {"calm": {}, "odd:v2": {}}
+
+    handler = SimpleNamespace(
+        _is_model_supported=lambda name: name == "demo",
+        models=SimpleNamespace(lora_requests={"tuned": None, "demo:tuned": None}),
+    )
+    door = SimpleNamespace(_handler=handler, _interventions=SimpleNamespace(steering=Steering()))
+    request = SimpleNamespace(model=model)
+    found = asyncio.run(Door._module_named_by_model(door, request, {}))
+    assert request.model == base
+    assert found == ({} if module is None else {"steering_module_ref": module})
 
 
 def test_the_reference_is_made_from_the_document():
@@ -460,6 +507,10 @@ def test_the_reference_is_made_from_the_document():
     made = document.markdown(document.our_document())
     assert text == made, "run python -m tllm.server.document > doc/reference/http.md"
     assert set(document.PROPERTIES) == set(FIELDS) == {*ASKED_FIELDS, "steering_name"}
+    for path in document.our_document()["paths"].values():
+        for method, operation in path.items():
+            assert "422" not in operation["responses"]
+            assert ("400" in operation["responses"]) == ("requestBody" in operation), method
 
 
 def test_the_command_is_an_ordinary_vllm_serve(monkeypatch):

@@ -234,6 +234,23 @@ def test_steering_by_request(server, client, model, way):
     assert plain.choices[0].token_ids == steered_tokens(model, ids, 3, torch.zeros(128), 8)
 
 
+@pytest.mark.parametrize("module", ["odd", "odd:v2"])
+def test_an_adapters_name_is_one_of_the_servers_names(server, client, tuned, module):
+    vector = 2.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+    spec = {"post_block": {"3": vector.tolist()}}
+    assert server.post("/v1/steering/modules/register", {"name": module, "spec": spec}).is_success
+    for route in ("completions", "chat/completions"):
+        body = {"completions": WORDS, "chat/completions": CHAT}[route] | {"max_tokens": 8}
+        body |= {"temperature": 0, "return_token_ids": True}
+        answer = server.post(f"/v1/{route}", body | {"model": f"tuned:{module}"}, key=None)
+        (choice,) = answer.json()["choices"]
+        ids = answer.json().get("prompt_token_ids") or choice["prompt_token_ids"]
+        assert choice["token_ids"] == steered_tokens(tuned, ids, 3, vector, 8)
+    missing = server.post("/v1/completions", WORDS | {"model": "tuned:none"}, key=None)
+    assert missing.status_code == 404
+    assert "model='tuned:none': no steering module 'none'" in missing.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("way", ["request", "module", "monitor", "small MLP"])
 def test_steering_on_a_condition_and_its_signals(server, client, model, way):
     """One that always holds, and one that never does. The MLP says what the vector does."""
@@ -893,6 +910,13 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
     assert "bad" not in server.get("/v1/steering/monitors").json()
 
 
+def test_what_is_no_field_of_an_admin_route_is_refused_in_a_sentence(server):
+    answer = server.post("/v1/steering/monitors/register", {"name": "a", "conditoin": {}})
+    assert answer.status_code == 400
+    sentence = "conditoin was given, and is no field; give any of name, condition"
+    assert answer.json()["error"]["message"] == sentence
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -911,7 +935,9 @@ def test_what_is_no_monitor_is_refused(server, condition, sentence):
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
+        ({"extra_args": {"tllm": {"capture": {}}}}, "extra_args['tllm'] was given; give what"),
         ({"vllm_xargs": {"tllm_bulk": "x"}}, "vllm_xargs['tllm_bulk'] was given; names that"),
+        ({"use_beam_search": True, "vllm_xargs": {"tllm_x": 1}}, "vllm_xargs['tllm_x'] was given"),
         ({"steering_vector": VECTORS}, "steering_vector was given, and is no field; steering_v"),
         ({"stopWhen": "x"}, "stopWhen was given, and is no field; stop_when may be meant"),
         ({"captures": {}}, "captures was given, and is no field; capture may be meant"),
@@ -960,6 +986,7 @@ def test_what_cannot_be_had_is_refused_by_name(server, asked, sentence):
             "capture",
             "position 900 is out of range",
         ),
+        ({"vllm_xargs": {"tllm_bulk": 1}}, "vllm_xargs", "vllm_xargs['tllm_bulk'] was given; na"),
     ],
 )
 def test_what_is_refused_is_an_error_of_the_request_also_of_a_stream(
@@ -1027,6 +1054,29 @@ def test_a_route_that_reads_no_fields_says_so(server, path, body, named):
     refused = server.post(path, body, key=None)
     assert refused.status_code == 400
     assert f"{named} was given, but {path} does not read it" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/messages", CHAT | {"vllm_xargs": {"tllm_bulk": 1}}, "vllm_xargs"),
+        ("/v1/chat/completions/batch", CHAT | {"vllm_xargs": {"tllm_x": 1}}, "vllm_xargs"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"extra_args": {"tllm_bulk": 1}}},
+            "extra_args",
+        ),
+        ("/tokenize", {"prompt": "Hi", "vllm_xargs": {"tllm_": 1}}, "vllm_xargs"),
+    ],
+)
+def test_names_of_our_own_messages_are_refused_on_every_route(server, path, body, place, stream):
+    """Before a stream begins, by the name of the field as the body has it."""
+    refused = server.post(path, {**body, "stream": stream}, key=None)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, place)
+    assert f"{place}['tllm_" in error["message"]
+    assert "names that begin with 'tllm_'" in error["message"]
 
 
 def test_a_form_and_escaped_names_are_read_too(server):
@@ -1125,7 +1175,9 @@ def test_metrics_say_what_the_workers_did(server, client):
 
 def test_the_document_has_our_routes_and_fields(server):
     found = server.get("/openapi.json").json()
-    assert set(document.our_document()["paths"]) <= set(found["paths"])
+    for path, how in document.our_document()["paths"].items():
+        for method, operation in how.items():
+            assert found["paths"][path][method]["responses"].keys() == operation["responses"].keys()
     for name in document.REQUESTS:
         assert set(document.PROPERTIES) <= set(found["components"]["schemas"][name]["properties"])
 

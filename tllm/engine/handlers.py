@@ -32,6 +32,7 @@ for _handler, _create in (
         takes="model_name",
         since="0.32",
     )
+    uses(_handler, "models", "adapters that are named together with a module", since="0.32")
     uses(_handler, "_extract_prompt_components", "how many rows a prompt asks for", since="0.32")
     uses(_handler, "create_error_response", _FOR, takes="message err_type param", since="0.32")
 uses(
@@ -73,7 +74,7 @@ uses(
 uses(
     f"{_OPENAI}.models.serving.OpenAIServingModels",
     "is_base_model base_model_paths lora_requests",
-    "the adapter that a sweep names",
+    "the adapter that a sweep names, or a model's name that has a steering module's in it",
     since="0.32",
 )
 
@@ -317,6 +318,11 @@ def adapter_named(models: Any, name: str) -> Any:
         served = [*(each.name for each in models.base_model_paths), *models.lora_requests]
         raise ValueError(f"model={name!r} is not served here; served are {', '.join(served)}")
     return models.lora_requests[name]
+
+
+def is_served(handler: Any, name: str) -> bool:
+    """Whether a handler answers under a name: one of the model's, or of an adapter's."""
+    return bool(handler._is_model_supported(name)) or name in handler.models.lora_requests
 
 
 def engine_metrics() -> bytes:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tllm.request_fields import FIELDS, meant_by
 from tllm.server.fields import PLACES, UNSUPPORTED
-from tllm.spec.request import EXTRA_ARG
+from tllm.spec.request import EXTRA_ARG, refusal_of_own
 
 _READ_BY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _OUR_ROUTES = ("/v1/steering", "/v1/patch_sweep")
@@ -51,13 +51,18 @@ class CheckedBodies:
             return
         ours = path.startswith(_OUR_ROUTES) or path in _READ_BY
         body = b"" if ours else b"".join(message.get("body", b"") for message in messages)
-        named = _in_form(body) if _is_form(scope) else _in_json(body)
+        given = {} if _is_form(scope) else _json(body)
+        named = _in_form(body) if _is_form(scope) else _in_json(given)
         if named:
             message = (
                 f"{named[0]} was given, but {path} does not read it; use {', '.join(_READ_BY)}"
             )
             await _error(400, message, named[0])(scope, receive, send)
             return
+        for place, inside in _handed_on(given):
+            if refusal := refusal_of_own(place, inside):
+                await _error(400, refusal, place)(scope, receive, send)
+                return
 
         async def again() -> Message:
             return messages.pop(0) if messages else await receive()
@@ -81,28 +86,33 @@ def _in_form(body: bytes) -> list[str]:
     return [name for name in names if _is_ours(name)]
 
 
-def _in_json(body: bytes) -> list[str]:
-    """Our fields that a body has, and what it would hand to the engine behind our back."""
+def _json(body: bytes) -> dict[str, Any]:
+    """The fields of a body; none of what is no JSON, or no object."""
     try:
         given: Any = json.loads(body) if body else None
     except (ValueError, RecursionError):  # somebody else's to refuse
-        return []
-    if not isinstance(given, dict):
-        return []
+        return {}
+    return given if isinstance(given, dict) else {}
+
+
+def _in_json(given: dict[str, Any]) -> list[str]:
+    """Our fields that a body has, and what it would hand to the engine behind our back."""
     found = [name for name, value in given.items() if value is not None and _is_ours(name)]
     for place in PLACES:
         inside = given.get(place)
         if isinstance(inside, dict):
             found += [f"{place}[{name!r}]" for name in inside if name in _NAMES]
-            found += _hidden(inside)
-    return found + _hidden(given)
+    return found + [f"{n}[{EXTRA_ARG!r}]" for n, in_it in _handed_on(given) if EXTRA_ARG in in_it]
 
 
-def _hidden(place: dict[str, Any]) -> list[str]:
+def _handed_on(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """What a body hands on to the engine as it is, by the field that it stands in."""
+    places = [inside for place in PLACES if isinstance(inside := given.get(place), dict)]
     return [
-        f"{name}[{EXTRA_ARG!r}]"
+        (name, inside)
+        for fields in (*places, given)
         for name in _INNER
-        if isinstance(place.get(name), dict) and EXTRA_ARG in place[name]
+        if isinstance(inside := fields.get(name), dict)
     ]
 
 

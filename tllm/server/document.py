@@ -13,6 +13,8 @@ from fastapi import FastAPI
 from tllm.request_fields import FIELDS
 from tllm.version import __version__
 
+TAG = "interventions"
+"""Of our routes."""
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 """Requests of vLLM's that take our fields."""
 
@@ -93,11 +95,12 @@ PROPERTIES: Mapping[str, Mapping[str, Any]] = {
 
 
 def add_fields(app: FastAPI) -> None:
-    """Let an app's document say what its requests take beside vLLM's fields."""
+    """Let an app's document say what its requests take beside vLLM's fields, and what our routes
+    answer."""
     of_app = app.openapi
 
     def openapi() -> dict[str, Any]:
-        document = of_app()
+        document = _without_422(of_app())
         schemas = document.get("components", {}).get("schemas", {})
         for name in REQUESTS:
             if name in schemas:
@@ -105,6 +108,15 @@ def add_fields(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _without_422(document: dict[str, Any]) -> dict[str, Any]:
+    """A document without FastAPI's answer to what is wrong in a body: our routes have another."""
+    for path in document["paths"].values():
+        for operation in path.values():
+            if TAG in operation.get("tags", ()):
+                operation["responses"].pop("422", None)
+    return document
 
 
 def markdown(document: Mapping[str, Any]) -> str:
@@ -161,7 +173,7 @@ def our_document() -> dict[str, Any]:
 
     app = FastAPI(title="tLLM", version=__version__)
     app.include_router(router)
-    return app.openapi()
+    return _without_422(app.openapi())
 
 
 if __name__ == "__main__":

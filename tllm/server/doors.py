@@ -20,7 +20,7 @@ from tllm.client.built_in import BUILT_IN
 from tllm.client.consumer_calls import consumer_error
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.front import RefusedError
-from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, note_outputs
+from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, is_served, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.media import media_of_prompt
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, field_error, of_caller
@@ -276,18 +276,18 @@ class Door:
     async def _module_named_by_model(
         self, request: Any, asked: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """`model="NAME:MODULE"` is the model with a steering module, so that any client steers."""
+        """`model="NAME:MODULE"` is the model, or an adapter, with a steering module, so that any
+        client steers. Either name may have colons of its own."""
         model = request.model
-        if not model or ":" not in model or self._handler._is_model_supported(model):
+        if not model or ":" not in model or is_served(self._handler, model):
             return {}
         colons = (at for at, character in enumerate(model) if character == ":")
-        base = next(
-            (model[:at] for at in colons if self._handler._is_model_supported(model[:at])), None
-        )
-        if base is None:
+        bases = [model[:at] for at in colons if is_served(self._handler, model[:at])]
+        if not bases:
             return {}
-        module = model[len(base) + 1 :]
         known = await self._interventions.steering.modules()
+        base = next((each for each in bases if model[len(each) + 1 :] in known), bases[0])
+        module = model[len(base) + 1 :]
         if module not in known:
             raise FieldError(
                 "model",
@@ -456,12 +456,6 @@ async def _begun(turns: AsyncGenerator[Any, None], watch: Watch) -> AsyncGenerat
 
 def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
     """Refuse forms of requests that have no place for what is asked."""
-    if EXTRA_ARG in (request.vllm_xargs or {}):
-        raise FieldError(
-            "vllm_xargs",
-            f"vllm_xargs[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
-            "body",
-        )
     names = "capture", "consumers", "patch", "conversation", *ENDING_FIELDS
     of_rows = [name for name in names if name in asked]
     if not _wanted_of(asked.get("consumers", {})):  # they are only turned off

@@ -13,6 +13,7 @@ from tllm.params import parse_asked
 from tllm.request_fields import FIELDS, meant_by
 from tllm.server.settings import ServerSettings
 from tllm.spec.conversations import COUNTED
+from tllm.spec.request import EXTRA_ARG, refusal_of_own
 
 ENDING_FIELDS = ("stop_when", "abort_when")
 """Those that end a request where a condition holds."""
@@ -78,17 +79,28 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
 
 def _check_names(body: Mapping[str, Any]) -> None:
     """Refuse fields that are ours but for their spelling, or stand in a place where nobody reads
-    them: vLLM ignores what it does not know."""
+    them: vLLM ignores what it does not know. And names of our own messages, before a stream
+    begins: an answer of `/v1/responses` that the engine refuses later ends without a word."""
     for name, value in body.items():
         meant = None if name in FIELDS or value is None else meant_by(name)
         if meant is not None:
             raise FieldError(name, f"{name} was given, and is no field; {meant} may be meant")
     for place in PLACES:
         inside = body.get(place)
-        if isinstance(inside, Mapping) and (found := sorted(inside.keys() & set(FIELDS))):
+        if not isinstance(inside, Mapping):
+            continue
+        if found := sorted(inside.keys() & set(FIELDS)):
             raise FieldError(
                 place, f"{place}[{found[0]!r}] was given; put {found[0]} into the body itself"
             )
+        if EXTRA_ARG in inside:
+            raise FieldError(
+                place,
+                f"{place}[{EXTRA_ARG!r}] was given; give what you ask as fields of the request's "
+                "body",
+            )
+        if refusal := refusal_of_own(place, inside):
+            raise FieldError(place, refusal)
 
 
 PLACES = ("extra_body", "vllm_xargs", "extra_args", "sampling_params")

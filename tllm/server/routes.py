@@ -13,11 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from tllm.engine.handlers import engine_metrics
+from tllm.server.document import TAG
 from tllm.server.fields import FieldError, bearer_key
 from tllm.server.metrics import exposition
 from tllm.server.patch_sweeps import SweepBody
 from tllm.server.state import ServerState, state_of
-from tllm.server.strict_body import StrictBody
+from tllm.server.strict_body import StrictBody, StrictRoute
 
 Vectors = Annotated[
     dict[str, Any] | None,
@@ -111,7 +112,7 @@ _ADMIN: _Answers = {
 }
 
 Admin = Annotated[ServerState, Depends(admin)]
-router = APIRouter(tags=["interventions"])
+router = APIRouter(tags=[TAG], route_class=StrictRoute)
 
 
 @router.get("/v1/steering", responses=_ADMIN)
@@ -154,7 +155,7 @@ async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
     return {"registered": body.name}
 
 
-@router.post("/v1/steering/modules/unregister", responses=_ADMIN | _UNKNOWN)
+@router.post("/v1/steering/modules/unregister", responses=_ADMIN | _MALFORMED | _UNKNOWN)
 async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
     """Forget a module."""
     if body.name not in await state.interventions.steering.modules():
@@ -182,7 +183,7 @@ async def register_monitor(body: MonitorBody, state: Admin) -> dict[str, Any]:
     return {"registered": body.name}
 
 
-@router.post("/v1/steering/monitors/unregister", responses=_ADMIN | _UNKNOWN)
+@router.post("/v1/steering/monitors/unregister", responses=_ADMIN | _MALFORMED | _UNKNOWN)
 async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
     """Forget a monitor."""
     if body.name not in await state.interventions.steering.monitors():
@@ -198,7 +199,7 @@ async def steering_conversations(state: Admin) -> dict[str, Any]:
     return dict(await state.interventions.steering.conversations())
 
 
-@router.post("/v1/steering/conversations/forget", responses=_ADMIN | _UNKNOWN)
+@router.post("/v1/steering/conversations/forget", responses=_ADMIN | _MALFORMED | _UNKNOWN)
 async def forget_conversation(body: ConversationName, state: Admin) -> dict[str, Any]:
     """Forget a conversation: whoever names its id next begins another one."""
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -287,6 +287,18 @@ def wire_of(params: Any) -> Mapping[str, Any]:
         return {}
     found: Mapping[str, Any] = carried_by(params)[1].get(EXTRA_ARG, {})
     return found
+
+
+def refusal_of_own(place: str, carried: Iterable[object]) -> str | None:
+    """Why what stands in a place is refused: it has a name of our own messages. None where it has
+    none, and all of it is the user's."""
+    for name in carried:
+        if isinstance(name, str) and name.startswith(OWN_ARGS):  # it could end the engine
+            return (
+                f"{place}[{name!r}] was given; names that begin with {OWN_ARGS!r} are those that "
+                "tLLM's own processes use among themselves: leave it out"
+            )
+    return None
 
 
 def carried_by(params: Any) -> tuple[str, Mapping[str, Any]]:
