@@ -150,8 +150,11 @@ def test_an_engine_that_exists_is_asked_and_left_as_it_was(reference):
             lane.feed(own[0])
             step = await lane.next()
             assert agrees(step, await lm.next_token_logprobs(lane.tokens))
+        assert lm.stats() == await asyncio.to_thread(lm.stats)
         with pytest.raises(RuntimeError, match="would wait for itself"):
             lm.next_token_logprobs_sync([5])
+        with pytest.raises(RuntimeError, match=r"asyncio.to_thread\(...\) of what has none"):
+            lm.register_consumer("logging")
         with pytest.raises(ValueError, match="another AsyncVirtualLM"):
             await AsyncVirtualLM.from_engine(engine)
         with pytest.raises(ValueError, match="started on another event loop"):

@@ -56,9 +56,20 @@ class EngineLoop:
             self.check_open()
             raise RuntimeError(
                 "called from the engine's own event loop, which would wait for itself; await the "
-                "form without _sync"
+                "form without _sync, or asyncio.to_thread(...) of what has none"
             )
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function there and wait for its result; on that loop, at once."""
+        if self.inside:
+            self.check_open()
+            return function()
+
+        async def called() -> T:
+            return function()
+
+        return self.run(called())
 
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine that runs there, on any loop."""

@@ -398,7 +398,7 @@ class Service:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    async def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Counters: requests and turns computed, those whose answer was told before vLLM had gone
         through all of the step, queries that shared one, requests parked, requests kept now, rows
         of shared memory."""
