@@ -104,6 +104,21 @@ def test_tokens_that_do_not_add_up_are_refused():
         token_bytes(tokenizer)
 
 
+@pytest.mark.parametrize("model", ["lm", "reference"])
+def test_results_are_the_callers_to_change_and_to_learn_by(model, request):
+    model = request.getfixturevalue(model)
+    row, table = (
+        model.next_token_logprobs_sync([5]),
+        model.batch_next_token_logprobs_sync([[5]] * 2),
+    )
+    expected = row.clone()
+    row.requires_grad_().exp().sum().backward()
+    table[0] = 0.0
+    assert agrees(table[1], expected)
+    torch.testing.assert_close(row.grad, expected.exp())
+    assert agrees(model.next_token_logprobs_sync([5]), expected)
+
+
 def test_completions_end_where_the_model_ends(lm, reference):
     prompt = lm.tokenizer.encode("On Monday Ben felt")
     end = reference.underlying_model.generation_config.eos_token_id

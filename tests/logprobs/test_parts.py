@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -348,6 +349,31 @@ def test_equal_interventions_have_equal_keys():
 def test_options_of_the_consumer_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         NextTokenConsumer().validate_options(options)
+
+
+def test_a_loop_that_ends_while_its_model_is_cleaned_up_is_no_error(monkeypatch):
+    """`cleanup` on the loop itself, as the last thing that is done there."""
+    raised, ended = [], []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    async def last():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def main():
+        loop = EngineLoop(asyncio.get_running_loop())
+        before = set(threading.enumerate())
+        loop.end(last)
+        threads = set(threading.enumerate()) - before
+        await asyncio.sleep(0.05)
+        return threads
+
+    for thread in asyncio.run(main()):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert (raised, ended) == ([], [True])
 
 
 def test_an_argument_that_from_name_has_not_is_refused_before_an_engine_starts():

@@ -6,6 +6,8 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from tllm.logprobs.kept import Holder
@@ -107,7 +109,9 @@ class EngineLoop:
         if self.inside:  # where the last reference was dropped
             threading.Thread(target=self.end, args=(last,)).start()
             return
-        asyncio.run_coroutine_threadsafe(last(), self.loop).result()
+        # Whoever the loop belongs to may end it meanwhile.
+        with suppress(CancelledError):
+            asyncio.run_coroutine_threadsafe(last(), self.loop).result()
         if self._thread is not None:
             asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)
