@@ -123,6 +123,15 @@ def test_a_lane_is_not_steered_by_where_it_ends(lm, reference, positions):
         lm.run(lm.engine.steering.clear())
 
 
+def test_a_lane_whose_condition_would_remember_is_told_of_lanes(lm):
+    probe = {"probe": {"hook": "post_block", "layer": 0, "vector": VECTOR}, "above": 0.0}
+    entry = {"vector": VECTOR, "when": {**probe, "scope": "rest"}}
+    steered = {"steering_vectors": {"post_block": {LAYER: entry}}}
+    with pytest.raises(ValueError, match=r"'scope', 'over'.* as a lane's is, too"):
+        lm.open(PROMPT, **steered).next_sync()
+    assert lm.next_token_logprobs_sync(PROMPT, **steered).isfinite().all()
+
+
 class Enough(Consumer):
     """Ends a completion by the row at a position."""
 
