@@ -104,6 +104,21 @@ def test_tokens_that_do_not_add_up_are_refused():
         token_bytes(tokenizer)
 
 
+@pytest.mark.parametrize("model", ["lm", "reference"])
+def test_results_are_the_callers_to_change_and_to_learn_by(model, request):
+    model = request.getfixturevalue(model)
+    row, table = (
+        model.next_token_logprobs_sync([5]),
+        model.batch_next_token_logprobs_sync([[5]] * 2),
+    )
+    expected = row.clone()
+    row.requires_grad_().exp().sum().backward()
+    table[0] = 0.0
+    assert agrees(table[1], expected)
+    torch.testing.assert_close(row.grad, expected.exp())
+    assert agrees(model.next_token_logprobs_sync([5]), expected)
+
+
 def test_completions_end_where_the_model_ends(lm, reference):
     prompt = lm.tokenizer.encode("On Monday Ben felt")
     end = reference.underlying_model.generation_config.eos_token_id
@@ -150,8 +165,11 @@ def test_an_engine_that_exists_is_asked_and_left_as_it_was(reference):
             lane.feed(own[0])
             step = await lane.next()
             assert agrees(step, await lm.next_token_logprobs(lane.tokens))
+        assert lm.stats() == await asyncio.to_thread(lm.stats)
         with pytest.raises(RuntimeError, match="would wait for itself"):
             lm.next_token_logprobs_sync([5])
+        with pytest.raises(RuntimeError, match=r"asyncio.to_thread\(...\) of what has none"):
+            lm.register_consumer("logging")
         with pytest.raises(ValueError, match="another AsyncVirtualLM"):
             await AsyncVirtualLM.from_engine(engine)
         with pytest.raises(ValueError, match="started on another event loop"):

@@ -83,6 +83,25 @@ def test_completions_may_be_steered_in_their_generated_tokens_only(lm):
             ask(PROMPT, **decode)
 
 
+@pytest.mark.parametrize(
+    "narrowed",
+    [
+        {"positions": "all_generated"},
+        {"when": {"over": "prompt_last"}},
+        {"when": {"over": "prompt_mean", "scope": "conversation"}},
+    ],
+)
+def test_what_steers_generated_tokens_alone_is_refused_where_all_are_given(lm, narrowed):
+    probe = {"probe": {"hook": "post_block", "layer": 0, "vector": VECTOR}, "above": 0.0}
+    if "when" in narrowed:
+        narrowed = {"when": {**probe, **narrowed["when"]}}
+    steered = {"steering_vectors": {"post_block": {LAYER: {"vector": VECTOR, **narrowed}}}}
+    for ask in (lm.next_token_logprobs, lm.open):
+        with pytest.raises(ValueError, match=r"steering_vectors\['post_block'\].*would do nothing"):
+            ask(PROMPT, **steered)
+    assert asyncio.run(lm.sample(PROMPT, 2, [], temperature=0, **steered))
+
+
 @pytest.mark.parametrize("positions", ["last_prompt", {"exclude": {"positions": [-1]}}])
 def test_a_lane_is_not_steered_by_where_it_ends(lm, reference, positions):
     """The last token of each turn was, until the lane lost its place and had one last token."""
@@ -102,6 +121,15 @@ def test_a_lane_is_not_steered_by_where_it_ends(lm, reference, positions):
         assert lm.next_token_logprobs_sync(PROMPT).isfinite().all()
     finally:
         lm.run(lm.engine.steering.clear())
+
+
+def test_a_lane_whose_condition_would_remember_is_told_of_lanes(lm):
+    probe = {"probe": {"hook": "post_block", "layer": 0, "vector": VECTOR}, "above": 0.0}
+    entry = {"vector": VECTOR, "when": {**probe, "scope": "rest"}}
+    steered = {"steering_vectors": {"post_block": {LAYER: entry}}}
+    with pytest.raises(ValueError, match=r"'scope', 'over'.* as a lane's is, too"):
+        lm.open(PROMPT, **steered).next_sync()
+    assert lm.next_token_logprobs_sync(PROMPT, **steered).isfinite().all()
 
 
 class Enough(Consumer):

@@ -469,6 +469,40 @@ def test_lanes_go_on_after_the_engine_has_ended_all_requests(lm, monkeypatch, in
     assert agrees(found, lm.batch_next_token_logprobs_sync(tokens))
 
 
+def test_what_is_registered_while_a_message_is_made_is_no_error(lm, reference, monkeypatch):
+    """Other processes, and calls under way, register at any time."""
+    registered, takes_plain = lm.engine._tllm.registered, lm.engine.takes_plain
+    taken = []
+
+    def takes_and_hears():
+        if taken_now := takes_plain():
+            taken.append(True)
+            registered._version -= 1  # as if there were news
+        return taken_now
+
+    async def run():
+        asked = prompts(6, seed=77)
+        lanes = [lm.open(tokens) for tokens in asked[:3]]
+        await lm.next_token_logprobs([5])  # all is known
+        with monkeypatch.context() as patch:
+            patch.setattr(lm.engine, "takes_plain", takes_and_hears)
+            of_lanes = await asyncio.wait_for(lm.batch_next(lanes), 60)
+            await lm.next_token_logprobs([6])
+            of_queries = await asyncio.wait_for(lm.batch_next_token_logprobs(asked[3:]), 60)
+        for lane in lanes:
+            lane.feed(9)
+        later = await lm.batch_next(lanes)
+        tokens = [lane.tokens for lane in lanes]
+        await gathered(lane.close() for lane in lanes)
+        return asked, torch.cat([of_lanes, of_queries]), tokens, later
+
+    asked, found, tokens, later = asyncio.run(run())
+    assert len(taken) >= 2
+    assert agrees(found, reference.batch_next_token_logprobs_sync(asked), OTHER_ENGINE)
+    assert agrees(later, reference.batch_next_token_logprobs_sync(tokens), OTHER_ENGINE)
+    assert lm.stats()["in_flight"] == 0
+
+
 def test_a_completion_that_the_engine_has_aborted_is_an_error(lm):
     """Its tokens so far are not a completion."""
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -350,6 +351,31 @@ def test_options_of_the_consumer_are_checked(options, message):
         NextTokenConsumer().validate_options(options)
 
 
+def test_a_loop_that_ends_while_its_model_is_cleaned_up_is_no_error(monkeypatch):
+    """`cleanup` on the loop itself, as the last thing that is done there."""
+    raised, ended = [], []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+
+    async def last():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async def main():
+        loop = EngineLoop(asyncio.get_running_loop())
+        before = set(threading.enumerate())
+        loop.end(last)
+        threads = set(threading.enumerate()) - before
+        await asyncio.sleep(0.05)
+        return threads
+
+    for thread in asyncio.run(main()):
+        thread.join(10)
+        assert not thread.is_alive()
+    assert (raised, ended) == ([], [True])
+
+
 def test_an_argument_that_from_name_has_not_is_refused_before_an_engine_starts():
     with pytest.raises(
         TypeError, match=r"unknown arguments \['dtype'\]; give vLLM's in engine_opts"
@@ -357,9 +383,32 @@ def test_an_argument_that_from_name_has_not_is_refused_before_an_engine_starts()
         AsyncVirtualLM.from_name("no/model", dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_size": -1}, "cache_size=-1 must be 0 or more"),
+        ({"cache_size": "all"}, "cache_size='all' is not a whole number"),
+        ({"cache_opts": {"to_cpu": True}}, r"cache_opts has unknown keys \['to_cpu'\]"),
+        ({"batch_size": 0}, "batch_size=0 must be 1 or more"),
+        ({"timeout": -1}, "timeout=-1 must be 0 or more seconds"),
+        ({"transport": "shm"}, "transport='shm' is not known; choose one of shared, rpc"),
+        ({"shared_mib": 0.5}, "shared_mib=0.5 is not a whole number"),
+        ({"idle_seconds": "5"}, "idle_seconds='5' is not a number"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_an_engine_starts(monkeypatch, options, message):
+    async def create(*args, **kwargs):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(virtual_lm.AsyncLLM, "create", create)
+    with pytest.raises(ValueError, match=message):
+        AsyncVirtualLM.from_name("a/model", **options)
+
+
 def test_an_engine_of_which_no_model_is_made_is_ended(monkeypatch):
     class Engine:
         ended = False
+        vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2))
 
         def shutdown(self):
             self.ended = True
@@ -370,8 +419,8 @@ def test_an_engine_of_which_no_model_is_made_is_ended(monkeypatch):
         return engine
 
     monkeypatch.setattr(virtual_lm.AsyncLLM, "create", create)
-    with pytest.raises(ValueError, match="batch_size=0"):
-        AsyncVirtualLM.from_name("a/model", batch_size=0)
+    with pytest.raises(ValueError, match="data_parallel_size is more than 1"):
+        AsyncVirtualLM.from_name("a/model")
     assert engine.ended
 
 

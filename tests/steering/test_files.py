@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -655,6 +656,14 @@ def test_the_best_layer_is_by_d_prime_among_equals():
     assert module.best_layer == 2
 
 
+@pytest.mark.parametrize("where", [".", "nowhere/m.safetensors"])
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, where: str):
+    path = tmp_path / where
+    with pytest.raises(OSError, match=re.escape(f"{path} cannot be written: ")):
+        module_of_two_hooks().save(path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_saved_module_can_be_read_by_others(tmp_path: Path):
     module_of_two_hooks().save(tmp_path / "m")
     tensors = safetensors.numpy.load_file(tmp_path / "m")
@@ -759,7 +768,11 @@ def test_normalising(tmp_path: Path):
         (struct.pack("<Q", 2) + b"{}", "names no layer"),
         (struct.pack("<Q", 9) + b"{ not json", "damaged"),
         (b"\x93NUMPY\x01\x00", "numpy cannot read it"),
-        (b"PK\x03\x04 broken", "no format that is read"),
+        (b"PK\x03\x04 broken", "damaged, or was cut off: it starts as a zip file"),
+        (
+            struct.pack("<Q", 200) + b'{"v": ',
+            "damaged, or was cut off: .* header alone has 200 bytes",
+        ),
         (b"\x80\x04broken", "could not be restored"),
         (b"GGUF", "damaged"),
     ],
@@ -769,6 +782,22 @@ def test_what_is_no_file_of_vectors_is_refused(tmp_path: Path, content: bytes, m
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize("name", ["v.pt", "v.npz", "v.safetensors"])
+def test_a_file_whose_end_is_missing_is_said_to_be_cut_off(tmp_path: Path, name: str):
+    path = tmp_path / name
+    if name == "v.pt":
+        write_pt(path, {"1": vector(0)})
+    elif name == "v.npz":
+        np.savez(path, **{"1": vector(0)})
+    else:
+        safetensors.numpy.save_file({"1": vector(0)}, path)
+    content = path.read_bytes()
+    for kept in (40, len(content) // 2, len(content) - 20):
+        path.write_bytes(content[:kept])
+        with pytest.raises(ValueError, match=f"{name}: it is damaged"):
+            load(path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path):

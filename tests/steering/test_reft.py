@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tllm.spec.tiers import Tiers
-from tllm.steering import load_reft
+from tllm.steering import load, load_reft
 
 HIDDEN, RANK = 12, 3
 NAMES = {
@@ -85,6 +85,12 @@ def test_what_is_no_loreft_is_refused(tmp_path, capsys, options, says):
         load_reft(tmp_path / "reft")
     assert says in str(refused.value)
     assert "run" not in capsys.readouterr().out
+
+
+def test_load_says_what_reads_such_a_folder(tmp_path):
+    saved(tmp_path / "reft")
+    with pytest.raises(ValueError, match=r"reft: .* read it with tllm.steering.load_reft"):
+        load(tmp_path / "reft")
 
 
 def test_arrays_are_floats_of_32_bits(tmp_path):

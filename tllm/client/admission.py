@@ -37,6 +37,13 @@ from tllm.spec.selection import Selection
 _PROMPT = Selection.parse({"phase": "prompt"})
 
 
+class NewsError(RuntimeError):
+    """Something was registered that is not known here yet."""
+
+    def __init__(self) -> None:
+        super().__init__("the workers have to be asked something before this request")
+
+
 class RequestAdmission:
     """Makes requests ready, or refuses them.
 
@@ -131,13 +138,14 @@ class RequestAdmission:
 
     def admit_now(self, params: VllmSamplingParams, *, streamed: bool) -> VllmSamplingParams:
         """Parameters as the engine takes them, of requests that nobody steers and whose results
-        nobody will look at, when all that is registered is known (`is_current`)."""
+        nobody will look at, when all that is registered is known (`is_current`); else a
+        `NewsError`, since another process may register something at any time."""
         try:
             next(self.admit(params, "", results=False, streamed=streamed))
         except StopIteration as done:
             prepared: Prepared = done.value
             return prepared.params  # type: ignore[no-any-return]
-        raise RuntimeError("the workers have to be asked something before this request")
+        raise NewsError
 
     def _enter(self, named: RequestConversation | None, prepared: Prepared) -> Steps[None]:
         """Let a request, which is ready, take part in a conversation."""

@@ -294,7 +294,8 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         """Parameters as the engine takes them, of requests that nobody steers and whose results
         nobody will look at; `streamed` of those whose prompts arrive in parts.
 
-        Raises `ValueError` naming what such requests cannot have.
+        Raises `ValueError` naming what such requests cannot have, and `NewsError` where something
+        was registered since `takes_plain`.
         """
         return self._tllm.admission.admit_now(params, streamed=streamed)
 

@@ -10,7 +10,10 @@ from tllm.spec.groups import SteeringGroup
 from tllm.spec.request import Asked
 
 _POOLING = "pooling, which generates nothing; use generate()"
-_STREAMED = "a prompt that is streamed, of which tokens are dropped; give the whole prompt at once"
+_STREAMED = (
+    "a prompt that is streamed, as a lane's is, too; give the whole prompt at once (of a lane, to "
+    "next_token_logprobs)"
+)
 _BEAM = "a beam, which is computed by many requests; use generate()"
 
 
@@ -83,10 +86,11 @@ class RequestKind:
 def _check_decodes(asked: Asked) -> None:
     """Refuse steering of generated tokens alone where none are generated."""
     for phase, entry in () if asked.steering is None else asked.steering.own.by_phase():
-        if phase == "decode" or not entry.steers_in("prefill"):
+        if phase == "decode" or entry.needs_generated:
             raise ValueError(
                 f"{entry.name} steers generated tokens alone, and was given for pooling, which "
-                "generates nothing; use steering_vectors or steering_clamps, and other positions"
+                "generates nothing; use steering_vectors or steering_clamps, other positions, and "
+                "a condition without 'over'"
             )
 
 

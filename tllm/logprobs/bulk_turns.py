@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import vllm
 
+from tllm.client.admission import NewsError
 from tllm.client.llm import AsyncLLM
 from tllm.engine.bulk import Bulk, BulkInputs, BulkItem
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
@@ -73,7 +74,8 @@ class BulkTurns:
         keep: makes the request that is kept for a lane.
         name: a new id of a request.
         spawn: runs a coroutine that nobody waits for.
-        again: serves those whose lane goes on otherwise, after somebody else's was closed.
+        again: serves those who go on otherwise, after somebody else's lane was closed, or after
+            something was registered.
 
     Attributes:
         computed: turns that were begun.
@@ -324,7 +326,11 @@ def tell(
     again: Callable[[Iterable[Waiter]], None],
 ) -> None:
     """Tell those who wait for one answer; each has memory of his own. That a lane was closed
-    concerns nobody else: those go on by `again`."""
+    concerns nobody else: those go on by `again`. So do all where something was registered
+    meanwhile, which may steer them."""
+    if isinstance(outcome, NewsError):
+        again([each for each in waiters if each.is_awaited])
+        return
     if isinstance(outcome, LaneClosedError):
         closed = [each for each in waiters if each.holder is not None and each.holder.closed]
         again([each for each in waiters if each not in closed and each.is_awaited])

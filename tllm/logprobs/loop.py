@@ -6,6 +6,8 @@ import asyncio
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from tllm.logprobs.kept import Holder
@@ -56,9 +58,20 @@ class EngineLoop:
             self.check_open()
             raise RuntimeError(
                 "called from the engine's own event loop, which would wait for itself; await the "
-                "form without _sync"
+                "form without _sync, or asyncio.to_thread(...) of what has none"
             )
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function there and wait for its result; on that loop, at once."""
+        if self.inside:
+            self.check_open()
+            return function()
+
+        async def called() -> T:
+            return function()
+
+        return self.run(called())
 
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Await a coroutine that runs there, on any loop."""
@@ -96,7 +109,9 @@ class EngineLoop:
         if self.inside:  # where the last reference was dropped
             threading.Thread(target=self.end, args=(last,)).start()
             return
-        asyncio.run_coroutine_threadsafe(last(), self.loop).result()
+        # Whoever the loop belongs to may end it meanwhile.
+        with suppress(CancelledError):
+            asyncio.run_coroutine_threadsafe(last(), self.loop).result()
         if self._thread is not None:
             asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result()
             self.loop.call_soon_threadsafe(self.loop.stop)

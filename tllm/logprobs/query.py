@@ -176,6 +176,8 @@ class Interventions:
                 "all of the prompt's phase. Use the form without decode_"
             )
         asked = parse_asked(given)
+        if not generates:
+            _check_given(asked)
         if NextTokenConsumer.consumer_id in asked.consumers:
             raise ValueError("consumers['next_token'] is set by the backend; use top_k= or only=")
         results = any(options.get("enabled", True) for options in asked.consumers.values())
@@ -189,6 +191,17 @@ class Interventions:
         own = copy(params)
         own.asked = replace(self.asked, consumers=consumers)
         return own
+
+
+def _check_given(asked: Asked) -> None:
+    """Refuse steering of generated tokens alone where all tokens are given."""
+    for _, entry in () if asked.steering is None else asked.steering.own.by_phase():
+        if entry.needs_generated:
+            raise ValueError(
+                f"{entry.name} would do nothing: it is for generated tokens alone, and the tokens "
+                "of queries and lanes are given, so they are all of the prompt's phase. Give other "
+                "positions, and a condition without 'over'"
+            )
 
 
 _OBJECTS = itertools.count()

@@ -398,7 +398,7 @@ class Service:
 
     # -- the rest ------------------------------------------------------------------------------
 
-    async def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, int]:
         """Counters: requests and turns computed, those whose answer was told before vLLM had gone
         through all of the step, queries that shared one, requests parked, requests kept now, rows
         of shared memory."""
@@ -426,15 +426,17 @@ class Service:
             each.cancel()
         tasks += [task for kept in self._kept if (task := kept.cancel()) is not None]
         self._bulk.close(_cancelled())
-        if tasks:
-            await asyncio.wait(tasks, timeout=5.0)
-        if owned:
-            processes = processes_of(self.engine)
-            self.engine.shutdown()
-            await gone(processes)
-        elif registered and not self.engine.errored:
-            await self.engine.unregister_consumer(CONSUMER)
-        self._transport.close()
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=5.0)
+            if owned:
+                processes = processes_of(self.engine)
+                self.engine.shutdown()
+                await gone(processes)
+            elif registered and not self.engine.errored:
+                await self.engine.unregister_consumer(CONSUMER)
+        finally:  # also where the loop ends meanwhile
+            self._transport.close()
 
 
 def _cancelled() -> RuntimeError:

@@ -61,7 +61,7 @@ class TransformersLM(AsyncLM):
             self.next_token_logprobs_sync, token_ids, lora_name=lora_name
         )
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode, whose tensors nobody may change or learn by
     def next_token_logprobs_sync(
         self, token_ids: Sequence[int], *, lora_name: str | None = None
     ) -> torch.Tensor:

@@ -34,9 +34,29 @@ from tllm.logprobs.query import (
 )
 from tllm.logprobs.service import Service
 from tllm.logprobs.transport import CONSUMER, Kind
-from tllm.spec.reading import whole_number
+from tllm.spec.reading import allow_keys, require_one_of, scalar, whole_number
 
 T = TypeVar("T")
+
+
+def _check_options(
+    cache_size: int = 0,
+    cache_opts: Mapping[str, Any] | None = None,
+    batch_size: int = 20,
+    timeout: float = 0.02,
+    transport: Kind = "shared",
+    shared_mib: int = 1024,
+    idle_seconds: float = 5.0,
+) -> None:
+    """Refuse what is wrong before an engine starts for it, which may take minutes."""
+    whole_number(cache_size, "cache_size=", 0)
+    allow_keys(cache_opts or {}, ("move_to_cpu",), "cache_opts", "OutputCache")
+    whole_number(batch_size, "batch_size=", 1)
+    whole_number(shared_mib, "shared_mib=", 1)
+    for name, seconds in (("timeout", timeout), ("idle_seconds", idle_seconds)):
+        if not scalar(seconds, name) >= 0:
+            raise ValueError(f"{name}={seconds!r} must be 0 or more seconds")
+    require_one_of("transport", transport, Kind)
 
 
 class AsyncVirtualLM(AsyncLM):
@@ -85,11 +105,6 @@ class AsyncVirtualLM(AsyncLM):
             owned: whether `cleanup` ends the engine.
             registered: whether `cleanup` removes the consumer in the workers.
         """
-        if cache_size < 0 or batch_size < 1 or timeout < 0:
-            raise ValueError(
-                f"cache_size={cache_size!r}, batch_size={batch_size!r}, timeout={timeout!r}; give "
-                "0 or more, 1 or more, and 0 or more seconds"
-            )
         if engine.vllm_config.parallel_config.data_parallel_size > 1:
             raise ValueError(
                 "data_parallel_size is more than 1, and vLLM may send the steps of a lane to "
@@ -136,6 +151,7 @@ class AsyncVirtualLM(AsyncLM):
                 f"unknown arguments {unknown}; give vLLM's in engine_opts={{...}}. from_name takes "
                 f"engine_opts, cache_size, cache_opts, batch_size, timeout, {', '.join(taken)}"
             )
+        _check_options(cache_size, cache_opts, batch_size, timeout, **options)
         arguments = {
             "enable_prefix_caching": True,
             "disable_log_stats": True,
@@ -182,6 +198,7 @@ class AsyncVirtualLM(AsyncLM):
             raise ValueError(
                 "the engine was started on another event loop; await from_engine() on that one"
             )
+        _check_options(**options)
         registered = CONSUMER not in engine.consumers
         if registered:
             await engine.register_consumer(NextTokenConsumer())
@@ -461,8 +478,8 @@ class AsyncVirtualLM(AsyncLM):
         self.clear_cache()
 
     def stats(self) -> dict[str, int]:
-        """Counters of the client's side, see `Service.stats`."""
-        return self.run(self._service.stats())
+        """Counters of the client's side, see `Service.stats`; from any thread and loop."""
+        return self._loop.call(self._service.stats)
 
     def clear_cache(self) -> None:
         """Forget earlier answers; needed when something else has changed what the model says, such

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tllm.spec.conditions import Condition, parse_condition
+from tllm.spec.conditions import Condition, NamedCondition, parse_condition
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import layer_numbered
 from tllm.spec.methods import METHODS, SteeringMethod, adding
@@ -95,6 +95,13 @@ class SteeringEntry:
         """Whether any token of a phase may be meant."""
         phases = self.positions.phases
         return bool(phases) if phase == "any" else SELECTED_PHASES[phase] in phases
+
+    @property
+    def needs_generated(self) -> bool:
+        """Whether it steers generated tokens alone, by its positions or since its condition decides
+        on what follows the prompt. What a monitor decides on is not known here."""
+        when = None if isinstance(self.when, NamedCondition) else self.when
+        return not self.steers_in("prefill") or (when is not None and when.memory.of_prompt)
 
     def check_numbers(self, max_value: float, max_reach: float) -> None:
         """Refuse numbers that a model cannot use.

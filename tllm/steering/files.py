@@ -16,7 +16,7 @@ import numpy.typing as npt
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, scalar
-from tllm.steering.formats import gguf, sae
+from tllm.steering.formats import gguf, reft, sae
 from tllm.steering.formats.arrays import (
     NUMPY_MAGIC,
     read_numpy,
@@ -34,6 +34,9 @@ KNOWN = (
     "GGUF control vectors, safetensors, .pt files of tensors, .npy and .npz, and folders with a "
     "sparse autoencoder in SAELens' layout"
 )
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors reads no longer one."""
 
 
 @runtime_checkable
@@ -131,6 +134,8 @@ def _read(
         return Contents(tuple(placed), metadata={"model_hint": path.model_type})
     file = Path(path)
     if file.is_dir():
+        if reft.is_folder(file):
+            raise ValueError("it is a folder of pyreft; read it with tllm.steering.load_reft")
         place = NamedPlace(hook, layers[0]) if hook and layers and len(layers) == 1 else None
         return sae.read(file, features, normalize, place)
     if features is not None:
@@ -153,13 +158,24 @@ def _reader(path: Path) -> Reader:
         return read_numpy
     if start.startswith(b"PK\x03\x04"):
         names = _names_in_zip(path)
+        if not names:
+            raise ValueError(
+                "it is damaged, or was cut off: it starts as a zip file, which .pt and .npz are, "
+                "and the list of what that holds, at its end, is not there"
+            )
         if any(name.endswith("/data.pkl") for name in names):
             return read_torch
-        if names and all(name.endswith(".npy") for name in names):
+        if all(name.endswith(".npy") for name in names):
             return read_numpy
     # safetensors: the length of the header in 8 bytes, then the header, which is a JSON object.
-    if start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size:
+    length, size = int.from_bytes(start[:8], "little"), path.stat().st_size
+    if start[8:] == b"{" and length < size:
         return read_safetensors
+    if start[8:] == b"{" and length <= _LONGEST_HEADER:
+        raise ValueError(
+            f"it is damaged, or was cut off: it starts as a safetensors file, whose header alone "
+            f"has {length} bytes, and it has {size} in all"
+        )
     # A pickle of protocol 2 or later, which torch.save wrote before it wrote zip files.
     if start[0] == 0x80:
         return read_torch

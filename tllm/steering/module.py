@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from typing_extensions import Self
 
@@ -121,7 +122,8 @@ class SteeringModule:
         """Write a safetensors file that `tllm.steering.load` reads back as it was.
 
         A tensor is named `HOOK.LAYER`; scales, source and metadata are in the file's header, under
-        the key `tllm`. `ValueError` if the metadata is not plain JSON.
+        the key `tllm`. `ValueError` if the metadata is not plain JSON, `OSError` with the path if
+        it cannot be written.
         """
         try:
             # allow_nan: a score that could not be computed is NaN, and comes back as such.
@@ -136,7 +138,10 @@ class SteeringModule:
             for point, layers in self.vectors.items()
             for layer, entry in layers.items()
         }
-        save_file(tensors, str(path), metadata={"format": FORMAT, "tllm": header})
+        try:
+            save_file(tensors, str(path), metadata={"format": FORMAT, "tllm": header})
+        except SafetensorError as error:
+            raise OSError(f"{path} cannot be written: {error}") from None
         return Path(path)
 
     def _header(self) -> dict[str, Any]:

@@ -64,11 +64,15 @@ def load_reft(
         raise ValueError(f"{path}: {error}") from None
 
 
+def is_folder(path: Path) -> bool:
+    """Whether `pyreft` wrote it, as far as the names of its files say."""
+    return (path / "config.json").is_file() and any(path.glob("intkey_*.bin"))
+
+
 def _read(
     folder: Path, strength: float, more: Mapping[str, Any]
 ) -> dict[str, dict[int, list[dict[str, Any]]]]:
-    files = sorted(folder.glob("intkey_*.bin"))
-    if not files or not (folder / "config.json").is_file():
+    if not is_folder(folder):
         raise ValueError(
             "it is no folder of pyreft, which has config.json and intkey_*.bin (ReftModel.save)"
         )
@@ -79,7 +83,7 @@ def _read(
                 f"it has an intervention of {kind}; those of LoreftIntervention are read"
             )
     spec: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for file in files:
+    for file in sorted(folder.glob("intkey_*.bin")):
         point, layer = _place(file.name)
         entry = {"method": "low_rank", **dict(_arrays(file)), "strength": strength, **more}
         spec.setdefault(str(point), {}).setdefault(layer, []).append(entry)
