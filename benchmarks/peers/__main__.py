@@ -7,7 +7,6 @@ it, on one thread each; warm. What it answers is compared with plain `transforme
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.__main__ import environment
 from benchmarks.peers.environment import ENVIRONMENTS
 from benchmarks.peers.model import Reference, compare, save_model
 from benchmarks.peers.peer_process import PEERS
@@ -243,7 +243,7 @@ def main(
         with opened(_BASE, model, asked, cache) as base:
             for each in chosen:
                 before[each] = compared(each, base, expected, model, asked, cache, rounds)
-                result = {"date": datetime.date.today().isoformat(), "peers": before}
+                result = {**environment(), "peers": before}
                 path.write_text(json.dumps(result, indent=1) + "\n")
     found = {name: before[name] for name in ENVIRONMENTS if name in before}
     if queries := found.pop(_QUERIES, None):

@@ -102,6 +102,36 @@ def test_what_steers_generated_tokens_alone_is_refused_where_all_are_given(lm, n
     assert asyncio.run(lm.sample(PROMPT, 2, [], temperature=0, **steered))
 
 
+def test_modules_and_monitors_of_generated_tokens_alone_are_refused_where_all_are_given(lm):
+    steering = lm.engine.steering
+    probe = {"hook": "post_block", "layer": 0, "vector": VECTOR}
+    added = {"post_block": {LAYER: {"vector": VECTOR}}}
+    later = {"post_block": {LAYER: {"vector": VECTOR, "when": "judged once"}}}
+    once = {"probe": probe, "above": 0.0, "over": "prompt_last"}
+    lm.run(steering.register_monitor("judged once", once))
+    lm.run(steering.register_module("decoding", {"decode_vectors": added}))
+    lm.run(steering.register_module("both", {"decode_vectors": added, "vectors": added}))
+    try:
+        for asked, what in (
+            ({"steering_vectors": later}, r"steering_vectors\['post_block'\]\[2\]"),
+            ({"steering_module_ref": "decoding"}, "the module 'decoding'"),
+            ({"steering_module_ref": [("both", 1.0), ("decoding", 2.0)]}, "the module 'decoding'"),
+        ):
+            with pytest.raises(ValueError, match=f"{what} would do nothing"):
+                lm.next_token_logprobs_sync(PROMPT, **asked)
+            lane = lm.open(PROMPT, **asked)
+            with pytest.raises(ValueError, match=f"{what} would do nothing"):
+                lane.next_sync()
+            lane.close_sync()
+            assert asyncio.run(lm.sample(PROMPT, 2, [], temperature=0, **asked))
+        steered = lm.next_token_logprobs_sync(PROMPT, steering_module_ref="both")
+        assert not torch.equal(steered, lm.next_token_logprobs_sync(PROMPT))
+    finally:
+        for name in ("decoding", "both"):
+            lm.run(steering.unregister_module(name))
+        lm.run(steering.unregister_monitor("judged once"))
+
+
 @pytest.mark.parametrize("positions", ["last_prompt", {"exclude": {"positions": [-1]}}])
 def test_a_lane_is_not_steered_by_where_it_ends(lm, reference, positions):
     """The last token of each turn was, until the lane lost its place and had one last token."""

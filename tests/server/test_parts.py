@@ -287,6 +287,8 @@ def test_limits_are_those_of_the_callers_key(tmp_path):
     ("given", "sentence"),
     [
         ({"default": {"rows": -1}}, "default.rows: input should be greater"),
+        ({"default": {"requests": True}}, "default.requests: input should be a valid integer"),
+        ({"default": {"capture": 0}}, "default.capture: input should be a valid boolean"),
         ({"default": {"row": 1}}, r"default.row: .*\(there are capture, .*rows"),
         ({"keys": {"sk-research": {"bytes": "x"}}}, r"keys\['sk-res\.\.\.'\].bytes: input"),
         ({"keys": {"sha256:abc": {}}}, "after sha256: come 64 hexadecimal digits"),

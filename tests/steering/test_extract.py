@@ -478,6 +478,8 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         swept.best(0.5)
     picture = swept.plot(tmp_path / "sweep.svg").read_text()
     assert picture.startswith("<svg") and picture.count("<polyline") == 3
+    with pytest.raises(ValueError, match=r"rows\.docx' must end in \.svg"):
+        swept.plot(tmp_path / "rows.docx")
     assert llm.steering.modules() == before
     for wrong, says in (
         ({"strengths": []}, "give at least one strength"),
@@ -490,6 +492,7 @@ def test_strength_is_swept_against_effect_and_perplexity(llm, reference, mood_mo
         ({"effect": lambda text: math.nan}, "effect said nan of .*; let it return a finite number"),
         ({"phase": "later"}, "phase='later' is not known"),
         ({"texts": "one"}, "texts='one' is str; give a list"),
+        ({"texts": [[5, 6], [7]]}, r"texts\[1\]=\[7\] is one token, which nothing predicts"),
         ({"strengths": [0.0, math.nan]}, r"strengths\[1\]=nan is not finite"),
         ({"effect": lambda text: "sad"}, "effect said 'sad' of .*; let it return a finite"),
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -191,6 +192,23 @@ class Composer:
             composed = self._limited(composed, "the request with global steering")
             self._composed[asked] = composed
         return composed
+
+    def for_generated_alone(self, asked: RequestSteering) -> str | None:
+        """What of a request's steering does nothing to a prompt, beside entries that say so
+        themselves: one by a monitor of its condition, or a module that has no other. None without
+        any."""
+
+        def alone(phase: Phase, entry: SteeringEntry) -> bool:
+            return phase == "decode" or self._located(entry).needs_generated
+
+        for phase, entry in asked.own.by_phase():
+            if entry.when is not None and alone(phase, entry):
+                return entry.name
+        for name, _ in asked.modules:
+            entries = [*self.module(name).at(asked.positions).by_phase()]
+            if entries and all(starmap(alone, entries)):
+                return f"the module {name!r}"
+        return None
 
     # -- checks ----------------------------------------------------------------------------------
 

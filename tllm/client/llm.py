@@ -288,6 +288,14 @@ class AsyncLLM(Attached, vllm.AsyncLLMEngine):
         groups = composer.groups(asked.steering) if composer.concerns(asked.steering) else ()
         return any(group.positions.from_end for group in groups)
 
+    def for_generated_alone(self, asked: Asked) -> str | None:
+        """What of a request's steering does nothing to a prompt, in words, beside entries that say
+        so themselves; None without any, and while somebody registers something."""
+        registered = self._tllm.registered
+        if asked.steering is None or not registered.is_current:
+            return None
+        return registered.composer.for_generated_alone(asked.steering)
+
     def prepared_plain(
         self, params: vllm.SamplingParams, *, streamed: bool = False
     ) -> vllm.SamplingParams:

@@ -62,16 +62,18 @@ class ProbeConsumer(Consumer):
                 raise ValueError("bias= was given with path=; put 'bias' into the file instead")
             weight, bias = _load(Path(path))
         self.consumer_id = consumer_id
-        self._weight = _floats("weight", weight)
+        where = "" if path is None else f"{path}: "
+        self._weight = _floats(f"{where}weight", weight)
         if self._weight.dim() not in (1, 2) or 0 in self._weight.shape:
             raise ValueError(
-                f"weight has shape {list(self._weight.shape)}; give [hidden], or [probes, hidden]"
+                f"{where}weight has shape {list(self._weight.shape)}; give [hidden], or "
+                "[probes, hidden]"
             )
         shape = self._weight.shape[:-1]
-        self._bias = torch.zeros(shape) if bias is None else _floats("bias", bias)
+        self._bias = torch.zeros(shape) if bias is None else _floats(f"{where}bias", bias)
         if self._bias.shape != shape:
             raise ValueError(
-                f"bias has shape {list(self._bias.shape)}; for a weight of shape "
+                f"{where}bias has shape {list(self._bias.shape)}; for a weight of shape "
                 f"{list(self._weight.shape)} give {list(shape) or 'a number'}"
             )
         self._read = ResidualStream.read(layer=layer, site=site, phase=phase)

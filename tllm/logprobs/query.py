@@ -193,15 +193,20 @@ class Interventions:
         return own
 
 
+def does_nothing(what: str) -> str:
+    """Of steering that is for generated tokens alone, where all tokens are given."""
+    return (
+        f"{what} would do nothing: it is for generated tokens alone, and the tokens of queries and "
+        "lanes are given, so they are all of the prompt's phase. Give other positions, and a "
+        "condition without 'over'"
+    )
+
+
 def _check_given(asked: Asked) -> None:
     """Refuse steering of generated tokens alone where all tokens are given."""
     for _, entry in () if asked.steering is None else asked.steering.own.by_phase():
         if entry.needs_generated:
-            raise ValueError(
-                f"{entry.name} would do nothing: it is for generated tokens alone, and the tokens "
-                "of queries and lanes are given, so they are all of the prompt's phase. Give other "
-                "positions, and a condition without 'over'"
-            )
+            raise ValueError(does_nothing(entry.name))
 
 
 _OBJECTS = itertools.count()

@@ -20,7 +20,7 @@ from tllm.engine.processes import gone, processes_of
 from tllm.logprobs.bulk_turns import BulkTurns, tell
 from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
-from tllm.logprobs.query import Answer, Form, Interventions, Query
+from tllm.logprobs.query import Answer, Form, Interventions, Query, does_nothing
 from tllm.logprobs.transport import CONSUMER, Arena, Kind, Transport, arrived
 from tllm.params import SamplingParams
 
@@ -270,6 +270,7 @@ class Service:
 
     async def _query(self, query: Query) -> Answer:
         """A request of its own."""
+        self._check_steered(query)
         reply = await self._transport.reply(query.form)
         try:
             interventions = query.interventions
@@ -281,6 +282,11 @@ class Service:
         if not interventions.results:
             return answer
         return Answer(answer.values, answer.token_ids, output)
+
+    def _check_steered(self, query: Query) -> None:
+        """Refuse what the query alone cannot tell: modules and monitors are found by name."""
+        if what := self.engine.for_generated_alone(query.interventions.asked):
+            raise ValueError(does_nothing(what))
 
     async def _generate(self, query: Query, params: vllm.SamplingParams) -> Any:
         blocks = self._admission.enter(len(query.tokens) + (params.max_tokens or 1))
@@ -378,6 +384,7 @@ class Service:
         return await self._query(query)
 
     def _keep(self, query: Query, holder: Holder) -> KeptRequest:
+        self._check_steered(query)
         if self.engine.steers_from_end(query.interventions.asked):
             raise ValueError(
                 "steering, the lane's own or a global one, names tokens that count from the end of "

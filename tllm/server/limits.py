@@ -29,7 +29,7 @@ _SHA256 = "sha256:"
 class Limits(BaseModel):
     """What one caller may ask. What is None is not limited."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     capture: bool = True
     """Whether its requests may capture."""

@@ -37,7 +37,7 @@ class VectorEntry(TypedDict):
 Vectors = dict[str, dict[int, VectorEntry]]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SteeringModule:
     """Vectors for some hook points and layers, and where they come from.
 
@@ -61,6 +61,11 @@ class SteeringModule:
     def __post_init__(self) -> None:
         # Checked here and not only in the readers: a module is often put together by hand.
         object.__setattr__(self, "vectors", _checked(self.vectors, self.source))
+
+    def __repr__(self) -> str:
+        layers = {hook: [*by_layer] for hook, by_layer in self.vectors.items()}
+        of_layers = f" of a model of {self.num_layers} layers" if self.num_layers else ""
+        return f"<SteeringModule {layers}{of_layers}, {self.hidden_size} numbers, {self.source}>"
 
     @property
     def hidden_size(self) -> int:

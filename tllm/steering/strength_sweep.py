@@ -72,9 +72,12 @@ class StrengthSweep:
         return max((r for r in self.rows if r.perplexity <= limit), key=lambda row: row.effect)
 
     def plot(self, path: str | PathLike[str]) -> Path:
-        """Draw effect and perplexity against strength, as SVG."""
-        Path(path).write_text(_drawn(self.rows), encoding="utf-8")
-        return Path(path)
+        """Draw effect and perplexity against strength, as SVG: the path must end in `.svg`."""
+        path = Path(path)
+        if path.suffix.lower() != ".svg":
+            raise ValueError(f"path={str(path)!r} must end in .svg, which is what is written")
+        path.write_text(_drawn(self.rows), encoding="utf-8")
+        return path
 
 
 def sweep(
@@ -110,8 +113,8 @@ def sweep(
         progress: called with how many strengths are done, and of how many.
 
     Raises:
-        ValueError: no strengths or prompts, steering that is refused, or an effect that is no
-            number.
+        ValueError: no strengths or prompts, steering that is refused, an effect that is no
+            number, or a text of one token.
     """
     from tllm.params import SamplingParams  # vLLM takes seconds to import
 
@@ -194,6 +197,12 @@ def _perplexity(
         max_tokens=1, temperature=0.0, prompt_logprobs=0, steering_module_ref=module
     )
     outputs = llm.generate([prompt_input(text) for text, _ in texts], params, use_tqdm=False)
+    for i, (output, (text, start)) in enumerate(zip(outputs, texts, strict=True)):
+        if module is not None and len(output.prompt_token_ids) <= start:
+            raise ValueError(
+                f"texts[{i}]={text!r:.60} is one token, which nothing predicts; give texts of two "
+                "tokens and more"
+            )
     found = [
         at[token].logprob
         for output, (_, start) in zip(outputs, texts, strict=True)
