@@ -184,7 +184,7 @@ class Steering:
             if digest.startswith(PROBE):
                 self.gates.hold(digest, array)
             elif digest not in self._vectors:
-                held = torch.from_numpy(array.reshape(-1, hidden)).to(dtype)
+                held = torch.tensor(array.reshape(-1, hidden), dtype=dtype)
                 self._hold([digest], held, rows=len(held))
         for digest, operations in groups.items():
             if digest in self._groups:
