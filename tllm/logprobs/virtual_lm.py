@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
@@ -39,24 +40,28 @@ from tllm.spec.reading import allow_keys, require_one_of, scalar, whole_number
 T = TypeVar("T")
 
 
-def _check_options(
-    cache_size: int = 0,
-    cache_opts: Mapping[str, Any] | None = None,
-    batch_size: int = 20,
-    timeout: float = 0.02,
-    transport: Kind = "shared",
-    shared_mib: int = 1024,
-    idle_seconds: float = 5.0,
-) -> None:
-    """Refuse what is wrong before an engine starts for it, which may take minutes."""
-    whole_number(cache_size, "cache_size=", 0)
-    allow_keys(cache_opts or {}, ("move_to_cpu",), "cache_opts", "OutputCache")
-    whole_number(batch_size, "batch_size=", 1)
-    whole_number(shared_mib, "shared_mib=", 1)
-    for name, seconds in (("timeout", timeout), ("idle_seconds", idle_seconds)):
-        if not scalar(seconds, name) >= 0:
-            raise ValueError(f"{name}={seconds!r} must be 0 or more seconds")
-    require_one_of("transport", transport, Kind)
+@dataclass(frozen=True)
+class _Options:
+    """Keywords of `AsyncVirtualLM`, checked before an engine starts for them, which may take
+    minutes."""
+
+    cache_size: int = 0
+    cache_opts: Mapping[str, Any] | None = None
+    batch_size: int = 20
+    timeout: float = 0.02
+    transport: Kind = "shared"
+    shared_mib: int = 1024
+    idle_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        whole_number(self.cache_size, "cache_size=", 0)
+        allow_keys(self.cache_opts or {}, ("move_to_cpu",), "cache_opts", "OutputCache")
+        whole_number(self.batch_size, "batch_size=", 1)
+        whole_number(self.shared_mib, "shared_mib=", 1)
+        for name in ("timeout", "idle_seconds"):
+            if not scalar(seconds := getattr(self, name), name) >= 0:
+                raise ValueError(f"{name}={seconds!r} must be 0 or more seconds")
+        require_one_of("transport", self.transport, Kind)
 
 
 class AsyncVirtualLM(AsyncLM):
@@ -88,16 +93,10 @@ class AsyncVirtualLM(AsyncLM):
         self,
         engine: AsyncLLM,
         loop: EngineLoop,
+        options: _Options,
         *,
         owned: bool = True,
         registered: bool = True,
-        cache_size: int = 0,
-        cache_opts: Mapping[str, Any] | None = None,
-        batch_size: int = 20,
-        timeout: float = 0.02,
-        transport: Kind = "shared",
-        shared_mib: int = 1024,
-        idle_seconds: float = 5.0,
     ) -> None:
         """
         Args:
@@ -113,12 +112,17 @@ class AsyncVirtualLM(AsyncLM):
         self.engine = engine
         skipped = engine.model_config.skip_tokenizer_init
         self.tokenizer = None if skipped else engine.get_tokenizer()
-        self._answers = AnswerCache(cache_size, cache_opts or {})
+        self._answers = AnswerCache(options.cache_size, options.cache_opts or {})
         self.cache = self._answers.outputs
         self._loop = loop
-        self._service = Service(engine, loop, transport, shared_mib * 2**20, idle_seconds)
+        shared_bytes = options.shared_mib * 2**20
+        self._service = Service(engine, loop, options.transport, shared_bytes, options.idle_seconds)
         self._mailbox = Mailbox(
-            loop, self._service.serve, self._service.cancel, batch_size, timeout
+            loop,
+            self._service.serve,
+            self._service.cancel,
+            options.batch_size,
+            options.timeout,
         )
         self.vocab_size = self._service.vocab_size
         self._adapters: dict[str, LoRARequest] = {}
@@ -151,7 +155,7 @@ class AsyncVirtualLM(AsyncLM):
                 f"unknown arguments {unknown}; give vLLM's in engine_opts={{...}}. from_name takes "
                 f"engine_opts, cache_size, cache_opts, batch_size, timeout, {', '.join(taken)}"
             )
-        _check_options(cache_size, cache_opts, batch_size, timeout, **options)
+        chosen = _Options(cache_size, cache_opts, batch_size, timeout, **options)
         arguments = {
             "enable_prefix_caching": True,
             "disable_log_stats": True,
@@ -166,15 +170,7 @@ class AsyncVirtualLM(AsyncLM):
             # it soon, for as long as fifty steps of lanes take; rather now than in one of them.
             if gc.isenabled():
                 gc.collect()
-            return cls(
-                engine,
-                loop,
-                cache_size=cache_size,
-                cache_opts=cache_opts,
-                batch_size=batch_size,
-                timeout=timeout,
-                **options,
-            )
+            return cls(engine, loop, chosen)
         except BaseException:
             loop.end(partial(_end, engine))
             raise
@@ -198,12 +194,12 @@ class AsyncVirtualLM(AsyncLM):
             raise ValueError(
                 "the engine was started on another event loop; await from_engine() on that one"
             )
-        _check_options(**options)
+        chosen = _Options(**options)
         registered = CONSUMER not in engine.consumers
         if registered:
             await engine.register_consumer(NextTokenConsumer())
         try:
-            return cls(engine, EngineLoop(loop), owned=False, registered=registered, **options)
+            return cls(engine, EngineLoop(loop), chosen, owned=False, registered=registered)
         except BaseException:
             if registered:
                 await engine.unregister_consumer(CONSUMER)
