@@ -10,8 +10,9 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PIP_FLAGS := -q --no-deps --no-compile
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-V2_TESTS := tests/engine tests/runtime tests/esamp tests/consumers tests/fuzz \
-  tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
+# What compiles comes before what is interpreted.
+V2_TESTS := tests/engine/test_compiled_norms.py tests/engine tests/runtime tests/esamp \
+  tests/consumers tests/fuzz tests/logprobs/test_engines.py tests/logprobs/test_lanes.py
 V1_ENGINE_TESTS := tests/engine tests/fuzz tests/doc
 # Five processes for two cores: two at a time, in this order.
 PASSES := test-v1 test-v2 test-v1-engine test-v1-oracle test-v2-oracle

@@ -7,7 +7,6 @@ import os
 
 import pytest
 import torch
-import torch.utils._triton
 from tiny_engines import TINY_ENGINE
 
 from engine.reference import HIDDEN, LAYERS, Addition
@@ -58,21 +57,6 @@ def test_taps_with_their_norms_and_without_compute_the_same(llm, tiny_model):
     assert generate(llm, PROMPTS, asked) == generate(apart, PROMPTS, asked)
 
 
-@pytest.mark.kernels
-def test_taps_with_their_norms_are_compiled(tiny_model, reference, monkeypatch):
-    if INTERPRETED:  # the compiler asks which Triton there is, to name what it keeps
-        monkeypatch.setattr(torch.utils._triton, "triton_backend", lambda: NoBackend)
-    compiled = LLM(tiny_model, **TINY_ENGINE | {"enforce_eager": False})
-    assert compiled.llm_engine.vllm_config.compilation_config.mode
-    assert compiled.intervention_stats()[0]["norms_fused"] == 2 * LAYERS
-    expected = [
-        reference.greedy(prompt, TOKENS, [Addition(AT, vector)] if vector is not None else [])
-        for prompt, vector in zip(PROMPTS, (V, None, W), strict=True)
-    ]
-    asked = [{"steering_vectors": at(V)}, {}, {"steering_vectors": at(W)}]
-    assert generate(compiled, PROMPTS, asked) == expected
-
-
 def test_vectors_of_a_request_that_is_refused_for_something_else_are_not_brought(llm, monkeypatch):
     asked, ask = [], llm._sync.calls.ask
     monkeypatch.setattr(
@@ -105,14 +89,6 @@ def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
         reference.greedy(prompt, TOKENS, [Addition(AT, vector)])
         for prompt, vector in zip(PROMPTS, vectors, strict=True)
     ]
-
-
-class NoBackend:
-    """In place of a Triton that compiles."""
-
-    @staticmethod
-    def hash():
-        return "interpreted"
 
 
 def at(vector, place=AT):
