@@ -64,6 +64,9 @@ class _Options:
         require_one_of("transport", self.transport, Kind)
 
 
+_DEFAULTS = _Options()
+
+
 class AsyncVirtualLM(AsyncLM):
     """Next-token log-probabilities, and completions, from a vLLM engine in a process of its own.
 
@@ -93,7 +96,7 @@ class AsyncVirtualLM(AsyncLM):
         self,
         engine: AsyncLLM,
         loop: EngineLoop,
-        options: _Options,
+        options: _Options = _DEFAULTS,
         *,
         owned: bool = True,
         registered: bool = True,
