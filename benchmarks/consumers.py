@@ -36,16 +36,23 @@ class EveryRow(Consumer):
             ResidualStream.read(layer=i, site="post_block", role=f"layer{i}")
             for i in range(self.layers)
         ]
-        return [ConsumerFlow(reads=reads, window="out_of_band", delivery="device_lease")]
+        return [
+            ConsumerFlow(
+                reads=reads,
+                window="out_of_band",
+                delivery="device_lease",
+                split_by_stage=True,
+            )
+        ]
 
     def start(self, ctx: ConsumerContext) -> None:
         self.total = torch.zeros((), dtype=torch.float64, device=ctx.device)
         self.rows = 0
 
     def consume_bundle(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
-        self.rows += self.layers * len(bundle.meta)
-        row = bundle.entries[f"layer{self.layers - 1}"][0]
-        self.total += torch.linalg.vector_norm(row, dtype=torch.float64)
+        layers = list(bundle.entries.values())  # those of this pipeline stage
+        self.rows += len(layers) * len(bundle.meta)
+        self.total += torch.linalg.vector_norm(layers[-1][0], dtype=torch.float64)
 
     def read_stats(self) -> Mapping[str, Any]:
         return {"rows": self.rows, "sum_of_norms": float(self.total)}

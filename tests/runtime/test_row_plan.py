@@ -200,6 +200,52 @@ def test_a_batch_that_goes_on_takes_turns_between_places_in_the_ring(monkeypatch
     assert len(written) == 5
 
 
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("gates", [False, True], ids=["captured", "with positions"])
+def test_batches_that_take_turns_are_laid_out_once_each(monkeypatch, batches, gates):
+    """As over pipeline stages. One is smaller; then a sequence goes from one to the other."""
+    made, lay_out = [], RowPlanner._lay_out
+    monkeypatch.setattr(RowPlanner, "_lay_out", lambda *given: (made.append(1), lay_out(*given))[1])
+    values = np.tile(NEUTRAL[:, None, None], (2, SLOTS))
+    values[Column.PROGRAM, :, :4] = [1, 2, 2, 0]
+    values[Column.STEER, :, :4] = [3, -1, 4, 5]
+    values[Column.GATE, :, :4] = [6, -1, -1, 7] if gates else -1
+    prompts = [[(0, 4, False), (1, 4, False)], [(2, 4, False), (3, 4, False), (4, 4, False)]]
+    turns = [[(0, 1, False), (1, 1, False)], [(2, 1, False), (3, 1, False), (4, 1, False)]]
+    others = [[(0, 1, False)], [(1, 1, False), (2, 1, False), (3, 1, False), (4, 1, False)]]
+    again = [[(0, 14, True)], [(1, 14, True), (2, 14, True), (3, 14, True), (4, 14, True)]]
+    plays(values, SLOTS * [[]], SLOTS * [4], prompts + 8 * turns + 4 * others + again, batches)
+    assert len(made) == (2 + 2 + 2 + 2 if batches == 2 else 2 + 16 + 8 + 2)
+
+
+def test_batches_that_take_turns_keep_their_plans_and_what_was_delivered_of_each():
+    table = Slots(4)
+    table.prompt_len[:] = 4
+    table.values[Column.STEER] = [2, 3, 4, 5]
+    table.values[Column.GATE, :, 0] = 6
+    plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
+    taps = SimpleNamespace(
+        device=torch.device("cpu"), plan=plan, note_write=lambda: None, separate=lambda: None
+    )
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing(), batches=2)
+    turns = [np.array([0, 2], np.int32), np.array([1, 3], np.int32)]
+    ones = np.ones(2, np.int32)
+    for number in range(10):
+        slots, starts = turns[number % 2], np.full(2, 4 + number // 2, np.int32)
+        assert planner.keep(slots, starts, ones) == (number > 1)
+        if number < 2:
+            planner.plan(number, StepBatch(slots, starts, ones, 0 * ones))
+        steered = [[2, 4], [3, 5]][number % 2]
+        position = [starts[0] if number % 2 == 0 else -1, -1]
+        assert plan[Column.STEER.plan_row, :3].tolist() == [*steered, -1]
+        assert plan[Column.POSITION.plan_row, :2].tolist() == position
+        if number == 6:
+            planner.clear()  # a forward pass that is not a step
+    assert table.delivered.tolist() == [9, 9, 9, 9]
+    table.version += 1  # a sequence comes
+    assert not planner.keep(turns[0], np.full(2, 9, np.int32), ones)
+
+
 def test_lanes_keep_their_plan_as_long_as_their_tokens_are_the_prompts(monkeypatch):
     """A turn's token is the last of a prompt that has grown; one that is drawn after it is not."""
     sent, upload = [], planner_module.upload
@@ -293,7 +339,7 @@ def asked_of(table, timeline, slot, position):
     return said
 
 
-def plays(values, timelines, lengths, steps):
+def plays(values, timelines, lengths, steps, batches=1):
     """Plan each step, and compare with what each token of it should do."""
     table = Slots(SLOTS)
     table.prompt_len[:] = lengths
@@ -307,7 +353,7 @@ def plays(values, timelines, lengths, steps):
             table.assign_timeline(slot, timeline, lengths[slot])
     plan = torch.full((PLAN_ROWS, TOKENS), -1, dtype=torch.int32)
     taps = SimpleNamespace(device=torch.device("cpu"), plan=plan, note_write=lambda: None)
-    planner = RowPlanner(table, taps, StubPrograms(), StubRing())
+    planner = RowPlanner(table, taps, StubPrograms(), StubRing(), batches)
     computed = np.zeros(SLOTS, np.int32)
     delivered = np.zeros(SLOTS, np.int32)
     for number, step in enumerate(steps):

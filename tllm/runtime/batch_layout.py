@@ -34,7 +34,8 @@ class BatchLayout:
         groups: the segments of each capture program.
         rows: ring rows of the whole step.
         steps_left: for how many more decode steps the segments say the same.
-        on_device: the segments with absolute destinations, by first ring row.
+        on_device: the segments with absolute destinations, and what makes the rows behind them do
+            nothing, by first ring row and the row before which that ends.
         placed: the rows of each capture program, by first ring row.
         destinations: the plan's row of places in the ring, and what it says on the device, by first
             ring row.
@@ -51,7 +52,7 @@ class BatchLayout:
     rows: int
     tokens: int
     steps_left: int
-    on_device: dict[int, torch.Tensor] = field(default_factory=dict)
+    on_device: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     placed: dict[int, tuple[ProgramRows, ...]] = field(default_factory=dict)
     destinations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -103,7 +104,7 @@ class BatchLayout:
         self, slots: IntArray, starts: IntArray, counts: IntArray, ends: IntArray, table: Slots
     ) -> bool:
         """Whether a batch is the next step of the same sequences, a token of each, in the same
-        phase; it is the last one then."""
+        phase; it is the last one of them then."""
         before = self.batch.slots
         if not (
             self.positions is None

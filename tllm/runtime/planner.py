@@ -72,12 +72,18 @@ class RowPlanner:
     upload and one kernel; work here is per sequence, never per token. With nothing to do it
     costs nothing.
 
+    Args:
+        batches: how many take turns, as they do over pipeline stages.
+
     Attributes:
+        batches: as given.
         taps: which read the plan.
         layout: of the step planned last.
     """
 
-    def __init__(self, slots: Slots, taps: Taps, programs: Programs, ring: Ring) -> None:
+    def __init__(
+        self, slots: Slots, taps: Taps, programs: Programs, ring: Ring, batches: int = 1
+    ) -> None:
         self._slots = slots
         self.taps = taps
         self._programs = programs
@@ -86,6 +92,8 @@ class RowPlanner:
         self._dirty = 0  # tokens of the plan that may say something else than "nothing"
         self._dirty_columns = 0  # the columns that say it
         self.layout: BatchLayout | None = None
+        self.batches = batches
+        self._recent: list[BatchLayout] = []  # those that may go on, the last planned first
         self._arena = ring.arena  # in which the layout's rows were placed
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
         self._counts_up: torch.Tensor | None = None  # 1 where a row of that plan has a position
@@ -96,10 +104,13 @@ class RowPlanner:
         goes_on = layout is not None and layout.goes_on(
             batch.slots, batch.starts, batch.counts, batch.ends, self._slots
         )
-        if layout is not None and goes_on:
-            layout.batch = batch
-        else:
-            layout = self.layout = self._lay_out(batch)
+        if not goes_on:
+            layout = self._other_of(self._recent, batch.slots, batch.starts, batch.counts)
+        if layout is None:
+            layout = self._lay_out(batch)
+            self._recent = [layout, *self._recent[: self.batches - 1]]
+        layout.batch = batch
+        self.layout = layout
         frame = Frame(step, batch, (), None, (), layout.chooses, layout.groups, goes_on, layout)
         frame.undecided = batch.drafts is not None
         start = 0
@@ -107,6 +118,7 @@ class RowPlanner:
             frame.span = self._ring.reserve(layout.rows)
             if frame.span is None:
                 frame.lost = self._rows(layout, None)
+                self._recent.remove(layout)
                 layout = self.layout = frame.layout = layout.without_capture()
                 frame.groups = ()
             else:
@@ -145,19 +157,41 @@ class RowPlanner:
         Arrays as in `StepBatch`.
         """
         layout = self.layout
-        if layout is None or self._held is None or layout.groups:
+        if layout is None:
             return False
         ends = starts + counts
-        if not layout.goes_on(slots, starts, counts, ends, self._slots):
-            return False
-        if layout.has_positions:
+        bare = not (layout.groups or layout.chooses)
+        if not (bare and layout.goes_on(slots, starts, counts, ends, self._slots)):
+            others = [other for other in self._recent if not (other.groups or other.chooses)]
+            layout = self._other_of(others, slots, starts, counts)
+            if layout is None:
+                return False
+            self.layout = layout
+        if self._held is None or self._held[0] is not layout:
+            self._write(layout, 0)
+        elif layout.has_positions:
             self._count_up(layout)
         self._slots.deliver(slots, ends)
         return True
 
+    def _other_of(
+        self, layouts: Sequence[BatchLayout], slots: IntArray, starts: IntArray, counts: IntArray
+    ) -> BatchLayout | None:
+        """Of batches that take turns, but for the one planned last, the layout of that of which
+        another one is the next step."""
+        for layout in layouts:
+            if layout is not self.layout and layout.goes_on(
+                slots, starts, counts, starts + counts, self._slots
+            ):
+                self._recent.remove(layout)
+                self._recent.insert(0, layout)
+                return layout
+        return None
+
     def forget(self) -> None:
         """No batch goes on."""
         self.layout = self._held = self._counts_up = None
+        self._recent.clear()
         self._ring.free_spans()
 
     def own(self, column: Column, frame: Frame) -> int:
@@ -344,14 +378,14 @@ class RowPlanner:
         if not len(layout.segments) and not self._dirty:
             return
         end = max(layout.tokens, self._dirty)
-        segments = layout.on_device.get(start) if end == layout.tokens else None
+        segments = layout.on_device.get((start, end))
         if segments is None:
             placed = layout.segments.copy()
             placed[:, SegmentWord.DESTINATION] += start
             blank = _blank_segments(_gaps(layout.segments, end))
             segments = upload(np.concatenate([placed, blank]), self.taps.device)
-            if end == layout.tokens and len(layout.on_device) < _PLACES:
-                layout.on_device[start] = segments
+            if len(layout.on_device) < _PLACES:
+                layout.on_device[start, end] = segments
         self._expand(segments, layout.used | self._dirty_columns)
         self._dirty = layout.tokens if len(layout.segments) else 0
         self._dirty_columns = layout.used

@@ -135,7 +135,7 @@ class Session:
             on_move=taps.set_arena,
             make_progress=self._make_progress,
         )
-        self._planner = RowPlanner(slots, taps, self._programs, self._ring)
+        self._planner = RowPlanner(slots, taps, self._programs, self._ring, model.num_stages)
         self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged)
 
     # -- between steps -----------------------------------------------------------------------------

@@ -127,7 +127,8 @@ class RunningSequence:
 
 _EVERYWHERE = np.array([0, END], np.int32)
 _NEUTRAL = NEUTRAL[:, None]
-_NOBODY: tuple[list[str], np.ndarray] = [], np.zeros(0, np.int32)
+_MOST_BATCHES = 8
+"""Batches whose slots are remembered: over pipeline stages some take turns."""
 
 
 def _neutral(slots: int) -> IntArray:
@@ -158,7 +159,7 @@ class Slots:
         self.values = _neutral(max_sequences)
         self.timelines: dict[int, Timeline] = {}
         self.version = self.growth = 0
-        self._asked = _NOBODY
+        self._asked: list[tuple[list[str], np.ndarray]] = []
         self._users: dict[str, np.ndarray] = {}
 
     def __iter__(self) -> Iterator[RunningSequence]:
@@ -198,17 +199,24 @@ class Slots:
         """`[slots]`, positions below which all were delivered: they are not captured again when
         the engine recomputes them after a preemption."""
         if self._delivering is not None:
-            (slots, ends), self._delivering = self._delivering, None
-            self._delivered[slots] = np.maximum(self._delivered[slots], ends)
+            self._enter_delivered()
         return self._delivered
 
     def deliver(self, slots: np.ndarray, ends: np.ndarray) -> None:
         """The positions of some sequences below `ends` are delivered.
 
-        That is entered when `delivered` is read: a long decode of the same sequences enters it
-        once. Until it is read, every call must be for the step that follows the last call's.
+        That is entered when `delivered` is read, or others are delivered: a long decode of the
+        same sequences enters it once. Until then every call with the same array must be for the
+        step that follows the last call's.
         """
+        if self._delivering is not None and self._delivering[0] is not slots:
+            self._enter_delivered()
         self._delivering = slots, ends
+
+    def _enter_delivered(self) -> None:
+        assert self._delivering is not None
+        (slots, ends), self._delivering = self._delivering, None
+        self._delivered[slots] = np.maximum(self._delivered[slots], ends)
 
     def pop_slot(self) -> int:
         """A free slot; doubles the tables when there is none."""
@@ -226,7 +234,7 @@ class Slots:
         """Enter a sequence whose slot was taken."""
         slot = sequence.info.slot
         self._sequences[sequence.engine_id] = sequence
-        self._asked = _NOBODY
+        self._asked.clear()
         self.by_slot[slot] = sequence
         self.prompt_len[slot] = sequence.info.prompt_len
         self.delivered[slot] = 0
@@ -314,10 +322,12 @@ class Slots:
         self._free.append(slot)
 
     def of(self, engine_ids: list[str]) -> np.ndarray:
-        """`[len(engine_ids)]`, the slot of each. A steady batch is looked up once."""
-        if engine_ids == self._asked[0]:
-            return self._asked[1]
+        """`[len(engine_ids)]`, the slot of each. Steady batches that take turns are looked up
+        once, and are one array each."""
+        for asked, slots in self._asked:
+            if asked == engine_ids:
+                return slots
         sequences = self._sequences
         slots = np.fromiter((sequences[i].info.slot for i in engine_ids), np.int32, len(engine_ids))
-        self._asked = engine_ids, slots
+        self._asked = [(engine_ids, slots), *self._asked[: _MOST_BATCHES - 1]]
         return slots
