@@ -8,11 +8,13 @@ from functools import partial
 
 from tllm.client.admission import NewsError
 from tllm.engine.bulk import BulkItem
+from tllm.logprobs.addresses import Address
+from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
 from tllm.logprobs.messages import Messages
 from tllm.logprobs.query import Answer, AnswerRows, Form, Query
-from tllm.logprobs.transport import CONSUMER, Address, Arena, Transport, arrived
+from tllm.logprobs.transport import CONSUMER, Transport
 
 
 class _Turn:

@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.llm import AsyncLLM
 from tllm.engine.bulk import BulkItem
 from tllm.engine.processes import gone, processes_of
+from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.bulk_turns import BulkTurns, tell
 from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
@@ -28,7 +29,7 @@ from tllm.logprobs.query import (
     does_nothing,
     own_params,
 )
-from tllm.logprobs.transport import CONSUMER, Arena, Kind, Transport, arrived
+from tllm.logprobs.transport import CONSUMER, Kind, Transport
 
 
 class _Key:
