@@ -151,7 +151,7 @@ class SteeringControl:
         """Forget a monitor; what steers with it keeps it."""
 
         def removed() -> None:
-            self._registered.composer.monitor(name)
+            self._registered.composer.check_monitor(name)
 
         return self._run(self._registered.change(f"{MONITOR}{name}", removed))
 

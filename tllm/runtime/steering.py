@@ -30,7 +30,7 @@ from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.token_choices import TokenChoices
 from tllm.runtime.vector_sums import VectorSums
 from tllm.runtime.vector_table import VectorTable
-from tllm.spec.conditions import Gate, GroupGates
+from tllm.spec.gates import Gate, GroupGates
 from tllm.spec.operations import (
     Coefficients,
     DimensionWise,
