@@ -17,12 +17,7 @@ import torch
 
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger
-from tllm.logprobs import (
-    AsyncVirtualLM,
-    OutputCache,
-    load_model_by_name,
-    virtual_lm,
-)
+from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, virtual_lm
 from tllm.logprobs.arena import Arena
 from tllm.logprobs.bulk_turns import address_of
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox

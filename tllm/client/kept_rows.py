@@ -8,10 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from tllm.client.calls import Steps, WorkerCall
-from tllm.client.generation import (
-    Generation,
-    Work,
-)
+from tllm.client.generation import Generation, Work
 from tllm.client.path_ways import Place
 from tllm.consumers.patch_runs import PatchRunsConsumer
 from tllm.params import SamplingParams, with_patch

@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tllm.client.calls import Steps, WorkerCall
 from tllm.client.experiments import Experiments
-from tllm.client.generation import (
-    AdapterLoading,
-    AsyncGeneration,
-    SyncGeneration,
-    Work,
-)
+from tllm.client.generation import AdapterLoading, AsyncGeneration, SyncGeneration, Work
 from tllm.client.kept_rows import RowKeeping
 from tllm.client.patching_arguments import PatchingArguments, are_several, positions_of
 from tllm.client.path_ways import Place
@@ -24,10 +19,7 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.patching.metrics import Measures
 from tllm.patching.sweep import Sweep
 from tllm.spec.patching import KeptRows
-from tllm.spec.reading import (
-    require_bool,
-    whole_number,
-)
+from tllm.spec.reading import require_bool, whole_number
 
 if TYPE_CHECKING:
     from tllm.client.registrations import Registrations

@@ -22,14 +22,7 @@ from tllm.consumers.next_token_results import (
     ResultsByPosition,
 )
 from tllm.inference_mode import in_inference_mode
-from tllm.ports import (
-    ConsumerContext,
-    ConsumerFlow,
-    Logits,
-    PortBundle,
-    RequestInfo,
-    RequestResult,
-)
+from tllm.ports import ConsumerContext, ConsumerFlow, Logits, PortBundle, RequestInfo, RequestResult
 from tllm.shared_memory import SharedRows, is_shared_file
 from tllm.spec.reading import allow_options, whole_number
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tllm.consumers.by_sequence import RowsBySequence
+from tllm.consumers.by_sequence import by_sequence
 from tllm.ports import PerToken, RequestInfo, RowMeta
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -100,13 +100,14 @@ class TokenRows:
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []
         for group in _groups(added):
-            rows = RowsBySequence(((m.requests, m.request_index) for m, _ in group), _key)
-            positions = np.concatenate([meta.positions for meta, _ in group])[rows.order]
+            bundles = ((meta.requests, meta.request_index) for meta, _ in group)
+            order, sequences = by_sequence(bundles, _key)
+            positions = np.concatenate([meta.positions for meta, _ in group])[order]
             joined = {
-                name: np.concatenate([arrays[name] for _, arrays in group])[rows.order]
+                name: np.concatenate([arrays[name] for _, arrays in group])[order]
                 for name in group[0][1]
             }
-            for key, start, stop in rows:
+            for key, start, stop in sequences:
                 piece = {name: array[start:stop] for name, array in joined.items()}
                 self._pieces.setdefault(key, []).append(_Piece(positions[start:stop], piece))
 

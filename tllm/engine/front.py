@@ -17,12 +17,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from tllm.engine.async_front import AsyncLLMFront
 from tllm.engine.in_process import let_others_live
-from tllm.engine.interrupts import (
-    noted_interrupts,
-    raises_in_place,
-    send_whole,
-    uninterrupted,
-)
+from tllm.engine.interrupts import noted_interrupts, raises_in_place, send_whole, uninterrupted
 from tllm.engine.processed_requests import check_requests, params_of, put_into
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses

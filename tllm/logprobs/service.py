@@ -20,15 +20,7 @@ from tllm.logprobs.bulk_turns import BulkTurns, tell
 from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
 from tllm.logprobs.messages import Messages
-from tllm.logprobs.query import (
-    NEXT_TOKEN,
-    NEXT_TURN,
-    Answer,
-    Form,
-    Query,
-    does_nothing,
-    own_params,
-)
+from tllm.logprobs.query import NEXT_TOKEN, NEXT_TURN, Answer, Form, Query, does_nothing, own_params
 from tllm.logprobs.transport import CONSUMER, Kind, Transport
 
 

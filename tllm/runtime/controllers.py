@@ -11,15 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from tllm.ports import (
-    Action,
-    Note,
-    PortBundle,
-    RequestInfo,
-    SetScale,
-    Steer,
-    Stop,
-)
+from tllm.ports import Action, Note, PortBundle, RequestInfo, SetScale, Steer, Stop
 from tllm.ports.payload import reason_of
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.columns import IntArray

@@ -14,13 +14,7 @@ import torch
 
 from tllm.runtime.columns import Column
 from tllm.runtime.consecutive_places import ConsecutivePlaces
-from tllm.runtime.descriptor import (
-    CHAIN_UNIT,
-    HAS_SUM,
-    KIND_UNIT,
-    Operation,
-    OperationKind,
-)
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, KIND_UNIT, Operation, OperationKind
 from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.latches import Latch
 from tllm.runtime.packed_vectors import PackedVectors

@@ -14,10 +14,7 @@ import numpy as np
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, TapKey
 from tllm.spec.memory import NOTHING, Memory
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import (
-    FloatArray,
-    digest_of,
-)
+from tllm.spec.reading import FloatArray, digest_of
 
 PROBE = "probe:"
 """What the digest of a probe's vector begins with, among those of steering vectors."""

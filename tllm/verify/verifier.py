@@ -22,11 +22,7 @@ from tllm.verify.batches import (
     plainly_steered_batch,
     steered_batch,
 )
-from tllm.verify.certificate import (
-    BatchFigures,
-    Certificate,
-    PointFigures,
-)
+from tllm.verify.certificate import BatchFigures, Certificate, PointFigures
 from tllm.verify.comparison import Answers, Comparison, judge, judge_status
 from tllm.verify.places import WITHOUT_LAYER
 from tllm.verify.reference import Layer, States

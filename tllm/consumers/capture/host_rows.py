@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.consumers.by_sequence import RowsBySequence
+from tllm.consumers.by_sequence import by_sequence
 from tllm.consumers.capture.activations import CapturedRows
 from tllm.consumers.capture.landing import Landed, Slab, is_grouped
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
@@ -292,8 +292,8 @@ class HostRows:
         """As `_cut`, for chunks whose rows do not lie together."""
         if not chunks:
             return []
-        by_sequence = RowsBySequence(((c.sequences, c.index) for c in chunks), lambda each: each)
-        order = by_sequence.order
+        bundles = ((chunk.sequences, chunk.index) for chunk in chunks)
+        order, sequences = by_sequence(bundles, lambda each: each)
         positions = np.concatenate([chunk.positions for chunk in chunks])[order]
         # Copied once, out of the page-locked memory that the next steps need.
         rows = self._memory.empty((len(order), *chunks[0].rows.shape[1:]), chunks[0].rows.dtype)
@@ -304,7 +304,7 @@ class HostRows:
             end = begin + len(chunk.positions)
             copies.append(RowCopy(rows, place[begin:end], chunk.rows))
             begin = end
-        for sequence, low, high in by_sequence:
+        for sequence, low, high in sequences:
             pieces = self._pieces.setdefault(sequence, _Pieces())
             self._append(pieces, positions[low:high], rows[low:high])
         return copies
