@@ -12,8 +12,10 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tllm import LLM, SamplingParams
 from tllm.engine.bulk import Bulk, BulkInputs
+from tllm.logprobs.addresses import Address
+from tllm.logprobs.arena import Arena
 from tllm.logprobs.query import WHOLE
-from tllm.logprobs.transport import CONSUMER, Address, Arena
+from tllm.logprobs.transport import CONSUMER
 
 _ONE_TOKEN: dict[str, Any] = {
     "max_tokens": 1,

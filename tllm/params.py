@@ -17,7 +17,7 @@ import vllm
 from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 
 from tllm.request_fields import meant_by
-from tllm.spec.conditions import parse_conditions
+from tllm.spec.condition_reading import parse_conditions
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import runpy
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from multiprocessing import forkserver
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.forked_processes import EnvironedProcess
+from tests.child_process import run_script
 from tllm.client.arguments import OurArguments
 from tllm.engine.options import EngineOptions
 
@@ -40,45 +34,16 @@ def python_blocks(document: Path) -> str:
 _HARNESS = ("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET")
 
 
-def _serve(script: Path, output: Path) -> None:
-    """What a script's process does: run it from the repository's root, as `python SCRIPT` would."""
-    os.setsid()
-    os.chdir(ROOT)
-    sys.argv = [str(script)]
-    sys.path[0] = str(script.parent)
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        runpy.run_path(str(script), run_name="__main__")
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[None]:
-    """New processes that have vLLM imported already, which is half of a script's time."""
-    harness = {name: os.environ.pop(name) for name in _HARNESS if name in os.environ}
-    # Unless another module of tests has started the server, which then has imported more.
-    forkserver.set_forkserver_preload(["vllm", "tllm.client.llm"])
-    yield
-    os.environ |= harness
-
-
 @pytest.fixture
-def run(processes: None, tmp_path: Path) -> Callable[[Path], str]:
-    """Run a script in a process of its own; what it printed."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], str]:
+    """Run a script from the repository's root, in a process of its own; what it printed."""
+    for name in _HARNESS:
+        monkeypatch.delenv(name, raising=False)
 
     def run_in_process(script: Path) -> str:
-        output = tmp_path / "output.txt"
-        process = EnvironedProcess(target=_serve, args=(script, output))
-        process.start()
-        try:
-            process.join()
-        finally:  # an engine of a script that failed, or hung, may wait for ever
-            process.kill()
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        text = output.read_text()
-        assert process.exitcode == 0, text
-        return text
+        log = tmp_path / "output.txt"
+        run_script(script, log=log, environment={}, timeout=550, cwd=ROOT)
+        return log.read_text()
 
     return run_in_process
 

@@ -356,7 +356,7 @@ def test_no_room_for_a_row_is_the_error_of_whoever_needs_it(lm, monkeypatch):
 
     lm.batch_next_token_logprobs_sync([[1, 2]])  # from here on plain queries go together
     with monkeypatch.context() as patch:
-        patch.setattr("tllm.logprobs.transport.SharedRows.create", full)
+        patch.setattr("tllm.logprobs.arena.SharedRows.create", full)
         refused, answered = asyncio.run(ask())
     assert isinstance(refused, RuntimeError) and "--shm-size" in str(refused)
     assert isinstance(answered, torch.Tensor)

@@ -17,17 +17,11 @@ import torch
 
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger
-from tllm.logprobs import (
-    AsyncVirtualLM,
-    OutputCache,
-    load_model_by_name,
-    transport,
-    virtual_lm,
-)
+from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, virtual_lm
+from tllm.logprobs.arena import Arena
 from tllm.logprobs.bulk_turns import address_of
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
 from tllm.logprobs.query import WHOLE, Answer, Form, Interventions, Query, stacked
-from tllm.logprobs.transport import Arena
 from tllm.shared_memory import SharedRows
 
 
@@ -162,7 +156,7 @@ def test_rows_of_large_results_follow_each_other_where_there_is_memory():
 def test_memory_that_others_need_is_not_taken_and_that_is_told(monkeypatch, caplog):
     arena = Arena(64, 2**24)
     row = 4 * arena.width
-    monkeypatch.setattr(transport, "room", lambda: (40 - len(arena)) * row)
+    monkeypatch.setattr("tllm.logprobs.arena.room", lambda: (40 - len(arena)) * row)
     first = arena.lease_many(12)
     assert not caplog.records
     rest = arena.lease_many(64)

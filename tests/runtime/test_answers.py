@@ -142,7 +142,7 @@ def test_an_answer_that_comes_after_its_caller_has_left_keeps_nothing(monkeypatc
     folder, writer = SharedFolder(), answers.AnswerWriter()
     big = np.zeros(1 << 20)
 
-    async def ask_all_workers(engine, method, args):
+    async def ask_all_workers(engine, args):
         answered = asyncio.get_running_loop().create_future()
 
         def answer():  # whoever still waits

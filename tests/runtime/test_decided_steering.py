@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tllm.runtime.decided_steering import DecidedSteering, NamedSteering
 from tllm.spec.changes import combined, decided_changes
-from tllm.spec.groups import TokenChoice
 from tllm.spec.selection import END
+from tllm.spec.stretches import TokenChoice
 from tllm.spec.tiers import Tiers
 
 

@@ -13,7 +13,7 @@ from tllm.runtime.kernels import drafted
 from tllm.runtime.kernels.backend import HAS_TRITON
 from tllm.runtime.latches import BEFORE, NEVER, Latches
 from tllm.runtime.slots import Slots
-from tllm.spec.conditions import MAX_GATES, Gate
+from tllm.spec.gates import MAX_GATES, Gate
 from tllm.spec.memory import SCOPES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

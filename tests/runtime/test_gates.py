@@ -103,7 +103,7 @@ def test_taps_look_at_conditions_while_a_sequence_has_any_and_rows_are_used_agai
 
 
 def vectors_of(steering):
-    return [*steering.gates._vectors, *steering._vectors]
+    return [*steering.gates._vectors, *steering._vectors.rows]
 
 
 def test_nothing_is_kept_of_vectors_that_nobody_has_any_more(steering):
@@ -115,6 +115,6 @@ def test_nothing_is_kept_of_vectors_that_nobody_has_any_more(steering):
         steering.acquire((group.digest,))
         steering.release((group.digest,))
         steering.drop([group.digest], group.vectors)
-    assert not steering._vectors
-    assert not steering._vector_users
-    assert not steering._dropped_vectors
+    assert not steering._vectors.rows
+    assert not steering._vectors._users
+    assert not steering._vectors._dropped

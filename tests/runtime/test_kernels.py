@@ -31,7 +31,9 @@ from tllm.runtime.kernels import (
 from tllm.runtime.latches import NEVER, NEXT, REST
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import AddedNorm, Taps
-from tllm.spec.conditions import Gate, GateNumbers, Known, parse_condition
+from tllm.spec.condition_reading import parse_condition
+from tllm.spec.conditions import Known
+from tllm.spec.gates import Gate, GateNumbers
 from tllm.spec.hooks import HookPoint, ModelPoints
 from tllm.spec.methods import METHODS
 from tllm.spec.operations import Coefficients

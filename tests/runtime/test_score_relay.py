@@ -15,7 +15,7 @@ from tllm.runtime.latches import NEVER
 from tllm.runtime.score_relay import ScoreRelay
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 from tllm.spec.groups import compose
 from tllm.spec.hooks import HookPoint
 from tllm.spec.tiers import Tiers

@@ -19,7 +19,7 @@ from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
 from tllm.runtime.session import Session
 from tllm.runtime.taps import Taps
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 from tllm.spec.groups import GroupUse
 from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import Coefficients

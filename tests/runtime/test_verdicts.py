@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tllm.runtime.verdicts import PROMPT, Verdicts
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 
 NAMES = ["a", "b", "c", "d"]
 

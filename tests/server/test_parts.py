@@ -32,10 +32,11 @@ from tllm.cli import app
 from tllm.cli import serving as serve
 from tllm.client.results import ConsumerResult
 from tllm.consumers.capture.memory import MemoryConsumer
-from tllm.engine.front import ADMITTED, RefusedError
+from tllm.engine.async_front import ADMITTED
 from tllm.engine.handlers import Watch
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.launch import engine_parser
+from tllm.engine.refusals import RefusedError
 from tllm.params import ASKED_FIELDS
 from tllm.ports import Payload
 from tllm.request_fields import FIELDS

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tllm.spec.conditions import GateNumbers, parse_condition
+from tllm.spec.condition_reading import parse_condition
 from tllm.spec.conversations import RequestConversation
+from tllm.spec.gates import GateNumbers
 
 
 def _when(**more):

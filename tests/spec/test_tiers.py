@@ -10,16 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tllm.spec.groups import (
-    GroupUse,
-    TokenChoice,
-    compose,
-    configurations,
-    most_configurations,
-    steering_stretches,
-)
+from tllm.spec.groups import GroupUse, compose
 from tllm.spec.methods import METHODS
 from tllm.spec.selection import Selection
+from tllm.spec.stretches import TokenChoice, configurations, most_configurations, steering_stretches
 from tllm.spec.tiers import Tiers, parse_modules
 
 V = [3.0, 0.0, 4.0]

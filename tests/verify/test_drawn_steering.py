@@ -11,7 +11,7 @@ from tllm.runtime.mlp_score import mlp_score
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import Taps
 from tllm.spec import methods
-from tllm.spec.conditions import parse_condition
+from tllm.spec.condition_reading import parse_condition
 from tllm.spec.hooks import HookPoint
 from tllm.spec.tiers import Tiers
 from tllm.verify.gated import MLP, Judged

@@ -3,21 +3,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.markup import escape
 
 import tllm
+from tllm.cli import values
 from tllm.cli.console import output_console
 from tllm.cli.ending import end_with_signals
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.store import app as store_app
 from tllm.spec.layers import Layers
-from tllm.spec.reading import scalar
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
@@ -122,7 +121,7 @@ def serve(
                 "max_body_mib": max_body_mib,
             }
         )
-        options = serving.engine_options(map(_argument, engine_arg or ()))
+        options = serving.engine_options(map(values.engine_argument, engine_arg or ()))
         if hook_points is not None:
             points = tuple(hook_points.split(","))
             options["hook_points"] = "all" if points == ("all",) else points
@@ -243,7 +242,7 @@ def capture_command(
             out=out,
             capture={
                 "hooks": hooks,
-                "positions": _positions(positions),
+                "positions": values.positions(positions),
                 "reduction": reduction,
                 "dtype": dtype,
             },
@@ -251,7 +250,7 @@ def capture_command(
             layout=layout,  # type: ignore[arg-type]
             max_tokens=max_tokens,
             batch=batch,
-            engine=_engine_arguments(engine_arg, "capture_consumers", "result_timeout_s"),
+            engine=values.engine_arguments(engine_arg, "capture_consumers", "result_timeout_s"),
         )
         summary = capturing.run(job, console)
     except Exception as error:  # of whatever kind, also an engine's
@@ -332,16 +331,18 @@ def sweep_command(
             "answers": answers,
             "hooks": hooks.split(","),
             "layers": None if layers is None else Layers.parse(layers, "--layers"),
-            "positions": None if positions is None else _numbers("--positions", positions),
+            "positions": None
+            if positions is None
+            else values.whole_numbers("--positions", positions),
             "metric": metric.split(","),
             "noising": noising,
             "window": window,
-            "heads": heads if heads in (None, "all") else _numbers("--heads", heads),
+            "heads": heads if heads in (None, "all") else values.whole_numbers("--heads", heads),
             "together": together,
             "freeze": () if freeze is None else freeze.split(","),
-            "receivers": () if receivers is None else _places("--receivers", receivers),
+            "receivers": () if receivers is None else values.places("--receivers", receivers),
         }
-        engine = _engine_arguments(engine_arg)
+        engine = values.engine_arguments(engine_arg)
         found, texts = sweeping.run(model, engine, asked, console)
         sweeping.render(found, texts, top, console)
         if out is not None:
@@ -408,13 +409,13 @@ def strength_sweep_command(
     try:
         loading = {
             "hook": hook,
-            "layers": None if layers is None else _layers_of_file(layers),
-            "features": None if features is None else _numbers("--features", features),
+            "layers": None if layers is None else values.layers_of_file(layers),
+            "features": None if features is None else values.whole_numbers("--features", features),
         }
         job = strengthening.StrengthJob(
             model,
             vectors,
-            _reals("--strengths", strengths),
+            values.reals("--strengths", strengths),
             {name: given for name, given in loading.items() if given is not None},
             prompt=prompt or (),
             prompts=prompts,
@@ -428,7 +429,7 @@ def strength_sweep_command(
             out=out,
             plot=plot,
             max_perplexity_ratio=max_perplexity_ratio,
-            engine=_engine_arguments(engine_arg),
+            engine=values.engine_arguments(engine_arg),
         )
         swept = strengthening.run(job, console)
         strengthening.render(swept, job, console)
@@ -445,68 +446,3 @@ def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:
     said = str(error).strip() or type(error).__name__
     output_console(stderr=True).print(form.format(escape(said)), soft_wrap=True)
     raise typer.Exit(2) from None
-
-
-def _reals(option: str, text: str) -> list[float]:
-    """Numbers as a command line gives them."""
-    try:
-        found = [float(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text!r}: give numbers with commas between") from None
-    return [scalar(number, option) for number in found]
-
-
-def _places(option: str, text: str) -> list[tuple[str, Layers]]:
-    """Hook points with their layers as a command line gives them."""
-    found = []
-    for each in text.split(","):
-        hook, _, layer = each.partition(":")
-        if not layer:
-            raise ValueError(f"{option}={text!r}: {each!r} has no layer; give such as mlp_in:3")
-        found.append((hook, Layers.parse(layer, option)))
-    return found
-
-
-def _layers_of_file(text: str) -> list[int] | None:
-    """Layers as a command line gives them, by number; None for all that a file has."""
-    chosen = Layers.parse(text, "--layers")
-    return None if chosen.is_all else list(chosen.numbers("--layers"))
-
-
-def _numbers(option: str, text: str) -> list[int]:
-    """Whole numbers as a command line gives them."""
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} {text!r}: give whole numbers with commas between") from None
-
-
-def _positions(text: str) -> Any:
-    """Positions as a command line gives them."""
-    if text.startswith(("[", "{")):
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--positions {text!r} is no JSON: {error}") from None
-    if text[:1].isdigit() or text[:1] == "-":
-        return _numbers("--positions", text)
-    return text
-
-
-def _engine_arguments(given: list[str] | None, *taken: str) -> dict[str, Any]:
-    """What `--engine-arg` says; `ValueError` for those that the command itself gives."""
-    arguments = dict(map(_argument, given or ()))
-    for name in ("model", *taken):
-        if name in arguments:
-            raise ValueError(f"--engine-arg {name!r} is the command's own; leave it out")
-    return arguments
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, separator, value = text.partition("=")
-    if not separator:
-        raise ValueError(f"--engine-arg {text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

@@ -163,8 +163,8 @@ def _earlier_run(job: Job) -> EarlierRun:
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
     from tllm import SamplingParams
     from tllm.consumers.capture.filesystem import FilesystemConsumer
-    from tllm.engine.front import REFUSALS
     from tllm.engine.options import CHEAP_POINTS
+    from tllm.engine.refusals import REFUSALS
 
     spec = CaptureSpec.parse(job.capture, "capture")
     points = {*CHEAP_POINTS, *(point for point, _ in spec.hooks)}

@@ -24,10 +24,10 @@ from tllm.client.request_kind import RequestKind
 from tllm.client.results import Samples
 from tllm.client.vector_uploads import VectorUploads
 from tllm.consumers.signals import SignalsConsumer
-from tllm.engine.front import RefusedError
+from tllm.engine.refusals import RefusedError
 from tllm.params import PoolingParams, asked_of, plain
-from tllm.spec.conditions import signal_names
 from tllm.spec.conversations import RequestConversation
+from tllm.spec.gates import signal_names
 from tllm.spec.groups import SteeringGroup, gates_of, use_of_conversation
 from tllm.spec.patching import PatchUse
 from tllm.spec.reading import allow_options

@@ -11,12 +11,14 @@ from typing import Any
 from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
 from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
-from tllm.client.kept_rows import PatchingControl
+from tllm.client.patching_control import PatchingControl
 from tllm.client.request import Prepared
 from tllm.client.results import attach_nothing
 from tllm.client.steering import SteeringControl
 from tllm.consumers.base import Consumer
-from tllm.engine.front import AsyncLLMFront, LLMEngineFront, RefusedError
+from tllm.engine.async_front import AsyncLLMFront
+from tllm.engine.front import LLMEngineFront
+from tllm.engine.refusals import RefusedError
 from tllm.params import asked_of
 from tllm.registry import consumer_from_spec, require_consumer
 from tllm.spec.request import Asked

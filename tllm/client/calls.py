@@ -111,7 +111,7 @@ class SyncCalls:
         if over:
             self.ask(WorkerCall("take_results", (over,)))
         payload = cloudpickle.dumps(call.args)
-        answers = ask_workers(living(self._engine), "tllm", (call.method, payload, self._token))
+        answers = ask_workers(living(self._engine), (call.method, payload, self._token))
         return decode_answers(answers())
 
     def _do(self, step: WorkerCall | Pause | Alone) -> Any:
@@ -157,7 +157,7 @@ class AsyncCalls:
         """Call the workers of all replicas."""
         payload = cloudpickle.dumps(call.args)
         arguments = (call.method, payload, self._token)
-        answers = asyncio.ensure_future(ask_all_workers(self._engine, "tllm", arguments))
+        answers = asyncio.ensure_future(ask_all_workers(self._engine, arguments))
         try:
             return decode_answers(await asyncio.shield(answers))
         except asyncio.CancelledError:

@@ -10,18 +10,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tllm.client.facts import Facts
-from tllm.spec.conditions import (
-    MAX_GATES,
-    Condition,
-    FeatureCondition,
-    Gate,
-    GateNumbers,
-    Known,
-    NamedCondition,
-    check_order,
-    parse_condition,
-    signal_names,
-)
+from tllm.spec.condition_reading import parse_condition
+from tllm.spec.conditions import Condition, FeatureCondition, Known, NamedCondition, check_order
+from tllm.spec.gates import MAX_GATES, Gate, GateNumbers, signal_names
 from tllm.spec.groups import (
     Endings,
     RequestSteering,
@@ -29,13 +20,13 @@ from tllm.spec.groups import (
     check_lasting,
     compose,
     gates_of,
-    most_configurations,
 )
 from tllm.spec.memory import NOTHING
 from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.probes import FindFeature
 from tllm.spec.reading import check_text
 from tllm.spec.selection import Selection
+from tllm.spec.stretches import most_configurations
 from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
 
 GLOBAL, MODULE, MONITOR = "steering", "module:", "monitor:"
@@ -82,23 +73,17 @@ class Composer:
     def learn(self, key: str, value: bytes | None) -> None:
         """Know what somebody has registered, or removed."""
         self.forget_composed()
-        if key.startswith(MONITOR):
-            self._learn_monitor(key[len(MONITOR) :], value)
-            return
-        tiers = Tiers() if value is None else pickle.loads(value)
+        content = None if value is None else pickle.loads(value)
         if key == GLOBAL:
-            self.everywhere = tiers
-            self._plain = None if tiers else ()
-        elif value is None:
-            self.modules.pop(key[len(MODULE) :], None)
+            self.everywhere = content or Tiers()
+            self._plain = None if self.everywhere else ()
+            return
+        kind = MONITOR if key.startswith(MONITOR) else MODULE
+        known: dict[str, Any] = self.monitors if kind == MONITOR else self.modules
+        if content is None:
+            known.pop(key[len(kind) :], None)
         else:
-            self.modules[key[len(MODULE) :]] = tiers
-
-    def _learn_monitor(self, name: str, value: bytes | None) -> None:
-        if value is None:
-            self.monitors.pop(name, None)
-        else:
-            self.monitors[name] = pickle.loads(value)
+            known[key[len(kind) :]] = content
 
     def with_more(self, given: Mapping[str, Any], positions: Any, replace_all: bool) -> Tiers:
         """What is global, with entries in the place of those at the same hook and layer."""
@@ -110,9 +95,7 @@ class Composer:
 
     def module_of(self, name: str, given: Any) -> Tiers:
         """A module that somebody defines."""
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"module name {name!r}: give a text that is not empty")
-        check_text(name, "module name")
+        _checked_name(name, "module")
         spec = given.to_spec() if hasattr(given, "to_spec") else given
         if isinstance(spec, Mapping) and set(spec) & {*TIER_FIELDS, "positions"}:
             if unknown := sorted(set(spec) - {*TIER_FIELDS, "positions"}):
@@ -145,9 +128,7 @@ class Composer:
 
     def monitor_of(self, name: str, given: Any) -> Condition:
         """A monitor that somebody defines."""
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"monitor name {name!r}: give a text that is not empty")
-        name = check_text(name, "monitor name")
+        name = _checked_name(name, "monitor")
         condition = parse_condition(given, f"monitor {name!r}")
         found = self._found(condition)
         if isinstance(found, (NamedCondition, FeatureCondition)):
@@ -157,13 +138,13 @@ class Composer:
         _check_gates(numbers.gates([numbers.number(found)]), f"monitor {name!r}")
         return found
 
-    def monitor(self, name: str) -> Condition:
+    def check_monitor(self, name: str) -> None:
+        """Refuse a name that no monitor has."""
         if name not in self.monitors:
             raise ValueError(
                 f"no monitor {name!r} is registered; registered are "
                 f"{', '.join(sorted(self.monitors)) or 'none'}"
             )
-        return self.monitors[name]
 
     # -- one request ----------------------------------------------------------------------------
 
@@ -343,6 +324,12 @@ def _check_gates(gates: Collection[Gate], what: str) -> None:
             f"{what} has {len(gates)} distinct probes and joints of them as conditions; at most "
             f"{MAX_GATES} are allowed: let entries share their conditions"
         )
+
+
+def _checked_name(name: Any, of: str) -> str:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{of} name {name!r}: give a text that is not empty")
+    return check_text(name, f"{of} name")
 
 
 def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:

@@ -12,7 +12,8 @@ from vllm import AsyncLLMEngine, LLMEngine
 
 from tllm.client.calls import Steps, drive, drive_async, living
 from tllm.engine.adapters import check_adapter, refusal_of
-from tllm.engine.front import LLMEngineFront, RefusedError
+from tllm.engine.front import LLMEngineFront
+from tllm.engine.refusals import RefusedError
 from tllm.params import SamplingParams
 
 _T = TypeVar("_T")

@@ -29,9 +29,11 @@ from tllm.client.generation import AsyncGeneration, SyncGeneration, check_alone
 from tllm.client.results import hand_on
 from tllm.consumers.base import Consumer
 from tllm.engine import limits
+from tllm.engine.async_front import front_ends_of
 from tllm.engine.executor import executor_in_place_of, executor_of
-from tllm.engine.front import OfflineFront, RefusedError, front_ends_of, handle_of
+from tllm.engine.front import OfflineFront, handle_of
 from tllm.engine.options import attach_to_config, check_attached, engine_arguments
+from tllm.engine.refusals import RefusedError
 from tllm.params import asked_of
 from tllm.registry import Registry
 from tllm.spec.reading import one_or_several

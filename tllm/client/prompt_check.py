@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 
 from tllm.client.patching import PatchComposer
 from tllm.client.request import Prepared
-from tllm.engine.front import RefusedError
 from tllm.engine.media import media_of_request
+from tllm.engine.refusals import RefusedError
 from tllm.spec.groups import GroupUse
 from tllm.spec.media import PromptMedia
 from tllm.spec.patching import PatchUse, check_patch_positions

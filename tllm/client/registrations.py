@@ -131,12 +131,30 @@ class Registrations:
                 yield from self.add(consumer, consumer.consumer_id in self.capturing)
             self._waiting.pop(0)
 
-    def change(self, key: str, value: bytes | None) -> Steps[bool]:
-        """Register a value, if it was not changed since it was seen here; whether that went."""
-        seen = self._versions.get(key, 0)
-        answers = yield WorkerCall("change_registered", (key, seen, value))
-        yield from self._fetch()
-        return bool(answers[0])
+    def change(
+        self,
+        key: str,
+        made: Callable[[], Any],
+        bring: Callable[[Any], Steps[None]] | None = None,
+    ) -> Steps[None]:
+        """Register what `made` gives, or forget what is registered where that is None. It is called
+        when all that others have registered is known, and again where one of them was faster.
+
+        Args:
+            bring: brings the workers what they need for it.
+        """
+        yield ALONE
+        changed = False
+        while not changed:
+            yield from self.current()
+            content = made()
+            if bring is not None:
+                yield from bring(content)
+            value = None if content is None else cloudpickle.dumps(content)
+            seen = self._versions.get(key, 0)
+            answers = yield WorkerCall("change_registered", (key, seen, value))
+            yield from self._fetch()
+            changed = answers[0]
 
     def _learn_engine(self, answers: Sequence[Mapping[str, Any]]) -> None:
         self.composer.facts = self.patches.facts = Facts.of_workers(answers)

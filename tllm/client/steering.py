@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import numpy as np
 
-from tllm.client.calls import ALONE, Steps, WorkerCall
+from tllm.client.calls import Steps, WorkerCall
 from tllm.client.composer import GLOBAL, MODULE, MONITOR
-from tllm.spec.conditions import Condition, condition_described
+from tllm.spec.conditions import condition_described
 from tllm.spec.groups import compose
 from tllm.spec.tiers import TIER_FIELDS, Tiers
 
@@ -32,13 +31,14 @@ class SteeringControl:
 
     def __init__(self, client: Client, run: Callable[[Steps[Any]], Any]) -> None:
         self._client = client
+        self._registered = client.registered
         self._run = run
 
     @property
     def version(self) -> int:
         """Another number after each change of what is global, of a module or a monitor, and of the
         model's weights: kept answers of another one are not given."""
-        return self._client.registered.steering_version
+        return self._registered.steering_version
 
     def set(
         self,
@@ -65,33 +65,26 @@ class SteeringControl:
         tiers = (vectors, prefill_vectors, decode_vectors, clamps, prefill_clamps, decode_clamps)
         named = zip(TIER_FIELDS, tiers, strict=True)
         given = {name: tier for name, tier in named if tier is not None}
-        composer = self._client.registered.composer
+        composer = self._registered.composer
+        merged = partial(composer.with_more, given, positions, replace)
 
-        def steps() -> Steps[None]:
-            yield ALONE
-            changed = False
-            while not changed:
-                yield from self._client.registered.current()
-                merged = composer.with_more(given, positions, replace)
-                # What the workers have no room for would be refused with every request.
-                yield from self._client.uploads.bring(compose([merged]))
-                changed = yield from self._client.registered.change(
-                    GLOBAL, cloudpickle.dumps(merged)
-                )
+        def bring(tiers: Tiers) -> Steps[None]:
+            """What the workers have no room for would be refused with every request."""
+            return self._client.uploads.bring(compose([tiers]))
 
-        return self._run(steps())
+        return self._run(self._registered.change(GLOBAL, merged, bring))
 
     def clear(self) -> Any:
         """Stop steering globally. Registered modules stay."""
-        return self._run(self._change(GLOBAL, lambda: None))
+        return self._run(self._registered.change(GLOBAL, lambda: None))
 
     def status(self) -> Any:
         """What is set, which modules there are, and what is in use."""
 
         def steps() -> Steps[dict[str, Any]]:
-            yield from self._client.registered.current()
+            yield from self._registered.current()
             vectors = yield WorkerCall("vectors_on_device")
-            composer, facts = self._client.registered.composer, self._client.registered.facts
+            composer, facts = self._registered.composer, self._registered.facts
             return {
                 "enabled": facts.max_configs > 0,
                 "global": _described(composer.everywhere),
@@ -109,7 +102,7 @@ class SteeringControl:
         """Where the model can be steered: its hook points, layers and hidden size."""
 
         def described() -> dict[str, Any]:
-            facts = self._client.registered.facts
+            facts = self._registered.facts
             sizes = {"hidden_size": facts.hidden_size, "row_bytes": facts.row_bytes}
             return {**sizes, **facts.points.described()}
 
@@ -124,21 +117,20 @@ class SteeringControl:
                 then. A name that exists is defined anew: requests that are added later get the new
                 one.
         """
-        composer = self._client.registered.composer
-        return self._run(self._change(f"{MODULE}{name}", lambda: composer.module_of(name, spec)))
+        made = partial(self._registered.composer.module_of, name, spec)
+        return self._run(self._registered.change(f"{MODULE}{name}", made))
 
     def unregister_module(self, name: str) -> Any:
         """Forget a module; requests that run keep it."""
-        composer = self._client.registered.composer
 
         def removed() -> None:
-            composer.module(name, "")
+            self._registered.composer.module(name, "")
 
-        return self._run(self._change(f"{MODULE}{name}", removed))
+        return self._run(self._registered.change(f"{MODULE}{name}", removed))
 
     def modules(self) -> Any:
         """What each registered module does."""
-        modules = self._client.registered.composer.modules
+        modules = self._registered.composer.modules
         return self._run(
             self._known(lambda: {name: _described(tiers) for name, tiers in modules.items()})
         )
@@ -152,22 +144,20 @@ class SteeringControl:
                 steers already keeps the old one, and so do modules and global steering, which have
                 it as it was when they were set.
         """
-        composer = self._client.registered.composer
-        made = partial(composer.monitor_of, name, condition)
-        return self._run(self._change(f"{MONITOR}{name}", made))
+        made = partial(self._registered.composer.monitor_of, name, condition)
+        return self._run(self._registered.change(f"{MONITOR}{name}", made))
 
     def unregister_monitor(self, name: str) -> Any:
         """Forget a monitor; what steers with it keeps it."""
-        composer = self._client.registered.composer
 
         def removed() -> None:
-            composer.monitor(name)
+            self._registered.composer.check_monitor(name)
 
-        return self._run(self._change(f"{MONITOR}{name}", removed))
+        return self._run(self._registered.change(f"{MONITOR}{name}", removed))
 
     def monitors(self) -> Any:
         """What each registered monitor judges."""
-        monitors = self._client.registered.composer.monitors
+        monitors = self._registered.composer.monitors
         return self._run(
             self._known(
                 lambda: {name: condition_described(each) for name, each in monitors.items()}
@@ -179,9 +169,7 @@ class SteeringControl:
         when each `begun` (seconds since the epoch), `expires_in_s`, and its `requests` so far."""
 
         def steps() -> Steps[dict[str, dict[str, Any]]]:
-            answers = yield from self._client.registered.ask(
-                WorkerCall("conversations", (time.time(),))
-            )
+            answers = yield from self._registered.ask(WorkerCall("conversations", (time.time(),)))
             return dict(answers[0])
 
         return self._run(steps())
@@ -195,7 +183,7 @@ class SteeringControl:
 
         def steps() -> Steps[None]:
             call = WorkerCall("forget_conversation", (name, time.time()))
-            answers = yield from self._client.registered.ask(call)
+            answers = yield from self._registered.ask(call)
             if not answers[0]:
                 raise ValueError(
                     f"no conversation {name!r:.80} is remembered; llm.steering.conversations(), or "
@@ -206,18 +194,8 @@ class SteeringControl:
 
     def _known(self, tell: Callable[[], dict[str, Any]]) -> Steps[dict[str, Any]]:
         """What `tell` gives when everything that is registered is known."""
-        yield from self._client.registered.current()
+        yield from self._registered.current()
         return tell()
-
-    def _change(self, key: str, made: Callable[[], Tiers | Condition | None]) -> Steps[None]:
-        """Register what `made` gives when everything that others have registered is known."""
-        yield ALONE
-        changed = False
-        while not changed:
-            yield from self._client.registered.current()
-            content = made()
-            value = None if content is None else cloudpickle.dumps(content)
-            changed = yield from self._client.registered.change(key, value)
 
 
 def _described(tiers: Tiers) -> dict[str, Any]:

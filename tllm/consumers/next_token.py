@@ -12,16 +12,17 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.base import Consumer
-from tllm.inference_mode import in_inference_mode
-from tllm.ports import (
-    ConsumerContext,
-    ConsumerFlow,
-    Logits,
-    PerToken,
-    PortBundle,
-    RequestInfo,
-    RequestResult,
+from tllm.consumers.next_token_results import (
+    KEPT_MIB,
+    KEPT_RESULTS,
+    ArrivingRows,
+    DroppedResult,
+    KeptResults,
+    NextToken,
+    ResultsByPosition,
 )
+from tllm.inference_mode import in_inference_mode
+from tllm.ports import ConsumerContext, ConsumerFlow, Logits, PortBundle, RequestInfo, RequestResult
 from tllm.shared_memory import SharedRows, is_shared_file
 from tllm.spec.reading import allow_options, whole_number
 
@@ -42,35 +43,8 @@ _FLOWS = (
 _SENT = {"place": (str, int, int), "address": (str, int, int, int, list)}
 """Options that say where results go, and of what kind their parts are."""
 
-KEPT_RESULTS, KEPT_MIB = 2**16, 4096
-"""The most results, and MiB of them, that wait in the worker until somebody takes them."""
-
 _CHUNK_BYTES = 64 * 2**20
 """Rows are normalised this much at a time: vLLM's memory profile knows nothing of us."""
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """Log-probabilities of the token after one position.
-
-    Attributes:
-        values: float32 `[vocab]`, `[k]` or `[len(token_ids)]`.
-        token_ids: int32 `[k]` for `top_k`, best first; None otherwise.
-    """
-
-    values: npt.NDArray[np.float32]
-    token_ids: npt.NDArray[np.int32] | None = None
-
-
-@dataclass(frozen=True)
-class DroppedResult:
-    """What `pop` gives for a ticket whose result had to make room for later ones.
-
-    Attributes:
-        error: that it was dropped, in words.
-    """
-
-    error: str
 
 
 def _check_sent(name: str, given: Any, kinds: Sequence[type]) -> None:
@@ -164,8 +138,8 @@ class NextTokenConsumer(Consumer):
         self._files: dict[str, tuple[SharedRows, torch.Tensor, bool]] = {}
         self._tables: dict[str, npt.NDArray[np.int64]] = {}
         self._asks: dict[int, _Ask] = {}
-        self._kept = _KeptResults(self._most_kept, self._most_bytes)
-        self._by_slot: dict[int, _SequenceRows] = {}
+        self._kept = KeptResults(self._most_kept, self._most_bytes)
+        self._by_slot: dict[int, ResultsByPosition] = {}
         self._device = ctx.device
         self._answers = ctx.model.first_rank
         self.rows = 0
@@ -247,7 +221,7 @@ class NextTokenConsumer(Consumer):
             found = found.gather(1, ctx.upload(wanted))
         self.rows += len(rows)
         if asked.tickets is None or asked.places is None:
-            self._keep(asked, _HostRows(found, ids, ctx))
+            self._keep(asked, ArrivingRows(found, ids, ctx))
             return
         numbers = found.shape[1]
         packed = torch.empty((len(rows), form.width), dtype=torch.float32, device=self._device)
@@ -289,13 +263,13 @@ class NextTokenConsumer(Consumer):
 
     # -- results that stay in the worker --------------------------------------------------------
 
-    def _keep(self, asked: _AskedRows, arriving: _HostRows) -> None:
+    def _keep(self, asked: _AskedRows, arriving: ArrivingRows) -> None:
         """On the host: nobody knows how long they stay."""
         for i, (ask, position) in enumerate(zip(asked.asks, asked.positions, strict=True)):
             if ask.ticket >= 0:
                 self._kept.put(ask.ticket, arriving, i)
             else:
-                kept = self._by_slot.setdefault(ask.slot, _SequenceRows())
+                kept = self._by_slot.setdefault(ask.slot, ResultsByPosition())
                 kept.add(int(position), arriving, i)
 
     def pop(self, tickets: Sequence[int]) -> dict[int, NextToken | DroppedResult]:
@@ -416,8 +390,8 @@ class _AskedRows:
         asks = self.asks
         at = np.array([ask.place for ask in asks])
         if table is None:
-            found = replace(self, tickets=np.array([ask.ticket for ask in asks]), places=at)
-            found = replace(found, paths=asks[0].paths)
+            tickets = np.array([ask.ticket for ask in asks])
+            found = replace(self, tickets=tickets, places=at, paths=asks[0].paths)
         else:
             entries, serials = table[at], np.array([ask.serial for ask in asks])
             paths = max((ask.paths for ask in asks), key=len)  # the others were told of fewer
@@ -436,97 +410,3 @@ class _AskedRows:
             None if self.places is None else self.places[which],
             self.paths,
         )
-
-
-class _HostRows:
-    """Results of one step, on their way to the host."""
-
-    def __init__(
-        self, values: torch.Tensor, ids: torch.Tensor | None, ctx: ConsumerContext
-    ) -> None:
-        self._values = ctx.to_host(values)
-        self._ids = None if ids is None else ctx.to_host(ids)
-        self.row_bytes = 4 * values.shape[1] * (1 if ids is None else 2)
-
-    def row(self, index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One of them, once it is there."""
-        ids = None if self._ids is None else self._ids.wait()[index]
-        return self._values.wait()[index], ids
-
-
-class _KeptResults:
-    """Results that wait to be taken, by ticket; the oldest make room for later ones.
-
-    Attributes:
-        dropped: how many did.
-    """
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most, self._most_bytes = most, most_bytes
-        self._found: dict[int, tuple[_HostRows, int]] = {}
-        self._bytes = 0
-        # The newest of those that were dropped, whose users are told when they ask.
-        self._gone: dict[int, None] = {}
-        self.dropped = 0
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def put(self, ticket: int, arriving: _HostRows, row: int) -> None:
-        """The newest result of a ticket; that before is over."""
-        self.forget(ticket)
-        self._found[ticket] = arriving, row
-        self._bytes += arriving.row_bytes
-        while len(self._found) > self._most or self._bytes > self._most_bytes:
-            oldest = next(iter(self._found))
-            if oldest == ticket:
-                return
-            self.forget(oldest)
-            self._gone[oldest] = None
-            self.dropped += 1
-            if len(self._gone) > KEPT_RESULTS:
-                del self._gone[next(iter(self._gone))]
-
-    def pop(self, ticket: int) -> NextToken | DroppedResult | None:
-        """The result of a ticket, which is given once; None for one that was not computed."""
-        if ticket in self._gone:
-            del self._gone[ticket]
-            return DroppedResult(
-                f"the result of ticket {ticket} was dropped: more than kept_results={self._most}, "
-                f"or kept_mib={self._most_bytes >> 20}, were waiting to be taken; pop results "
-                "sooner, or register NextTokenConsumer with more"
-            )
-        if ticket not in self._found:
-            return None
-        arriving, row = self._found[ticket]
-        self.forget(ticket)
-        values, ids = arriving.row(row)
-        return NextToken(values.numpy(), None if ids is None else ids.numpy())
-
-    def forget(self, ticket: int) -> None:
-        """Nobody will ask for it."""
-        self._gone.pop(ticket, None)
-        found = self._found.pop(ticket, None)
-        if found is not None:
-            self._bytes -= found[0].row_bytes
-
-
-class _SequenceRows:
-    """Results of one sequence, in the order of their positions."""
-
-    def __init__(self) -> None:
-        self._positions: list[int] = []
-        self._rows: list[tuple[_HostRows, int]] = []
-
-    def add(self, position: int, arriving: _HostRows, row: int) -> None:
-        self._positions.append(position)
-        self._rows.append((arriving, row))
-
-    def all(self) -> Any:
-        """Every one, with its token's position."""
-        positions = np.array(self._positions, np.int32)
-        values, ids = zip(*(arriving.row(row) for arriving, row in self._rows), strict=True)
-        found = PerToken(positions, torch.stack(values).numpy())
-        if ids[0] is None:
-            return found
-        return {"values": found, "token_ids": PerToken(positions, torch.stack(ids).numpy())}

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from tllm.consumers.by_sequence import by_sequence
 from tllm.ports import PerToken, RequestInfo, RowMeta
 
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -99,25 +100,14 @@ class TokenRows:
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []
         for group in _groups(added):
-            numbers: dict[_Key, int] = {}
-            owners, before, own = [], None, np.zeros(0, np.int32)
-            for meta, _ in group:
-                if meta.requests is not before:  # those of a steady batch are one object
-                    before = meta.requests
-                    keys = map(_key, before)
-                    own = np.array(
-                        [numbers.setdefault(key, len(numbers)) for key in keys], np.int32
-                    )
-                owners.append(own[meta.request_index])
-            owner = np.concatenate(owners)
-            order = np.argsort(owner, kind="stable")
+            bundles = ((meta.requests, meta.request_index) for meta, _ in group)
+            order, sequences = by_sequence(bundles, _key)
             positions = np.concatenate([meta.positions for meta, _ in group])[order]
             joined = {
                 name: np.concatenate([arrays[name] for _, arrays in group])[order]
                 for name in group[0][1]
             }
-            edges = np.searchsorted(owner[order], np.arange(len(numbers) + 1)).tolist()
-            for key, start, stop in zip(numbers, edges, edges[1:], strict=False):
+            for key, start, stop in sequences:
                 piece = {name: array[start:stop] for name, array in joined.items()}
                 self._pieces.setdefault(key, []).append(_Piece(positions[start:stop], piece))
 

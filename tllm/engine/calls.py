@@ -24,7 +24,11 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 
 from tllm.engine.seams import uses
 
+_METHOD = "tllm"
+"""Of our worker."""
+
 _LOOK_EVERY_S = 1.0
+_GOES_DOWN_S = 5.0
 
 uses(
     "vllm.v1.engine.core_client.SyncMPClient",
@@ -57,19 +61,20 @@ uses(
 uses("vllm.v1.engine", "EngineCoreRequestType", "calls of the workers")
 
 
-def ask_workers(engine: LLMEngine, method: str, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
-    """Ask every worker, and return a function that waits for what they answer.
+def ask_workers(engine: LLMEngine, args: tuple[Any, ...]) -> Callable[[], list[Any]]:
+    """Ask every worker (`InterventionWorker.tllm`), and return a function that waits for what they
+    answer.
 
     It raises vLLM's `EngineDeadError` when the engine's process is dead, or dies meanwhile.
     """
     client = engine.engine_core
     if not isinstance(client, SyncMPClient):  # the engine is in this process
-        answered = list(engine.collective_rpc(method, args=args))
+        answered = list(engine.collective_rpc(_METHOD, args=args))
         return lambda: answered
     call_id = uuid.uuid1().int >> 64
     answers: Future[list[Any]] = Future()
     client.utility_results[call_id] = answers
-    arguments = ("collective_rpc", (method, None, args, None))
+    arguments = ("collective_rpc", (_METHOD, None, args, None))
     client._send_input(EngineCoreRequestType.UTILITY, (0, call_id, *arguments))
 
     def wait() -> list[Any]:
@@ -84,12 +89,12 @@ def ask_workers(engine: LLMEngine, method: str, args: tuple[Any, ...]) -> Callab
     return wait
 
 
-async def ask_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) -> list[Any]:
+async def ask_all_workers(engine: AsyncLLM, args: tuple[Any, ...]) -> list[Any]:
     """What every worker answers, replica by replica.
 
     Raises vLLM's `EngineDeadError` when the engine's process is dead, or dies meanwhile.
     """
-    answers = asyncio.ensure_future(_of_all_replicas(engine, method, args))
+    answers = asyncio.ensure_future(_of_all_replicas(engine, args))
     try:
         # vLLM lets these calls wait for ever when the engine's process dies.
         while not (await asyncio.wait({answers}, timeout=_LOOK_EVERY_S))[0]:
@@ -107,21 +112,21 @@ async def ask_all_workers(engine: AsyncLLM, method: str, args: tuple[Any, ...]) 
         answers.cancel()
 
 
-async def _of_all_replicas(engine: AsyncLLM, method: str, args: tuple[Any, ...]) -> list[Any]:
+async def _of_all_replicas(engine: AsyncLLM, args: tuple[Any, ...]) -> list[Any]:
     client = engine.engine_core
     replicas = getattr(client, "core_engines", ())
     if len(replicas) < 2:
-        return list(await engine.collective_rpc(method, args=args))
+        return list(await engine.collective_rpc(_METHOD, args=args))
     call = client._call_utility_async
     answers = await asyncio.gather(
-        *(call("collective_rpc", method, None, args, None, engine=each) for each in replicas)
+        *(call("collective_rpc", _METHOD, None, args, None, engine=each) for each in replicas)
     )
     return [answer for replica in answers for answer in replica]
 
 
-async def _goes_down(engine: AsyncLLM, within_s: float = 5.0) -> bool:
+async def _goes_down(engine: AsyncLLM) -> bool:
     """Whether the engine is dead, or is found to be within some seconds."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + _GOES_DOWN_S
     while not engine.errored and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
     return bool(engine.errored)

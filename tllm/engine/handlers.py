@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from tllm.engine.front import ADMITTED, GENERATED
+from tllm.engine.async_front import ADMITTED, GENERATED
 from tllm.engine.seams import overrides, uses
 from tllm.spec.request import EXTRA_ARG
 

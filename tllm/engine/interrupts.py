@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from vllm.v1.engine.core_client import SyncMPClient
 
 from tllm.engine.seams import uses
+from tllm.engine.unowned import unowned
 
 uses(
     "vllm.v1.engine.core_client.SyncMPClient",
@@ -62,12 +62,10 @@ def send_whole(client: Any) -> None:
     heard any more."""
     if not isinstance(client, SyncMPClient):
         return
-    send = weakref.WeakMethod(client._send_input)
+    send = unowned(client, "_send_input")
 
     def sent(*args: Any, **kwargs: Any) -> Any:
-        own = send()
-        assert own is not None, "an engine that has ended is sent nothing"
         with uninterrupted():
-            return own(*args, **kwargs)
+            return send(*args, **kwargs)
 
     client._send_input = sent  # type: ignore[method-assign]

@@ -184,7 +184,7 @@ def added_norm(vllm_config: Any, module: torch.nn.Module) -> AddedNorm | None:
         return None
     if vllm_config.quant_config is not None or envs.VLLM_BATCH_INVARIANT:
         return None
-    if versions.first_choice(vllm_config, "fused_add_rms_norm") != "native":
+    if versions.preferred_norm(vllm_config) != "native":
         return None
     if module.weight.dtype != vllm_config.model_config.dtype:
         return None

@@ -17,9 +17,9 @@ from tllm.engine.seams import overrides, uses
 from tllm.engine.turns import Turns
 from tllm.engine.verdicts import RequestEndings
 from tllm.spec.changes import Changes, combined, decided_changes, steering_changes
-from tllm.spec.groups import Configuration, configurations, steering_stretches
 from tllm.spec.patching import patch_changes
 from tllm.spec.request import RequestSpec
+from tllm.spec.stretches import Configuration, configurations, steering_stretches
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as _Base

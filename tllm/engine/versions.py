@@ -104,8 +104,8 @@ def sequence_parallel(pass_config: Any) -> bool:
     return hasattr(pass_config, "enable_sp") and bool(pass_config.enable_sp)
 
 
-def first_choice(vllm_config: Any, op: str) -> str | None:
-    """Which implementation of one of its own ops vLLM prefers; None where it does not say."""
+def preferred_norm(vllm_config: Any) -> str | None:
+    """Which implementation of its own fused norms vLLM prefers; None where it does not say."""
     priority = getattr(getattr(vllm_config, "kernel_config", None), "ir_op_priority", None)
-    names = getattr(priority, op, None)
+    names = getattr(priority, "fused_add_rms_norm", None)
     return names[0] if names else None

@@ -27,10 +27,12 @@ from tllm.engine.verdicts import with_verdicts
 from tllm.engine.worker_calls import WorkerCalls
 from tllm.models.resolver import resolve
 from tllm.models.sites import ModelSites, Site
+from tllm.ports import ModelView
 from tllm.ports.payload import reason_of
 from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.results import sendable
+from tllm.runtime.sampling import LmHead
 from tllm.runtime.session import Session
 from tllm.runtime.taps import AddedNorm, TapKey, Taps, compile_digest
 from tllm.spec.hooks import HookPoint
@@ -200,12 +202,12 @@ class InterventionWorker(_Base):
         config, sites, options = self.vllm_config, self._sites, self._options
         row_bytes = sites.hidden_size * config.model_config.dtype.itemsize
         ranks = get_tp_group() if config.parallel_config.tensor_parallel_size > 1 else None
-        head = model_view.lm_head(config, model, sites, self.device)
+        described, head = self._described(model)
         return Session(
             taps,
             lambda site, layer: sites.points.check(HookPoint.parse(site), layer),
-            model_view.describe(config, sites, self.device, head),
-            lm_head=head if head is None else self._guidance_refusal or head,
+            described,
+            lm_head=head,
             samples=model_view.is_last_stage(),
             drafts=config.speculative_config is not None,
             max_sequences=config.scheduler_config.max_num_seqs,
@@ -221,6 +223,12 @@ class InterventionWorker(_Base):
             share=ranks and ranks.broadcast_object,
             agree=ranks and ranks.broadcast,
         )
+
+    def _described(self, model: torch.nn.Module) -> tuple[ModelView, LmHead | str | None]:
+        """What consumers may know of the model, and its LM head as `Session` takes it."""
+        head = model_view.lm_head(self.vllm_config, model, self._sites, self.device)
+        described = model_view.describe(self.vllm_config, self._sites, self.device, head)
+        return described, head if head is None else self._guidance_refusal or head
 
     def _norms(self, installed: Mapping[TapKey, Site]) -> dict[TapKey, AddedNorm]:
         """The norms that are computed together with the tap before them."""
@@ -369,12 +377,7 @@ class InterventionWorker(_Base):
     def _note_weights(self) -> None:
         """The model has other weights: what was made of the old ones is made anew, or dropped."""
         self._weights_are_other = False
-        model = self.model_runner.get_model()
-        head = model_view.lm_head(self.vllm_config, model, self._sites, self.device)
-        self.session.weights_changed(
-            model_view.describe(self.vllm_config, self._sites, self.device, head),
-            head if head is None else self._guidance_refusal or head,
-        )
+        self.session.weights_changed(*self._described(self.model_runner.get_model()))
         if dropped := self._calls.drop_runs():
             logger.warning(
                 "the model's weights were replaced: %d runs that were kept for patches are dropped",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import cloudpickle
@@ -15,7 +15,6 @@ from tllm.engine.conversations import ConversationPlace, Conversations
 from tllm.engine.options import EngineOptions
 from tllm.engine.registered import WEIGHTS, HeldGroups, Registered
 from tllm.models.sites import ModelSites
-from tllm.runtime.packed_vectors import PackedVectors
 from tllm.runtime.session import Session
 from tllm.spec.patching import KEPT
 
@@ -41,6 +40,7 @@ class WorkerCalls:
         self._front_ends = 1
         # Calls that others answer as they are.
         self.change_registered = self._registered.change
+        self.update_steering = self._groups.put
         self.enter_conversation = self._conversations.enter
         self.forget_conversation = self._conversations.forget
         self.conversations = self._conversations.described
@@ -111,16 +111,6 @@ class WorkerCalls:
         """Remove a consumer that could not be registered in every worker, where it is."""
         if self._consumers.get(consumer_id) == registration:
             self.unregister(consumer_id)
-
-    def update_steering(
-        self,
-        holder: str,
-        vectors: PackedVectors,
-        groups: Mapping[str, Any],
-        released: Iterable[str],
-        gates: Mapping[str, Any],
-    ) -> None:
-        self._groups.put(holder, vectors, groups, released, gates)
 
     def keep_run(self, uid: str, on_host: bool = False) -> tuple[int, int] | None:
         """Keep the rows of a run that has ended, for patches; the number of its tokens, and the

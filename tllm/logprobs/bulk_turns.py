@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
-
-import vllm
 
 from tllm.client.admission import NewsError
-from tllm.client.llm import AsyncLLM
-from tllm.engine.bulk import Bulk, BulkInputs, BulkItem
+from tllm.engine.bulk import BulkItem
+from tllm.logprobs.addresses import Address
+from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
-from tllm.logprobs.query import Answer, AnswerRows, Form, Interventions, Query
-from tllm.logprobs.transport import CONSUMER, Address, Arena, Transport, arrived
-from tllm.params import SamplingParams
+from tllm.logprobs.messages import Messages
+from tllm.logprobs.query import Answer, AnswerRows, Form, Query
+from tllm.logprobs.transport import CONSUMER, Transport
 
 
 class _Turn:
@@ -58,22 +55,12 @@ class _Turn:
         )
 
 
-class _Message(NamedTuple):
-    """First turns of one form, and turns of requests that the engine has."""
-
-    form: Form
-    begun: list[BulkItem]
-    inputs: BulkInputs
-
-
 class BulkTurns:
     """Turns of lanes' kept requests: those that come together are one message.
 
     Args:
-        params: of a request that draws one token.
+        messages: what the turns are sent in.
         keep: makes the request that is kept for a lane.
-        name: a new id of a request.
-        spawn: runs a coroutine that nobody waits for.
         again: serves those who go on otherwise, after somebody else's lane was closed, or after
             something was registered.
 
@@ -84,30 +71,22 @@ class BulkTurns:
 
     def __init__(
         self,
-        engine: AsyncLLM,
         transport: Transport,
         admission: Admission,
-        bulk: Bulk,
-        params: SamplingParams,
+        messages: Messages,
         keep: Callable[[Query, Holder], KeptRequest],
-        name: Callable[[], str],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
         again: Callable[[Iterable[Waiter]], None],
     ) -> None:
-        self._engine = engine
+        self._engine = messages.engine
+        self._bulk = messages.bulk
         self._transport = transport
         self._admission = admission
-        self._bulk = bulk
-        self._params = params
+        self._messages = messages
         self._keep = keep
-        self._name = name
-        self._spawn = spawn
         self._again = again
         self._running: dict[KeptRequest, _Turn] = {}
         self._first: dict[Hashable, _Turn] = {}
         self._sent: dict[int, _Turn] = {}
-        self._messages: list[_Message] = []
-        self._ended: list[str] = []
         self.computed = 0
         self.shared = 0
 
@@ -116,7 +95,7 @@ class BulkTurns:
 
     def begin(self, waiters: Iterable[Waiter]) -> list[Waiter]:
         """Begin the turns of those whose lane's request waits for what the lane has more than it,
-        or who have none and ask for nothing else. `send` sends them.
+        or who have none and ask for nothing else. `Messages.send` sends them.
 
         Returns:
             The others.
@@ -167,8 +146,7 @@ class BulkTurns:
     def _begun(self, waiter: Waiter, holder: Holder, version: int) -> _Turn | None:
         """The first turn of a request for a lane, or somebody else's that says the same."""
         query = waiter.query
-        plain = query.lora is None and not query.interventions.asked
-        if not (plain and self._engine.takes_plain() and self._transport.is_shared):
+        if not (self._messages.takes(query) and self._transport.is_shared):
             return None
         key = version, query.form, query.tokens
         if key in self._first:
@@ -187,13 +165,11 @@ class BulkTurns:
         return request.engine_id is not None
 
     def _say(self, form: Form, turns: Sequence[_Turn]) -> list[Waiter]:
-        """Say where answers of one form go, and make a message of the turns. Returns those who wait
-        for turns for which there is no room in shared memory."""
+        """Say where answers of one form go, and what is asked. Returns those who wait for turns for
+        which there is no room in shared memory."""
         places = self._transport.lease_many(form, len(turns))
         arena = self._transport.arena(form)
         tickets = iter(self._transport.tickets(len(turns)))
-        begun: list[BulkItem] = []
-        inputs = BulkInputs([], [], [], [])
         left: list[Waiter] = []
         for turn in turns:
             request = turn.request
@@ -205,27 +181,22 @@ class BulkTurns:
             turn.place, turn.ticket = places.pop(), next(tickets)
             address.say(turn.ticket, turn.place)
             options = address.options(form)
+            consumers = None if options is None else {CONSUMER: options}
             tokens = turn.waiter.query.tokens_from(turn.known)
             self._admission.begin_turn(request, turn.known + len(tokens))
             request.begin_turn(len(tokens), partial(self._bulk.end, (turn.ticket,)))
             self._sent[turn.ticket] = turn
+            self.computed += 1
             if turn.known:
-                if options is not None:
-                    inputs.consumers.append((len(inputs.tickets), {CONSUMER: options}))
-                inputs.tickets.append(turn.ticket)
-                inputs.request_ids.append(request.engine_id or "")
-                inputs.tokens.append(tokens)
+                self._messages.go_on(turn.ticket, request.engine_id or "", tokens, consumers)
                 continue
-            name = self._name()
-            request.begin(name, partial(self._abort, name))
+            name = self._messages.new_request_id()
+            request.begin(name, partial(self._messages.abort, name))
             self._bulk.expect_end(name, request.lose)
-            begun.append(BulkItem(turn.ticket, name, tokens, {CONSUMER: options}, streamed=True))
+            item = BulkItem(turn.ticket, name, tokens, consumers, streamed=True)
+            self._messages.begin(form, item)
         for place in places:
             arena.release(place)
-        self.computed += len(begun) + len(inputs.tickets)
-        self._bulk.expect(inputs.tickets, inputs.request_ids)
-        self._bulk.expect((item.ticket for item in begun), (item.request_id for item in begun))
-        self._messages.append(_Message(form, begun, inputs))
         return left
 
     def _forget(self, turn: _Turn) -> None:
@@ -233,35 +204,6 @@ class BulkTurns:
         del self._running[turn.request]
         if turn.key is not None:
             del self._first[turn.key]
-
-    def _abort(self, request_id: str) -> None:
-        """A request that was begun here is not needed any more."""
-        if not self._ended:
-            asyncio.get_running_loop().call_soon(self._send_ended)
-        self._ended.append(request_id)
-
-    def _send_ended(self) -> None:
-        ended, self._ended = self._ended, []
-        self._spawn(self._given_up(ended))
-
-    async def _given_up(self, request_ids: list[str]) -> None:
-        with suppress(Exception):  # a dead engine has none of them
-            await self._bulk.abort_requests(request_ids)
-
-    def send(self) -> None:
-        """Send what was begun."""
-        messages, self._messages = self._messages, []
-        for form, begun, inputs in messages:
-            params: vllm.SamplingParams = self._params
-            if begun:  # the form alone is of use: each brings its own address
-                asked = Interventions().applied_to(self._params, form.options())
-                try:
-                    params = self._engine.prepared_plain(asked, streamed=True)
-                except Exception as error:
-                    self._bulk.end([item.ticket for item in begun], error)
-                    begun = []
-            if begun or inputs.tickets:
-                self._spawn(self._bulk.send(params, begun, inputs))
 
     def end(self, tickets: Sequence[int], error: Exception | None) -> None:
         """Turns were computed, or were not; tickets of others are passed over."""

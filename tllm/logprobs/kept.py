@@ -14,7 +14,7 @@ from vllm.inputs import tokens_input
 
 from tllm.client.llm import AsyncLLM
 from tllm.engine.capacity import BlockLedger, Capacity, HeldBlocks
-from tllm.logprobs.transport import Address
+from tllm.logprobs.addresses import Address
 
 
 class LaneClosedError(RuntimeError):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypedDict, cast, overload
 import numpy as np
 import torch
 from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind
 
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.params import ASKED_FIELDS, SamplingParams, parse_asked
@@ -22,6 +23,20 @@ from tllm.spec.request import Asked
 #: are kept. Tokens of queries and lanes are given, so no condition ends them.
 _REFUSED = ("patch", "stop_when", "abort_when", "conversation")
 _FIELDS = tuple(name for name in ASKED_FIELDS if name not in _REFUSED)
+
+
+def own_params(kind: RequestOutputKind, **fields: Any) -> SamplingParams:
+    """Sampling parameters of requests whose text nobody reads."""
+    params = SamplingParams(output_kind=kind, detokenize=False, **fields)
+    params.skip_clone = True  # nobody changes it
+    return params
+
+
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+NEXT_TOKEN = own_params(RequestOutputKind.FINAL_ONLY, **_ONE_TOKEN)
+"""Of a request that draws one token."""
+NEXT_TURN = own_params(RequestOutputKind.DELTA, **_ONE_TOKEN)
+"""Of one that draws one after another."""
 
 
 class LaneOptions(TypedDict, total=False):

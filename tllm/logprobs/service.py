@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import uuid
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,26 +13,15 @@ from vllm.inputs import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
 from tllm.client.llm import AsyncLLM
-from tllm.engine.bulk import Bulk, BulkItem
+from tllm.engine.bulk import BulkItem
 from tllm.engine.processes import gone, processes_of
+from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.bulk_turns import BulkTurns, tell
 from tllm.logprobs.kept import Admission, Holder, KeptRequest
 from tllm.logprobs.loop import EngineLoop, Waiter
-from tllm.logprobs.query import Answer, Form, Interventions, Query, does_nothing
-from tllm.logprobs.transport import CONSUMER, Arena, Kind, Transport, arrived
-from tllm.params import SamplingParams
-
-
-def _params(kind: RequestOutputKind, **fields: Any) -> SamplingParams:
-    params = SamplingParams(output_kind=kind, detokenize=False, **fields)
-    params.skip_clone = True  # nobody changes it
-    return params
-
-
-_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-_QUERY = _params(RequestOutputKind.FINAL_ONLY, **_ONE_TOKEN)
-_TURN = _params(RequestOutputKind.DELTA, **_ONE_TOKEN)
-_PLAIN = Interventions()
+from tllm.logprobs.messages import Messages
+from tllm.logprobs.query import NEXT_TOKEN, NEXT_TURN, Answer, Form, Query, does_nothing, own_params
+from tllm.logprobs.transport import CONSUMER, Kind, Transport
 
 
 class _Key:
@@ -107,24 +94,14 @@ class Service:
         self._spawn = loop.spawn
         self._transport = Transport(engine, transport, shared_bytes, loop.spawn)
         self._admission = Admission(engine, idle_seconds)
-        self._bulk = Bulk(engine, self._on_ended)
+        self._messages = Messages(engine, self._on_ended, loop.spawn)
+        self._bulk = self._messages.bulk
         self._sent: dict[int, _Flight] = {}
         self._turns = BulkTurns(
-            engine,
-            self._transport,
-            self._admission,
-            self._bulk,
-            _QUERY,
-            self._keep,
-            self._request_id,
-            loop.spawn,
-            self.serve,
+            self._transport, self._admission, self._messages, self._keep, self.serve
         )
-        self._begun: dict[Form, list[BulkItem]] = {}
         self._computed = 0
         self._shared = 0
-        self._prefix = uuid.uuid4().hex[:8]
-        self._requests = itertools.count(1)
         self._flights: dict[_Key, _Flight] = {}
         self._rows: dict[Form, list[int]] = {}  # for those that are served now
         self._kept: WeakSet[KeptRequest] = WeakSet()
@@ -169,8 +146,7 @@ class Service:
                 self._transport.arena(form).release(place)
         self._rows.clear()
         self._admission.make_room()
-        self._turns.send()
-        self._send()
+        self._messages.send()
 
     def _lease(self, form: Form) -> tuple[Arena, int] | None:
         """A row for the result of a query that is served now. Where there is none, whoever waits
@@ -221,7 +197,7 @@ class Service:
 
     def _add_query(self, flight: _Flight, query: Query) -> None:
         """Send a query in bulk, if nothing has to be done for it before."""
-        if query.lora is not None or query.interventions.asked or not self.engine.takes_plain():
+        if not self._messages.takes(query):
             return
         leased = self._lease(query.form)
         if leased is None:
@@ -230,11 +206,10 @@ class Service:
         ticket = flight.ticket = self._transport.ticket()
         flight.blocks = self._admission.enter(len(query.tokens) + 1)
         asked = {"ticket": ticket, "place": arena.option(place), **query.form.options()}
-        item = BulkItem(ticket, self._request_id(), query.tokens, {CONSUMER: asked})
         self._computed += 1
         self._sent[ticket] = flight
-        self._bulk.expect([ticket], [item.request_id])
-        self._begun.setdefault(query.form, []).append(item)
+        name = self._messages.new_request_id()
+        self._messages.begin(query.form, BulkItem(ticket, name, query.tokens, {CONSUMER: asked}))
 
     def _on_ended(self, tickets: Sequence[int], error: Exception | None) -> None:
         """Tokens in bulk were computed, or were not."""
@@ -253,19 +228,6 @@ class Service:
         for flight, outcome in outcomes:
             self._conclude(flight, outcome)
 
-    def _send(self) -> None:
-        """Send what there is: the queries of each form in one message."""
-        begun, self._begun = self._begun, {}
-        for items in begun.values():
-            # The form alone is of use: each item brings its own row.
-            asked = _PLAIN.applied_to(_QUERY, (items[0].consumers or {})[CONSUMER])
-            try:
-                params = self.engine.prepared_plain(asked)
-            except Exception as error:
-                self._bulk.end([item.ticket for item in items], error)
-            else:
-                self._spawn(self._bulk.send(params, items))
-
     # -- one by one ----------------------------------------------------------------------------
 
     async def _query(self, query: Query) -> Answer:
@@ -274,7 +236,7 @@ class Service:
         reply = await self._transport.reply(query.form)
         try:
             interventions = query.interventions
-            params = interventions.applied_to(_QUERY, reply.options)
+            params = interventions.applied_to(NEXT_TOKEN, reply.options)
             output = await self._generate(query, params)
             answer = await reply.read()
         finally:
@@ -296,7 +258,7 @@ class Service:
             async for output in self.engine.generate(
                 tokens_input(list(query.tokens)),
                 params,
-                self._request_id(),
+                self._messages.new_request_id(),
                 lora_request=query.lora,
                 results=query.interventions.results,
             ):
@@ -310,7 +272,7 @@ class Service:
     async def sample(self, query: Query, fields: Mapping[str, Any]) -> list[int]:
         """The tokens of a completion, without the one that ended it; `fields` are sampling
         parameters."""
-        params = _params(RequestOutputKind.FINAL_ONLY, **fields)
+        params = own_params(RequestOutputKind.FINAL_ONLY, **fields)
         params = query.interventions.applied_to(params, {"enabled": False})
         output = await self._generate(query, params)
         completion = output.outputs[0]
@@ -318,9 +280,6 @@ class Service:
         # What a controller ended has a reason in words, and no token of an end.
         by_token = not isinstance(completion.stop_reason, str)
         return tokens[:-1] if completion.finish_reason == "stop" and by_token else tokens
-
-    def _request_id(self) -> str:
-        return f"logprobs-{self._prefix}-{next(self._requests)}"
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -370,8 +329,8 @@ class Service:
                     self._computed += 1
                     await request.turn(
                         new,
-                        interventions.applied_to(_TURN, reply.options),
-                        self._request_id(),
+                        interventions.applied_to(NEXT_TURN, reply.options),
+                        self._messages.new_request_id(),
                         lora_request=query.lora,
                         results=interventions.results,
                     )

@@ -16,16 +16,16 @@ from tllm.runtime.programs import Programs, TooManyProgramsError
 from tllm.runtime.slots import RunningSequence, Slots, Timeline
 from tllm.runtime.steering import Steering
 from tllm.runtime.token_choices import Choice
-from tllm.spec.groups import (
-    STEERING,
+from tllm.spec.groups import STEERING
+from tllm.spec.patching import PATCHING
+from tllm.spec.selection import END, Intervals, intersected, stretch_starts
+from tllm.spec.stretches import (
     Configuration,
     Stretches,
     TokenChoice,
     configurations,
     steering_stretches,
 )
-from tllm.spec.patching import PATCHING
-from tllm.spec.selection import END, Intervals, intersected, stretch_starts
 
 logger = logging.getLogger(__name__)
 

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from tllm.ports import (
-    Action,
-    ActionLog,
-    Note,
-    PortBundle,
-    RequestInfo,
-    SetScale,
-    Steer,
-    Stop,
-    TakenAction,
-)
+from tllm.ports import Action, Note, PortBundle, RequestInfo, SetScale, Steer, Stop
 from tllm.ports.payload import reason_of
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.columns import IntArray
+from tllm.runtime.decided_actions import ActionCounts, ControlledSequence, DecidedAction
 from tllm.runtime.decided_steering import DecidedGroups, DecidedSteering, NamedSteering
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.slots import RunningSequence, Slots
@@ -44,55 +35,6 @@ _UNASKED = (
     "{kind!r} there"
 )
 _UNUSED = "consumer {consumer!r} decided for a request that does not use it"
-
-
-@dataclass(eq=False)
-class DecidedAction:
-    """An action on its way; attributes as in `TakenAction`.
-
-    Attributes:
-        consumer: that has decided it.
-        step: the engine step of its rows.
-    """
-
-    consumer: str
-    action: str
-    position: int
-    data: Mapping[str, Any]
-    step: int
-    window: str
-    acts_from: int | None = None
-    lag_steps: int | None = None
-    error: str | None = None
-
-    def taken(self) -> TakenAction:
-        """As the user hears of it."""
-        return TakenAction(
-            self.action, self.position, self.data, self.acts_from, self.lag_steps, self.error
-        )
-
-
-@dataclass(eq=False)
-class ControlledSequence:
-    """What controllers did to one running sequence, and what they have still to do.
-
-    Attributes:
-        steered_from: the first position whose row they may steer: what the scheduler knows. None
-            for none.
-        decided: all actions, by the consumer that has decided them.
-        stop: the first that ends it.
-        held: the groups that it holds, and how often.
-    """
-
-    steered_from: int | None = None
-    decided: dict[str, list[DecidedAction]] = field(default_factory=dict)
-    stop: DecidedAction | None = None
-    held: Counter[str] = field(default_factory=Counter)
-
-    def log(self, consumer: str) -> ActionLog | None:
-        """What a consumer did; None for nothing."""
-        decided = self.decided.get(consumer)
-        return ActionLog(tuple(each.taken() for each in decided)) if decided else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,37 +59,6 @@ _Read: TypeAlias = dict[int, Tiers]
 
 Failure: TypeAlias = tuple[str, str, str]
 """The engine's id of a sequence, a consumer whose `decide` raised, and what it raised."""
-
-
-@dataclass(eq=False)
-class ActionCounts:
-    """What a controller has decided so far.
-
-    Attributes:
-        refused: those among them that could not be done.
-        too_late: for requests that had ended.
-        raised: calls of `decide` that raised.
-        lags: of those that acted, by window and engine steps after the rows' own.
-    """
-
-    by_kind: Counter[str] = field(default_factory=Counter)
-    refused: int = 0
-    too_late: int = 0
-    raised: int = 0
-    lags: Counter[tuple[str, int]] = field(default_factory=Counter)
-
-    def counters(self) -> dict[str, Any]:
-        """As plain data."""
-        lags: dict[str, dict[int, int]] = {}
-        for (window, lag), count in sorted(self.lags.items()):
-            lags.setdefault(window, {})[lag] = count
-        return {
-            "by_kind": dict(self.by_kind),
-            "refused": self.refused,
-            "too_late": self.too_late,
-            "raised": self.raised,
-            "lag_steps": lags,
-        }
 
 
 class Controllers:
@@ -395,8 +306,8 @@ class Controllers:
         self, sequence: RunningSequence, decision: SteeringDecision
     ) -> tuple[str | None, int]:
         """Steer a sequence otherwise from its next row on; why it cannot be, and from where on."""
-        controlled: ControlledSequence = sequence.controlled
-        assert controlled.steered_from is not None
+        controlled = sequence.controlled
+        assert controlled is not None and controlled.steered_from is not None
         slot = sequence.info.slot
         position = max(int(self._slots.delivered[slot]), controlled.steered_from)
         decided = sequence.decided or DecidedSteering()

@@ -10,15 +10,10 @@ from dataclasses import dataclass, field, replace
 from tllm.runtime.placed_groups import GroupOperation
 from tllm.runtime.steering import Steering
 from tllm.runtime.taps import TapKey
-from tllm.spec.groups import (
-    Configuration,
-    SteeringGroup,
-    Stretches,
-    TokenChoice,
-    compose,
-)
+from tllm.spec.groups import SteeringGroup, compose
 from tllm.spec.operations import max_reach
 from tllm.spec.selection import END
+from tllm.spec.stretches import Configuration, Stretches, TokenChoice
 from tllm.spec.tiers import SteeringEntry, Tiers
 
 _MAX_UNUSED = 64

@@ -16,7 +16,7 @@ from tllm.runtime.read_rows import ReadRows, Roles
 from tllm.runtime.slots import Slots
 from tllm.runtime.taps import TapKey
 from tllm.runtime.transfer import upload
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from tllm.runtime.prompt_means import PromptMeans
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
-from tllm.spec.conditions import MAX_GATES, Gate
+from tllm.spec.gates import MAX_GATES, Gate
 from tllm.spec.probes import KINDS
 
 _WORDS = int(GateWord.SIZE)

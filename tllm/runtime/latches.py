@@ -10,7 +10,7 @@ import torch
 
 from tllm.runtime.consecutive_places import ConsecutivePlaces
 from tllm.runtime.staged import StagedTable, room
-from tllm.spec.conditions import MAX_GATES, Gate
+from tllm.spec.gates import MAX_GATES, Gate
 from tllm.spec.memory import SCOPES
 
 NEVER, BEFORE = 2**31 - 1, -1

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tllm.runtime.descriptor import SCOPE_UNIT
 from tllm.runtime.taps import TapKey, Taps
-from tllm.spec.conditions import Gate, GroupGates, order_of
+from tllm.spec.conditions import order_of
+from tllm.spec.gates import Gate, GroupGates
 from tllm.spec.operations import Coefficients, OperationForm
 
 GroupOperation = tuple[str, int | None, str, OperationForm]

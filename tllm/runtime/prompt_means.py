@@ -14,7 +14,7 @@ from tllm.runtime.columns import IntArray
 from tllm.runtime.latches import HOLDS, NEVER, Latch, Latches
 from tllm.runtime.mlp_score import mlp_score
 from tllm.runtime.transfer import upload
-from tllm.spec.conditions import MAX_GATES, Gate
+from tllm.spec.gates import MAX_GATES, Gate
 from tllm.spec.probes import FEATURES, KINDS, MLPS
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from tllm.ports import RequestInfo, RequestResult
 from tllm.ports.payload import cut, reason_of
-from tllm.runtime.controllers import ControlledSequence
 from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import BoundConsumer
 from tllm.runtime.slots import RunningSequence
@@ -96,11 +95,10 @@ class Results:
         for owner in self._consumers.values():
             if owner.serves(sequence):
                 self._dispatcher.flush(owner)
-                controlled: ControlledSequence | None = sequence.controlled
                 info = replace(
                     owner.info(sequence),
                     missing=_missing(sequence, owner.id),
-                    actions=controlled and controlled.log(owner.id),
+                    actions=sequence.controlled and sequence.controlled.log(owner.id),
                 )
                 needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
                 if needs_tokens:

@@ -11,13 +11,15 @@ import numpy as np
 
 from tllm.ports.request_meta import RequestInfo
 from tllm.runtime.columns import DECODE, NEUTRAL, PREFILL, Column, IntArray
+from tllm.runtime.decided_actions import ControlledSequence
 from tllm.runtime.decided_steering import DecidedSteering
 from tllm.runtime.latches import Latch
 from tllm.runtime.patching import PatchedRows
 from tllm.runtime.token_choices import Choice
-from tllm.spec.groups import Configuration, GroupUse
+from tllm.spec.groups import GroupUse
 from tllm.spec.patching import PatchUse
 from tllm.spec.selection import END
+from tllm.spec.stretches import Configuration
 
 _BY_POSITION = tuple((column, int(column)) for column in Column if column.by_position)
 
@@ -107,8 +109,8 @@ class RunningSequence:
     """What it remembers of its conditions."""
     decided: DecidedSteering | None = None
     """What controllers steer it with."""
-    controlled: Any = None
-    """What controllers did to it (`ControlledSequence`); None where they may not act."""
+    controlled: ControlledSequence | None = None
+    """What controllers did to it; None where they may not act."""
     laid_out: Any = None
     """Which flows want its rows and which consumers it uses, where every row is treated alike."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,13 +14,7 @@ import torch
 
 from tllm.runtime.columns import Column
 from tllm.runtime.consecutive_places import ConsecutivePlaces
-from tllm.runtime.descriptor import (
-    CHAIN_UNIT,
-    HAS_SUM,
-    KIND_UNIT,
-    Operation,
-    OperationKind,
-)
+from tllm.runtime.descriptor import CHAIN_UNIT, HAS_SUM, KIND_UNIT, Operation, OperationKind
 from tllm.runtime.gates import Gates, JudgedGates
 from tllm.runtime.latches import Latch
 from tllm.runtime.packed_vectors import PackedVectors
@@ -28,8 +22,9 @@ from tllm.runtime.placed_groups import GroupOperation, GroupPlacing, PlacedGroup
 from tllm.runtime.staged import StagedTable, room
 from tllm.runtime.taps import TapKey, Taps
 from tllm.runtime.token_choices import TokenChoices
-from tllm.runtime.transfer import upload
-from tllm.spec.conditions import PROBE, Gate, GroupGates
+from tllm.runtime.vector_sums import VectorSums
+from tllm.runtime.vector_table import VectorTable
+from tllm.spec.gates import Gate, GroupGates
 from tllm.spec.operations import (
     Coefficients,
     DimensionWise,
@@ -41,7 +36,6 @@ from tllm.spec.operations import (
 from tllm.spec.reading import FloatArray
 
 _WORDS = int(Operation.SIZE)
-_SUMS_AT_ONCE = 4096
 _ONLY_A_SUM = np.zeros(_WORDS, np.int32)
 """What stands where a configuration adds, and does nothing else."""
 _ONLY_A_SUM[Operation.CHAIN] = HAS_SUM
@@ -54,25 +48,6 @@ class _Places:
     points: npt.NDArray[np.int64]
     users: int = 0
     """Configurations that are in use."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Sums:
-    """What is added, `[summands]` each, those of one point in their order.
-
-    Attributes:
-        vectors: rows of the table of vectors.
-    """
-
-    points: npt.NDArray[np.int64]
-    vectors: npt.NDArray[np.int64]
-    factors: npt.NDArray[np.float32]
-
-    @classmethod
-    def of(cls, summands: Sequence[tuple[int, int, float]]) -> _Sums:
-        """From point, vector and factor of each."""
-        points, vectors, factors = zip(*summands, strict=True)
-        return cls(np.array(points), np.array(vectors), np.array(factors, np.float32))
 
 
 @dataclass(eq=False)
@@ -128,25 +103,16 @@ class Steering:
         self.choices = TokenChoices(taps.device)
         self.gates = Gates(taps, max_positions, agree)
         self._groups: dict[str, PlacedGroup] = {}
-        self._vectors: dict[str, int] = {}
-        self._vector_users: Counter[str] = Counter()  # configurations
-        self._dropped_vectors: set[str] = set()
-        self._rows_of_vectors: dict[str, int] = {}
-        self._placed = ConsecutivePlaces()
+        self._vectors = VectorTable(taps, self.gates, max_vectors)
+        self._sums = VectorSums(taps)
         self._configurations: dict[tuple[str, ...], _Configuration] = {}
         self._unused: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._free_rows: list[int] = []
         self._chains = ConsecutivePlaces()
         self._places: WeakValueDictionary[tuple[int, ...], _Places] = WeakValueDictionary()
-        self._new_sums: dict[int, _Sums] = {}  # by row
-        self._sum_points: dict[int, int] = {}  # point: its place in `_sums`
-        self._first_rows = max(1, rows)
-        self._max_vectors = max_vectors
-        device, dtype, hidden = taps.device, taps.dtype, taps.hidden_size
-        self._entries = StagedTable((taps.num_points, 0, _WORDS), 2, torch.int32, device)
-        self._operations = StagedTable((0, _WORDS), 1, torch.int32, device)
-        self._bank = StagedTable((0, hidden), 1, dtype, device)
-        self._sums = StagedTable((0, 0, hidden), 2, dtype, device)  # written by kernels only
+        self._num_rows = max(1, rows)
+        self._entries = StagedTable((taps.num_points, 0, _WORDS), 2, torch.int32, taps.device)
+        self._operations = StagedTable((0, _WORDS), 1, torch.int32, taps.device)
         self.stale = False  # something is staged, or points that steer have come or gone
         self.users = 0
 
@@ -163,41 +129,15 @@ class Steering:
         Args:
             gates: conditions of groups that have any.
 
-        Raises `ValueError` when a group names a hook point that this engine has no tap for, or a
-        condition is judged later in the network than what it decides on.
+        Raises `ValueError` for vectors of another width than the model's, when a group names a hook
+        point that this engine has no tap for, and when a condition is judged later in the network
+        than what it decides on.
         """
-        hidden, dtype = self._taps.hidden_size, self._taps.dtype
-        if not isinstance(vectors, PackedVectors):
-            vectors = PackedVectors.of(vectors, str(dtype).removeprefix("torch."))
-        single = vectors.rows
-        for array in (*([single] if vectors.digests else []), *vectors.others.values()):
-            if array.shape[-1] != hidden or array.ndim > 2:
-                raise ValueError(
-                    f"steering vectors have shape {tuple(array.shape)}; hidden is {hidden}"
-                )
-        self._dropped_vectors.difference_update(vectors)
-        new = [i for i, digest in enumerate(vectors.digests) if digest not in self._vectors]
-        if new:
-            held = single if len(new) == len(single) else single[new]
-            self._hold([vectors.digests[i] for i in new], held.to(dtype), rows=1)
-        for digest, array in vectors.others.items():
-            if digest.startswith(PROBE):
-                self.gates.hold(digest, array)
-            elif digest not in self._vectors:
-                held = torch.tensor(array.reshape(-1, hidden), dtype=dtype)
-                self._hold([digest], held, rows=len(held))
+        self.stale |= self._vectors.put(vectors)
         for digest, operations in groups.items():
             if digest in self._groups:
                 continue
             self._groups[digest] = self._placing.place(operations, gates.get(digest))
-
-    def _hold(self, digests: Sequence[str], held: torch.Tensor, rows: int) -> None:
-        """Take in vectors of as many rows each."""
-        firsts = np.array([self._placed.acquire(rows) for _ in digests], np.int64)
-        self._vectors.update(zip(digests, firsts.tolist(), strict=True))
-        self._rows_of_vectors.update(dict.fromkeys(digests, rows))
-        self._bank.stage_all((firsts[:, None] + np.arange(rows)).reshape(-1), held)
-        self.stale = True
 
     def crossings(self, groups: Iterable[str]) -> tuple[bool, bool]:
         """Of a sequence with these groups: whether a later pipeline stage needs what is judged
@@ -213,19 +153,12 @@ class Steering:
             self._remove(key)
         for digest in dropped:
             self._groups.pop(digest, None)
-        self._dropped_vectors.update(vectors)
-        self._free_dropped_vectors()
-
-    def _free_dropped_vectors(self) -> None:
-        for digest in [v for v in self._dropped_vectors if not self._vector_users[v]]:
-            self._dropped_vectors.discard(digest)
-            if not self.gates.let_go(digest) and digest in self._vectors:
-                self._placed.release(self._vectors.pop(digest), self._rows_of_vectors.pop(digest))
+        self._vectors.drop(vectors)
 
     @property
     def vector_bytes(self) -> int:
         """Device memory that vectors and their sums take."""
-        return sum(table.tensor.nbytes for table in (self._bank, self._sums))
+        return self._vectors.tensor.nbytes + self._sums.num_bytes
 
     @property
     def rows_in_use(self) -> int:
@@ -325,11 +258,11 @@ class Steering:
                 others = operations.setdefault(point, [])
                 adds = isinstance(done, Coefficients) and done.only_adds and not number
                 if isinstance(done, Coefficients) and adds and not others:
-                    sums.append((point, self._vectors[vector], done.add))
+                    sums.append((point, self._vectors.rows[vector], done.add))
                     continue
                 others.append(self._in_words(vector, done, number, chains))
         row = self._free_row()
-        self._note_sums(row, sums)
+        self._sums.note(row, sums)
         summed = {point for point, _, _ in sums}
         for point, others in operations.items():
             entry = others[0].copy() if others else np.zeros(_WORDS, np.int32)
@@ -354,13 +287,15 @@ class Steering:
         vectors = {vector for _, vector, _ in summands}
         row = self._free_row()
         places = self._places_of(dict.fromkeys(point for point, _, _ in summands))
-        self._note_sums(row, [(point, self._vectors[v], factor) for point, v, factor in summands])
+        self._sums.note(
+            row, [(point, self._vectors.rows[v], factor) for point, v, factor in summands]
+        )
         self._stage_entries(places, row, _ONLY_A_SUM)
         return self._configured(_Configuration(row, places, [], vectors))
 
     def _configured(self, configuration: _Configuration) -> _Configuration:
         self.stale = True
-        self._vector_users.update(configuration.vectors)
+        self._vectors.use(configuration.vectors)
         return configuration
 
     def _places_of(self, points: Iterable[int]) -> _Places:
@@ -369,13 +304,6 @@ class Steering:
         if places is None:
             places = self._places[found] = _Places(np.array(found, np.int64))
         return places
-
-    def _note_sums(self, row: int, sums: Sequence[tuple[int, int, float]]) -> None:
-        """What is to be added in a new row: point, vector and factor of each summand."""
-        if sums:
-            for point, _, _ in sums:
-                self._sum_points.setdefault(point, len(self._sum_points))
-            self._new_sums[row] = _Sums.of(sums)
 
     def _stage_entries(self, places: _Places, row: int, entry: npt.NDArray[np.int32]) -> None:
         """The same entry of a row at several points."""
@@ -394,8 +322,8 @@ class Steering:
             chains: where the rules of features lie is put here.
         """
         words = np.zeros(_WORDS, np.int32)
-        words[Operation.VECTOR] = self._vectors[vector]
-        kind, floats = _in_words(done)
+        words[Operation.VECTOR] = self._vectors.rows[vector]
+        kind, floats = _kind_and_floats(done)
         words[Operation.ADD : Operation.COEFFICIENTS_END] = floats.view(np.int32)
         words[Operation.GATE] = number + KIND_UNIT * kind
         if isinstance(done, Features):
@@ -414,11 +342,11 @@ class Steering:
         return start, count
 
     def _free_row(self) -> int:
-        if not self._free_rows and len(self._configurations) >= self._first_rows:
+        if not self._free_rows and len(self._configurations) >= self._num_rows:
             if self._unused:
                 self._remove(next(iter(self._unused)))
             else:
-                self._first_rows *= 2
+                self._num_rows *= 2
         return self._free_rows.pop() if self._free_rows else len(self._configurations)
 
     def _remove(self, groups: tuple[str, ...]) -> None:
@@ -426,17 +354,13 @@ class Steering:
         self._unused.pop(groups)
         configuration = self._configurations.pop(groups)
         self._stage_entries(configuration.places, configuration.row, np.zeros(_WORDS, np.int32))
-        self._new_sums.pop(configuration.row, None)
+        self._sums.forget(configuration.row)
         for start, length in configuration.chains:
             self._chains.release(start, length)
         if configuration.gates is not None:
             self.gates.remove(configuration.gates)
         self._free_rows.append(configuration.row)
-        for digest in configuration.vectors:
-            self._vector_users[digest] -= 1
-            if not self._vector_users[digest]:  # there is no end to the vectors that requests bring
-                del self._vector_users[digest]
-        self._free_dropped_vectors()
+        self._vectors.leave(configuration.vectors)
 
     # -- the device --------------------------------------------------------------------------------
 
@@ -445,11 +369,11 @@ class Steering:
         if not self.stale:
             return
         self._grow()
-        self._bank.commit()
-        self._add_up()
+        self._vectors.commit()
+        self._sums.make(self._vectors.tensor)
         self._entries.commit()
         self._operations.commit()
-        self.gates.commit(self._first_rows)
+        self.gates.commit(self._num_rows)
         self._taps.set_used(Column.STEER, self._points_in_use())
         self._taps.note_write()
         self.stale = False
@@ -462,58 +386,25 @@ class Steering:
                 used[places.points] = True
         return np.flatnonzero(used)
 
-    def _add_up(self) -> None:
-        """Make the sums of new rows, from the vectors on the device."""
-        if not self._new_sums:
-            return
-        device, hidden, bank = self._taps.device, self._taps.hidden_size, self._bank.tensor
-        rows = self._sums.tensor.shape[1]
-        flat = self._sums.tensor.view(-1, hidden)
-        place_of = np.zeros(self._taps.num_points, np.int64)
-        place_of[[*self._sum_points]] = [*self._sum_points.values()]
-        new = self._new_sums.items()
-        places = np.concatenate([place_of[sums.points] * rows + row for row, sums in new])
-        vectors = np.concatenate([sums.vectors for _, sums in new])
-        factors = np.concatenate([sums.factors for _, sums in new])
-        order = np.argsort(places, kind="stable")
-        summed, firsts, counts = np.unique(places[order], return_index=True, return_counts=True)
-        # Of each summand, which place it is added to, and how many came before it there.
-        which = np.repeat(np.arange(len(summed)), counts)
-        before = np.arange(len(order)) - firsts[which]
-        index = np.zeros((counts.max(), len(summed)), np.int64)
-        scale = np.zeros((*index.shape, 1), np.float32)
-        index[before, which], scale[before, which, 0] = vectors[order], factors[order]
-        for low in range(0, len(summed), _SUMS_AT_ONCE):
-            part = slice(low, low + _SUMS_AT_ONCE)
-            of, by = upload(index[:, part], device), upload(scale[:, part], device)
-            total = torch.zeros((of.shape[1], hidden), dtype=torch.float32, device=device)
-            for vector, factor in zip(of, by, strict=True):
-                total.addcmul_(bank[vector].float(), factor)
-            flat.index_copy_(0, upload(summed[part], device), total.to(flat.dtype))
-        self._new_sums.clear()
-
     def _grow(self) -> None:
         """Make room. What is outgrown lives on until the passes that read it are enqueued."""
-        held = self._placed.end
-        vectors = max(held, min(room(held, 16), self._max_vectors))
         rows = len(self._configurations) + len(self._free_rows)
-        sums = len(self._sum_points), min(self._first_rows, room(rows, 8))
         moved = [
-            self._entries.grow((self._taps.num_points, self._first_rows, _WORDS)),
+            self._entries.grow((self._taps.num_points, self._num_rows, _WORDS)),
             self._operations.grow((room(self._chains.end, 64), _WORDS)),
-            self._bank.grow((vectors, self._taps.hidden_size)),
-            bool(self._sum_points) and self._sums.grow((*sums, self._taps.hidden_size)),
+            self._vectors.grow(),
+            self._sums.grow(min(self._num_rows, room(rows, 8))),
         ]
         if any(moved):
             self._taps.place_steering(
                 self._entries.tensor,
                 self._operations.tensor,
-                self._bank.tensor,
-                {point: self._sums.tensor[at] for point, at in self._sum_points.items()},
+                self._vectors.tensor,
+                self._sums.by_point,
             )
 
 
-def _in_words(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float32]]:
+def _kind_and_floats(form: OperationForm) -> tuple[OperationKind, npt.NDArray[np.float32]]:
     """The kind of an operation, and its words from `ADD` on."""
     if isinstance(form, Rotation):
         given = (form.cosine, form.sine, form.adaptive, form.strength, 0, 0)

@@ -15,7 +15,7 @@ from tllm.runtime.columns import IntArray
 from tllm.runtime.gates import Gates
 from tllm.runtime.latches import HOLDS
 from tllm.runtime.transfer import PinnedCopy, upload
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 
 PROMPT = -1
 """In a `Fired`, for a row of the prompt."""

@@ -19,10 +19,10 @@ from tllm.client.attached import Attached
 from tllm.client.built_in import BUILT_IN
 from tllm.client.consumer_calls import consumer_error
 from tllm.consumers.signals import SignalsConsumer
-from tllm.engine.front import RefusedError
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, is_served, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
 from tllm.engine.media import media_of_prompt
+from tllm.engine.refusals import RefusedError
 from tllm.server.fields import ENDING_FIELDS, FieldError, asked_in, field_error, of_caller
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import UNKNOWN, Limits, LimitsByKey, captured_rows

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from tllm.spec.groups import Stretches
+from tllm.spec.stretches import Stretches
 
 Changes: TypeAlias = Sequence[tuple[int, bytes]]
 """`(first position, digest of what is done)` of each stretch of positions; no bytes where nothing

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
 
-from tllm.spec.conditions import Condition, Gate, GateNumbers, GroupGates
+from tllm.spec.conditions import Condition
 from tllm.spec.conversations import ConversationUse
+from tllm.spec.gates import Gate, GateNumbers, GroupGates
 from tllm.spec.memory import OVERS, SCOPES
 from tllm.spec.operations import (
     MAX_CLAMPS,
@@ -23,9 +22,9 @@ from tllm.spec.operations import (
     Gradient,
     OperationForm,
 )
-from tllm.spec.phases import SELECTED_PHASES, Phase
+from tllm.spec.phases import Phase
 from tllm.spec.reading import FloatArray, digest_of
-from tllm.spec.selection import EVERYWHERE, Criteria, Selection, stretch_starts
+from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import SteeringEntry, Tiers
 
 STEERING = "steering"
@@ -446,149 +445,3 @@ def use_of_conversation(
             generated.update(judged)
     numbers = (tuple(sorted(each)) for each in (in_prompt, generated))
     return ConversationUse(place, serial, tuple(sorted(conditions.items())), *numbers)
-
-
-Configuration: TypeAlias = tuple[str, ...]
-"""Digests of the groups that apply to a token, in order: one row of the workers' tables."""
-
-
-@dataclass(frozen=True)
-class TokenChoice:
-    """What is done to generated tokens where it depends on which they are.
-
-    Attributes:
-        by_token: configurations of the tokens that are treated otherwise than all others, in the
-            order of their ids.
-        others: of all others.
-    """
-
-    by_token: tuple[tuple[int, Configuration], ...]
-    others: Configuration
-
-    @property
-    def configurations(self) -> frozenset[Configuration]:
-        """All that may be needed."""
-        return frozenset((self.others, *(configuration for _, configuration in self.by_token)))
-
-
-_MOST_COUNTED = 2**12
-"""Combinations of groups in a phase that are counted one by one; of more, a bound is told."""
-
-Stretches: TypeAlias = list[tuple[int, Configuration | TokenChoice]]
-"""`(first position, what is done)` of each stretch of positions; the first begins at 0, the last
-has no end."""
-
-
-def steering_stretches(
-    uses: Sequence[GroupUse], prompt_len: int, tokens: Sequence[int]
-) -> Stretches:
-    """What is done to each position of a sequence.
-
-    Args:
-        uses: the groups of a request.
-        prompt_len: number of prompt tokens.
-        tokens: the prompt's tokens (for selections by token).
-    """
-    if len(uses) == 1 and uses[0].phase == "any" and uses[0].positions.everything:
-        return [(0, (uses[0].digest,))]  # as most requests are, and a burst of them is waited for
-    if all(use.positions.everything for use in uses):
-        prefill = tuple(use.digest for use in uses if use.phase != "decode")
-        decode = tuple(use.digest for use in uses if use.phase != "prefill")
-        return [(0, prefill)] if prefill == decode else [(0, prefill), (prompt_len, decode)]
-    kinds = _kinds_of_tokens(uses)
-    where = [
-        [use.positions.intervals(prompt_len, tokens, kind[0] if kind else None) for use in uses]
-        for kind in kinds
-    ]
-    edges = [[[e for pair in intervals for e in pair] for intervals in each] for each in where]
-
-    def configuration(kind: int, position: int) -> Configuration:
-        phase = "prefill" if position < prompt_len else "decode"
-        return tuple(
-            use.digest
-            for use, of_use in zip(uses, edges[kind], strict=True)
-            if use.phase in ("any", phase) and bisect_right(of_use, position) % 2
-        )
-
-    stretches: Stretches = []
-    for start in stretch_starts(prompt_len, [each for of_kind in where for each in of_kind]):
-        applied: Configuration | TokenChoice = configuration(0, start)
-        if start >= prompt_len and len(kinds) > 1:
-            found = [configuration(number, start) for number in range(len(kinds))]
-            by_token = [
-                (token, of_kind)
-                for kind, of_kind in zip(kinds, found, strict=True)
-                if of_kind != found[0]
-                for token in kind
-            ]
-            if by_token:
-                applied = TokenChoice(tuple(sorted(by_token)), found[0])
-        if not stretches or stretches[-1][1] != applied:
-            stretches.append((start, applied))
-    return stretches
-
-
-def configurations(stretches: Stretches) -> frozenset[Configuration]:
-    """All configurations that a sequence may need; `()` where nothing is done."""
-    found: set[Configuration] = set()
-    for _, applied in stretches:
-        found |= applied.configurations if isinstance(applied, TokenChoice) else {applied}
-    return frozenset(found)
-
-
-def _kinds_of_tokens(uses: Sequence[GroupUse]) -> list[list[int]]:
-    """Tokens that every selection treats alike, together; first those that none names: `[]`."""
-    criteria = [
-        frozenset(each.token_ids)
-        for use in uses
-        if use.phase != "prefill" and use.positions.depends_on_generated_tokens
-        for each in (use.positions.include, use.positions.exclude)
-    ]
-    kinds: dict[tuple[bool, ...], list[int]] = {}
-    for token in frozenset().union(*criteria):
-        kinds.setdefault(tuple(token in each for each in criteria), []).append(token)
-    return [[], *kinds.values()]
-
-
-def most_configurations(uses: Sequence[GroupUse]) -> int:
-    """How many distinct combinations of groups a request may need, whatever its tokens are."""
-    found: set[tuple[str, ...]] = set()
-    phases: tuple[Phase, ...] = ("prefill", "decode")
-    for phase in phases:
-        meant = ("any", SELECTED_PHASES[phase])
-        there = [u for u in uses if u.phase in ("any", phase) and u.positions.phase in meant]
-        front, end = _listed_together(there, phase)
-        free = [
-            ((), (number,)) if use.positions.include or use.positions.exclude else ((number,),)
-            for number, use in enumerate(there)
-            if not _lists_positions(use.positions)
-        ]
-        most = len(front) * len(end) * 2 ** sum(len(choice) > 1 for choice in free)
-        if most > _MOST_COUNTED:
-            return 2 * most
-        for one, other, *chosen in product(front, end, *free):
-            applied = sorted(set().union(one, other, *chosen))
-            found.add(tuple(there[number].digest for number in applied))
-    return len(found - {()})
-
-
-def _lists_positions(where: Selection) -> bool:
-    """Whether a selection is a list of positions and nothing else."""
-    alone = Criteria(positions=where.include.positions)
-    return bool(alone) and not where.exclude and where.include == alone
-
-
-def _listed_together(
-    uses: Sequence[GroupUse], phase: Phase
-) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Of those that list positions, which one token may have together: at a position from the
-    beginning, and at one from the end. How far these are apart nobody knows, but no position is
-    two others that are counted from where it is."""
-    at: dict[int, list[int]] = defaultdict(list)
-    for number, use in enumerate(uses):
-        if _lists_positions(use.positions):
-            for position in set(use.positions.include.positions):
-                at[position].append(number)
-    front = {(), *(tuple(each) for position, each in at.items() if position >= 0)}
-    end = {(), *(tuple(each) for position, each in at.items() if position < 0)}
-    return front, end if phase == "prefill" else {()}  # the end is that of the prompt

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tllm.spec.conditions import Condition, NamedCondition, parse_condition
+from tllm.spec.condition_reading import parse_condition
+from tllm.spec.conditions import Condition, NamedCondition
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import layer_numbered
 from tllm.spec.methods import METHODS, SteeringMethod, adding

@@ -283,7 +283,7 @@ def first_component(rows: torch.Tensor) -> torch.Tensor:
     return component / component.norm()
 
 
-def _dominant(gram: torch.Tensor, steps: int = 300) -> torch.Tensor | None:
+def _dominant(gram: torch.Tensor) -> torch.Tensor | None:
     """The first eigenvector `[n]` of a positive `[n, n]`, or None if it does not stand out.
 
     By orthogonal iteration on two vectors: with thousands of rows, all eigenvectors take minutes
@@ -293,7 +293,7 @@ def _dominant(gram: torch.Tensor, steps: int = 300) -> torch.Tensor | None:
         return None
     random = torch.Generator().manual_seed(0)
     basis = torch.randn(len(gram), 2, generator=random, dtype=torch.float64).to(gram)
-    for _ in range(steps):
+    for _ in range(300):
         basis = torch.linalg.qr(basis).Q
         image = gram @ basis
         values, turn = torch.linalg.eigh(basis.T @ image)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.sampling_params import RequestOutputKind
 
 from tllm.client.llm import LLM
@@ -18,7 +15,6 @@ from tllm.params import SamplingParams
 from tllm.verify.batches import (
     Ask,
     Prompts,
-    as_computed,
     gated_batch,
     given_batch,
     mixed_batch,
@@ -26,18 +22,12 @@ from tllm.verify.batches import (
     plainly_steered_batch,
     steered_batch,
 )
-from tllm.verify.certificate import (
-    BatchFigures,
-    Certificate,
-    Difference,
-    PointFigures,
-    row_errors,
-)
-from tllm.verify.gated import Judged
-from tllm.verify.patched import Patched
+from tllm.verify.certificate import BatchFigures, Certificate, PointFigures
+from tllm.verify.comparison import Answers, Comparison, judge, judge_status
 from tllm.verify.places import WITHOUT_LAYER
-from tllm.verify.reference import Layer, States, Steers
-from tllm.verify.steered import Place, Steered, changes, steering_fields
+from tllm.verify.reference import Layer, States
+from tllm.verify.served import Served
+from tllm.verify.steered import Place, steering_fields
 from tllm.verify.tolerance import Tolerance
 
 PREEMPTED_AT = (3, 9, 21, 45, 93)
@@ -46,58 +36,6 @@ get on."""
 STEERED_LAYERS = 8
 """At each hook point, unless told."""
 _POSITIONS = {"any": "all", "prefill": "all_prompt", "decode": "all_generated"}
-
-
-class Answers(Protocol):
-    """Whoever says what is right, as `Reference` does."""
-
-    def places(self) -> list[tuple[str, Layer]]:
-        """The hook points there are, each with every layer that has it."""
-        ...
-
-    def doubts(self) -> str:
-        """Why the places may be wrong, or nothing."""
-        ...
-
-    def run(self, token_ids: list[int], steers: Steers | None = None) -> tuple[States, Tensor]:
-        """What arrives at every hook point, and the logits."""
-        ...
-
-
-@dataclass(frozen=True)
-class Served:
-    """A sequence as the engine gave it.
-
-    log_probabilities: of its generated tokens.
-    first: how many of its tokens are the prompt's.
-    """
-
-    batch: str
-    request: int
-    ask: Ask
-    completion: Any
-    first: int
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and generated."""
-        return [*self.ask.prompt, *self.completion.token_ids]
-
-    @property
-    def passed(self) -> list[int]:
-        """Those that passed the model: the last one never does."""
-        return self.tokens[:-1]
-
-    @property
-    def log_probabilities(self) -> Tensor:
-        """Of the generated tokens."""
-        given = zip(self.completion.token_ids, self.completion.logprobs or (), strict=True)
-        return torch.tensor([found[token].logprob for token, found in given])
-
-    def difference(self, where: str, what: str, **more: Any) -> Difference:
-        """Something that is wrong with it."""
-        index = self.completion.index
-        return Difference(self.batch, self.request, index, str(self.ask), where, what, **more)
 
 
 class Verifier:
@@ -184,11 +122,12 @@ class Verifier:
             return
         places = self._places(reference)
         states, _ = reference.run(self.prompts.pick(random.Random(4), 24))
+        comparison = Comparison(reference, self.certificate, self.tolerance, places, self.hidden)
         for name, asks, preempts in self._batches(places, states):
             self.progress(f"{name}: {len(asks)} requests")
             figures, sequences = self.serve(name, asks, preempts=preempts)
             for number, served in enumerate(sequences):
-                self._compare_sequence(figures, served, places, reference)
+                comparison.compare(figures, served)
                 if number % 10 == 9:
                     self.progress(f"{name}: {number + 1} of {len(sequences)} sequences compared")
         self._note_power()
@@ -297,7 +236,7 @@ class Verifier:
         for point in self.points:
             del self.certificate.points[point]
         for each in served:
-            self._compare_status(each)
+            judge_status(self.certificate, each)
         self._note_engine()
         return served
 
@@ -314,7 +253,7 @@ class Verifier:
         scale = max(float(each.abs().max()) for each in expected)
         for each, values in zip(served, expected, strict=True):
             errors = (each.log_probabilities - values).abs() / scale
-            self._judge(each, "logits", None, errors, each.first)
+            judge(self.certificate, each, "logits", None, errors, each.first)
 
     # -- serving ---------------------------------------------------------------------------------
 
@@ -374,199 +313,6 @@ class Verifier:
             **steering_fields(ask.steering),
         )
 
-    # -- comparing -------------------------------------------------------------------------------
-
-    def _compare_sequence(
-        self,
-        figures: BatchFigures,
-        served: Served,
-        places: Sequence[Place],
-        reference: Answers,
-    ) -> None:
-        new = list(served.completion.token_ids)
-        if len(new) != served.ask.max_tokens:
-            self._differs(served.difference("token", f"{len(new)} tokens were generated"))
-        done = served.ask.changes(served.passed, self.hidden)
-        states, logits = reference.run(served.passed, done)
-        chosen = logits[served.first - 1 :]
-        judged = [
-            each.when.within(each.mask(served.passed, served.first), served.first)
-            for each in served.ask.steering
-            if each.when is not None
-        ]
-        if any(when.is_near(states, self.tolerance.points[when.place[0]]) for when in judged):
-            figures.on_edge += 1
-            self._compare_status(served)
-            return
-        self._compare_captures(figures, served, places, states)
-        if served.ask.seed is None:
-            self._compare_greedy(figures, served, chosen)
-        self._compare_log_probabilities(served, chosen)
-        for when in judged:
-            self._compare_signal(served, when, states)
-        if len(served.ask.steering) + len(served.ask.patches) == 1:
-            self._count_seen(served, places, states, chosen, reference)
-
-    def _compare_greedy(self, figures: BatchFigures, served: Served, logits: Tensor) -> None:
-        new = torch.tensor(list(served.completion.token_ids))
-        regret = (logits.amax(1) - logits.gather(1, new[:, None])[:, 0]) / logits.abs().amax()
-        figures.differing += int((regret > 0).sum())
-        limit = self.tolerance.regret
-        for step in (~(regret <= limit)).nonzero()[:1, 0].tolist():
-            best, size = int(logits[step].argmax()), float(regret[step])
-            what = f"token {int(new[step])} was taken, where {best} is likelier by {size:.2e}"
-            at = served.first + step
-            self._differs(
-                served.difference("token", what, position=at, size=_number(size), limit=limit)
-            )
-
-    def _compare_log_probabilities(self, served: Served, logits: Tensor) -> None:
-        new = torch.tensor(list(served.completion.token_ids))
-        expected = torch.log_softmax(logits, -1).gather(1, new[:, None])[:, 0]
-        scale = logits.abs().amax()
-        errors = (served.log_probabilities - expected).abs() / scale
-        self._judge(served, "logits", None, errors, served.first)
-        if len(new) > 1:
-            exchanged = float(((expected.roll(1) - expected).abs() / scale).max())
-            self.certificate.points["logits"].exchanged.append(exchanged)
-
-    def _compare_signal(self, served: Served, when: Judged, states: States) -> None:
-        """The score of each token that it was judged for, and how many."""
-        point, layer = when.place
-        limit = self.tolerance.points[point]
-        mask = served.ask.steering[0].mask(served.passed, served.first)
-        wanted = when.meant(mask.nonzero()[:, 0].tolist())
-        signal = served.completion.signals.get(when.name)
-        found = [] if signal is None else signal.positions.tolist()
-        cached = range(served.first if when.over == "token" else 0)
-        missing = [each for each in wanted if each not in found and each not in cached]
-        if missing or not set(found) <= set(wanted):
-            what = f"scores of positions {found}, where {wanted} are judged"
-            self._differs(served.difference("signal", what, layer=layer))
-        elif found:
-            errors = when.errors(torch.tensor(signal.scores), found, states, limit)
-            if bool((errors > limit).any()):
-                at = int(errors.argmax())
-                expected = float(when.scores(states)[found[at]])
-                what = f"the score is {float(signal.scores[at]):.4g}, not {expected:.4g}"
-                size = _number(float(errors[at]))
-                given = {"layer": layer, "position": found[at], "size": size, "limit": limit}
-                self._differs(served.difference("signal", what, **given))
-
-    def _compare_captures(
-        self, figures: BatchFigures, served: Served, places: Sequence[Place], states: States
-    ) -> None:
-        self._compare_status(served)
-        completion, ask = served.completion, served.ask
-        if ask.reads is None:
-            return
-        low = served.first if ask.reads == "decode" else 0
-        high = served.first if ask.reads == "prefill" else len(served.passed)
-        wanted = list(range(low, high))
-        found = completion.activations or {}
-        for point, layer in sorted(places, key=as_computed):
-            if point not in found or layer not in found[point]:
-                self._differs(served.difference(point, "no rows came back", layer=layer))
-                continue
-            given = found[point][layer]
-            if given.positions.tolist() != wanted:
-                what = f"rows of positions {given.positions.tolist()}, not {wanted}"
-                self._differs(served.difference(point, what, layer=layer))
-                continue
-            if wanted:
-                expected = states[point][layer][low:high]
-                got = given.tensor.float().cpu()
-                figures.rows += len(got)
-                self._judge(served, point, layer, row_errors(got, expected), low)
-                if len(got) > 1:
-                    exchanged = float(row_errors(expected.roll(1, 0), expected).max())
-                    self.certificate.points[point].exchanged.append(exchanged)
-
-    def _compare_status(self, served: Served) -> None:
-        for name, result in served.completion.consumer_results.items():
-            if result.status != "ok":
-                what = f"{name} is {result.status}: {result.error}"
-                self._differs(served.difference("result", what))
-
-    def _judge(self, served: Served, point: str, layer: Layer, errors: Tensor, first: int) -> None:
-        """Errors of the rows of one tensor, of which the first one is of position `first`."""
-        figures = self.certificate.points[point]
-        figures.rows += len(errors)
-        worst = float(errors.max())
-        figures.worst = max(figures.worst, worst) if math.isfinite(worst) else math.inf
-        wrong = ~(errors <= figures.limit)  # what is not a number is wrong, too
-        if count := int(wrong.sum()):
-            at = int(errors.nan_to_num(math.inf).argmax())
-            where = "log-probability" if point == "logits" else point
-            what = (
-                f"{count} of {len(errors)} rows are off, by up to {float(errors[at]):.2e} "
-                f"(limit {figures.limit:.1e})"
-            )
-            self._differs(
-                served.difference(
-                    where,
-                    what,
-                    layer=layer,
-                    position=first + at,
-                    size=_number(float(errors[at])),
-                    limit=figures.limit,
-                )
-            )
-
-    def _count_seen(
-        self,
-        served: Served,
-        places: Sequence[Place],
-        states: States,
-        logits: Tensor,
-        reference: Answers,
-    ) -> None:
-        """Whether the comparison would have failed had it not been steered, or patched."""
-        alone: Sequence[Steered | Patched] = (*served.ask.steering, *served.ask.patches)
-        figures = self.certificate.points[alone[0].place[0]]
-        others: list[Steers | None] = [None]
-        when = served.ask.steering[0].when if served.ask.steering else None
-        if when is not None and when.remembers:
-            return  # it may have decided alike for all tokens
-        gated = when is not None
-        if gated:
-            always = replace(served.ask.steering[0], when=None)
-            others.append(changes([always], served.passed, served.first))
-        seen = all(
-            self._is_off(served, places, states, logits, reference.run(served.passed, steers))
-            for steers in others
-        )
-        if gated:
-            figures.gated += 1
-            figures.gates_seen += seen
-        elif served.ask.patches:
-            figures.patched += 1
-            figures.patches_seen += seen
-        else:
-            figures.steered += 1
-            figures.seen += seen
-
-    def _is_off(
-        self,
-        served: Served,
-        places: Sequence[Place],
-        states: States,
-        logits: Tensor,
-        other: tuple[States, Tensor],
-    ) -> bool:
-        """Whether another forward pass differs from what is right by more than is accepted."""
-        rows, other_logits = other[0], other[1][served.first - 1 :]
-        new = torch.tensor(list(served.completion.token_ids))[:, None]
-        shift = torch.log_softmax(logits, -1) - torch.log_softmax(other_logits, -1)
-        off = float(shift.gather(1, new).abs().max() / logits.abs().amax())
-        if off > self.tolerance.points["logits"]:
-            return True
-        return served.ask.reads == "any" and any(
-            float(row_errors(rows[point][layer], states[point][layer]).max())
-            > self.tolerance.points[point]
-            for point, layer in places
-        )
-
     # -- what could not be compared --------------------------------------------------------------
 
     def _note_power(self) -> None:
@@ -617,11 +363,3 @@ class Verifier:
 
     def _unchecked(self, what: str) -> None:
         self.certificate.unchecked.append(what)
-
-    def _differs(self, difference: Difference) -> None:
-        self.certificate.differences.append(difference)
-
-
-def _number(size: float) -> float | None:
-    """For JSON, which knows no others."""
-    return size if math.isfinite(size) else None

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tllm.consumers.by_sequence import by_sequence
 from tllm.consumers.capture.activations import CapturedRows
 from tllm.consumers.capture.landing import Landed, Slab, is_grouped
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
@@ -291,17 +292,8 @@ class HostRows:
         """As `_cut`, for chunks whose rows do not lie together."""
         if not chunks:
             return []
-        numbers: dict[Hashable, int] = {}
-        owners, before, own = [], None, np.zeros(0, np.int64)
-        for chunk in chunks:
-            if chunk.sequences is not before:  # steady batches share theirs
-                before = chunk.sequences
-                own = np.array(
-                    [numbers.setdefault(each, len(numbers)) for each in before], np.int64
-                )
-            owners.append(own[chunk.index])
-        owner = np.concatenate(owners)
-        order = np.argsort(owner, kind="stable")
+        bundles = ((chunk.sequences, chunk.index) for chunk in chunks)
+        order, sequences = by_sequence(bundles, lambda each: each)
         positions = np.concatenate([chunk.positions for chunk in chunks])[order]
         # Copied once, out of the page-locked memory that the next steps need.
         rows = self._memory.empty((len(order), *chunks[0].rows.shape[1:]), chunks[0].rows.dtype)
@@ -312,9 +304,7 @@ class HostRows:
             end = begin + len(chunk.positions)
             copies.append(RowCopy(rows, place[begin:end], chunk.rows))
             begin = end
-        edges = np.searchsorted(owner[order], np.arange(len(numbers) + 1)).tolist()
-        for sequence, number in numbers.items():
-            low, high = edges[number], edges[number + 1]
+        for sequence, low, high in sequences:
             pieces = self._pieces.setdefault(sequence, _Pieces())
             self._append(pieces, positions[low:high], rows[low:high])
         return copies

@@ -9,7 +9,7 @@ import torch
 from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.kernels.backend import HAS_TRITON
 from tllm.runtime.latches import NEVER
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 
 
 class DraftedWord(IntEnum):

@@ -13,7 +13,7 @@ from tllm.runtime.kernels.backend import HAS_TRITON
 from tllm.runtime.kernels.remembering import latch_of, remembered
 from tllm.runtime.latches import HOLDS, OF_A_PROBE, SUMMED
 from tllm.runtime.mlp_score import BETWEEN, READS_ROW, READS_UNITS
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 from tllm.spec.probes import FEATURES, KINDS, MAX_WIDTH
 
 if HAS_TRITON:

@@ -8,7 +8,7 @@ from tllm.kernel_launch import RepeatedLaunch
 from tllm.runtime.columns import Column
 from tllm.runtime.kernels.backend import HAS_TRITON
 from tllm.runtime.latches import HOLDS, NEVER
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 
 if HAS_TRITON:
     import triton

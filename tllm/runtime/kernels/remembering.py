@@ -13,7 +13,7 @@ from tllm.runtime.descriptor import SCOPE_UNIT, stage_field
 from tllm.runtime.kernels.addresses import view_at, words_at
 from tllm.runtime.kernels.backend import HAS_TRITON
 from tllm.runtime.latches import NEXT
-from tllm.spec.conditions import MAX_GATES
+from tllm.spec.gates import MAX_GATES
 
 if HAS_TRITON:
     import triton
