@@ -97,7 +97,19 @@ def _check_methods(consumer: Consumer, flows: Iterable[ConsumerFlow]) -> None:
                 consumer.consumer_id,
                 type(consumer).__name__,
             )
-    for name in _METHODS:
+    remote = consumer.remote_methods
+    if isinstance(remote, str):
+        raise TypeError(
+            f"remote_methods={remote!r} of consumer {consumer.consumer_id!r} is one text; give a "
+            f"sequence of names: ({remote!r},)"
+        )
+    for name in remote:
+        if not callable(getattr(consumer, name, None)):
+            raise TypeError(
+                f"remote_methods of consumer {consumer.consumer_id!r} names {name!r}, and "
+                f"{type(consumer).__name__} has no such method; define it, or leave out its name"
+            )
+    for name in (*_METHODS, *remote):
         method = inspect.unwrap(getattr(consumer, name))
         waits = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
         if waits or (inspect.isgeneratorfunction(method) and name not in _MAY_YIELD):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from vllm.outputs import CompletionOutput
 
 from tllm.client.results import Collected, attach_results
 from tllm.ports import Payload, PerToken
@@ -94,3 +95,20 @@ def test_a_payload_that_raises_in_the_users_process_is_an_error_of_its_own():
         assert (broken.status, broken.payload) == ("error", None)
         assert broken.error == f"its result cannot be given: {why}"
         assert (good.status, good.payload) == ("ok", 7)
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "generated", "why"),
+    [
+        ("abort", 0, "the request was aborted before any of it was computed"),
+        ("abort", 2, "the workers gave no result"),
+        ("length", 1, "the workers gave no result"),
+    ],
+)
+def test_a_capture_of_which_there_is_nothing_says_why(finish_reason, generated, why):
+    """A request may be aborted while it waits: no worker has heard of it."""
+    sample = CompletionOutput(0, "", [1] * generated, None, None, finish_reason=finish_reason)
+    output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample])
+    attach_results(output, {}, ("memory",), {}, {0: generated}, ())
+    result = sample.capture_results["memory"]
+    assert (result.status, result.error, result.payload) == ("error", why, None)

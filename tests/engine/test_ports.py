@@ -172,6 +172,35 @@ def test_a_method_that_would_be_called_and_do_nothing_is_refused(kind, says):
         check(kind(writes=[ResidualStream.write()]))
 
 
+class Saving(Bare):
+    """Names methods that may be called from the user's process."""
+
+    def __init__(self, *remote_methods):
+        super().__init__()
+        self.remote_methods = remote_methods[0] if remote_methods == ("save",) else remote_methods
+
+    def save(self):
+        """There is one."""
+
+    async def later(self):
+        """Nobody would await it."""
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (("save",), r"remote_methods='save' of consumer 'bare' is one text; .*: \('save',\)"),
+        (("save", "lod"), "remote_methods of consumer 'bare' names 'lod', and Saving has no such"),
+        (("save", "asked"), "names 'asked', and Saving has no such method"),
+        (("save", "later"), "later of consumer 'bare' is async"),
+    ],
+)
+def test_what_could_not_be_called_from_the_users_process_is_refused(named, says):
+    with pytest.raises(TypeError, match=says):
+        check(Saving(*named))
+    check(Saving("save", "read_stats"))
+
+
 def test_request_meta_tells_who_each_row_belongs_to(llm):
     flow = ConsumerFlow(
         reads=[ResidualStream.read(layer=0, role="h"), RequestMeta.read(role="who")]

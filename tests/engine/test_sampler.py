@@ -207,12 +207,53 @@ class Boost(LogitsProcessor):
         return logits
 
 
-def test_logits_processors_of_the_users_own_apply_to_what_a_guide_projects(tiny_model):
+@pytest.fixture(scope="module")
+def boosting(tiny_model):
+    """An engine with a logits processor of the user's, whose log-probabilities are those of what
+    tokens are drawn from."""
+    options = {"logits_processors": [Boost], "logprobs_mode": "processed_logprobs"}
+    return LLM(tiny_model, max_num_batched_tokens=24, **options, **TINY_ENGINE)
+
+
+def test_logits_processors_of_the_users_own_apply_to_what_a_guide_projects(boosting):
     """As vLLM's bias does: of a contrast, their part is not counted twice."""
-    llm = LLM(tiny_model, max_num_batched_tokens=24, logits_processors=[Boost], **TINY_ENGINE)
-    guide = llm.register_consumer(Guide())
-    outputs = generate(llm, prompts_of(LENGTHS, seed=1), sampled(4, seed=1))
+    guide = boosting.register_consumer(Guide())
+    outputs = generate(boosting, prompts_of(LENGTHS, seed=1), sampled(4, seed=1))
+    boosting.clear_consumers()
     assert any(33 in tokens for tokens in tokens_of(outputs))
     for row in guide.seen:
         torch.testing.assert_close(row.projected, row.logits, rtol=1e-4, atol=1e-4)
     assert len(guide.seen) == 4 * len(LENGTHS)
+
+
+def test_processed_logprobs_are_of_what_a_guided_token_was_drawn_from(boosting, reference):
+    """As a policy's ratio wants them: by deltas, and by a contrast over the whole vocabulary."""
+    guide = boosting.register_consumer(Guide(boost=3.0))
+    params = sampled(5, temperature=0.7, top_k=9, seed=1, logprobs=0)
+    outputs = generate(boosting, prompts_of(LENGTHS, seed=2), params)
+    boosting.clear_consumers()
+    by_id = {output.request_id: output for output in outputs}
+    changed = 0
+    for row in guide.seen:
+        output = by_id[row.request_id]
+        drawn = output.outputs[0].logprobs[row.position + 1 - len(output.prompt_token_ids)]
+        ((token, found),) = drawn.items()
+        guided = row.logits.clone()
+        guided[guided.argmin()] += 3.0
+        at = row.token_ids.index(token)
+        assert found.logprob == pytest.approx(float(guided.log_softmax(0)[at]), abs=1e-4)
+        changed += abs(found.logprob - float(row.logits.log_softmax(0)[at])) > 0.01
+    assert changed > 0 and len(guide.seen) == 5 * len(LENGTHS)
+
+    state = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(9))
+    boosting.register_consumer(Contrasting(state, width=4))
+    params = sampled(5, temperature=0.7, seed=1, logprobs=0)
+    outputs = generate(boosting, prompts_of(LENGTHS, seed=2), params)
+    boosting.clear_consumers()
+    of_state = reference.model.lm_head(state).detach()
+    of_state[33] += 6.0
+    expected = processed(of_state, params, [], []).log_softmax(0)
+    for output in outputs:
+        for drawn in output.outputs[0].logprobs:
+            ((token, found),) = drawn.items()
+            assert found.logprob == pytest.approx(float(expected[token]), abs=1e-3)

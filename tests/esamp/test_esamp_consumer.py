@@ -264,6 +264,18 @@ def test_a_full_bank_leaves_further_prompts_unguided_and_counts_them():
     assert "slots=1" in unguided.error
 
 
+@pytest.mark.parametrize("persist", [False, True])
+def test_who_is_unguided_hears_that_groups_that_ended_keep_their_distillers(persist):
+    driver = make_driver(slots=1, on_full="unguided", persist=persist)
+    for name in ("a", "b"):
+        member = make_request(name, slot=0, options={"group": name})
+        driver.step([member])
+        (result,) = driver.finish(member)
+    assert (result is not None) is persist
+    if persist:
+        assert "persist=True keeps those of groups until the consumer is" in result.error
+
+
 def test_running_out_of_memory_leaves_further_prompts_unguided(monkeypatch):
     driver = make_driver(slots=1)
 

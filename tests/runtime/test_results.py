@@ -16,6 +16,7 @@ from tllm.ports import PerToken, RequestInfo, RequestResult
 from tllm.runtime import results as module
 from tllm.runtime.answers import AnswerWriter
 from tllm.runtime.results import PENDING, Results, sendable
+from tllm.runtime.slots import Slots
 
 
 def info(prompt_id: str = "prompt", sample: int = 0) -> RequestInfo:
@@ -24,7 +25,7 @@ def info(prompt_id: str = "prompt", sample: int = 0) -> RequestInfo:
 
 def results_of(kept: dict[str, Any], **options: Any) -> Results:
     """Results of one sample, by consumer."""
-    made = Results(SimpleNamespace(call=None), {}, **{"payloads": True, **options})
+    made = Results(SimpleNamespace(call=None), {}, Slots(2), **{"payloads": True, **options})
     for name, result in kept.items():
         made._keep(info(), name, result, None)
     return made
@@ -145,7 +146,7 @@ def test_rows_of_tokens_ahead_of_the_end_are_cut_and_a_cut_that_fails_is_one_err
             raise ZeroDivisionError("mine")
 
     given = np.arange(6, dtype=np.int32), np.arange(6)
-    results = Results(SimpleNamespace(call=None), {}, payloads=True)
+    results = Results(SimpleNamespace(call=None), {}, Slots(2), payloads=True)
     for name, result in (("good", PerToken(*given)), ("bad", Broken(*given))):
         results._keep(info(), name, result, None, 4)
     found = popped(results)
@@ -173,7 +174,7 @@ def test_a_result_has_one_of_the_statuses():
 
 
 def test_later_ranks_say_only_how_it_went():
-    results = Results(SimpleNamespace(call=None), {}, payloads=False)
+    results = Results(SimpleNamespace(call=None), {}, Slots(2), payloads=False)
     results._keep(info(), "mine", [1, 2, 3], "2 rows")
     assert popped(results)["mine"] == {
         "status": "partial_error",
@@ -184,7 +185,7 @@ def test_later_ranks_say_only_how_it_went():
 
 def test_results_nobody_comes_for_are_forgotten_and_counted(monkeypatch):
     monkeypatch.setattr(module, "_MAX_KEPT", 2)
-    results = Results(SimpleNamespace(call=None), {}, payloads=True)
+    results = Results(SimpleNamespace(call=None), {}, Slots(2), payloads=True)
     for prompt_id in "abc":
         results._keep(info(prompt_id), "mine", 1, None)
     assert results.forgotten == 1

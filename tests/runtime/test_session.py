@@ -494,6 +494,58 @@ def test_a_consumer_that_needs_tokens_hears_of_an_end_that_nobody_waits_for(engi
     assert ended == [("a", None)]
 
 
+class BySlot(Consumer):
+    """Keeps rows by slot, as documents show it, and is asked when the tokens are known."""
+
+    needs_tokens = True
+
+    def __init__(self, name):
+        self.consumer_id = name
+        self.seen = {}
+
+    def flows(self):
+        return [ConsumerFlow(reads=[ResidualStream.read(layer=0)])]
+
+    def on_request_started(self, request, ctx):
+        self.seen[request.slot] = []
+
+    def consume_bundle(self, bundle, ctx):
+        for slot, position in zip(bundle.meta.slots, bundle.meta.positions, strict=True):
+            self.seen[slot].append(int(position))
+
+    def on_request_finished(self, request, ctx):
+        return len(self.seen.pop(request.slot)), request.token_ids
+
+
+def test_a_slot_is_nobody_elses_while_a_consumer_waits_for_the_tokens(engine):
+    """The user's process knows where a stop string ended a text, and tells it later."""
+    engine.session.register(BySlot("one"))
+    engine.session.register(BySlot("other"))
+    engine.start("a")
+    engine.step(a=PROMPT)
+    engine.step(a=1)
+    engine.finish("a")
+    for name in "bcdef":  # more than there are slots
+        engine.start(name)
+        engine.step(**{name: PROMPT})
+        engine.finish(name)
+    tokens = {"a": {0: [1] * 5}, "b": {0: [1] * 4}}
+    found = engine.session.pop_results(["a"], tokens)["a"][0]
+    assert {name: found[name]["payload"] for name in found} == dict.fromkeys(
+        ("one", "other"), (PROMPT + 1, (1,) * 5)
+    )
+    slots = engine.session._slots
+    free = len(slots._free)
+    engine.session.unregister("one")  # it is asked for its part of the others; the other one waits
+    assert len(slots._free) == free
+    found = engine.session.pop_results(["b"], tokens)["b"][0]
+    assert found["one"]["payload"] == (PROMPT, None)
+    assert found["other"]["payload"] == (PROMPT, (1,) * 4)
+    assert len(slots._free) == free + 1
+    engine.session.discard_results(list("cdef"))
+    assert len(slots._free) == len(slots.by_slot) and not slots._held
+
+
 def test_what_was_computed_of_a_dropped_token_comes_again(engine):
     consumer = Positions()
     engine.session.register(consumer)

@@ -99,6 +99,8 @@ class Samples:
 
 
 _WORST = ("ok", "pending", "partial_error", "error")
+_NO_RESULT = "the workers gave no result"
+_NOT_BEGUN = "the request was aborted before any of it was computed"
 _LEFT_OUT = (
     "pipeline stages returned different results, and only the first one's is here; let "
     "on_request_finished return a mapping with a key for each layer, or a Payload that joins them"
@@ -237,13 +239,14 @@ def attach_results(
         own = dict(results.get(index, {}))
         for name, why in missing.items():
             own.setdefault(name, ConsumerResult("error", why, None))
-        for name in captures:
-            own.setdefault(name, ConsumerResult("error", "the workers gave no result", None))
         # The last generated token never passes the model; all of a prompt's do.
         num_tokens = prompt_len + max(lengths.get(index, 0), 1)
         completed = isinstance(sample, CompletionOutput)
         judged = completed and (sample.stop_reason in ended_by or _stopped(own, sample))
         aborted = completed and sample.finish_reason == "abort" and not judged
+        for name in captures:
+            why = _NOT_BEGUN if aborted and not lengths.get(index, 0) else _NO_RESULT
+            own.setdefault(name, ConsumerResult("error", why, None))
         num_rows = prompt_len + max(lengths.get(index, 0) - (not judged), 0)
         if patch is not None and (unreached := patch.unreached(num_rows)) is not None:
             own.setdefault(PATCHING, ConsumerResult("partial_error", unreached, None))

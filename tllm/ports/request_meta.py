@@ -24,7 +24,8 @@ class RequestInfo:
         prompt_id: what the n samples of one prompt share, unique to one call of `generate`.
         sample_index: which of the n samples, from 0.
         num_samples: n.
-        slot: small integer, unique among running sequences, recycled afterwards.
+        slot: small integer; another sequence has it once all consumers were told of the end of
+            this one, by `on_request_finished`.
         prompt_len: number of prompt tokens.
         options: what this request asked of the consumer that is being called.
         token_ids: all tokens, prompt and output, in `on_request_finished` of a consumer with

@@ -62,7 +62,7 @@ class RegisteredConsumers:
         self.controllers = controllers
         self.dispatcher = Dispatcher(slots, model.device, self.note_failure, controllers)
         self.guidance = Guidance(lm_head, model, slots, self.dispatcher)
-        self.results = Results(self.dispatcher, by_id, payloads=model.first_rank)
+        self.results = Results(self.dispatcher, by_id, slots, payloads=model.first_rank)
         self.result_memory = ResultMemory()
         self.step = 0
         self.failed: list[BoundConsumer] = []

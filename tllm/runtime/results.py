@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from tllm.ports import RequestInfo, RequestResult
 from tllm.ports.payload import cut, reason_of
 from tllm.runtime.dispatch import Dispatcher, ends_process
 from tllm.runtime.flows import BoundConsumer
-from tllm.runtime.slots import RunningSequence
+from tllm.runtime.slots import RunningSequence, Slots
 
 PromptResults = dict[str, dict[int, dict[str, dict[str, Any]]]]
 """`{"status", "error", "payload"}` by prompt, sample and consumer."""
@@ -69,6 +69,7 @@ class Results:
 
     Args:
         consumers: those that are registered, by id.
+        slots: of the running sequences, and of those whose consumers wait for their tokens.
         payloads: whether they are given; of tensor-parallel ranks, all but the first say only how
             it went.
 
@@ -77,10 +78,16 @@ class Results:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, consumers: Mapping[str, BoundConsumer], *, payloads: bool
+        self,
+        dispatcher: Dispatcher,
+        consumers: Mapping[str, BoundConsumer],
+        slots: Slots,
+        *,
+        payloads: bool,
     ) -> None:
         self._dispatcher = dispatcher
         self._consumers = consumers
+        self._slots = slots
         self._payloads = payloads
         self._kept: OrderedDict[str, dict[int, dict[str, _Pending]]] = OrderedDict()
         #: By prompt and consumer: sequences that ended, and whose tokens are not known.
@@ -106,6 +113,7 @@ class Results:
                 if needs_tokens and sequence.token_ids is None and sequence.keep_results:
                     late = self._late.setdefault(info.prompt_id, {})
                     late.setdefault(owner.id, []).append(info)
+                    self._slots.hold(info.slot)
                 else:
                     result = self._ask(owner, info, step)
                     anew = (sequence.left | sequence.replaced) & sequence.consumers.keys()
@@ -126,20 +134,29 @@ class Results:
     def conclude_late(self, prompt_id: str, tokens: Mapping[int, list[int]], step: int) -> None:
         """Ask consumers that waited for the tokens of a prompt's samples, by sample."""
         for name, infos in self._late.pop(prompt_id, {}).items():
-            owner = self._consumers[name]
-            for info in infos:
-                given = tokens.get(info.sample_index)
-                known = None if given is None else tuple(given)
-                result = self._ask(owner, replace(info, token_ids=known), step)
-                if owner.error:
-                    result = RequestResult(None, "error", owner.error)
-                if result is not None:
-                    self._keep(info, name, result, info.missing)
+            self._conclude_late(name, infos, tokens, step)
 
     def give_up_waiting(self, consumer_id: str, step: int) -> None:
-        """A consumer leaves: ask it now for what it waits to say."""
-        for prompt_id in [p for p, late in self._late.items() if consumer_id in late]:
-            self.conclude_late(prompt_id, {}, step)
+        """A consumer leaves: ask it now for what it waits to say. Others go on waiting."""
+        for prompt_id, late in list(self._late.items()):
+            infos = late.pop(consumer_id, [])
+            if not late:
+                del self._late[prompt_id]
+            self._conclude_late(consumer_id, infos, {}, step)
+
+    def _conclude_late(
+        self, name: str, infos: Sequence[RequestInfo], tokens: Mapping[int, list[int]], step: int
+    ) -> None:
+        owner = self._consumers[name]
+        for info in infos:
+            given = tokens.get(info.sample_index)
+            known = None if given is None else tuple(given)
+            result = self._ask(owner, replace(info, token_ids=known), step)
+            self._slots.let_go(info.slot)
+            if owner.error:
+                result = RequestResult(None, "error", owner.error)
+            if result is not None:
+                self._keep(info, name, result, info.missing)
 
     def pop(self, prompt_ids: Iterable[str], wait_s: float) -> PromptResults:
         """The results of prompts. One that is not there after `wait_s` seconds is `pending`, and

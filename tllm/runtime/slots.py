@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +154,8 @@ class Slots:
     def __init__(self, max_sequences: int) -> None:
         self._sequences: dict[str, RunningSequence] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
+        #: How many consumers have still to hear of the end of the sequence that had the slot.
+        self._held: Counter[int] = Counter()
         self.by_slot: list[RunningSequence | None] = [None] * max_sequences
         self.prompt_len = np.zeros(max_sequences, np.int32)
         self._delivered = np.zeros(max_sequences, np.int32)
@@ -317,11 +320,25 @@ class Slots:
         self.version += 1
 
     def remove(self, engine_id: str) -> None:
-        """Forget a sequence and free its slot."""
+        """Forget a sequence and free its slot, unless that is held."""
         slot = self._sequences.pop(engine_id).info.slot
         self.by_slot[slot] = None
         self.timelines.pop(slot, None)
-        self._free.append(slot)
+        if slot not in self._held:
+            self._free.append(slot)
+
+    def hold(self, slot: int) -> None:
+        """A consumer will hear later of the end of the sequence that has a slot: until then the
+        slot is nobody else's. To be given back with `let_go`."""
+        self._held[slot] += 1
+
+    def let_go(self, slot: int) -> None:
+        """A consumer has heard of the end of the sequence that had a slot."""
+        self._held[slot] -= 1
+        if not self._held[slot]:
+            del self._held[slot]
+            if self.by_slot[slot] is None:
+                self._free.append(slot)
 
     def of(self, engine_ids: list[str]) -> np.ndarray:
         """`[len(engine_ids)]`, the slot of each. Steady batches that take turns are looked up

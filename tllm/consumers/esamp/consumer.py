@@ -22,6 +22,8 @@ from tllm.ports import (
     Sampler,
 )
 
+_KEPT = ", and persist=True keeps those of groups until the consumer is unregistered"
+
 
 class ESampConsumer(Consumer):
     """Guides sampling away from what a small distiller, learning meanwhile, can predict.
@@ -136,12 +138,13 @@ class ESampConsumer(Consumer):
         """Give the distiller back, when nobody else needs it; say so if there was none."""
         if self._worker is None or self._worker.leave(request):
             return None
+        kept = _KEPT if self.config.persist else ""
         return RequestResult(
             None,
             "error",
             f"was not guided: no distiller was free (slots={self.config.slots}, "
-            f"on_full={self.config.on_full!r}, or no device memory to add more); raise slots, or "
-            "run fewer prompts at once",
+            f"on_full={self.config.on_full!r}, or no device memory to add more){kept}; raise "
+            "slots, or run fewer prompts at once",
         )
 
     def synchronize(self) -> None:
