@@ -237,6 +237,25 @@ def test_no_effect_is_no_steering():
     assert compose([Tiers.parse(vectors={"post_block": {1: V}}).scaled(0)]) == ()
 
 
+def test_a_condition_that_entries_share_is_read_once():
+    def when(above=0.5):
+        return {"probe": {"hook": "post_block", "layer": 0, "vector": V}, "above": above}
+
+    class Anew(dict):
+        """Each look finds another object, which is gone when the next one is made."""
+
+        def get(self, key, default=None):
+            return when(above=float(self["vector"][0])) if key == "when" else super().get(key)
+
+    one = when()
+    shared = {layer: {"vector": V, "when": one} for layer in range(4)}
+    anew = {layer: Anew(vector=[float(layer), 1.0], when=None) for layer in range(4)}
+    tiers = Tiers.parse(vectors={"post_block": shared}, decode_vectors={"mlp_out": shared})
+    assert len({id(entry.when) for entry in tiers}) == 1
+    found = [entry.when.edges.low for entry in Tiers.parse(vectors={"post_block": anew})]
+    assert found == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_conditions_of_what_has_no_effect_are_judged():
     def at(layer, scale=0, **more):
         probe = {"hook": "post_block", "layer": 0, "vector": V}

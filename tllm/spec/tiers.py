@@ -168,9 +168,12 @@ class Tiers:
         """
         parsed: dict[str, dict[Phase, tuple[SteeringEntry, ...]]]
         parsed = {"vectors": {}, "clamps": {}}
+        conditions = _Conditions()
         for name, (kind, phase, method) in TIER_FIELDS.items():
             if (spec := given.pop(name, None)) is not None:
-                parsed[kind][phase] = tuple(_entries(spec, (names or {}).get(name, name), method))
+                parsed[kind][phase] = tuple(
+                    _entries(spec, (names or {}).get(name, name), method, conditions)
+                )
         if given:
             raise TypeError(f"there are no tiers {sorted(given)}, only {list(TIER_FIELDS)}")
         return cls(**parsed)
@@ -227,7 +230,26 @@ def parse_modules(given: Any, name: str = "steering_module_ref") -> tuple[tuple[
 # -- reading what users write ----------------------------------------------------------------------
 
 
-def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
+class _Conditions:
+    """Reads each condition once, however many entries have the same object."""
+
+    def __init__(self) -> None:
+        self._read: dict[int, tuple[Any, Condition]] = {}
+
+    def read(self, given: Any, name: str) -> Condition | None:
+        """What an entry has as `when`; None for nothing."""
+        if given is None or isinstance(given, Condition):
+            return given
+        known = self._read.get(id(given))
+        if known is None:
+            # With what was given, whose id would be another's when it is gone.
+            known = self._read[id(given)] = given, parse_condition(given, f"{name}['when']")
+        return known[1]
+
+
+def _entries(
+    given: Any, name: str, method: str, conditions: _Conditions
+) -> Iterator[SteeringEntry]:
     counted: int | None = None
     if hasattr(given, "to_spec"):
         counted = given.num_layers if hasattr(given, "num_layers") else None
@@ -252,7 +274,7 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
                     "layer; give the entry itself in the place of {layer: entry}"
                 )
             for entry in _listed(layers):
-                yield _entry(entry, f"{of_hook}", point, None, method)
+                yield _entry(entry, f"{of_hook}", point, None, method, conditions)
             continue
         by_layer = [*_by_layer(layers, of_hook)]
         num_layers = counted if isinstance(layers, Mapping) else len(by_layer)
@@ -262,7 +284,7 @@ def _entries(given: Any, name: str, method: str) -> Iterator[SteeringEntry]:
             continue
         for layer, at_layer in by_layer:
             for entry in _listed(at_layer):
-                made = _entry(entry, f"{of_hook}[{layer}]", point, layer, method)
+                made = _entry(entry, f"{of_hook}[{layer}]", point, layer, method, conditions)
                 yield made if num_layers is None else replace(made, num_layers=num_layers)
 
 
@@ -381,6 +403,7 @@ def _entry(
     point: HookPoint,
     layer: int | None,
     default_method: str,
+    conditions: _Conditions,
 ) -> SteeringEntry:
     if not isinstance(given, Mapping):
         given = {"vector": given}
@@ -403,9 +426,7 @@ def _entry(
     positions = EVERYWHERE
     if given.get("positions") is not None:
         positions = Selection.parse(given["positions"], f"{name}['positions']")
-    when = given.get("when")
-    if when is not None and not isinstance(when, Condition):
-        when = parse_condition(when, f"{name}['when']")
+    when = conditions.read(given.get("when"), name)
     return SteeringEntry(name, point, layer, vector, coefficients, positions, when)
 
 
