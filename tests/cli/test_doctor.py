@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from client.tiny_models import save_cross_encoder
 from packaging.version import Version
 from typer.testing import CliRunner
 
@@ -41,6 +42,15 @@ def test_hook_points_are_those_of_an_engine_with_the_model(invoke: Callable[...,
     assert found["post_block"].strip() == "yes"
     assert found["rows"].strip() == "arrive"
     assert "qwen2, 6 layers" in report
+
+
+def test_a_model_of_two_texts_is_started_with_its_tokenizer(
+    invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It was said not to start: without a tokenizer it does not, nor do models of images."""
+    status, report, _ = invoke("doctor", "--model", str(save_cross_encoder(tmp_path)))
+    assert status == 0, report
+    assert "post_block" in report
 
 
 def _only_problem(model: str | None = None) -> Any:

@@ -1,5 +1,6 @@
 """What is refused when an engine starts, and that a plain vLLM is left alone."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -41,6 +42,22 @@ def test_norms_that_vllm_computes_in_another_way_are_left_to_it(llm, monkeypatch
     assert model_view.added_norm(quantized, norm) is None
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     assert model_view.added_norm(config, norm) is None
+
+
+def test_a_head_of_another_width_is_given_no_rows(llm, monkeypatch):
+    """The LM head of `facebook/opt-350m` reads 512 numbers, and its blocks return 1024."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    model = worker.model_runner.get_model()
+    asked = llm.llm_engine.vllm_config, model, worker._sites, worker.device
+    assert isinstance(model_view.lm_head(*asked), model_view.LmHead)
+
+    def corrupting(*_: object) -> None:
+        raise AssertionError("a kernel of a CPU writes beyond its rows where widths differ")
+
+    monkeypatch.setattr(model, "compute_logits", corrupting)
+    wider = replace(worker._sites, hidden_size=2 * worker._sites.hidden_size)
+    why = model_view.lm_head(*asked[:2], wider, worker.device)
+    assert isinstance(why, str) and "LM head is quantized or of a form" in why
 
 
 @pytest.mark.parametrize("name", ["worker_cls", "scheduler_cls"])

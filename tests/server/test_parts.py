@@ -596,6 +596,17 @@ def test_a_dry_run_prints_the_command():
     assert "secret" not in result.output
 
 
+@pytest.mark.parametrize("command", ["serve", "verify"])
+def test_an_option_of_vllm_before_the_model_is_refused(command):
+    """The option was taken for the model, and the model for an option's value that nobody gave."""
+    for given in (["--max-model-len", "9", "MODEL"], ["--enforce-eager", "MODEL"]):
+        result = CliRunner().invoke(app, [command, *given])
+        assert result.exit_code == 2, result.output
+        said = " ".join(result.output.replace("│", " ").split())
+        assert f"{given[0]} stands in the model's place; give the model first" in said
+        assert f"tllm {command} MODEL {given[0]}" in said
+
+
 def test_a_server_takes_the_options_of_our_engine(invoke):
     """Refusals told the reader of an answer to raise what a server could not be given."""
     given = ["--engine-arg", "max_patch_mib=8", "--engine-arg", "enable_steering=false"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.stores.samples import record_of
 from tllm import stores
-from tllm.stores import Store, StoreError, StoreWriter, export
+from tllm.stores import Record, Store, StoreError, StoreWriter, export
 
 
 @pytest.fixture
@@ -81,3 +82,17 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_done(store: Store, tmp_
     with pytest.raises(StoreError, match="is gone"):
         export(stores.open(tmp_path / "store"), tmp_path / "other", "parquet")
     assert list((tmp_path / "other").iterdir()) == []
+
+
+def test_records_that_differ_in_one_array_leave_no_files_of_others(tmp_path: Path) -> None:
+    """`post_block.0` was written, and the next export was refused because it was there."""
+    one, other = record_of("one"), record_of("other")
+    second = {key: rows for key, rows in other.arrays.items() if key[1] == 1}
+    with StoreWriter(tmp_path / "store") as writer:
+        writer.submit(Record(replace(one.meta, model="a/model"), one.arrays))
+        writer.submit(Record(replace(other.meta, model="b/model"), second))
+    mixed = stores.open(tmp_path / "store")
+    with pytest.raises(StoreError, match=r"post_block\.1 are of the models"):
+        export(mixed, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert len(export(mixed.filter(model="a/model"), tmp_path / "out")) == 2

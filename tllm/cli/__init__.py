@@ -21,7 +21,21 @@ from tllm.spec.layers import Layers
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
 
-Model = Annotated[str, typer.Argument(help="A path, or a name on the Hugging Face hub.")]
+
+def _model(context: typer.Context, given: str) -> str:
+    """The model, which an option that only vLLM knows may not precede: whether the word after it
+    is its value is not known here."""
+    if given.startswith("-"):
+        raise typer.BadParameter(
+            f"{given} stands in the model's place; give the model first: tllm {context.info_name} "
+            f"MODEL {given} ..."
+        )
+    return given
+
+
+Model = Annotated[
+    str, typer.Argument(callback=_model, help="A path, or a name on the Hugging Face hub.")
+]
 EngineArguments = Annotated[
     list[str] | None,
     typer.Option(help="NAME=VALUE, an argument of tllm.LLM; the value is JSON or text."),

@@ -181,7 +181,8 @@ def _examine_model(report: Report, model: str) -> None:
     llm = LLM(
         model,
         load_format="dummy",
-        skip_tokenizer_init=True,
+        # Models that are given images, or two texts, do not start without theirs.
+        skip_tokenizer_init=not _has_tokenizer(model),
         enforce_eager=True,
         max_model_len=64,
         max_num_seqs=1,
@@ -215,6 +216,17 @@ def _examine_model(report: Report, model: str) -> None:
         )
     elif config.model_config.runner_type == "generate":
         _examine_rows(report, llm)
+
+
+def _has_tokenizer(model: str) -> bool:
+    """Whether it comes with a tokenizer that can be loaded here."""
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(model)
+    except Exception:  # of whatever kind: of what the model lacks, its engine says more
+        return False
+    return True
 
 
 def _examine_rows(report: Report, llm: tllm.LLM) -> None:

@@ -262,13 +262,15 @@ def _agrees(
     vllm_config: Any, model: Any, head: LmHead, hidden_size: int, device: torch.device
 ) -> bool:
     """Whether the head gives the logits that the model gives."""
+    # Looked at first: the kernels of a CPU write into other memory where the widths differ, as in
+    # an OPT whose LM head reads narrower rows than its blocks return.
+    if head.weight.dim() != 2 or head.weight.shape[1] != hidden_size:
+        return False
     dtype = vllm_config.model_config.dtype
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, hidden_size, generator=generator).to(device, dtype)
     with set_current_vllm_config(vllm_config), _without_adapters(model):
         logits = model.compute_logits(hidden)
-    if head.weight.dim() != 2 or head.weight.shape[1] != hidden_size:
-        return False
     vocab = vllm_config.model_config.get_vocab_size()
     ids = torch.linspace(0, vocab - 1, 8).to(device, torch.int32).expand(2, 8).contiguous()
     rows = torch.arange(2, dtype=torch.int32, device=device)

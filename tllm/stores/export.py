@@ -39,7 +39,8 @@ def export(
     - `safetensors`: tensors `rows` (as stored), `positions`, `records` (int64), and beside it a
       JSON file with `request_id`, `tag` and `sample_index` of each number in `records`.
 
-    Rows are copied batch by batch; a file appears under its name when it is whole.
+    Rows are copied batch by batch; a file appears under its name when it is whole. Where records
+    differ in the model, dtype or width of any array, nothing is written.
 
     Returns:
         The files, without the JSON files.
@@ -57,6 +58,8 @@ def export(
     targets = {key: folder / f"{key.name}.{format}" for key in keys}
     if there := [str(path) for path in targets.values() if path.exists()]:
         raise ValueError(f"{', '.join(there)} is there already; remove it, or choose another OUT")
+    for key in keys:  # of all before the first is written: half an export would look like one
+        store.stream(*key, rows=_BATCH_ROWS)
     folder.mkdir(parents=True, exist_ok=True)
     names = _Names(store)
     for key, target in targets.items():
