@@ -245,7 +245,9 @@ def test_a_condition_that_entries_share_is_read_once():
         """Each look finds another object, which is gone when the next one is made."""
 
         def get(self, key, default=None):
-            return when(above=float(self["vector"][0])) if key == "when" else super().get(key)
+            return (
+                when(above=float(self["vector"][0])) if key == "when" else super().get(key, default)
+            )
 
     one = when()
     shared = {layer: {"vector": V, "when": one} for layer in range(4)}
