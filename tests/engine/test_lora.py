@@ -20,7 +20,8 @@ from engine.reference import (
     Reference,
     save_tiny_model,
 )
-from tllm import LLM, SamplingParams
+from tllm import LLM, SamplingParams, stores
+from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp.config import ESampConsumerConfig
 from tllm.consumers.esamp.consumer import ESampConsumer
 from tllm.consumers.lens import LensConsumer
@@ -48,6 +49,30 @@ def lora_engine(llama):
     if ON_GPU:
         pytest.skip("on a GPU vLLM's kernels take no adapters in float32")
     return LLM(llama, max_num_batched_tokens=24, enable_lora=True, max_lora_rank=8, **TINY_ENGINE)
+
+
+def test_records_are_of_the_adapter_that_computed_them(llama, lora_engine, adapter, tmp_path):
+    """They were all of the model, and rows of several adapters came in one batch."""
+    root = tmp_path / "store"
+    lora_engine.register_consumer(FilesystemConsumer(root=str(root)))
+    lora = LoRARequest("adapter", 1, str(adapter))
+    for name, given in (("with", lora), ("without", None)):
+        capture = {"filesystem": {"request_id": name, "hooks": {"post_block": [1]}}}
+        [output] = lora_engine.generate(
+            [{"prompt_token_ids": [7, 8, 9]}],
+            greedy(2, capture=capture),
+            lora_request=given,
+            use_tqdm=False,
+        )
+        assert output.capture_results["filesystem"].status == "ok"
+    lora_engine.unregister_consumer("filesystem")
+    store = stores.open(root)
+    base = store.record("without").model
+    assert store.record("with").model == f"{base}+adapter"
+    with pytest.raises(stores.StoreError, match=r"are of the models \[.*\+adapter'\]"):
+        store.batches("post_block", 1)
+    [batch] = store.filter(model=f"{base}+adapter").batches("post_block", 1)
+    assert set(batch.request_ids) == {"with"}
 
 
 def test_rows_belong_to_the_request_and_its_adapter(llama, lora_engine, adapter):

@@ -185,6 +185,23 @@ def test_rows_of_several_models_are_not_in_one_batch(tmp_path: Path) -> None:
         assert batch.request_ids == [name] * 3
 
 
+def test_rows_that_were_reduced_and_rows_that_were_not_are_not_in_one_batch(
+    tmp_path: Path,
+) -> None:
+    """They were: a mean of a prompt beside the rows of another."""
+    records = [record_of(name) for name in ("a", "b")]
+    metas = [replace(records[0].meta, reduction="mean"), records[1].meta]
+    write(tmp_path, [Record(meta, each.arrays) for meta, each in zip(metas, records, strict=True)])
+    store = stores.open(tmp_path)
+    problem = r"of the reductions \['mean', 'none'\]; .*filter\(reduction=\.\.\.\)"
+    with pytest.raises(StoreError, match=problem):
+        store.batches("post_block", 0)
+    for name, reduction in (("a", "mean"), ("b", "none")):
+        [batch] = store.filter(reduction=reduction).batches("post_block", 0)
+        assert batch.request_ids == [name] * 3
+    assert len(store.filter(reduction=("mean", "none"))) == 2
+
+
 def test_numbers_of_numpy_name_layers_and_sizes_of_batches(mixed: Store) -> None:
     one = np.int64(1)
     rows = mixed[0].tensor("post_block", one)

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from tllm.cli.console import output_console
+from tllm.spec.capture import Reduction
 from tllm.spec.hooks import ranges
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ _RUNS = 8  # of positions, or layers, that are shown
 Root = Annotated[Path, typer.Argument(help="Folder of the store.", show_default=False)]
 Tag = Annotated[str | None, typer.Option(help="Only records with this tag.")]
 OfModel = Annotated[str | None, typer.Option("--model", help="Only records of this model.")]
+OfReduction = Annotated[
+    Reduction | None, typer.Option("--reduction", help="Only records of rows reduced like that.")
+]
 Hook = Annotated[str | None, typer.Option(help="Only this hook point, or its alias.")]
 Layer = Annotated[str | None, typer.Option(help="Only these layers, such as 4 or 0,4-8.")]
 
@@ -36,6 +40,7 @@ def list_records(
     root: Root,
     tag: Tag = None,
     model: OfModel = None,
+    reduction: OfReduction = None,
     hook: Hook = None,
     layer: Layer = None,
     status: Annotated[
@@ -46,7 +51,9 @@ def list_records(
 ) -> None:
     """List the records."""
     with _errors():
-        whole = _open(root).filter(tag=tag, model=model, hook=hook, layers=layer)
+        whole = _open(root).filter(
+            tag=tag, model=model, reduction=reduction, hook=hook, layers=layer
+        )
         store = whole.filter(status=status)
         table = Table(*_columns())
         shown = store[: limit or len(store)]
@@ -164,6 +171,7 @@ def export(
     ] = "parquet",
     tag: Tag = None,
     model: OfModel = None,
+    reduction: OfReduction = None,
     hook: Hook = None,
     layer: Layer = None,
 ) -> None:
@@ -171,7 +179,9 @@ def export(
     with _errors():
         from tllm.stores import export as export_store
 
-        store = _open(root).filter(tag=tag, model=model, hook=hook, layers=layer)
+        store = _open(root).filter(
+            tag=tag, model=model, reduction=reduction, hook=hook, layers=layer
+        )
         console = output_console()
         for path in export_store(store, out, format):
             console.print(f"{escape(str(path))}, {_size(path.stat().st_size)}", highlight=False)

@@ -335,6 +335,7 @@ class InterventionWorker(_Base):
                 spec,
                 spec.sample_index(new.req_id),
                 new.num_computed_tokens,
+                "" if new.lora_request is None else str(new.lora_request.lora_name),
                 self._adapters.of_head(new.lora_request),
             )
 

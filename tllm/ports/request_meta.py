@@ -28,6 +28,7 @@ class RequestInfo:
             this one, by `on_request_finished`.
         prompt_len: number of prompt tokens.
         options: what this request asked of the consumer that is being called.
+        adapter: the name of the LoRA adapter that it is computed with; empty for none.
         token_ids: all tokens, prompt and output, in `on_request_finished` of a consumer with
             `needs_tokens`; None while they are not known, and when the request was given up.
         missing: in `on_request_finished`: which rows the runtime had to give up; None for none.
@@ -42,6 +43,7 @@ class RequestInfo:
     slot: int
     prompt_len: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    adapter: str = ""
     token_ids: tuple[int, ...] | None = None
     missing: str | None = None
     actions: Any = None

@@ -43,6 +43,7 @@ class RunningSequences:
         spec: RequestSpec,
         sample_index: int,
         num_computed: int = 0,
+        adapter: str = "",
         head_adapter: str = "",
     ) -> None:
         """The engine scheduled a sequence, for the first time or again after a preemption.
@@ -51,7 +52,8 @@ class RunningSequences:
             num_computed: tokens that it will not compute now. When a prompt has grown, that can be
                 less than was computed: tokens that had been scheduled ahead of a stop are dropped,
                 and others take their positions.
-            head_adapter: the adapter that changes the LM head for it; empty for none.
+            adapter: the name of its LoRA adapter; empty for none.
+            head_adapter: the same, where that changes the LM head for it; empty for none.
         """
         known = self.slots.get(engine_id)
         if known is not None:
@@ -68,6 +70,7 @@ class RunningSequences:
             num_samples=spec.num_samples,
             slot=self.slots.pop_slot(),
             prompt_len=prompt_len,
+            adapter=adapter,
         )
         sequence = RunningSequence(
             engine_id,

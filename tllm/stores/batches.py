@@ -251,13 +251,14 @@ def one_dtype(key: ArrayKey, pieces: pa.Table) -> tuple[str, int]:
     return dtypes[0], widths[0]
 
 
-def one_model(key: ArrayKey, models: pa.ChunkedArray) -> None:
-    """Refuse records of several models: their rows mean different things, also where they are as
-    wide."""
-    names = sorted(set(models.unique().to_pylist()))
-    if len(names) > 1:
-        raise StoreError(
-            f"the records' {key.name} are of the models {names}; choose those of one with "
-            "filter(model=...), or export --model, and take the rows of each for themselves",
-            "damaged",
-        )
+def one_kind(key: ArrayKey, heads: pa.Table) -> None:
+    """Refuse records of several models, or of which rows were reduced in several ways: their rows
+    mean different things, also where they are as wide."""
+    for name in ("model", "reduction"):
+        found = sorted(set(heads[name].unique().to_pylist()))
+        if len(found) > 1:
+            raise StoreError(
+                f"the records' {key.name} are of the {name}s {found}; choose those of one with "
+                f"filter({name}=...), or export --{name}, and take the rows of each for themselves",
+                "damaged",
+            )

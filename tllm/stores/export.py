@@ -40,14 +40,15 @@ def export(
       JSON file with `request_id`, `tag` and `sample_index` of each number in `records`.
 
     Rows are copied batch by batch; a file appears under its name when it is whole. Where records
-    differ in the model, dtype or width of any array, nothing is written.
+    differ in the model, reduction, dtype or width of any array, nothing is written.
 
     Returns:
         The files, without the JSON files.
 
     Raises:
         ValueError: the format is not known, or a file is there already.
-        StoreError: there are no arrays, or records differ in the model, dtype or width of one.
+        StoreError: there are no arrays, or records differ in the model, reduction, dtype or width
+            of one.
         OSError: a file cannot be written.
     """
     require_one_of("format", format, ExportFormat)

@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from tllm.spec.capture import Reduction
 from tllm.spec.hooks import HookPoint
 from tllm.spec.layers import Layers
 from tllm.spec.reading import hook_named, one_or_several, require_one_of, whole_number
-from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype, one_model
+from tllm.stores.batches import Batch, Batches, BatchFormat, RowRuns, one_dtype, one_kind
 from tllm.stores.catalog import (
     PIECE_SCHEMA,
     STATUSES,
@@ -114,6 +115,7 @@ class Store:
         hook: str | HookPoint | Iterable[str | HookPoint] | None = None,
         layers: Any = None,
         model: str | None = None,
+        reduction: str | Iterable[str] | None = None,
         status: Status | Iterable[Status] | None = None,
     ) -> Store:
         """Those records that fit all that is given; one value or several of each. Texts that
@@ -124,10 +126,14 @@ class Store:
         never choose `lm_head_in`, which has none.
 
         Raises:
-            ValueError: an unknown hook point or status, or what is no layer, number or text.
+            ValueError: an unknown hook point, reduction or status, or what is no layer, number or
+                text.
         """
         table, kept = self._table, self._candidates
-        for name, wanted in (("tag", tag), ("request_id", request_id), ("model", model)):
+        for way in () if reduction is None else one_or_several(reduction):
+            require_one_of("reduction", way, Reduction)
+        given = {"tag": tag, "request_id": request_id, "model": model, "reduction": reduction}
+        for name, wanted in given.items():
             if wanted is not None:
                 values = [_text(name, value, ", or several") for value in one_or_several(wanted)]
                 kept = kept[self._is_in(name, values)[kept]]
@@ -145,12 +151,12 @@ class Store:
             kept = kept[has[kept]]
         statuses = self._statuses
         if status is not None:
-            given = one_or_several(status)
-            if unknown := [each for each in given if each not in STATUSES]:
+            chosen = one_or_several(status)
+            if unknown := [each for each in chosen if each not in STATUSES]:
                 raise ValueError(
                     f"status={unknown} is not known; give one or more of {', '.join(STATUSES)}"
                 )
-            statuses = frozenset(given)
+            statuses = frozenset(chosen)
         return Store(self.root, table, self._payloads, kept, keys, statuses)
 
     def record(
@@ -291,7 +297,8 @@ class Store:
         pieces = self._table.pieces.take(pa.array(chosen))
         name, hidden = one_dtype(key, pieces)
         of_records = self._table.piece_records[chosen]
-        one_model(key, self._table.heads["model"].take(pa.array(np.unique(of_records))))
+        heads = self._table.heads.select(["model", "reduction"])
+        one_kind(key, heads.take(pa.array(np.unique(of_records))))
         place = np.full(self._table.size, -1, np.int64)
         place[self._records] = np.arange(len(self._records))
         return Batches(

@@ -352,7 +352,7 @@ class FilesystemConsumer(Capturing):
             sample_index=request.sample_index,
             prompt_len=request.prompt_len,
             token_ids=request.token_ids or (),
-            model=self._model.name,
+            model=f"{self._model.name}+{request.adapter}" if request.adapter else self._model.name,
             reduction=spec.reduction,
             status="partial_error" if error else "ok",
             error=error,
