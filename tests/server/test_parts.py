@@ -41,6 +41,7 @@ from tllm.params import ASKED_FIELDS
 from tllm.ports import Payload
 from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
+from tllm.server.bodies import CheckedBodies
 from tllm.server.doors import Door, prompt_tokens
 from tllm.server.fields import FieldError, asked_in
 from tllm.server.later import LaterAnswers
@@ -605,6 +606,44 @@ def test_an_option_of_vllm_before_the_model_is_refused(command):
         said = " ".join(result.output.replace("│", " ").split())
         assert f"{given[0]} stands in the model's place; give the model first" in said
         assert f"tllm {command} MODEL {given[0]}" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "eager"),
+    [
+        (["--enforce-eager"], True),
+        (["--enforce_eager"], True),
+        (["--no-enforce-eager", "--enforce-eager"], True),
+        (["--enforce-eager", "--no_enforce_eager"], False),
+        (["--served-model-name", "enforce-eager"], False),
+    ],
+)
+def test_an_eager_server_is_known_by_any_word_for_it(monkeypatch, given, eager):
+    """On a GPU it has more hook points than one with graphs."""
+    seen, engine_arguments = [], serve.engine_arguments
+    monkeypatch.setattr(
+        serve,
+        "engine_arguments",
+        lambda of, *more: (seen.append(of), engine_arguments(of, *more))[1],
+    )
+    serve.command("MODEL", given, ServerSettings(), {})
+    assert seen == [{"enforce_eager": eager}]
+
+
+def test_a_server_of_a_model_that_does_not_generate_names_what_it_has():
+    """It named routes that answered 404."""
+    app = FastAPI()
+    app.add_middleware(CheckedBodies, max_mib=1)
+    body = {"input": "Hi", "steering_name": "odd"}
+    for routes, says in (
+        ([], "no route of this server does, whose model generates nothing; what is set with /v1/"),
+        (["/v1/completions"], "but /classify does not read it; use /v1/completions"),
+    ):
+        for path in routes:
+            app.add_api_route(path, lambda: {}, methods=["POST"])
+        refused = TestClient(app).post("/classify", json=body)
+        assert refused.status_code == 400
+        assert says in refused.json()["error"]["message"]
 
 
 def test_a_server_takes_the_options_of_our_engine(invoke):

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from transformers import LlamaConfig
 
 from tllm.cli.verify import engine_options, render
 from tllm.verify.certificate import Certificate, row_errors
 from tllm.verify.gated import Judged
-from tllm.verify.job import VerifyJob, exact_float32
+from tllm.verify.job import VerifyJob, exact_float32, run
 from tllm.verify.memory import needs
 from tllm.verify.reference import Reference
 from tllm.verify.verifier import Verifier
@@ -33,6 +34,22 @@ def examined(llm: Any, reference: Reference, **options: Any) -> Certificate:
     given = {"points": POINTS, "steered_layers": 1, **options}
     Verifier(llm, certificate, **given).compare(reference)
     return certificate
+
+
+def test_a_model_that_does_not_generate_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        architectures=["LlamaForSequenceClassification"],
+    )
+    config.save_pretrained(tmp_path)
+    problem = r"\(LlamaForSequenceClassification\) is a model for pooling, and what `tllm verify`"
+    told: list[str] = []
+    with pytest.raises(ValueError, match=problem):
+        run(VerifyJob(str(tmp_path)), told.append)
+    assert told == []
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float", torch.float32])

@@ -62,7 +62,7 @@ def command(
         if any(flag.startswith(given) for each in more if len(given := _flag_of(each)) > 2):
             raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
     specs = (*settings.consumers, *settings.capture_consumers)
-    eager = {"enforce_eager": "--enforce-eager" in more}
+    eager = {"enforce_eager": _is_eager(more)}
     consumers = list(map(_consumer, specs))
     counted = Counter(consumer.consumer_id for consumer in consumers)
     if twice := [name for name, count in counted.items() if count > 1]:
@@ -79,6 +79,13 @@ def command(
         _PLUGINS: ",".join(dict.fromkeys(allowed)),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def _is_eager(more: Sequence[str]) -> bool:
+    """Whether the server computes without graphs: of two words for it, the last counts."""
+    flags = [_flag_of(each) for each in more]
+    words = [flag for flag in flags if flag in ("--enforce-eager", "--no-enforce-eager")]
+    return words[-1:] == ["--enforce-eager"]
 
 
 def _any_port(more: Sequence[str]) -> bool:

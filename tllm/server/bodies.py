@@ -55,7 +55,7 @@ class CheckedBodies:
         named = _in_form(body) if _is_form(scope) else _in_json(given)
         if named:
             message = (
-                f"{named[0]} was given, but {path} does not read it; use {', '.join(_READ_BY)}"
+                f"{named[0]} was given, but {path} does not read it; {_instead(scope.get('app'))}"
             )
             await _error(400, message, named[0])(scope, receive, send)
             return
@@ -68,6 +68,17 @@ class CheckedBodies:
             return messages.pop(0) if messages else await receive()
 
         await self._app(scope, again, send)
+
+
+def _instead(app: Any) -> str:
+    """What to use on this server: of a model that does not generate, no route reads our fields."""
+    routes = {getattr(route, "path", "") for route in getattr(app, "routes", ())}
+    if reading := [path for path in _READ_BY if path in routes]:
+        return f"use {', '.join(reading)}"
+    return (
+        "no route of this server does, whose model generates nothing; what is set with "
+        "/v1/steering/set steers all its requests"
+    )
 
 
 def _error(status: int, message: str, field: str | None) -> JSONResponse:

@@ -6,13 +6,14 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
+from vllm import EngineArgs
 
 import tllm
 from tllm.client.llm import LLM
@@ -112,6 +113,7 @@ def _run(job: VerifyJob, progress: Callable[[str], None]) -> Certificate:
     try:
         needed: Needs = process.ask(needs, job.model, shared)
         engine = _engine_arguments(job, needed)
+        _check_generates(job.model, engine)
         why = "plain vLLM was asked for" if job.reference == "plain" else ""
         why = why or needed.unknown or _why_too_large(job, needed, process)
         named = f"transformers {version('transformers')}, float32, on {job.reference_device}"
@@ -155,6 +157,19 @@ def _engine_arguments(job: VerifyJob, needed: Needs) -> dict[str, Any]:
     if job.engine.keys() & {"gpu_memory_utilization", "num_gpu_blocks_override"}:
         engine = {**engine, "kv_cache_memory_bytes": job.engine.get("kv_cache_memory_bytes")}
     return engine
+
+
+def _check_generates(model: str, engine: Mapping[str, Any]) -> None:
+    """Refuse a model of which there is nothing to compare, before an engine starts."""
+    known = {field.name for field in fields(EngineArgs)}
+    given = {name: value for name, value in engine.items() if name in known}
+    config = EngineArgs(model, **given).create_model_config()
+    if config.runner_type != "generate":
+        raise ValueError(
+            f"{model!r} ({config.architecture}) is a model for {config.runner_type}, and what "
+            "`tllm verify` compares is generated text; `tllm doctor --model` says which hook "
+            "points it has"
+        )
 
 
 def _why_too_large(job: VerifyJob, needed: Needs, process: PlainProcess) -> str:
