@@ -207,6 +207,24 @@ def test_a_streamed_answer_ends_with_the_results(client):
     assert events[-1].id == events[0].id
 
 
+def test_a_streamed_choice_ends_once(client):
+    """One of several ended again when the last did, with whose event the results come."""
+    asked = {"capture": {"memory": {"hooks": {"post_block": [0]}}}}
+    of = {"model": "demo", "n": 3, "temperature": 1.0, "seed": 4, "stop": [" "], "max_tokens": 30}
+    of |= {"stream": True, "extra_body": asked}
+    told = [{"role": "user", "content": PROMPT}]
+    for events, choices in (
+        (client.completions.create(prompt=[PROMPT, "Ben"], **of), 6),
+        (client.chat.completions.create(messages=told, **of), 3),
+    ):
+        *streamed, last = events
+        ends = [c.index for event in streamed for c in event.choices if c.finish_reason]
+        assert sorted(ends) == list(range(choices))
+        assert [sample["capture_results"]["memory"]["status"] for sample in last.samples] == (
+            choices * ["ok"]
+        )
+
+
 @pytest.mark.parametrize("way", ["vectors", "module", "model", "colon", "packed"])
 def test_steering_by_request(server, client, model, way):
     vector = 2.0 * torch.randn(128, generator=torch.Generator().manual_seed(1))

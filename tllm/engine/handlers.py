@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,6 +181,7 @@ class NotedOutputs:
         self._request_id = request_id
         self._noted = noted
         self._refused = refused
+        self._ended: set[int] = set()
         self._admitted = asyncio.Event()
         self._first: asyncio.Task[Any] | None = None
         self._refusal: BaseException | None = None
@@ -231,7 +233,18 @@ class NotedOutputs:
             # What vLLM aborts has no reason.
             if sample.finish_reason == "abort" and sample.stop_reason is not None:
                 self._refused.setdefault(self._request_id, {})[sample.index] = sample.stop_reason
-        return output
+        return self._without_ended(output)
+
+    def _without_ended(self, output: Any) -> Any:
+        """An output as the handler streams it: the last one has all samples again, and vLLM's
+        events would end those that ended before a second time."""
+        fresh = [sample for sample in output.outputs if sample.index not in self._ended]
+        self._ended.update(sample.index for sample in output.outputs if sample.finished())
+        if len(fresh) == len(output.outputs):
+            return output
+        streamed = copy(output)
+        streamed.outputs = fresh
+        return streamed
 
     async def aclose(self) -> None:
         """As a generator's."""
