@@ -60,7 +60,9 @@ class Binder:
             if here:
                 raise ValueError(
                     "a flow reads a hook point of one pipeline stage together with the logits, "
-                    "the sampler or the sampled token of another; split it into two flows"
+                    f"the sampler or the sampled token of the last of {self._model.num_stages}; "
+                    "give hook points of the last stage's layers (ESamp: source_layer), or split "
+                    "it into two flows"
                 )
             return None
         if here and here < wanted and not flow.split_by_stage:
