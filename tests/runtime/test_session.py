@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.memory import MemoryConsumer
-from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream
-from tllm.runtime import dispatch
+from tllm.ports import ConsumerFlow, ModelView, RequestMeta, ResidualStream, Sampler
+from tllm.runtime import dispatch, steps
 from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
 from tllm.runtime.session import Session
@@ -64,7 +64,7 @@ class Engine:
     At the tap of layer l > 0, each number of the row at position p is 100 l + p.
     """
 
-    def __init__(self, layers=1):
+    def __init__(self, layers=1, stages=1, samples=True):
         self.layers = range(layers)
         self.taps = Taps(
             {(HookPoint.POST_BLOCK, layer): None for layer in self.layers},
@@ -79,9 +79,13 @@ class Engine:
         self.session = Session(
             self.taps,
             lambda site, layer: (HookPoint.parse(site), layer),
-            ModelView(HIDDEN, layers, 10, torch.float32, CPU, None, None, None, max_requests=4),
+            ModelView(
+                *(HIDDEN, layers, 10, torch.float32, CPU, None, None, None),
+                max_requests=4,
+                num_stages=stages,
+            ),
             lm_head=None,
-            samples=True,
+            samples=samples,
             drafts=False,
             max_sequences=4,
             max_positions=64,
@@ -208,6 +212,76 @@ def test_a_steady_steered_decode_is_planned_once(engine, monkeypatch):
     assert engine.step() == [True, False, False]
     assert len(planned) == 4
     assert engine.session.steps.rows_steered == PROMPT + 13
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(["turn", "turn", "turn", "same", "preempt", "trade", "skip", "new"])),
+    st.sampled_from(["same_step", "out_of_band"]),
+)
+def test_batches_of_pipeline_stages_take_turns(script, window):
+    """Each is steered and read as if it were alone, whatever happens between its turns."""
+    engine = Engine(layers=2, stages=2)
+    consumer = Positions(window)
+    engine.session.consumers.register(consumer)
+    batches, number = [["a", "b"], ["c", "d"]], 0
+    steered = {name: name in "ad" for name in "abcde"}
+    for batch in batches:
+        for name in batch:
+            engine.start(name, *([EVERYWHERE] if steered[name] else []))
+        engine.step(**dict.fromkeys(batch, PROMPT))
+    for what in [*script, "turn", "turn"]:
+        number += what != "same"
+        batch = batches[number % 2]
+        if what == "preempt":
+            engine.preempt(batch[0])
+        elif what == "trade":
+            batches[0][0], batches[1][0] = batches[1][0], batches[0][0]
+        elif what == "skip":
+            engine.session.steps.skip()
+        elif what == "new" and "e" not in engine.computed:
+            engine.finish(batch[1])
+            batch[1] = "e"
+            engine.start("e")
+        counts = {name: max(1, PROMPT - engine.computed[name]) for name in batch}
+        found = engine.step(**counts)
+        assert found == [steered[name] for name in batch for _ in range(counts[name])]
+        engine.session.synchronize()
+        for name in batch:
+            seen = consumer.seen[name]
+            assert seen == list(range(len(seen))), "each position once, in order"
+            assert len(seen) >= engine.computed[name]
+
+
+def test_batches_that_take_turns_are_laid_out_once_and_handed_out_by_what_is_known(monkeypatch):
+    engine = Engine(layers=2, stages=2)
+    consumer = Positions()
+    engine.session.consumers.register(consumer)
+    planner = engine.session._planner
+    laid, lay_out = [], planner._lay_out
+    monkeypatch.setattr(planner, "_lay_out", lambda batch: (laid.append(1), lay_out(batch))[1])
+    made, flows = [], steps.StepFlows
+    monkeypatch.setattr(steps, "StepFlows", lambda *of: (made.append(1), flows(*of))[1])
+    for name in "abc":
+        engine.start(name, EVERYWHERE)
+    for batch in ("ab", "c"):
+        engine.step(**dict.fromkeys(batch, PROMPT))
+    for _ in range(10):
+        assert engine.step(a=1, b=1) == [True, True]
+        assert engine.step(c=1) == [True]
+    assert (len(laid), len(made)) == (4, 4)
+    assert consumer.seen == {name: list(range(PROMPT + 10)) for name in "abc"}
+
+
+def test_what_reads_one_stage_and_draws_on_another_is_told_where_to_read():
+    class Guide(Positions):
+        def flows(self):
+            reads = (ResidualStream.read(layer=0),)
+            return [ConsumerFlow(reads=reads, writes=(Sampler.write(phase="any", width=4),))]
+
+    engine = Engine(stages=2, samples=False)
+    with pytest.raises(ValueError, match=r"of the last of 2; give .* \(ESamp: source_layer\)"):
+        engine.session.consumers.register(Guide())
 
 
 def test_what_was_steered_leaves_nothing_behind_in_an_idle_session(engine):
