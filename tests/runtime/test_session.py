@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -282,6 +283,30 @@ def test_what_reads_one_stage_and_draws_on_another_is_told_where_to_read():
     engine = Engine(stages=2, samples=False)
     with pytest.raises(ValueError, match=r"of the last of 2; give .* \(ESamp: source_layer\)"):
         engine.session.consumers.register(Guide())
+
+
+def test_a_result_that_was_promised_by_a_consumer_that_left_is_an_error():
+    """It was pending for ever."""
+
+    class Promising(Positions):
+        def on_request_finished(self, request, ctx):
+            self.promise = Future()
+            if request.request_id == "a":
+                self.promise.set_result("made")
+            return self.promise
+
+    engine = Engine()
+    engine.session.consumers.register(Promising())
+    for name in "ab":
+        engine.start(name)
+    engine.step(a=PROMPT, b=PROMPT)
+    for name in "ab":
+        engine.finish(name)
+    engine.session.unregister("positions")
+    found = engine.session.pop_results(["a", "b"], {})
+    assert found["a"][0]["positions"] == {"status": "ok", "error": None, "payload": "made"}
+    assert found["b"][0]["positions"]["status"] == "error"
+    assert "was unregistered before it had made this" in found["b"][0]["positions"]["error"]
 
 
 def test_what_was_steered_leaves_nothing_behind_in_an_idle_session(engine):

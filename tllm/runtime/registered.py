@@ -166,6 +166,7 @@ class RegisteredConsumers:
         self.dispatcher.stop(owner)
         owner.thread.close()
         owner.export_thread.close()
+        self.results.break_promises(owner.id, _LEFT_FIRST)
         self._remove_writers(owner)
         for sequence in self._slots:
             if owner.serves(sequence):
@@ -295,6 +296,9 @@ class RegisteredConsumers:
     def forget_writes(self, slot: int, owner: BoundConsumer) -> None:
         """Add nothing more to a sequence in a consumer's name."""
         self.additions.forget(slot, self._writers.get(owner, ()))
+
+
+_LEFT_FIRST = "the consumer was unregistered before it had made this result"
 
 
 def _refusal_of(owner: BoundConsumer, options: Mapping[str, Any]) -> str:

@@ -165,7 +165,7 @@ class Results:
             if wait_s > 0:
                 self._dispatcher.call(owner, owner.consumer.expedite)
             if owner.error:
-                self._fail(owner.id, owner.error)
+                self.break_promises(owner.id, owner.error)
         asked = list(dict.fromkeys(prompt_ids))
         kept = [k for p in asked for s in self._kept.get(p, {}).values() for k in s.values()]
         futures = [k.result for k in kept if isinstance(k.result, Future)]
@@ -224,8 +224,8 @@ class Results:
             self._kept.popitem(last=False)
             self.forgotten += 1
 
-    def _fail(self, consumer: str, error: str) -> None:
-        """What a consumer has promised will not come any more."""
+    def break_promises(self, consumer: str, error: str) -> None:
+        """What a consumer has promised, and has not made yet, will not come any more."""
         for samples in self._kept.values():
             for results in samples.values():
                 kept = results.get(consumer)
