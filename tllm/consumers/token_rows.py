@@ -100,7 +100,7 @@ class TokenRows:
     def _sort(self) -> None:
         added, self._unsorted = self._unsorted, []
         for group in _groups(added):
-            bundles = ((meta.requests, meta.request_index) for meta, _ in group)
+            bundles = [(meta.requests, meta.request_index) for meta, _ in group]
             order, sequences = by_sequence(bundles, _key)
             positions = np.concatenate([meta.positions for meta, _ in group])[order]
             joined = {

@@ -292,7 +292,7 @@ class HostRows:
         """As `_cut`, for chunks whose rows do not lie together."""
         if not chunks:
             return []
-        bundles = ((chunk.sequences, chunk.index) for chunk in chunks)
+        bundles = [(chunk.sequences, chunk.index) for chunk in chunks]
         order, sequences = by_sequence(bundles, lambda each: each)
         positions = np.concatenate([chunk.positions for chunk in chunks])[order]
         # Copied once, out of the page-locked memory that the next steps need.
