@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tllm import LLM, SamplingParams
 from tllm.engine.bulk import Bulk, BulkInputs
-from tllm.logprobs.addresses import Address
+from tllm.logprobs.addresses import Address, Addresses
 from tllm.logprobs.arena import Arena
 from tllm.logprobs.query import WHOLE
 from tllm.logprobs.transport import CONSUMER
@@ -42,6 +42,7 @@ class DrivenLanes:
         self._arena = Arena(llm.llm_engine.model_config.get_vocab_size(), 2**28)
         self._numbers = itertools.count(1)
         self._waiting: dict[int, tuple[str, int]] = {}
+        self._tables = Addresses()
         self._addresses: dict[str, Address] = {}
         self.new = self.cached = 0
         self._schedule = self.core.scheduler.schedule
@@ -56,6 +57,7 @@ class DrivenLanes:
     def close(self) -> None:
         """Leave the engine as it was."""
         del self.core.scheduler.schedule
+        self._tables.close()
         self._arena.close()
 
     def open(self, name: str, prompt: Sequence[int], **extra: Any) -> None:
@@ -78,7 +80,7 @@ class DrivenLanes:
             ticket, place = self._ticket(name)
             address = self._addresses.get(name)
             if address is None:
-                address = self._addresses[name] = self._arena.addresses.take(self._arena)
+                address = self._addresses[name] = self._tables.take(self._arena)
             address.say(ticket, place)
             options = address.options(WHOLE)
             if options is not None:

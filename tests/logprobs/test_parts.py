@@ -18,6 +18,7 @@ import torch
 from tllm.consumers.next_token import ADDRESS_WIDTH, HEADER, NextTokenConsumer
 from tllm.engine.capacity import BlockLedger
 from tllm.logprobs import AsyncVirtualLM, OutputCache, load_model_by_name, virtual_lm
+from tllm.logprobs.addresses import Addresses
 from tllm.logprobs.arena import Arena
 from tllm.logprobs.bulk_turns import address_of
 from tllm.logprobs.loop import Collector, EngineLoop, Mailbox
@@ -208,9 +209,9 @@ def test_rows_that_are_read_together_are_one_block_and_free_together():
 
 
 def test_an_address_is_told_once_and_again_when_there_are_more_files():
-    arena = Arena(64, 2**24)
+    arena, addresses = Arena(64, 2**24), Addresses()
     arena.lease_many(1)
-    address = arena.addresses.take(arena)
+    address = addresses.take(arena)
     told = address.options(Form(top_k=3))
     assert told["top_k"] == 3
     path, entry, serial, width, paths = told["address"]
@@ -224,29 +225,33 @@ def test_an_address_is_told_once_and_again_when_there_are_more_files():
     assert address.options(WHOLE) == {"address": [path, entry, serial, width, list(arena.paths)]}
     address.give_back()
     assert table[entry, 2] == 0
-    other = arena.addresses.take(arena)
+    other = addresses.take(arena)
     again = other.options(WHOLE)["address"]
     assert again[1] == entry and again[2] not in (0, serial)
-    assert len({arena.addresses.take(arena).options(WHOLE)["address"][0] for _ in range(512)}) == 2
+    assert len({addresses.take(arena).options(WHOLE)["address"][0] for _ in range(512)}) == 2
     arena.close()
+    addresses.close()
     assert not Path(path).exists()
 
 
 def test_a_lane_for_which_there_is_no_other_address_keeps_its_own(monkeypatch):
     """An entry that was given back twice would be two lanes'."""
     lane, arena, narrow = SimpleNamespace(address=None), Arena(100, 2**20), Arena(8, 2**20)
-    address = address_of(lane, arena)
+    addresses = Addresses()
+    address = address_of(lane, arena, addresses)
+    taken = [addresses.free.pop() for _ in range(len(addresses.free))]
 
     def no_room(rows, width):
         raise OSError("no room")
 
     monkeypatch.setattr(SharedRows, "create", no_room)
-    assert address_of(lane, narrow) is None
-    assert address_of(lane, arena) is address
+    assert address_of(lane, narrow, addresses) is None
+    assert address_of(lane, arena, addresses) is address
     address.give_back()
-    free = [(id(table), entry) for table, entry in arena.addresses.free]
+    free = [(id(table), entry) for table, entry in [*addresses.free, *taken]]
     assert len(free) == len(set(free))
     arena.close()
+    addresses.close()
 
 
 def test_whoever_finds_no_free_row_waits_for_one():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tllm.consumers.next_token import ADDRESS_WIDTH
+from tllm.logprobs.arena import Arena
 from tllm.logprobs.query import Form
 from tllm.shared_memory import SharedRows
-
-if TYPE_CHECKING:
-    from tllm.logprobs.arena import Arena
 
 _ENTRIES = 512
 """Addresses of a table."""
@@ -28,11 +26,14 @@ class Address:
             for nothing.
     """
 
-    __slots__ = ("_entries", "_entry", "_serial", "_table", "arena", "told")
+    __slots__ = ("_all", "_entries", "_entry", "_serial", "_table", "arena", "told")
 
-    def __init__(self, arena: Arena, table: SharedRows, entry: int, serial: int) -> None:
+    def __init__(
+        self, of: Addresses, arena: Arena, table: SharedRows, entry: int, serial: int
+    ) -> None:
         self.arena = arena
         self.told: tuple[Form, int] | None = None
+        self._all = of
         self._table, self._entry, self._serial = table, entry, serial
         self._entries = table.values.view(np.int64)
         self._entries[entry] = 0, 0, serial, 0
@@ -59,11 +60,11 @@ class Address:
     def give_back(self) -> None:
         """Nothing more is said here. A worker that is late finds another serial."""
         self._entries[self._entry, 2] = 0
-        self.arena.addresses.free.append((self._table, self._entry))
+        self._all.free.append((self._table, self._entry))
 
 
 class Addresses:
-    """Tables of the addresses of some requests.
+    """Tables of the addresses of requests.
 
     Attributes:
         free: tables and entries that nobody uses.
@@ -80,7 +81,7 @@ class Addresses:
             table = SharedRows.create(_ENTRIES, ADDRESS_WIDTH)
             self._tables.append(table)
             self.free = [(table, entry) for entry in reversed(range(_ENTRIES))]
-        return Address(arena, *self.free.pop(), next(self._serials))
+        return Address(self, arena, *self.free.pop(), next(self._serials))
 
     def close(self) -> None:
         for table in self._tables:

@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 
 from tllm.consumers.next_token import FILE_BITS, HEADER
-from tllm.logprobs.addresses import Addresses
 from tllm.logprobs.query import Answer, AnswerRows
 from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, SharedRows, room
 
@@ -50,7 +49,6 @@ class Arena:
 
     def __init__(self, numbers: int, max_bytes: int) -> None:
         self.width = -(-(HEADER + numbers) // _ALIGNED) * _ALIGNED
-        self.addresses = Addresses()
         self._row_bytes = 4 * self.width
         self._max_rows = max(2, max_bytes // self._row_bytes)
         self._files: list[_ArenaFile] = []
@@ -205,7 +203,6 @@ class Arena:
 
     def close(self) -> None:
         """Remove the files; results keep what they refer to."""
-        self.addresses.close()
         for file in self._files:
             file.rows.unlink()
         for waiter in self._waiting:

@@ -8,7 +8,7 @@ from functools import partial
 
 from tllm.client.admission import NewsError
 from tllm.engine.bulk import BulkItem
-from tllm.logprobs.addresses import Address
+from tllm.logprobs.addresses import Address, Addresses
 from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.kept import Admission, Holder, KeptRequest, LaneClosedError
 from tllm.logprobs.loop import Waiter
@@ -173,7 +173,7 @@ class BulkTurns:
         left: list[Waiter] = []
         for turn in turns:
             request = turn.request
-            address = address_of(request, arena) if places else None
+            address = address_of(request, arena, self._transport.addresses) if places else None
             if address is None:
                 self._forget(turn)
                 left += turn.waiter, *turn.others
@@ -282,12 +282,12 @@ def tell(
         waiter.resolve(outcome if last or isinstance(outcome, Exception) else outcome.copy())
 
 
-def address_of(request: KeptRequest, arena: Arena) -> Address | None:
+def address_of(request: KeptRequest, arena: Arena, addresses: Addresses) -> Address | None:
     """Where a worker looks up the places of a request's results; None without room for a table."""
     address = request.address
     if address is None or address.arena is not arena:
         try:
-            other = arena.addresses.take(arena)
+            other = addresses.take(arena)
         except OSError:
             return None  # it keeps the one that it has
         if address is not None:

@@ -12,6 +12,7 @@ import torch
 from tllm.client.llm import AsyncLLM
 from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.next_token_results import DroppedResult, NextToken
+from tllm.logprobs.addresses import Addresses
 from tllm.logprobs.arena import NOTHING_SENT, Arena
 from tllm.logprobs.query import WHOLE, Answer, Form
 from tllm.spec.reading import require_one_of
@@ -71,6 +72,7 @@ class Transport:
 
     Attributes:
         is_shared: whether results come through shared memory.
+        addresses: of those of requests that are asked again and again.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Transport:
     ) -> None:
         require_one_of("transport", kind, Kind)
         self.is_shared = kind == "shared"
+        self.addresses = Addresses()
         self._engine = engine
         self._vocab_size = engine.model_config.get_vocab_size()
         self._shared_bytes = shared_bytes
@@ -168,5 +171,6 @@ class Transport:
         }
 
     def close(self) -> None:
+        self.addresses.close()
         for arena in self._arenas.values():
             arena.close()

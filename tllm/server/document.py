@@ -11,10 +11,9 @@ from typing import Any
 from fastapi import FastAPI
 
 from tllm.request_fields import FIELDS
+from tllm.server.routes import TAG, router
 from tllm.version import __version__
 
-TAG = "interventions"
-"""Of our routes."""
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "ResponsesRequest")
 """Requests of vLLM's that take our fields."""
 
@@ -169,8 +168,6 @@ def _cell(text: str) -> str:
 
 def our_document() -> dict[str, Any]:
     """The document of our routes alone."""
-    from tllm.server.routes import router
-
     app = FastAPI(title="tLLM", version=__version__)
     app.include_router(router)
     return _without_422(app.openapi())

@@ -13,7 +13,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
 from tllm.engine.handlers import engine_metrics
-from tllm.server.document import TAG
 from tllm.server.fields import FieldError, bearer_key
 from tllm.server.metrics import exposition
 from tllm.server.patch_sweeps import SweepBody
@@ -112,6 +111,8 @@ _ADMIN: _Answers = {
 }
 
 Admin = Annotated[ServerState, Depends(admin)]
+TAG = "interventions"
+"""Of our routes, in the server's document."""
 router = APIRouter(tags=[TAG], route_class=StrictRoute)
 
 
