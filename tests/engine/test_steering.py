@@ -363,6 +363,25 @@ def test_global_steering_that_there_is_no_room_for_changes_nothing(narrow, refer
     assert found == [reference.greedy(PROMPTS[0], TOKENS, additions)]
 
 
+def test_a_refusal_names_some_of_many_modules(llm):
+    """And not all of ten thousand, to whoever misspells one."""
+    names = [f"name {number:02}" for number in range(22)]
+    condition = {"probe": {"hook": "post_block", "layer": 0, "vector": V}, "above": 0}
+    for name in names:
+        llm.steering.register_module(name, at(V))
+        llm.steering.register_monitor(name, condition)
+    some = f"registered are {', '.join(names[:20])} and 2 more. Use"
+    try:
+        for asked in ({"steering_module_ref": "absent"}, {"stop_when": "absent"}):
+            with pytest.raises(ValueError, match=some):
+                generate(llm, [[1, 2]], asked)
+        with pytest.raises(ValueError, match=some.removesuffix(". Use")):
+            llm.steering.unregister_monitor("absent")
+    finally:  # modules are taken away behind each test
+        for name in names:
+            llm.steering.unregister_monitor(name)
+
+
 GOOD = [0.0] * HIDDEN
 LAST = {"positions": [-1]}
 

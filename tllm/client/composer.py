@@ -24,7 +24,7 @@ from tllm.spec.groups import (
 from tllm.spec.memory import NOTHING
 from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import check_text
+from tllm.spec.reading import check_text, registered_names
 from tllm.spec.selection import Selection
 from tllm.spec.stretches import most_configurations
 from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
@@ -121,7 +121,7 @@ class Composer:
         if name not in self.modules:
             raise ValueError(
                 f"{field}no module {name!r} is registered; registered are "
-                f"{', '.join(sorted(self.modules)) or 'none'}. Use "
+                f"{registered_names(self.modules)}. Use "
                 "llm.steering.register_module, or POST /v1/steering/modules/register"
             )
         return self.modules[name]
@@ -143,7 +143,7 @@ class Composer:
         if name not in self.monitors:
             raise ValueError(
                 f"no monitor {name!r} is registered; registered are "
-                f"{', '.join(sorted(self.monitors)) or 'none'}"
+                f"{registered_names(self.monitors)}"
             )
 
     # -- one request ----------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import ServerSettings
 from tllm.spec.groups import STEERING
 from tllm.spec.patching import PATCHING
+from tllm.spec.reading import registered_names
 from tllm.spec.request import EXTRA_ARG
 from tllm.spec.tiers import parse_modules
 
@@ -292,7 +293,7 @@ class Door:
             raise FieldError(
                 "model",
                 f"model={model!r}: no steering module {module!r} is registered; registered are "
-                f"{', '.join(sorted(known)) or 'none'}",
+                f"{registered_names(known)}",
                 HTTPStatus.NOT_FOUND,
             )
         if "steering_module_ref" in asked:

@@ -69,6 +69,7 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
         if name in asked and not allowed:
             raise FieldError(name, f"{name} was given, but this server does not allow it")
     if asked:
+        _check_counted(asked.get("conversation"))
         try:
             _check_options(asked.get("consumers"))
             parse_asked(asked)
@@ -118,6 +119,19 @@ def _check_options(options: Any) -> None:
         raise ValueError("consumers is nested too deeply; give plain options") from None
 
 
+def _check_counted(conversation: Any) -> None:
+    """Refuse what only the server says of a conversation, before it is looked at whether that is
+    whole."""
+    if not isinstance(conversation, Mapping):
+        return
+    if given := sorted(COUNTED & conversation.keys()):
+        raise FieldError(
+            "conversation",
+            f"conversation has {given}, which the server says itself (--limits); give 'id', 'key' "
+            "and 'expires_s'",
+        )
+
+
 def field_error(error: ValueError, body: Mapping[str, Any]) -> FieldError:
     """What is refused, by the name of the field as the body has it."""
     message = str(error)
@@ -151,15 +165,7 @@ def of_caller(
     Args:
         caller: who is counted for it, where there may be only so many.
         most: how many this caller may have at a time.
-
-    Raises `FieldError` for what only the server says of one.
     """
-    if given := sorted(COUNTED & conversation.keys()):
-        raise FieldError(
-            "conversation",
-            f"conversation has {given}, which the server says itself (--limits); give 'id', 'key' "
-            "and 'expires_s'",
-        )
     sender = bearer_key(headers)
     both = json.dumps([sender, conversation["key"]])
     own = {**conversation, "key": hashlib.sha256(both.encode()).hexdigest()}

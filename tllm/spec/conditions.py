@@ -14,7 +14,7 @@ import numpy as np
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, TapKey
 from tllm.spec.memory import NOTHING, Memory
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import FloatArray, digest_of
+from tllm.spec.reading import FloatArray, digest_of, registered_names
 
 PROBE = "probe:"
 """What the digest of a probe's vector begins with, among those of steering vectors."""
@@ -187,7 +187,7 @@ class NamedCondition(_UnknownCondition):
         if self.name not in monitors:
             raise ValueError(
                 f"{self.field}: no monitor {self.name!r} is registered; registered are "
-                f"{', '.join(sorted(monitors)) or 'none'}. Use "
+                f"{registered_names(monitors)}. Use "
                 "llm.steering.register_monitor, or POST /v1/steering/monitors/register"
             )
         return monitors[self.name].found(known)

@@ -19,6 +19,8 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import LARGEST_FLOAT32
 
 FloatArray = npt.NDArray[np.float32]
+_NAMED = 20
+"""How many names a message has."""
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -108,6 +110,13 @@ def require_one_of(name: str, given: object, known: Any) -> None:
     allowed = get_args(known) or known
     if not isinstance(given, str) or given not in allowed:
         raise ValueError(f"{name}={given!r:.60} is not known; choose one of {', '.join(allowed)}")
+
+
+def registered_names(names: Iterable[str]) -> str:
+    """What there is, for who names something else: the first of them, and how many more."""
+    known = sorted(names)
+    more = len(known) - _NAMED
+    return (", ".join(known[:_NAMED]) or "none") + (f" and {more} more" if more > 0 else "")
 
 
 def require_bool(name: str, given: object) -> None:
