@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from tllm.cli.sweep import read_pairs, render, write
+from tllm.cli.sweep import draw, read_pairs, render, write
 from tllm.patching import Sweep
 
 ENGINE = [
@@ -92,6 +92,21 @@ def test_experiments_without_a_number_are_told(tmp_path):
     write(sweep, ["abc"], tmp_path / "rows.jsonl")
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=str)["kl"] for line in lines] == [0.5, None, None]
+
+
+def test_the_first_of_pairs_of_different_length_is_drawn_and_the_user_told(tmp_path):
+    """The rows of minutes of work are there, and the picture cannot be refused any more."""
+    ends, values = np.zeros(2, np.float32), np.full((2, 1, 1, 3), np.nan, np.float32)
+    values[0, ..., :2], values[1] = [0.5, -1.0], 7.0
+    sweep = Sweep(
+        *(("mlp_out",), (3,), (0, 1, 2), {"kl": values}, {"kl": ends}, {"kl": ends}),
+        *(((7, 8), (7, 8, 9)), False, 5),
+    )
+    text = io.StringIO()
+    draw(sweep, ["ab", "abc"], tmp_path / "rows.png", Console(file=text, width=80))
+    assert "heatmap: of pair 0 alone, since the pairs have different" in text.getvalue()
+    sweep.heatmap(tmp_path / "first.png", pair=0, labels=["0 a", "1 b", ""])
+    assert (tmp_path / "rows.png").read_bytes() == (tmp_path / "first.png").read_bytes()
 
 
 def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):

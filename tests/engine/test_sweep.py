@@ -374,6 +374,10 @@ def test_a_heatmap_has_a_cell_for_each_experiment(tmp_path):
     uneven = dataclasses.replace(sweep, tokens=((7, 8), (7, 8, 9)))
     with pytest.raises(ValueError, match=r"different numbers of tokens.*give pair=, from 0 to 1"):
         uneven.heatmap(tmp_path / "no.png")
+    # Counted from the end, positions are the same of all pairs.
+    ends_alone = dataclasses.replace(uneven, positions=(-2, -1))
+    ends_alone.heatmap(tmp_path / "ends.png", labels=["a story", "of two"])
+    assert (tmp_path / "ends.png").read_bytes() == (tmp_path / "mean.png").read_bytes()
 
 
 def test_a_heatmap_has_a_part_for_each_head_of_each_hook_point(tmp_path, monkeypatch):
@@ -476,6 +480,9 @@ def returned(logprobs):
         ({"answers": None}, r"give answers=\(right, wrong\)"),
         ({"answers": (5, 9000)}, "no token id from 0 to 255"),
         ({"answers": [(5, 9)] * 3}, "answers has 3 entries for 1 pairs"),
+        ({"answers": (5, 9, 7)}, r"answers: \(5, 9, 7\) are 3 answers .* \[\(right,\), ...\]"),
+        ({"answers": [(5, 9, 7)]}, "are 3 answers for a pair of prompts"),
+        ({"answers": (5, 5), "metric": "logit_diff"}, "has token 5 as the right answer and as the"),
         ({"answers": (5.0, 9)}, "5.0 is no token id from 0 to 255"),
         ({"positions": [12]}, "12 is out of range"),
         ({"positions": []}, "positions is empty; give one number or more"),

@@ -362,7 +362,7 @@ def sweep_command(
         if out is not None:
             sweeping.write(found, texts, out)
         if heatmap is not None:
-            sweeping.draw(found, texts, heatmap)
+            sweeping.draw(found, texts, heatmap, console)
     except Exception as error:  # of whatever kind, also an engine's
         _refuse(error)
 

@@ -85,9 +85,22 @@ class PatchingArguments:
         each = list(given) if several else [given] * count
         if len(each) != count:
             raise ValueError(f"answers has {len(each)} entries for {count} pairs of prompts")
-        found = []
-        for one in each:
-            found.append(tuple(map(self._answer, one_or_several(one))))
+        return [self._answers_of_pair(one) for one in each]
+
+    def _answers_of_pair(self, given: Any) -> Answer:
+        """The right answer of a pair of prompts, and the wrong one where there is one."""
+        found = tuple(map(self._answer, one_or_several(given)))
+        if len(found) > 2:
+            raise ValueError(
+                f"answers: {given!r:.60} are {len(found)} answers for a pair of prompts; give "
+                "(right, wrong), or a list with one of these for each pair of prompts, such as "
+                "[(right, wrong), ...] or [(right,), ...]"
+            )
+        if len(found) == 2 and found[0] == found[1]:
+            raise ValueError(
+                f"answers: {given!r:.60} has token {found[0]} as the right answer and as the wrong "
+                "one; give two different tokens"
+            )
         return found
 
     def _answer(self, given: Any) -> int:

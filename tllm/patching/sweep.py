@@ -106,6 +106,13 @@ class Sweep:
         return np.any(numbers, axis=0)  # type: ignore[no-any-return]
 
     @property
+    def comparable(self) -> bool:
+        """Whether a position is the same place in all pairs, so that it has a mean over them: they
+        have as many tokens, or all positions count from the end, or are patched together."""
+        one_length = len({len(each) for each in self.tokens}) < 2
+        return one_length or self.together or max(self.positions) < 0
+
+    @property
     def not_numbers(self) -> dict[str, int]:
         """By metric, how many rows of `rows` have NaN."""
         there = self._there
@@ -144,7 +151,8 @@ class Sweep:
 
         Args:
             metric: the first one by default.
-            pair: which pair of prompts; None: the mean of all. They have to have as many tokens.
+            pair: which pair of prompts; None: the mean of all. They have to have as many tokens, or
+                all positions have to count from the end.
             labels: what is written under the columns, in place of their numbers.
 
         Raises `ImportError` where Pillow is not installed.
@@ -154,8 +162,7 @@ class Sweep:
         values = self.values[self._known(metric)]
         if pair is not None and not -len(values) <= pair < len(values):
             raise ValueError(f"pair={pair} was not swept; give one from 0 to {len(values) - 1}")
-        uneven = not self.together and len({len(each) for each in self.tokens}) > 1
-        if pair is None and len(values) > 1 and uneven:
+        if pair is None and not self.comparable:
             raise ValueError(
                 "the pairs have different numbers of tokens, so that their positions have no mean; "
                 f"give pair=, from 0 to {len(values) - 1}"

@@ -81,7 +81,7 @@ def fit_probe(
         name: of the condition's signal.
         method: row of `tllm.steering.directions.FINDERS`; `probe` is a logistic regression.
         hook, layers, positions, batch_size: as `extract` takes them.
-        max_false_positives: the share of negative rows that may be above the threshold.
+        max_false_positives: the share of negative rows that may be above the threshold, below 1.
         seed: of the folds.
 
     Raises:
@@ -91,7 +91,10 @@ def fit_probe(
     if max_false_positives is not None and not (
         isinstance(max_false_positives, Real) and 0 <= max_false_positives < 1
     ):
-        raise ValueError(f"max_false_positives={max_false_positives!r}; give a share from 0 to 1")
+        raise ValueError(
+            f"max_false_positives={max_false_positives!r}; give a share of at least 0 and below 1, "
+            "or leave it out for the threshold with the most true less false positives"
+        )
     point, high, low = rows_of_prompts(
         llm, positive, negative, method, hook, layers, positions, batch_size
     )
