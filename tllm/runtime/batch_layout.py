@@ -12,6 +12,7 @@ import torch
 from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments, StepBatch
 from tllm.runtime.columns import COLUMN_WORDS, Column, IntArray, SegmentWord, used_columns
 from tllm.runtime.slots import Slots
+from tllm.runtime.step_flows import StepFlows
 
 
 @dataclass(eq=False)
@@ -39,6 +40,7 @@ class BatchLayout:
         placed: the rows of each capture program, by first ring row.
         destinations: the plan's row of places in the ring, and what it says on the device, by first
             ring row.
+        flows: what has rows of it, and is handed them; None before anybody looked.
     """
 
     batch: StepBatch
@@ -55,6 +57,7 @@ class BatchLayout:
     on_device: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     placed: dict[int, tuple[ProgramRows, ...]] = field(default_factory=dict)
     destinations: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    flows: StepFlows | None = None
 
     def __post_init__(self) -> None:
         # Bytes: `array_equal` takes ten times as long for so few, and this is every step's.
@@ -134,5 +137,5 @@ class BatchLayout:
         segments[:, Column.PROGRAM.word] = Column.PROGRAM.neutral
         return replace(
             self, version=-1, segments=segments, groups=(), rows=0, on_device={}, placed={},
-            destinations={},
+            destinations={}, flows=None,
         )  # fmt: skip

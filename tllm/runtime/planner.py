@@ -76,7 +76,6 @@ class RowPlanner:
         batches: how many take turns, as they do over pipeline stages.
 
     Attributes:
-        batches: as given.
         taps: which read the plan.
         layout: of the step planned last.
     """
@@ -92,7 +91,7 @@ class RowPlanner:
         self._dirty = 0  # tokens of the plan that may say something else than "nothing"
         self._dirty_columns = 0  # the columns that say it
         self.layout: BatchLayout | None = None
-        self.batches = batches
+        self._batches = batches
         self._recent: list[BatchLayout] = []  # those that may go on, the last planned first
         self._arena = ring.arena  # in which the layout's rows were placed
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
@@ -108,7 +107,7 @@ class RowPlanner:
             layout = self._other_of(self._recent, batch.slots, batch.starts, batch.counts)
         if layout is None:
             layout = self._lay_out(batch)
-            self._recent = [layout, *self._recent[: self.batches - 1]]
+            self._recent = [layout, *self._recent[: self._batches - 1]]
         layout.batch = batch
         self.layout = layout
         frame = Frame(step, batch, (), None, (), layout.chooses, layout.groups, goes_on, layout)

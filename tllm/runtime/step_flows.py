@@ -22,7 +22,7 @@ class StepFlows:
     Attributes:
         before: those that are called before the step's tokens are sampled.
         after: those that are called afterwards.
-        layout, registered: what must be the same of a later step, as in its frame.
+        registered: what must be the same of a later step.
         handovers: what flows are handed that have the same in each step, by the step's rows.
         keep_logits: whether logits are read after the sampler has worked on them in place.
         read_logits, read_signals: whether logits are, or what conditions give.
@@ -31,7 +31,6 @@ class StepFlows:
 
     def __init__(self, frame: Frame | None = None, registered: Sequence[BoundFlow] = ()) -> None:
         groups = () if frame is None else frame.groups
-        self.layout = None if frame is None else frame.layout
         self.registered = registered
         self.handovers: dict[tuple[ProgramRows, ...], Mapping[BoundFlow, Handover]] = {}
         self._ring: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,7 +77,6 @@ class Steps:
         self._frame: Frame | None = None
         self._drafting: Frame | None = None
         self._flows = StepFlows()
-        self._recent: list[StepFlows] = []  # of batches that may go on, the last begun first
         self._handovers: Mapping[BoundFlow, Handover] = NO_HANDOVERS
 
     @property
@@ -194,27 +193,22 @@ class Steps:
         """Consumers take part in the step."""
         self._frame = frame
         self._bundled = False
-        flows, registered = self._flows, self._assignments.flows
-        same = frame.goes_on and frame.layout is flows.layout and registered is flows.registered
-        if same or self._finds_flows(frame, registered):
-            flows = self._flows
+        registered, layout = self._assignments.flows, self._planner.layout
+        assert layout is not None
+        flows = layout.flows
+        known = flows is not None and flows.registered is registered
+        same = known and frame.goes_on and flows is self._flows
+        if flows is not None and known:
             found = flows.handovers.get(frame.rows)
             self._handovers = flows.find_handovers(frame, self._slots) if found is None else found
         else:
-            flows, self._handovers = StepFlows(frame, registered), NO_HANDOVERS
-            self._flows, self._recent = flows, [flows, *self._recent[: self._planner.batches - 1]]
+            flows = layout.flows = StepFlows(frame, registered)
+            self._handovers = NO_HANDOVERS
+        self._flows = flows
         # Steps before, whose signals nobody reads, leave their scores where they are. Of a batch
         # that goes on the same is judged as in its last step, unless tokens decide.
         if flows.read_signals and (frame.chooses or not same):
             self._steering.gates.forget_scores(int(frame.batch.counts.sum()))
-
-    def _finds_flows(self, frame: Frame, registered: Sequence[BoundFlow]) -> bool:
-        """Whether the step is of one of the batches that take turns; its flows are known then."""
-        for flows in self._recent:
-            if flows.layout is frame.layout and flows.registered is registered:
-                self._flows = flows
-                return True
-        return False
 
     def _count(self, frame: Frame) -> None:
         """Count the rows of a step that is observed, of which it is known whose they are."""
@@ -266,7 +260,6 @@ class Steps:
     def rest(self) -> None:
         """No sequence is left: nothing that was found out about the last batch is kept."""
         self._flows, self._handovers = StepFlows(), NO_HANDOVERS
-        self._recent.clear()
         self._planner.forget()
         self.guidance.forget()
 
