@@ -235,6 +235,9 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     status, text = here([*arguments(["hello"], "--hooks", "post_block:1"), "--model", "no-model"])
     assert status == 2
     assert "no engine with the model 'no-model' (there is no such folder here): " in text
+    status, text = here(arguments(["hello"], "--hooks", "post_block:1", "--enforce-eager"))
+    assert status == 2
+    assert "tllm capture has no option --enforce-eager; arguments of the engine are given" in text
     for option in ("--max-tokens", "--batch"):
         status, text = here(arguments(["hello"], "--hooks", "post_block:1", option, "0"))
         assert (status, f"{option} 0 must be 1 or more" in text) == (2, True)

@@ -5,6 +5,8 @@ What it does in an engine is shown in `tests/steering/test_extract.py`, beside t
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -67,6 +69,10 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
             {"--engine-arg": "max_num_seq=4"},
             "'max_num_seq' is no argument of an engine; did you mean max_num_seqs",
         ),
+        (
+            {"--enforce-eager": "true"},
+            "tllm strength-sweep has no option --enforce-eager; argument",
+        ),
         ({}, "no engine with the model 'no-model' (there is no such folder here): "),
     ):
         given = {name: str(value) for name, value in (asked | changed).items() if value is not None}
@@ -75,3 +81,19 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
         assert status == 2, changed
         assert message in " ".join(error.split()), (changed, error)
         assert "Traceback" not in out + error
+
+
+def test_an_empty_prompt_is_refused_before_an_engine_starts(invoke, asked, tmp_path):
+    demo = str(Path(__file__).parents[2] / "demo" / "model")
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text('"One day"\n""\n')
+    for changed, name in (
+        ({"--prompt": ""}, "--prompt"),
+        ({"--prompts": lines}, "a line of --prompts"),
+        ({"--texts": lines}, "a line of --texts"),
+    ):
+        given = asked | changed | {"--engine-arg": "no_such_argument=1"}
+        options = [str(part) for option in given.items() for part in option]
+        status, _, error = invoke("strength-sweep", demo, *options)
+        assert status == 2
+        assert f"{name} is empty; give a text that has tokens" in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ KL = ["--clean", "a", "--corrupt", "b", "--metric", "kl"]
 def test_a_pair_is_swept_written_and_drawn(invoke, tiny_model, tmp_path):
     out, picture = tmp_path / "rows.jsonl", tmp_path / "rows.png"
     asked = ["--clean", "a story", "--corrupt", "a stXry", "--right", "a", "--wrong", "b"]
-    more = ["--metric", "logit_diff,kl", "--layers", "0,-1", "--out", str(out), "--top", "3"]
+    more = ["--metric", "logit_diff, kl", "--layers", "0, -1", "--out", str(out), "--top", "3"]
     status, text, error = invoke(
         "sweep", tiny_model, *asked, *more, "--heatmap", str(picture), *ENGINE
     )
@@ -46,7 +47,7 @@ def test_paths_of_heads_are_swept(invoke, tiny_model, tmp_path):
     out, picture = tmp_path / "heads.jsonl", tmp_path / "heads.png"
     asked = ["--clean", "a story", "--corrupt", "a stXry", "--right", "a", "--wrong", "b"]
     more = ["--hooks", "attn_heads", "--heads", "all", "--together", "--freeze", "all"]
-    more += ["--receivers", "mlp_in:2,attn_in:3", "--out", str(out), "--heatmap", str(picture)]
+    more += ["--receivers", "mlp_in:2, attn_in:3", "--out", str(out), "--heatmap", str(picture)]
     # The command starts its engine with the hook points that are asked for.
     status, text, error = invoke("sweep", tiny_model, *asked, *more, *ENGINE)
     assert (status, error.count("Error")) == (0, 0), text + error
@@ -132,10 +133,22 @@ def test_what_is_asked_wrongly_is_refused(invoke, tmp_path):
         (["--heatmap", "mood.svg"], "--heatmap 'mood.svg' must end in .png"),
         (["--clean", "a", "--corrupt", "b", "--metric", "top"], "metric='top' is not known"),
         (["--clean", "a", "--corrupt", "b"], "compares answers; .*tllm sweep: --right and --wr"),
-        ([*KL, "--hooks", "post_blck"], "--hooks: unknown hook point 'post_blck'"),
-        ([*KL, "--freeze", "attn_ou"], "--freeze: unknown hook point 'attn_ou'"),
+        ([*KL, "--hooks", "mlp_out, post_blck"], "--hooks: unknown hook point 'post_blck'"),
+        ([*KL, "--freeze", "mlp_out, attn_ou"], "--freeze: unknown hook point 'attn_ou'"),
         ([*KL, "--receivers", "mlp_inn:3"], "--receivers: unknown hook point 'mlp_inn'"),
+        ([*KL, "--enforce-eager"], "no option --enforce-eager; .* --engine-arg enforce_eager=true"),
+        ([*KL, "--layer", "2"], r"no option --layer \(did you mean --layers\?\); arguments of the"),
+        ([*KL, "post_block"], "tllm sweep takes no 'post_block' there; did an option lose its"),
     ):
         status, _, error = invoke("sweep", "no-model", *asked)
         assert status == 2
         assert re.search(message, " ".join(error.split()))
+
+
+def test_an_empty_prompt_is_refused_before_an_engine_starts(invoke, tmp_path):
+    demo = str(Path(__file__).parents[2] / "demo" / "model")
+    empty = ["--clean", "", "--corrupt", "", "--metric", "kl"]
+    status, _, error = invoke("sweep", demo, *empty, "--engine-arg", "no_such_argument=1")
+    assert (status, "pair 0: the clean prompt is empty; give a text that" in error) == (2, True)
+    status, _, error = invoke("sweep", demo, *KL, "--engine-arg", "no_such_argument=1")
+    assert (status, "'no_such_argument' is no argument of an engine" in error) == (2, True)

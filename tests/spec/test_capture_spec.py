@@ -22,6 +22,7 @@ def places(hooks, num_layers=6):
         {"post_block": range(4, 6), "lm_head_in": "all"},
         "post_block:4:6 lm_head_in",
         "post_block:4+5; lm_head_in:all",
+        "post_block:4, 5 lm_head_in",
         ["post_block:-2:", "lm_head_in"],
         ["post_block:-2: lm_head_in"],
     ],

@@ -21,6 +21,9 @@ from tllm.spec.layers import Layers
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
 app.add_typer(store_app, name="store")
 
+_FURTHER = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Of a command that is given what it does not know, and reads or refuses it."""
+
 
 def _model(context: typer.Context, given: str) -> str:
     """The model, which an option that only vLLM knows may not precede: whether the word after it
@@ -76,7 +79,7 @@ def doctor_command(
     raise typer.Exit(1 if report.problems else 0)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=_FURTHER)
 def serve(
     context: typer.Context,
     model: Model,
@@ -137,7 +140,7 @@ def serve(
         )
         options = serving.engine_options(map(values.engine_argument, engine_arg or ()))
         if hook_points is not None:
-            points = tuple(hook_points.split(","))
+            points = tuple(values.several(hook_points))
             options["hook_points"] = "all" if points == ("all",) else points
         command = serving.command(model, context.args, settings, options)
     except ValueError as error:
@@ -148,7 +151,7 @@ def serve(
     serving.run(*command)
 
 
-@app.command("verify", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("verify", context_settings=_FURTHER)
 def verify_command(
     context: typer.Context,
     model: Model,
@@ -198,7 +201,7 @@ def verify_command(
         check_writable("--json", json_file)
         job = VerifyJob(
             model,
-            points=tuple(points.split(",")) if points else None,
+            points=tuple(values.several(points)) if points else None,
             prompts=prompts,
             tolerance=tolerance,
             steered_layers=steered_layers,
@@ -216,8 +219,9 @@ def verify_command(
     raise typer.Exit(certificate.exit_status)
 
 
-@app.command("capture")
+@app.command("capture", context_settings=_FURTHER)
 def capture_command(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A path, or a name on the Hugging Face hub.")],
     input: Annotated[
         Path,
@@ -250,6 +254,7 @@ def capture_command(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = output_console()
     try:
+        _nothing_further(context)
         job = capturing.Job(
             model=model,
             inputs=input,
@@ -273,8 +278,9 @@ def capture_command(
     raise typer.Exit(1 if summary.failures else 0)
 
 
-@app.command("sweep")
+@app.command("sweep", context_settings=_FURTHER)
 def sweep_command(
+    context: typer.Context,
     model: Model,
     clean: Annotated[
         str | None, typer.Option(help="The prompt that gives the right answer.")
@@ -324,6 +330,7 @@ def sweep_command(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = output_console()
     try:
+        _nothing_further(context)
         check_writable("--out", out)
         check_writable("--heatmap", heatmap, [".png"])
         check_there("--pairs", pairs)
@@ -343,17 +350,17 @@ def sweep_command(
             "clean": all_clean,
             "corrupt": all_corrupt,
             "answers": answers,
-            "hooks": hooks.split(","),
+            "hooks": values.several(hooks),
             "layers": None if layers is None else Layers.parse(layers, "--layers"),
             "positions": None
             if positions is None
             else values.whole_numbers("--positions", positions),
-            "metric": metric.split(","),
+            "metric": values.several(metric),
             "noising": noising,
             "window": window,
             "heads": heads if heads in (None, "all") else values.whole_numbers("--heads", heads),
             "together": together,
-            "freeze": () if freeze is None else freeze.split(","),
+            "freeze": () if freeze is None else values.several(freeze),
             "receivers": () if receivers is None else values.places("--receivers", receivers),
         }
         engine = values.engine_arguments(engine_arg)
@@ -367,8 +374,9 @@ def sweep_command(
         _refuse(error)
 
 
-@app.command("strength-sweep")
+@app.command("strength-sweep", context_settings=_FURTHER)
 def strength_sweep_command(
+    context: typer.Context,
     model: Model,
     vectors: Annotated[Path, typer.Option(help="What tllm.steering.load reads.")],
     strengths: Annotated[str, typer.Option(help="Such as -1,0,0.5,1.")],
@@ -421,6 +429,7 @@ def strength_sweep_command(
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = output_console()
     try:
+        _nothing_further(context)
         loading = {
             "hook": hook,
             "layers": None if layers is None else values.layers_of_file(layers),
@@ -453,6 +462,12 @@ def strength_sweep_command(
             swept.plot(plot)
     except Exception as error:  # of whatever kind, also an engine's
         _refuse(error)
+
+
+def _nothing_further(context: typer.Context) -> None:
+    """Refuse options that a command with `--engine-arg` does not know."""
+    options = [name for each in context.command.params for name in each.opts]
+    values.no_further(context.args, context.info_name or "", options)
 
 
 def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:

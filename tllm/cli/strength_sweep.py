@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from tllm.cli.engine import start_engine
+from tllm.cli.engine import check_prompts, start_engine
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.progress import progress_bar
 from tllm.spec.phases import Phase, phase_named
@@ -89,10 +89,15 @@ def run(job: StrengthJob, console: Console) -> StrengthSweep:
     from tllm.steering import load, sweep
 
     effect = _effect(job)
-    prompts = [*job.prompt, *(_prompts(job.prompts) if job.prompts else ())]
+    listed = _prompts(job.prompts) if job.prompts else []
+    prompts = [*job.prompt, *listed]
     if not prompts:
         raise ValueError("give at least one --prompt, or --prompts with a file of JSON Lines")
     texts = _prompts(job.texts) if job.texts else []
+    given = {"--prompt": job.prompt, "a line of --prompts": listed, "a line of --texts": texts}
+    check_prompts(
+        [(name, each) for name, several in given.items() for each in several], job.model, job.engine
+    )
     vectors: SteeringModule = load(job.vectors, **job.loading)
 
     llm = start_engine(job.model, **job.engine)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tllm.cli.engine import start_engine
+from tllm.cli.engine import check_prompts, start_engine
 from tllm.cli.progress import progress_bar
 from tllm.patching.metrics import Measures
 from tllm.spec.hooks import HookPoint
@@ -66,6 +66,15 @@ def run(
     # Minutes before the sweep does.
     Measures.parse(asked["metric"], asked["answers"])
     points = _points(asked)
+    check_prompts(
+        [
+            (f"pair {i}: the {side} prompt", prompt)
+            for side in ("clean", "corrupt")
+            for i, prompt in enumerate(asked[side])
+        ],
+        model,
+        engine,
+    )
     llm = start_engine(model, **{"hook_points": points, **engine})
     with progress_bar(console) as bar:
         task = bar.add_task("experiments", total=None)

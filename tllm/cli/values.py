@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from tllm.spec.layers import Layers
 from tllm.spec.reading import scalar
 
 
+def several(text: str) -> list[str]:
+    """What is between commas, without the spaces beside them."""
+    return [each.strip() for each in text.split(",")]
+
+
 def reals(option: str, text: str) -> list[float]:
     """Numbers as a command line gives them."""
     try:
-        found = [float(number) for number in text.split(",")]
+        found = [float(number) for number in several(text)]
     except ValueError:
         raise ValueError(f"{option} {text!r}: give numbers with commas between") from None
     return [scalar(number, option) for number in found]
@@ -21,7 +28,7 @@ def reals(option: str, text: str) -> list[float]:
 def places(option: str, text: str) -> list[tuple[str, Layers]]:
     """Hook points with their layers as a command line gives them."""
     found = []
-    for each in text.split(","):
+    for each in several(text):
         hook, _, layer = each.partition(":")
         if not layer:
             raise ValueError(f"{option}={text!r}: {each!r} has no layer; give such as mlp_in:3")
@@ -38,13 +45,14 @@ def layers_of_file(text: str) -> list[int] | None:
 def whole_numbers(option: str, text: str) -> list[int]:
     """Whole numbers as a command line gives them."""
     try:
-        return [int(number) for number in text.split(",")]
+        return [int(number) for number in several(text)]
     except ValueError:
         raise ValueError(f"{option} {text!r}: give whole numbers with commas between") from None
 
 
 def positions(text: str) -> Any:
     """Positions as a command line gives them."""
+    text = text.strip()
     if text.startswith(("[", "{")):
         try:
             return json.loads(text)
@@ -72,3 +80,23 @@ def engine_argument(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
+
+
+def no_further(given: Sequence[str], command: str, options: Sequence[str]) -> None:
+    """Refuse what a command line has beside the options of its command.
+
+    Args:
+        given: that.
+        options: those of the command, which has `--engine-arg`.
+    """
+    if not given:
+        return
+    name, _, _ = given[0].partition("=")
+    if not name.startswith("-"):
+        raise ValueError(f"tllm {command} takes no {name!r} there; did an option lose its name?")
+    close = get_close_matches(name, options, 1, 0.8)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    raise ValueError(
+        f"tllm {command} has no option {name}{meant}; arguments of the engine are given as "
+        "--engine-arg NAME=VALUE, such as --engine-arg enforce_eager=true"
+    )

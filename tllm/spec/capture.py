@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,6 +19,8 @@ Reduction = Literal["none", "mean", "max", "last"]
 CaptureDtype = Literal["model", "float32", "float16"]
 
 OPTIONS = ("hooks", "positions", "reduction", "dtype")
+
+_BESIDE_COMMAS = re.compile(r"\s*,\s*")
 
 _SHORT = 4096
 """Characters of a capture's text up to which what was parsed is kept for whoever asks the same."""
@@ -108,8 +111,8 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers | No
 
     Args:
         given: `{hook point: layers}`, with layers as `Layers.parse` takes them; or text such as
-            `"post_block:0,4:9 pre_attn:all"`, in which no spaces are between layers; or a list of
-            such texts. `lm_head_in` has no layers.
+            `"post_block:0,4:9 pre_attn:all"`, with commas between layers; or a list of such texts.
+            `lm_head_in` has no layers.
     """
     if isinstance(given, str):
         given = [given]
@@ -120,7 +123,7 @@ def parse_hooks(given: Any, name: str = "hooks") -> tuple[tuple[str, Layers | No
         for item in given:
             if not isinstance(item, str):
                 raise ValueError(f"{name}: {item!r} is not text such as 'post_block:12'")
-            for text in item.replace(";", " ").split():
+            for text in _BESIDE_COMMAS.sub(",", item).replace(";", " ").split():
                 point, separator, layers = text.partition(":")
                 pairs.append((point, layers if separator else None))
     else:
