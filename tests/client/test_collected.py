@@ -112,3 +112,13 @@ def test_a_capture_of_which_there_is_nothing_says_why(finish_reason, generated, 
     attach_results(output, {}, ("memory",), {}, {0: generated}, ())
     result = sample.capture_results["memory"]
     assert (result.status, result.error, result.payload) == ("error", why, None)
+
+
+@pytest.mark.parametrize(("reason", "generated", "heard"), [("abort", 0, True), ("stop", 1, False)])
+def test_a_named_consumer_is_told_of_where_nothing_was_computed(reason, generated, heard):
+    sample = CompletionOutput(0, "", [1] * generated, None, None, finish_reason=reason)
+    output = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[sample])
+    attach_results(output, {}, (), {}, {0: generated}, (), named=["probe"])
+    said = {name: (each.status, each.error) for name, each in sample.consumer_results.items()}
+    why = "the request was aborted before its first token, and the consumer had no result of it"
+    assert said == ({"probe": ("error", why)} if heard else {})

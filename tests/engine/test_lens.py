@@ -156,6 +156,23 @@ def test_a_lens_of_sequences_that_are_preempted_and_share_a_prefix(tight_llm, ex
         assert_best(payload, expected(tokens, "logit", [1, 3]), positions, 2)
 
 
+def test_positions_that_choose_no_token_are_no_rows_and_no_silence(llm):
+    llm.register_consumer(LensConsumer(top_k=4))
+    asked = [
+        greedy(1, consumers={"lens": {"positions": "all_generated", "layers": [2], "top_k": 3}}),
+        greedy(1, consumers={"lens": {"positions": "last_prompt", "layers": [2], "top_k": 3}}),
+    ]
+    nothing, something = generate(llm, prompts_of([5, 5]), asked)
+    for output, count in ((nothing, 0), (something, 1)):
+        result = output.outputs[0].consumer_results["lens"]
+        assert (result.status, result.error, result.payload["layers"]) == ("ok", None, [2])
+        assert result.payload.keys() == {"layers", "token_ids", "logprobs"}
+        ids, logprobs = (result.payload[name] for name in ("token_ids", "logprobs"))
+        assert (len(ids.positions), ids.values.shape) == (count, (count, 1, 3))
+        assert (len(logprobs.positions), logprobs.values.shape) == (count, (count, 1, 3))
+        assert (str(ids.values.dtype), str(logprobs.values.dtype)) == ("int32", "float32")
+
+
 def test_many_rows_go_through_the_head_in_parts(llm, expected, monkeypatch):
     monkeypatch.setattr("tllm.consumers.lens._CHUNK_BYTES", 4 * VOCAB * 3)
     llm.register_consumer(LensConsumer(top_k=2))

@@ -173,6 +173,28 @@ def test_active_features_of_a_mixed_batch(llm, truth, name, tmp_path):
     assert plain.consumer_results == {}
 
 
+def test_positions_that_choose_no_token_are_no_rows_and_no_silence(llm, tmp_path):
+    folder = saved(tmp_path / "sae", CONFIGS["jumprelu"])
+    llm.register_consumer(SaeConsumer(folder, top_k=8))
+    llm.register_consumer(SaeConsumer(folder, features=[3, 1], consumer_id="chosen"))
+    for positions, count in (("all_generated", 0), ("last_prompt", 1)):
+        options = {"positions": positions}
+        both = {"sae": options | {"top_k": 3}, "chosen": options}
+        [output] = generate(llm, prompts_of([5]), greedy(1, consumers=both))
+        active, chosen = (output.consumer_results[name] for name in ("sae", "chosen"))
+        assert (active.status, active.error, chosen.status) == ("ok", None, "ok")
+        shapes = {
+            name: (each.values.shape, each.values.dtype) for name, each in active.payload.items()
+        }
+        assert shapes == {
+            "features": ((count, 3), np.int32),
+            "values": ((count, 3), np.float32),
+            "active": ((count,), np.int32),
+        }
+        assert chosen.payload["features"] == [3, 1]
+        assert chosen.payload["values"].values.shape == (count, 2)
+
+
 def test_chosen_features_of_sequences_that_are_preempted(tight_llm, truth, tmp_path, monkeypatch):
     monkeypatch.setattr("tllm.consumers.sae._CHUNK_BYTES", 4 * FEATURES * 3)  # three rows at once
     for name in ("standard", "topk"):

@@ -133,7 +133,14 @@ class ResultGathering:
             missing |= dict.fromkeys(used, lost)
             joined = {sample: _made(results) for sample, results in joined.items()}
         attach_results(
-            output, joined, request.captures, missing, lengths, request.ended_by, request.patch
+            output,
+            joined,
+            request.captures,
+            missing,
+            lengths,
+            request.ended_by,
+            request.patch,
+            request.named,
         )
         for index, sample in samples_of(output):
             for name, result in list(sample.consumer_results.items()):

@@ -101,6 +101,7 @@ class Samples:
 _WORST = ("ok", "pending", "partial_error", "error")
 _NO_RESULT = "the workers gave no result"
 _NOT_BEGUN = "the request was aborted before any of it was computed"
+_NO_TOKEN = "the request was aborted before its first token, and the consumer had no result of it"
 _LEFT_OUT = (
     "pipeline stages returned different results, and only the first one's is here; let "
     "on_request_finished return a mapping with a key for each layer, or a Payload that joins them"
@@ -218,6 +219,7 @@ def attach_results(
     lengths: Mapping[int, int],
     ended_by: Container[str],
     patch: RequestPatch | None = None,
+    named: Iterable[str] = (),
 ) -> None:
     """Put results on an output: on each sample its own, on the output those of sample 0.
 
@@ -227,6 +229,7 @@ def attach_results(
         lengths: how many tokens were generated, by sample, when it has ended.
         ended_by: names of the conditions that may have ended a sample.
         patch: what was to be put in the place of rows.
+        named: the consumers that the request named.
 
     Sets on both: `consumer_results`, from consumer id to `ConsumerResult`; `capture_results`, those
     of `captures`, the consumers that the request asked to capture; `activations`, what the
@@ -244,9 +247,12 @@ def attach_results(
         completed = isinstance(sample, CompletionOutput)
         judged = completed and (sample.stop_reason in ended_by or _stopped(own, sample))
         aborted = completed and sample.finish_reason == "abort" and not judged
+        without_token = aborted and not lengths.get(index, 0)
         for name in captures:
-            why = _NOT_BEGUN if aborted and not lengths.get(index, 0) else _NO_RESULT
+            why = _NOT_BEGUN if without_token else _NO_RESULT
             own.setdefault(name, ConsumerResult("error", why, None))
+        for name in named if without_token else ():
+            own.setdefault(name, ConsumerResult("error", _NO_TOKEN, None))
         num_rows = prompt_len + max(lengths.get(index, 0) - (not judged), 0)
         if patch is not None and (unreached := patch.unreached(num_rows)) is not None:
             own.setdefault(PATCHING, ConsumerResult("partial_error", unreached, None))

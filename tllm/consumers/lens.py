@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow
+from tllm.consumers.token_rows import Arrays
 from tllm.consumers.translators import SITES, Translator, TranslatorFile
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HEAD_POINTS, HookPoint
@@ -193,6 +195,11 @@ class LensConsumer(ReadoutConsumer):
             "token_ids": torch.cat(ids).reshape(shape),
             "logprobs": torch.cat(logprobs).reshape(shape),
         }
+
+    def nothing(self, options: Mapping[str, Any]) -> Arrays:
+        """No tokens of its layers."""
+        shape = 0, len(self._chosen(options, self._num_layers)), self._top_k
+        return {"token_ids": np.zeros(shape, np.int32), "logprobs": np.zeros(shape, np.float32)}
 
     def given(self, options: Mapping[str, Any], found: Mapping[str, PerToken]) -> Any:
         """As many of them as the request asked for."""

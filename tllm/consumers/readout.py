@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from tllm.consumers.exporting import ExportingConsumer
-from tllm.consumers.token_rows import TokenRows
+from tllm.consumers.token_rows import Arrays, TokenRows
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
@@ -19,6 +20,7 @@ from tllm.ports import (
     Place,
     PortBundle,
     RequestInfo,
+    RequestResult,
     ResidualStream,
     RowMeta,
 )
@@ -71,6 +73,10 @@ class ReadoutConsumer(ExportingConsumer):
         """
 
     @abstractmethod
+    def nothing(self, options: Mapping[str, Any]) -> Arrays:
+        """What `read_out` finds of no rows, for a request with these options."""
+
+    @abstractmethod
     def given(self, options: Mapping[str, Any], found: Mapping[str, PerToken]) -> Any:
         """What a request with these options is given of what was read of its tokens: a `PerToken`,
         or a mapping that has some."""
@@ -95,6 +101,7 @@ class ReadoutConsumer(ExportingConsumer):
         #: Slots of sequences that had rows.
         self._read: set[int] = set()
         self._answers = ctx.model.first_rank
+        self._alone = ctx.model.num_stages == 1
 
     def on_request_started(self, request: RequestInfo, ctx: ConsumerContext) -> None:
         """What is found may be asked for while it runs."""
@@ -109,14 +116,22 @@ class ReadoutConsumer(ExportingConsumer):
             self.send_rows(ctx, found, bundle.meta)
 
     def on_request_finished(self, request: RequestInfo, ctx: ConsumerContext) -> Any:
-        """A promise: what was found is on its way. None for a sequence that had no such token, and
-        where another rank answers."""
+        """A promise: what was found is on its way. None where another rank answers."""
         had_rows = request.slot in self._read
         self._read.discard(request.slot)
-        if not had_rows or not self._answers:
-            self._found.take(request)
+        if self._answers and had_rows:
+            return self.promised(request, ctx)
+        self._found.take(request)
+        return RequestResult(self._of_no_rows(request.options)) if self._answers else None
+
+    def _of_no_rows(self, options: Mapping[str, Any]) -> Any:
+        """What a sequence is given that had no such token. Of several pipeline stages each says
+        that it has nothing: which of them reads is not known here."""
+        if not self._alone:
             return None
-        return self.promised(request, ctx)
+        none = np.zeros(0, np.int32)
+        found = {name: PerToken(none, values) for name, values in self.nothing(options).items()}
+        return self.given(options, found)
 
     def on_rows(
         self, tensors: Mapping[str, torch.Tensor], meta: RowMeta | None, attached: Any

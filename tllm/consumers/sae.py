@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tllm.consumers.readout import ReadoutConsumer, ReadoutWindow
 from tllm.consumers.sparse_autoencoder import SparseAutoencoder
+from tllm.consumers.token_rows import Arrays
 from tllm.ports import ConsumerContext, PerToken, Place
 from tllm.spec.hooks import HookPoint, counted_layer
 from tllm.spec.layers import layer_numbered
@@ -169,6 +171,17 @@ class SaeConsumer(ReadoutConsumer):
             "features": torch.where(active, features, NO_FEATURE).to(torch.int32),
             "values": torch.where(active, values, 0.0),
             "active": (activations > 0).sum(-1, dtype=torch.int32),
+        }
+
+    def nothing(self, options: Mapping[str, Any]) -> Arrays:
+        """No features."""
+        if self._features is not None:
+            return {"values": np.zeros((0, len(self._features)), np.float32)}
+        shape = 0, self._top_k
+        return {
+            "features": np.zeros(shape, np.int32),
+            "values": np.zeros(shape, np.float32),
+            "active": np.zeros(0, np.int32),
         }
 
     def given(self, options: Mapping[str, Any], found: Mapping[str, PerToken]) -> Any:
