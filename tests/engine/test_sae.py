@@ -366,6 +366,11 @@ def test_a_layer_or_a_hook_point_alone_says_where_features_are_steered(tmp_path)
         ("gated", {"value": {1: 1.0}}, "standard and jumprelu ones without normalisation can"),
         ("standard", {}, "given are none; give one of value, factor, or minimum and maximum"),
         ("standard", {"minimum": {1: 1.0}, "maximum": {2: 1.0}}, "the same features in both"),
+        (
+            "standard",
+            {"minimum": {1: 0.0, 2: 3.0}, "maximum": {1: 0.0, 2: 1.0}},
+            "feature 2 has minimum=3.0 above maximum=1.0; give the smaller one as minimum",
+        ),
         ("standard", {"value": {9999: 1.0}}, "it has no feature 9999, only 0 to"),
         ("standard", {"value": [1.0]}, "given are value; give one of value, factor, or minimum"),
         ("standard", {"value": {1: 1.0}, "factor": {1: 2.0}}, "given are value, factor; give one"),

@@ -40,8 +40,14 @@ def test_tokens_of_an_image_are_patched_by_their_positions(positions, expected):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"positions": "all"}, "a list of whole numbers"),
-        ({"positions": {"ranges": [[0, 1]]}}, "or a mapping with any of image, video, audio"),
+        (
+            {"positions": "all"},
+            "or, of a prompt that has such items, image, video",
+        ),
+        (
+            {"positions": {"ranges": [[0, 1]]}},
+            "image, video, audio, or a mapping with any of these",
+        ),
         ({"positions": {"image": []}}, "names no item"),
         ({"positions": {"image": 2}}, "the prompt has no such item"),
         ({"positions": "video"}, "the prompt has no such item"),

@@ -167,6 +167,20 @@ def test_packed_scales_are_what_was_given(scales):
     assert entry.coefficients.add == 0
 
 
+def test_a_condition_of_packed_vectors_is_read_once_as_that_of_others_is():
+    when = {"probe": {"hook": "embed", "vector": [1.0, 0.0, 0.0]}, "above": 0.5}
+    tiers = Tiers.parse(
+        vectors={
+            "post_block": packed(when=when),
+            "mlp_out": packed(when=when),
+            "attn_out": {4: {"vector": [1.0, 0.0, 0.0], "when": when}},
+        }
+    )
+    found = [entry.when for _, entry in tiers.by_phase()]
+    assert len(found) == 3 and found[0] is not None
+    assert found[0] is found[1] is found[2]
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -410,12 +410,12 @@ def _media(given: Any, name: str) -> tuple[MediaItem, ...]:
     """The items that are given in the place of positions."""
     if isinstance(given, str) and given in MODALITIES:
         given = {given: "all"}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, (str, Mapping)):
         return ()
-    if not given or set(given) - set(MODALITIES):
+    if isinstance(given, str) or not given or set(given) - set(MODALITIES):
         raise ValueError(
-            f"{name} is {given!r:.60}; give a list of whole numbers, or a mapping with any of "
-            f"{', '.join(MODALITIES)}"
+            f"{name} is {given!r:.60}; give a list of whole numbers, or, of a prompt that has such "
+            f"items, {', '.join(MODALITIES)}, or a mapping with any of these"
         )
     if not (items := parse_media(given, name)):
         raise ValueError(f"{name}={given!r:.60} names no item; give 'all', or indices")

@@ -276,7 +276,7 @@ def _entries(
             for entry in _listed(layers):
                 yield _entry(entry, f"{of_hook}", point, None, method, conditions)
             continue
-        by_layer = [*_by_layer(layers, of_hook)]
+        by_layer = [*_by_layer(layers, of_hook, conditions)]
         num_layers = counted if isinstance(layers, Mapping) else len(by_layer)
         if method == "add" and (rows := stacked_rows([each for _, each in by_layer])) is not None:
             numbers = [layer for layer, _ in by_layer]
@@ -311,10 +311,10 @@ def _added(
         yield entry
 
 
-def _by_layer(given: Any, name: str) -> Iterator[tuple[int, Any]]:
+def _by_layer(given: Any, name: str, conditions: _Conditions) -> Iterator[tuple[int, Any]]:
     """`(layer, entry)` pairs of one hook point."""
     if isinstance(given, Mapping) and "data" in given:
-        yield from _unpacked(given, name)
+        yield from _unpacked(given, name, conditions)
         return
     if not isinstance(given, Mapping):
         array = float_array(given, name)
@@ -335,7 +335,9 @@ def _is_layer(key: Any) -> bool:
     return isinstance(key, int) or (isinstance(key, str) and key.lstrip("-").isdecimal())
 
 
-def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
+def _unpacked(
+    given: Mapping[str, Any], name: str, conditions: _Conditions
+) -> Iterator[tuple[int, Any]]:
     """Entries of the packed form: `dtype`, `shape`, `layer_indices`, base64 `data`, `scales`."""
     allowed = {"dtype", "shape", "layer_indices", "data", "scales", "positions", "when"}
     allow_keys(given, allowed, name, "packed")
@@ -366,8 +368,7 @@ def _unpacked(given: Mapping[str, Any], name: str) -> Iterator[tuple[int, Any]]:
             "give one of each for every row"
         )
     extra = {"positions": given["positions"]} if "positions" in given else {}
-    if given.get("when") is not None:
-        extra["when"] = parse_condition(given["when"], f"{name}['when']")
+    extra["when"] = conditions.read(given.get("when"), name)
     for layer, row, scale in zip(layers, rows, scales, strict=True):
         yield layer, {"vector": row, "scale": scale, **extra}
 

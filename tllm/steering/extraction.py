@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from tllm.spec.capture import Reduction
 from tllm.spec.hooks import HookPoint
+from tllm.spec.layers import Layers
 from tllm.spec.reading import (
     hook_named,
     own_numbers,
@@ -36,7 +38,7 @@ def extract(
     hook: str | HookPoint = HookPoint.POST_BLOCK,
     layers: int | Iterable[int] | str = "all",
     positions: str | Sequence[int] | Mapping[str, Any] = "last_prompt",
-    reduction: Literal["none", "mean", "max", "last"] = "none",
+    reduction: Reduction = "none",
     paired: bool = True,
     scale: Scale = "natural",
     batch_size: int = 256,
@@ -163,8 +165,11 @@ def rows_of_prompts(
             f"there are {len(positive)} positive and {len(negative)} negative prompts, which are "
             "no pairs; give as many of each, in the same order, or say paired=False"
         )
+    require_one_of("reduction", reduction, Reduction)
+    chosen = Layers.parse(layers)
+    check_waits(llm)
     capture: dict[str, Any] = {
-        "hooks": {str(point): [layers] if isinstance(layers, int) else layers},
+        "hooks": {str(point): chosen.of(llm.steering.layers()["num_layers"], point, "layers")},
         "positions": positions,
         "reduction": reduction,
     }
@@ -217,9 +222,15 @@ def prompt_input(prompt: Prompt) -> Any:
     return prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)}
 
 
+def _by_argument(refusal: str) -> str:
+    """A capture's refusal, by the names of our arguments."""
+    for key, argument in (("hooks", "hook"), ("positions", "positions")):
+        refusal = refusal.replace(f"capture['memory'][{key!r}]", argument)
+    return refusal
+
+
 def _rows(llm: LLM, prompts: Sequence[Prompt], capture: Mapping[str, Any], batch_size: int) -> Rows:
     """What was captured, by layer `[rows, hidden]` in the model's dtype, and each row's prompt."""
-    check_waits(llm)
     # Here, because vLLM takes seconds to import, and tllm.steering.load needs none of it.
     from tllm.params import SamplingParams
 
@@ -229,7 +240,10 @@ def _rows(llm: LLM, prompts: Sequence[Prompt], capture: Mapping[str, Any], batch
     captured: dict[int, list[torch.Tensor]] = {}
     counts: list[int] = []
     for start in range(0, len(given), batch_size):
-        outputs = llm.generate(given[start : start + batch_size], params, use_tqdm=False)
+        try:
+            outputs = llm.generate(given[start : start + batch_size], params, use_tqdm=False)
+        except ValueError as error:
+            raise ValueError(_by_argument(str(error))) from None
         for output in outputs:
             result = output.capture_results["memory"]
             if result.status != "ok":

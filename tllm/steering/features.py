@@ -80,6 +80,13 @@ def steer_features(
             "maximum as {feature: number}, the same features in both: all features of an entry are "
             "read before any is changed"
         )
+    both = features if set(given) == {"min", "max"} else []
+    for feature, low, high in ((f, given["min"][f], given["max"][f]) for f in both):
+        if low > high:
+            raise ValueError(
+                f"feature {feature} has minimum={low} above maximum={high}; give the smaller one "
+                "as minimum"
+            )
     encoder = SparseAutoencoder.load(path)
     with safe_open(path / "sae_weights.safetensors", framework="pt") as file:
         decoder = file.get_tensor("W_dec").float().numpy()
