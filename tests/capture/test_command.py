@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.asking import error_of, prompts_of
+from rich.console import Console
 
 import tllm.stores
 from tllm.cli import capture as capturing
@@ -173,6 +174,26 @@ def test_a_job_that_is_told_to_end_ends_with_its_engine_and_goes_on(here, argume
         record.request_id: len(record.tensor("post_block", 1)) for record in tllm.stores.open(store)
     }
     assert rows == {f"p{i}": len(prompt) for i, prompt in enumerate(prompts)}
+
+
+def test_a_job_that_another_one_overtook_is_refused_by_what_its_user_gave(
+    tiny_model, tmp_path, runner
+):
+    """Both had looked for others before their engines started."""
+    job = capturing.Job(
+        tiny_model, Path(__file__), tmp_path / "store", {"hooks": "post_block:1"}, engine=ENGINE
+    )
+    writer = "dp0-pp0-tp0-filesystem-sharded"
+    prompts = [("a", {"prompt_token_ids": [1, 2]})]
+    with (
+        tllm.stores.StoreWriter(job.out, layout="sharded", writer_id=writer),
+        pytest.raises(ValueError) as refused,
+    ):
+        capturing._capture(job, prompts, capturing.Summary(), Console(quiet=True))
+    assert re.match(
+        r"out '.*/store' is written into by process .* another --out", str(refused.value)
+    )
+    assert "consumer_id" not in str(refused.value)
 
 
 def test_a_prompt_that_is_refused_costs_no_other_its_rows(here, arguments, tmp_path):

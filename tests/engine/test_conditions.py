@@ -13,6 +13,7 @@ import torch
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.drawn_methods import METHODS, drawn
 from engine.reference import HIDDEN, LAYERS, Addition, GatedChange
+from tllm.server.fields import field_error
 from tllm.spec.hooks import HookPoint
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
@@ -652,3 +653,25 @@ def test_so_many_conditions_that_a_row_has_no_room_are_refused(llm):
         generate(llm, [prompt], greedy(1, steering_vectors={"post_block": {1: named}}))
     both = {"post_block": {1: entries[:32]}}
     assert generate(llm, [prompt], greedy(1, steering_vectors=both))
+
+
+def test_a_condition_with_the_name_of_a_global_one_is_refused_by_its_own_field(llm):
+    [prompt] = prompts_of([12])
+    entry = {"vector": V, "when": {**WHEN, "name": "sad"}}
+    other = {**WHEN, "above": 77, "name": "sad"}
+    own = {"post_block": {1: {"vector": V, "when": other}}}
+    called = "two conditions of the request with global steering are called 'sad'"
+    llm.steering.set({"post_block": {2: entry}})
+    try:
+        for field, asked, place in (
+            ("steering_vectors", own, "steering_vectors['post_block'][1]['when']"),
+            ("decode_steering_vectors", own, "decode_steering_vectors['post_block'][1]['when']"),
+            ("stop_when", other, "stop_when"),
+            ("abort_when", [other], "abort_when[0]"),
+        ):
+            with pytest.raises(ValueError) as refused:
+                generate(llm, [prompt], greedy(1, **{field: asked}))
+            assert str(refused.value) == f"{place}: {called}; give each its own 'name'"
+            assert field_error(refused.value, {field: asked}).field == field
+    finally:
+        llm.steering.clear()

@@ -162,7 +162,7 @@ def _earlier_run(job: Job) -> EarlierRun:
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
     from tllm import SamplingParams
-    from tllm.consumers.capture.filesystem import FilesystemConsumer
+    from tllm.consumers.capture.filesystem import OF_ANOTHER, FilesystemConsumer
     from tllm.engine.options import CHEAP_POINTS
     from tllm.engine.refusals import REFUSALS
 
@@ -176,7 +176,12 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
         on_collision="overwrite",
     )
     engine = {"hook_points": [p.value for p in HookPoint if p.value in points], **job.engine}
-    llm = start_engine(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
+    try:
+        llm = start_engine(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
+    except ValueError as error:
+        if OF_ANOTHER in str(error):  # another run began while this engine started
+            _check_alone(job.out)
+        raise
     begin = time.monotonic()
     with progress_bar(console) as progress:
         task = progress.add_task("prompts", total=len(prompts))

@@ -170,7 +170,11 @@ class Composer:
                 at = [tiers.at(asked.positions) for tiers in modules]
                 _check_modules(asked, at)
                 composed = compose([self.everywhere, *at, own], endings)
-            composed = self._limited(composed, "the request with global steering")
+            try:
+                composed = self._limited(composed, _WITH_GLOBAL)
+            except ValueError:
+                _check_own_conditions(own, endings, [self.everywhere, *modules])
+                raise
             self._composed[asked] = composed
         return composed
 
@@ -312,6 +316,9 @@ class Composer:
         return groups
 
 
+_WITH_GLOBAL = "the request with global steering"
+
+
 def _check_gates(gates: Collection[Gate], what: str) -> None:
     """Refuse conditions that no request can have together.
 
@@ -324,6 +331,23 @@ def _check_gates(gates: Collection[Gate], what: str) -> None:
             f"{what} has {len(gates)} distinct probes and joints of them as conditions; at most "
             f"{MAX_GATES} are allowed: let entries share their conditions"
         )
+
+
+def _check_own_conditions(own: Tiers, endings: Endings, others: Sequence[Tiers]) -> None:
+    """Refuse the first condition of a request that cannot be beside those of others, by the field
+    that has it."""
+    each = [
+        (f"{entry.name}['when']", Tiers(vectors={phase: (entry,)}), Endings())
+        for phase, entry in own.by_phase()
+        if entry.when is not None
+    ]
+    each += [(stop.field, Tiers(), Endings(stop=(stop,))) for stop in endings.stop]
+    each += [(abort.field, Tiers(), Endings(abort=(abort,))) for abort in endings.abort]
+    for field, tiers, ending in each:
+        try:
+            _check_gates(gates_of(compose([*others, tiers], ending)).values(), _WITH_GLOBAL)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from None
 
 
 def _checked_name(name: Any, of: str) -> str:

@@ -42,6 +42,9 @@ from tllm.stores import (
 from tllm.stores.format import checked_text, root_path
 from tllm.stores.record import require_json
 
+OF_ANOTHER = "is that of another engine's captures into"
+"""Which of two engines with one root is refused, its refusal says in these words."""
+
 _OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
 
 
@@ -216,7 +219,7 @@ class FilesystemConsumer(Capturing):
                 )
             except WriterInUseError as error:
                 raise ValueError(
-                    f"consumer_id={self.consumer_id!r} is that of another engine's captures into "
+                    f"consumer_id={self.consumer_id!r} {OF_ANOTHER} "
                     f"{str(self._root)!r}, of {error.owner}; give this one a consumer_id of its "
                     "own, or a root of its own; where that process is left of a run that was "
                     "killed, end it"
