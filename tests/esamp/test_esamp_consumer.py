@@ -273,7 +273,10 @@ def test_who_is_unguided_hears_that_groups_that_ended_keep_their_distillers(pers
         (result,) = driver.finish(member)
     assert (result is not None) is persist
     if persist:
-        assert "persist=True keeps those of groups until the consumer is" in result.error
+        assert (
+            "persist=True keeps those of groups until they are forgotten (forget_group)"
+            in result.error
+        )
 
 
 def test_running_out_of_memory_leaves_further_prompts_unguided(monkeypatch):

@@ -15,3 +15,18 @@ def test_requests_that_filter_nothing_are_guided(llm):
     # Every decode row, 11 of each sample, and nearly every token of the vocabulary.
     assert stats["candidates_seen"] == 8 * 11 * 256
     assert stats["candidates_changed"] > 0.9 * stats["candidates_seen"]
+
+
+def test_a_group_that_persists_is_forgotten_when_its_user_says_so(llm):
+    config = ESampConsumerConfig(width=16, rank=8, slots=1, on_full="unguided", persist=True)
+    esamp = llm.register_consumer(ESampConsumer(config))
+    params = sampled(4, temperature=0.8, consumers={"esamp": {"group": "x"}})
+    generate(llm, prompts_of([5]), params)
+    assert esamp.read_stats()["slots_in_use"] == 1
+    [refused] = generate(llm, prompts_of([5]), sampled(4, temperature=0.8))
+    assert "until they are forgotten (forget_group)" in refused.consumer_results["esamp"].error
+    for name, known in (("y", False), (["x"], False), ("x", True), ("x", False)):
+        assert llm.call_consumer("esamp", "forget_group", name) == [known]
+    assert esamp.read_stats()["slots_in_use"] == 0
+    [guided] = generate(llm, prompts_of([5]), sampled(4, temperature=0.8))
+    assert "esamp" not in guided.consumer_results

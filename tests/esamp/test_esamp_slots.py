@@ -94,3 +94,34 @@ def test_groups_are_kept_only_when_asked(persist):
     table.leave(member)
     table.join(make_request("b", slot=0, options={"group": "x"}))
     assert (table.fresh == {}) is persist
+
+
+def test_a_group_that_is_forgotten_gives_its_slot_to_others():
+    table = make_table(capacity=1, persist=True)
+    of_group = make_request("a", slot=0, options={"group": "x"})
+    lease = table.join(of_group)
+    table.leave(of_group)
+    assert table.join(make_request("b", slot=1)).slot == UNGUIDED
+    table.leave(make_request("b", slot=1))
+    table.fresh.clear()
+    before = table.version
+    assert not table.forget_group("y")
+    assert table.forget_group("x") and not table.forget_group("x")
+    assert (table.in_use, table.version > before) == (0, True)
+    again = table.join(of_group)
+    assert again is not lease
+    assert table.fresh == {0: "group:x"}, "it begins anew"
+
+
+def test_a_group_that_is_forgotten_while_it_runs_goes_on_to_its_end():
+    table = make_table(persist=True)
+    first, second = (
+        make_request(name, slot=slot, options={"group": "x"}) for slot, name in enumerate("ab")
+    )
+    lease = table.join(first)
+    assert table.forget_group("x")
+    assert table.join(second) is lease
+    table.leave(first)
+    assert table.in_use == 1
+    table.leave(second)
+    assert table.in_use == 0

@@ -22,7 +22,7 @@ from tllm.ports import (
     Sampler,
 )
 
-_KEPT = ", and persist=True keeps those of groups until the consumer is unregistered"
+_KEPT = ", and persist=True keeps those of groups until they are forgotten (forget_group)"
 
 
 class ESampConsumer(Consumer):
@@ -32,6 +32,7 @@ class ESampConsumer(Consumer):
     """
 
     consumer_id = "esamp"
+    remote_methods = ("forget_group",)
 
     def __init__(self, config: ESampConsumerConfig | None = None) -> None:
         self.config = config or ESampConsumerConfig()
@@ -146,6 +147,18 @@ class ESampConsumer(Consumer):
             f"on_full={self.config.on_full!r}, or no device memory to add more){kept}; raise "
             "slots, or run fewer prompts at once",
         )
+
+    def forget_group(self, name: str) -> bool:
+        """Forget what a group has learned, and let others have its slot: at once, or when the last
+        of its sequences that run has ended.
+
+        Returns:
+            Whether this worker had such a group.
+        """
+        # What it raised would detach it, for whoever asked.
+        if self._worker is None or not isinstance(name, str):
+            return False
+        return self._worker.forget_group(name)
 
     def synchronize(self) -> None:
         """Wait for predictions and training enqueued so far."""

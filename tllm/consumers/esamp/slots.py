@@ -49,6 +49,7 @@ class Lease:
     Attributes:
         live: the running sequences that share it.
         pending: sequences that will use it and have not finished; 0 when unknown.
+        forgotten: it goes with its last sequence, whatever persists.
     """
 
     key: DistillerKey
@@ -56,6 +57,7 @@ class Lease:
     slot: int
     pending: int
     live: set[tuple[str, int]] = field(default_factory=set)
+    forgotten: bool = False
 
 
 class SlotTable:
@@ -69,7 +71,7 @@ class SlotTable:
         capacity: number of slots at first.
         growable: double the number when none is free.
         scope: who shares a distiller.
-        persist: keep the slots of groups (and of the shared distiller) for ever.
+        persist: keep the slots of groups (and of the shared distiller) until they are forgotten.
 
     Attributes:
         fresh: slots lent since they were last reset, with the label of the new user.
@@ -113,6 +115,17 @@ class SlotTable:
         if not lease.live and lease.pending <= 0 and not self._persists(lease):
             self._recycle(lease)
         return guided
+
+    def forget_group(self, name: str) -> bool:
+        """Take the slot of a group back, now or when the last of its sequences that run has ended;
+        whether there was such a group."""
+        lease = self._leases.get(DistillerKey("group", name))
+        if lease is None:
+            return False
+        lease.forgotten = True
+        if not lease.live:
+            self._recycle(lease)
+        return True
 
     def shrink_to(self, capacity: int) -> None:
         """Growing failed: slots from `capacity` on do not exist, now or later."""
@@ -158,4 +171,5 @@ class SlotTable:
             heapq.heappush(self._free, lease.slot)
 
     def _persists(self, lease: Lease) -> bool:
-        return self.persist and lease.key.kind in ("group", "shared") and lease.slot != UNGUIDED
+        kept = self.persist and lease.key.kind in ("group", "shared") and not lease.forgotten
+        return kept and lease.slot != UNGUIDED

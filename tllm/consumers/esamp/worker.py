@@ -142,6 +142,10 @@ class ESampWorker:
         """A sequence needs its distiller no longer; whether it had one, or never needed one."""
         return self._table.leave(request)
 
+    def forget_group(self, name: str) -> bool:
+        """Forget a group's distiller; whether there was one."""
+        return self._table.forget_group(name)
+
     def predict(self, bundle: PortBundle, ctx: ConsumerContext) -> None:
         """Predict the deep row of every row of the bundle."""
         self._fence.wait_for_training()
