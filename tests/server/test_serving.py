@@ -1290,3 +1290,27 @@ def test_nothing_that_is_sent_is_a_fault_of_the_server(server, path, asked):
 def test_what_was_fuzzed_steers_nobody(server):
     assert server.post("/v1/steering/clear", {}).is_success
     assert server.get("/v1/steering").json()["global"] == {}
+
+
+def test_one_name_for_the_records_of_several_prompts_is_refused(server):
+    """Which of them had it was chance."""
+    hooks = {"post_block": [0]}
+    for prompts, name, refused in (
+        (["One day", "At night"], "both", True),
+        ([[1, 2, 3], [4, 5]], "both ids", True),
+        (["One day", "At night"], None, False),
+        (["One day"], "one", False),
+        ([1, 2, 3], "one of ids", False),
+    ):
+        asked = {"hooks": hooks} if name is None else {"hooks": hooks, "request_id": name}
+        body = {**WORDS, "prompt": prompts, "max_tokens": 1, "capture": {"filesystem": asked}}
+        answer = server.post("/v1/completions", body, key=None)
+        if not refused:
+            results = [each["capture_results"]["filesystem"] for each in answer.json()["choices"]]
+            assert [each["status"] for each in results] == ["ok"] * len(results)
+            continue
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "capture")
+        assert (
+            "['request_id'] is the name of one record, and there are 2 prompts" in error["message"]
+        )

@@ -18,6 +18,7 @@ from typing import Any
 from tllm.client.attached import Attached
 from tllm.client.built_in import BUILT_IN
 from tllm.client.consumer_calls import consumer_error
+from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, is_served, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
@@ -109,6 +110,7 @@ class Door:
             asked = asked_in(_given(request), self._settings)
             asked |= await self._module_named_by_model(request, asked)
             _check_form(request, asked)
+            await self._check_records(request, asked)
             beams = BeamSteps(asked) if getattr(request, "use_beam_search", False) else None
             if not asked:
                 watch = None if beams is None else Watch(beams=beams)
@@ -150,6 +152,25 @@ class Door:
             return _ending(response, end)
         end()
         return response
+
+    async def _check_records(self, request: Any, asked: Mapping[str, Any]) -> None:
+        """Refuse one name for the records of several prompts: which of them had it was chance."""
+        prompts = _num_prompts(request)
+        named = [
+            name
+            for name, chosen in asked.get("capture", {}).items()
+            if prompts > 1 and chosen.get("request_id") is not None
+        ]
+        if not named:
+            return
+        await self._interventions.steering.layers()  # all consumers are known then
+        for name in named:
+            if isinstance(self._interventions.consumers.get(name), FilesystemConsumer):
+                raise FieldError(
+                    "capture",
+                    f"capture[{name!r}]['request_id'] is the name of one record, and there are "
+                    f"{prompts} prompts; give each a request of its own, or leave request_id out",
+                )
 
     def _running(self, request: Any) -> asyncio.Task[Any] | None:
         """What computes an answer in the background; None for any other, and when it is done."""
@@ -474,6 +495,14 @@ def _check_form(request: Any, asked: Mapping[str, Any]) -> None:
             f"{field} was given with background=true, but an answer that is fetched later has no "
             "place for results; leave one of them out",
         )
+
+
+def _num_prompts(request: Any) -> int:
+    """How many prompts a request has: of completions there may be several."""
+    given = getattr(request, "prompt", None)
+    if not isinstance(given, list) or not given or isinstance(given[0], int):
+        return 1
+    return len(given)
 
 
 def _wanted_of(consumers: Mapping[str, Any]) -> list[str]:
