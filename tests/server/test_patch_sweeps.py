@@ -108,6 +108,10 @@ def test_all_layers_and_positions_are_asked_for_by_that_word_too(server):
         ({"answers": None}, "give answers=(right, wrong)"),
         ({"freeze": "post_block"}, "is no branch that a layer adds"),
         ({"window": 0}, "window=0 must be 1 or more"),
+        ({"answers": [True, False]}, "answers"),
+        ({"window": "2"}, "window: Input should be a valid integer"),
+        ({"noising": "yes"}, "noising: Input should be a valid boolean"),
+        ({"positions": True}, "positions"),
         (
             {"layer": 1},
             "layer was given, and is no field; give any of clean, corrupt, hooks, layers",
@@ -118,6 +122,15 @@ def test_what_cannot_be_swept_over_http_is_refused(server, change, sentence):
     answer = server.post("/v1/patch_sweep", ASKED | change, key=None)
     assert answer.status_code == 400
     assert sentence in answer.json()["error"]["message"]
+
+
+def test_a_sweep_of_one_position_may_name_it_without_a_list(server):
+    one, listed = (
+        lines_of(server.post("/v1/patch_sweep", ASKED | {"positions": given}))
+        for given in (-1, [-1])
+    )
+    assert len(one) == 4, "two layers, between the first line and the summary"
+    assert one[-1]["summary"]["values"] == listed[-1]["summary"]["values"]
 
 
 def test_a_sweep_may_name_the_model_that_is_served(server):

@@ -372,6 +372,13 @@ def test_bfloat16_and_half_safetensors(tmp_path: Path):
     assert module.metadata["made_by"] == "me"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_read_exactly(tmp_path: Path, dtype: torch.dtype):
+    narrow = torch.from_numpy(vector(0)).to(dtype)
+    torch.save({"vector": narrow}, tmp_path / "v.pt")
+    assert_adds(load(tmp_path / "v.pt", layers=1), {1: narrow.float().numpy()})
+
+
 def test_a_number_too_large_for_float32_is_refused(tmp_path: Path):
     path = write_npz(tmp_path / "v", {"1": np.full(HIDDEN, 1e300)})
     with pytest.raises(ValueError, match="infinite in float32"):
@@ -396,6 +403,12 @@ def test_npy_files(tmp_path: Path):
 def save(tmp_path: Path, value: Any) -> Path:
     torch.save(value, tmp_path / "v.pt")
     return tmp_path / "v.pt"
+
+
+def test_a_sparse_tensor_is_refused(tmp_path: Path):
+    path = save(tmp_path, {3: torch.from_numpy(vector(0)).to_sparse()})
+    with pytest.raises(ValueError, match=r"v\.pt: it has a tensor of layout torch\.sparse_coo"):
+        load(path)
 
 
 def test_shapes_of_saved_dicts(tmp_path: Path):

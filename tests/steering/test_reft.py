@@ -74,8 +74,13 @@ class Code:
             {"names": ["intkey_layer_1_comp_head_attention_value_output_unit_pos_nunit_1#0.bin"]},
             "is for the component 'head_attention_value_output'; those that are read are block_",
         ),
+        (
+            {"names": [f"intkey_layer_2_comp_mlp_output_unit_pos_nunit_{n}#0.bin" for n in (1, 3)]},
+            "nunit_3#0.bin are both number 0 at mlp_out of layer 2",
+        ),
         ({"content": {"weight": torch.zeros(2, 3)}}, "holds ['weight']; LoReFT's hold ['bias'"),
         ({"content": {**state(), "bias": torch.zeros(1)}}, "has shapes weight [3, 12], bias [1]"),
+        ({"content": {**state(), "bias": [0.0] * RANK}}, "has bias as a list; each is a tensor"),
         ({"content": Code()}, "cannot be read as tensors alone, and anything else could run code"),
     ],
 )
@@ -100,3 +105,41 @@ def test_arrays_are_floats_of_32_bits(tmp_path):
     [entry] = load_reft(tmp_path / "reft")["post_block"][2]
     assert entry["weight"].dtype == np.float32
     assert entry["rotation"].shape == (RANK, HIDDEN)
+
+
+def test_each_of_several_interventions_at_one_place_has_its_own_positions(tmp_path):
+    """pyreft trains one for the first tokens and one for the last ones, unless they share."""
+    names = [f"intkey_layer_2_comp_block_output_unit_pos_nunit_1#{n}.bin" for n in (0, 1, 10)]
+    states = saved(tmp_path / "reft", names)
+    asked = {0: [0, 1, 2], 1: [-3, -2, -1], 10: "all_prompt"}
+    entries = load_reft(tmp_path / "reft", positions=asked)["post_block"][2]
+    for entry, (state_of_it, positions) in zip(
+        entries, zip(states.values(), asked.values(), strict=True), strict=True
+    ):
+        assert entry["positions"] == positions
+        np.testing.assert_array_equal(entry["weight"], state_of_it["weight"].numpy())
+
+
+@pytest.mark.parametrize(
+    ("positions", "says"),
+    [
+        (None, "at post_block of layer 2 it has 2 interventions, each trained at tokens of its"),
+        ([0, 1, -1], "give positions={0: ..., 1: ...}"),
+        ({0: [0]}, "positions has the numbers [0], and its files have [0, 1]"),
+        ({0: [0], 1: [1], 2: [2]}, "positions has the numbers [0, 1, 2], and its files have"),
+    ],
+)
+def test_one_choice_of_positions_for_several_interventions_is_refused(tmp_path, positions, says):
+    names = [f"intkey_layer_2_comp_block_output_unit_pos_nunit_1#{n}.bin" for n in (0, 1)]
+    saved(tmp_path / "reft", names)
+    with pytest.raises(ValueError) as refused:
+        load_reft(tmp_path / "reft", positions=positions)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("kinds", [3, "LoreftIntervention"])
+def test_a_config_without_a_list_of_kinds_is_refused(tmp_path, kinds):
+    saved(tmp_path / "reft")
+    (tmp_path / "reft" / "config.json").write_text(json.dumps({"intervention_types": kinds}))
+    with pytest.raises(ValueError, match=r"intervention_types .* it is a list"):
+        load_reft(tmp_path / "reft")

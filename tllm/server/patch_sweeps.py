@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, Strict
 
 from tllm.client.attached import Attached
 from tllm.engine.handlers import adapter_named
@@ -40,7 +40,7 @@ class SweepBody(StrictBody):
         Field(description='"all", 4, [0, 4], "4:9", "0,4-8,-1"; all unless told.'),
     ] = None
     positions: Annotated[
-        Literal["all"] | list[int] | None,
+        Literal["all"] | int | list[int] | None,
         Field(description="Negative ones count from the end of the prompt; all unless told."),
     ] = None
     heads: Annotated[
@@ -69,7 +69,7 @@ class SweepBody(StrictBody):
         ),
     ]
     receivers: Annotated[
-        list[tuple[str, str | int | list[int | str]]],
+        list[Annotated[tuple[str, str | int | list[int | str]], Strict(False)]],
         Field(default=[], description='Where paths end, as [["mlp_in", 3]]; else at the logits.'),
     ]
     model: Annotated[

@@ -15,9 +15,10 @@ _TOLD = 3
 
 
 class StrictBody(BaseModel):
-    """A body that takes its own fields and no other, and says which these are."""
+    """A body that takes its own fields and no other, and says which these are. Values are of the
+    field's own type: `true` is no number, and "no" is no `false`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod

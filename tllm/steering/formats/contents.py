@@ -24,6 +24,8 @@ STACK_NAMES = (
 )
 """Names under which a vector `[hidden]`, or one a layer `[layers, hidden]`, says no layer."""
 
+_OF_NUMPY = (torch.float16, torch.float32, torch.float64)
+
 _HOOK_NAMES = ("hook", "hook_point", "hook_name", "site")
 
 
@@ -196,11 +198,17 @@ def _is_array(value: Any) -> bool:
 
 
 def _numpy(value: Any) -> Any:
-    """As numpy, which has no bfloat16: that becomes float32, exactly."""
+    """As numpy, which has no bfloat16 and no float8: these become float32, exactly."""
     if not isinstance(value, torch.Tensor):
         return value
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise ValueError(
+            f"it has a tensor of layout {value.layout}, dtype {value.dtype}, on {value.device}; "
+            "what is read is a dense tensor with its numbers, such as tensor.to_dense()"
+        )
     value = value.detach().cpu()
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    narrow = value.is_floating_point() and value.dtype not in _OF_NUMPY
+    return (value.float() if narrow else value).numpy()
 
 
 def _item(value: Any) -> Any:
