@@ -91,6 +91,33 @@ def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
     ]
 
 
+def test_new_conditions_of_requests_that_come_together_are_brought_in_one_call(
+    llm, reference, monkeypatch
+):
+    asked, ask = [], llm._sync.calls.ask
+    monkeypatch.setattr(
+        llm._sync.calls, "ask", lambda call: (asked.append(call.method), ask(call))[1]
+    )
+    vectors = [2 * torch.randn(HIDDEN, generator=GENERATOR) for _ in PROMPTS]
+    probes = [torch.randn(HIDDEN, generator=GENERATOR) for _ in PROMPTS]
+    opens = [number % 2 == 0 for number in range(len(PROMPTS))]
+    given = [
+        {
+            "vector": vector,
+            "when": {"probe": {"hook": AT[0], "layer": AT[1], "vector": probe}, side: -1e9},
+        }
+        for vector, probe, side in zip(
+            vectors, probes, ["above" if each else "below" for each in opens], strict=True
+        )
+    ]
+    found = generate(llm, PROMPTS, [{"steering_vectors": at(each)} for each in given])
+    assert asked.count("update_steering") == 1
+    assert found == [
+        reference.greedy(prompt, TOKENS, [Addition(AT, vector)] if each else [])
+        for prompt, vector, each in zip(PROMPTS, vectors, opens, strict=True)
+    ]
+
+
 def at(vector, place=AT):
     return {place[0]: {place[1]: vector}}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import starmap
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -200,17 +201,29 @@ class Composer:
     def _checked(self, tiers: Tiers) -> Tiers:
         """The tiers with layers counted from 0; raises for what this engine does not have."""
         changes = False
+        found: dict[Condition, Condition] = {}  # entries of many layers share one
         for tier in (tiers.vectors, tiers.clamps):
             for phase, entries in tier.items():
                 for entry in entries:
-                    self._check(entry, phase)
-                    changes = changes or self._located(entry) is not entry
-        return tiers.map(self._located) if changes else tiers
+                    self._check(entry, phase, found)
+                    changes = changes or self._located(entry, found) is not entry
+        return tiers.map(partial(self._located, found=found)) if changes else tiers
 
-    def _located(self, entry: SteeringEntry) -> SteeringEntry:
-        """An entry with layers counted from 0, and what its condition names found."""
+    def _located(
+        self, entry: SteeringEntry, found: dict[Condition, Condition] | None = None
+    ) -> SteeringEntry:
+        """An entry with layers counted from 0, and what its condition names found.
+
+        Args:
+            found: conditions, and what was found for them before.
+        """
         assert self.facts is not None
-        when = None if entry.when is None else self._found(entry.when)
+        when = entry.when
+        if when is not None:
+            found = {} if found is None else found
+            if when not in found:
+                found[when] = self._found(when)
+            when = found[when]
         from_end = entry.layer is not None and entry.layer < 0
         narrow = entry.vector.shape[-1] < self.facts.hidden_size
         if not from_end and not narrow and when is entry.when:
@@ -254,7 +267,7 @@ class Composer:
                 )
         return found
 
-    def _check(self, entry: SteeringEntry, phase: Phase) -> None:
+    def _check(self, entry: SteeringEntry, phase: Phase, found: dict[Condition, Condition]) -> None:
         facts, name = self.facts, entry.name
         assert facts is not None
         if not facts.max_configs:
@@ -279,7 +292,7 @@ class Composer:
                 "or the entry in another field"
             )
         if entry.when is not None:
-            self._check_condition(self._located(entry), phase)
+            self._check_condition(self._located(entry, found), phase)
         if entry.vector.shape[-1] not in widths:
             raise ValueError(
                 f"{name} has {entry.vector.shape[-1]} numbers; the model's hidden size is "

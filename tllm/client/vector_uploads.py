@@ -89,16 +89,18 @@ class VectorUploads:
             except ValueError:  # the request will say so itself
                 continue
             for group in groups:
-                if group.gates is None and group.digest not in new and not self._held.has([group]):
+                if group.digest not in new and not self._held.has([group]):
                     new[group.digest] = group
                     size += sum(vector.nbytes for vector in group.vectors.values())
             if size > _BROUGHT_AT_ONCE:
-                yield from self._bring_if_there_is_room([*new.values()])
+                yield from self._bring_if_possible([*new.values()])
                 new, size = {}, 0
         if len(new) > 1:
-            yield from self._bring_if_there_is_room([*new.values()])
+            yield from self._bring_if_possible([*new.values()])
 
-    def _bring_if_there_is_room(self, groups: Sequence[SteeringGroup]) -> Steps[None]:
+    def _bring_if_possible(self, groups: Sequence[SteeringGroup]) -> Steps[None]:
+        """Bring groups, unless there is no room for all of them, or the workers refuse a condition
+        of one: then each request brings its own, and hears what is wrong with it."""
         try:
             yield from self.bring(groups)
         except ValueError as error:

@@ -255,11 +255,14 @@ class Known(NamedTuple):
     feature: FindFeature
 
 
+_ORDER = {point: number for number, point in enumerate(HookPoint)}
+
+
 def order_of(point: HookPoint, layer: int | None) -> tuple[int, int]:
     """Places in the order of the network compare as these do."""
     if layer is None:
         layer = -1 if point is HookPoint.EMBED else 1 << 30
-    return layer, list(HookPoint).index(point)
+    return layer, _ORDER[point]
 
 
 def check_order(

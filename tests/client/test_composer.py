@@ -1,0 +1,75 @@
+"""What a request's steering is composed to, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tllm.client.composer import Composer
+from tllm.client.facts import Facts
+from tllm.spec.condition_reading import parse_condition
+from tllm.spec.conditions import ProbeCondition
+from tllm.spec.groups import RequestSteering
+from tllm.spec.hooks import ModelPoints
+from tllm.spec.tiers import Tiers
+
+LAYERS, WIDTH = 28, 8
+
+
+@pytest.fixture
+def composer():
+    def find(*_: Any) -> Any:
+        raise ValueError("no autoencoder is registered")
+
+    made = Composer(find)
+    made.facts = Facts(
+        points=ModelPoints("any", LAYERS, {}),
+        hidden_size=WIDTH,
+        vocab_size=100,
+        dtype="float32",
+        row_bytes=4 * WIDTH,
+        max_value=3e38,
+        max_configs=8,
+        max_mib=1,
+        max_patch_mib=0,
+        max_patch_host_mib=0,
+        centers_rows=False,
+    )
+    return made
+
+
+def steering(when: Any) -> RequestSteering:
+    vector = np.ones(WIDTH, np.float32)
+    entries = {layer: {"vector": vector, "when": when} for layer in range(LAYERS)}
+    return RequestSteering(Tiers.parse(vectors={"post_block": entries}))
+
+
+def probe(layer: int) -> dict[str, Any]:
+    vector = np.eye(WIDTH, dtype=np.float32)[0]
+    return {"probe": {"hook": "pre_attn", "layer": layer, "vector": vector}, "above": 0.5}
+
+
+@pytest.mark.parametrize("layer", [0, -LAYERS])
+def test_a_condition_that_layers_share_is_found_once(composer, monkeypatch, layer):
+    asked = steering(probe(layer))
+    looked = []
+    find = ProbeCondition.found
+    monkeypatch.setattr(
+        ProbeCondition, "found", lambda self, known: looked.append(self) or find(self, known)
+    )
+    (group,) = composer.groups(asked)
+    assert len(looked) == 1
+    assert group.gates is not None and len(group.gates.gates) == 1
+
+
+def test_a_monitor_that_layers_name_is_one_condition(composer):
+    composer.monitors["mood"] = parse_condition(probe(0), "monitor")
+    (group,) = composer.groups(steering("mood"))
+    assert group.gates is not None and len(group.gates.gates) == 1
+
+
+def test_a_shared_condition_is_refused_at_the_first_layer_before_its_probe(composer):
+    with pytest.raises(ValueError, match=r"post_block.*computes after"):
+        composer.groups(steering(probe(3)))
