@@ -57,11 +57,17 @@ def test_taps_with_their_norms_and_without_compute_the_same(llm, tiny_model):
     assert generate(llm, PROMPTS, asked) == generate(apart, PROMPTS, asked)
 
 
-def test_vectors_of_a_request_that_is_refused_for_something_else_are_not_brought(llm, monkeypatch):
-    asked, ask = [], llm._sync.calls.ask
+@pytest.fixture
+def asked(llm, monkeypatch):
+    """The methods that the workers are asked for."""
+    methods, ask = [], llm._sync.calls.ask
     monkeypatch.setattr(
-        llm._sync.calls, "ask", lambda call: (asked.append(call.method), ask(call))[1]
+        llm._sync.calls, "ask", lambda call: (methods.append(call.method), ask(call))[1]
     )
+    return methods
+
+
+def test_vectors_of_a_request_that_is_refused_for_something_else_are_not_brought(llm, asked):
     vector = 2 * torch.randn(HIDDEN, generator=GENERATOR)
     wrong = {"steering_vectors": at(vector), "consumers": {"nobody": {}}}
     with pytest.raises(ValueError, match="no such consumer is registered"):
@@ -75,13 +81,7 @@ def test_built_in_consumers_that_are_in_use_are_named_once(llm):
         generate(llm, PROMPTS[:1], [{"consumers": {"nobody": {}}}])
 
 
-def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
-    llm, reference, monkeypatch
-):
-    asked, ask = [], llm._sync.calls.ask
-    monkeypatch.setattr(
-        llm._sync.calls, "ask", lambda call: (asked.append(call.method), ask(call))[1]
-    )
+def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(llm, reference, asked):
     vectors = [2 * torch.randn(HIDDEN, generator=GENERATOR) for _ in PROMPTS]
     found = generate(llm, PROMPTS, [{"steering_vectors": at(vector)} for vector in vectors])
     assert asked.count("update_steering") == 1
@@ -92,12 +92,8 @@ def test_new_vectors_of_requests_that_come_together_are_brought_in_one_call(
 
 
 def test_new_conditions_of_requests_that_come_together_are_brought_in_one_call(
-    llm, reference, monkeypatch
+    llm, reference, asked
 ):
-    asked, ask = [], llm._sync.calls.ask
-    monkeypatch.setattr(
-        llm._sync.calls, "ask", lambda call: (asked.append(call.method), ask(call))[1]
-    )
     vectors = [2 * torch.randn(HIDDEN, generator=GENERATOR) for _ in PROMPTS]
     probes = [torch.randn(HIDDEN, generator=GENERATOR) for _ in PROMPTS]
     opens = [number % 2 == 0 for number in range(len(PROMPTS))]

@@ -184,8 +184,10 @@ class Composer:
         themselves: one by a monitor of its condition, or a module that has no other. None without
         any."""
 
+        found: dict[Condition, Condition] = {}
+
         def alone(phase: Phase, entry: SteeringEntry) -> bool:
-            return phase == "decode" or self._located(entry).needs_generated
+            return phase == "decode" or self._located(entry, found).needs_generated
 
         for phase, entry in asked.own.by_phase():
             if entry.when is not None and alone(phase, entry):
@@ -209,18 +211,15 @@ class Composer:
                     changes = changes or self._located(entry, found) is not entry
         return tiers.map(partial(self._located, found=found)) if changes else tiers
 
-    def _located(
-        self, entry: SteeringEntry, found: dict[Condition, Condition] | None = None
-    ) -> SteeringEntry:
+    def _located(self, entry: SteeringEntry, found: dict[Condition, Condition]) -> SteeringEntry:
         """An entry with layers counted from 0, and what its condition names found.
 
         Args:
-            found: conditions, and what was found for them before.
+            found: conditions that were looked up before, with what they are; takes new ones.
         """
         assert self.facts is not None
         when = entry.when
         if when is not None:
-            found = {} if found is None else found
             if when not in found:
                 found[when] = self._found(when)
             when = found[when]
