@@ -1,5 +1,7 @@
 """Shared memory is whole, and nothing of a killed process stays."""
 
+import errno
+import gc
 import os
 import resource
 import signal
@@ -15,7 +17,7 @@ import torch
 
 from tllm import result_memory, shared_memory
 from tllm.result_memory import ResultMemory
-from tllm.shared_memory import FOLDER, SharedFile, SharedRows, sweep
+from tllm.shared_memory import FOLDER, SharedFile, SharedRows, populate, sweep
 
 OWNER = """
 import sys, time, torch
@@ -285,6 +287,70 @@ def test_no_more_is_kept_than_a_share_of_all_memory():
     del pieces
     assert len(names() - before) == 3
     memory.trim()
+
+
+def test_memory_is_made_ready_before_rows_need_it(monkeypatch):
+    memory, before, cpu = ResultMemory(), names(), torch.device("cpu")
+    memory.make_ready([4 * MIB, 9, 4 * MIB - 9])  # of which the second is not worth a file
+    monkeypatch.setattr(memory, "_made", lambda nbytes: pytest.fail("memory was made on demand"))
+    assert memory.used_before(1, 1 << 30, cpu) is None  # nobody has used it
+    rows = [memory.empty((nbytes,), torch.uint8) for nbytes in (4 * MIB - 9, 4 * MIB)]
+    assert [tensor.fill_(7).unique().tolist() for tensor in rows] == [[7], [7]]
+    assert len(names() - before) == 2
+    found = memory.locate([memoryview(tensor.numpy()) for tensor in rows])
+    assert len({file.path for file, _ in found}) == 2
+    del rows, found
+    assert len(memory.used_before(1, 1 << 30, cpu)) == 4 * MIB
+    memory.trim()
+    assert not names() - before
+
+
+def test_memory_that_was_made_ready_for_nothing_goes(monkeypatch):
+    monkeypatch.setattr(result_memory, "_KEPT_S", 0.05)
+    memory, before = ResultMemory(), names()
+    memory.make_ready([MIB] * 3)
+    until = time.monotonic() + 20
+    while (names() - before or memory._coming) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not names() - before and not memory._coming
+    memory.make_ready([MIB] * 3)
+    del memory
+    gc.collect()
+    assert not names() - before
+
+
+@pytest.mark.parametrize("fault", [errno.EFAULT, errno.EINVAL])
+def test_without_room_or_on_an_older_system_nothing_is_made_ready(monkeypatch, fault):
+    """An older one has the pages, and maps none of them."""
+
+    def populate(address, nbytes):
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr(result_memory, "populate", populate)
+    memory, before = ResultMemory(), names()
+    memory.make_ready([MIB])
+    assert memory._coming[0].piece.exception() is None
+    assert len(names() - before) == (fault == errno.EINVAL)
+    rows = memory.empty((MIB,), torch.uint8).fill_(3)
+    assert rows.sum() == 3 * MIB and len(names() - before) == 1
+    del rows
+    memory.trim()
+    monkeypatch.setattr(result_memory, "room", lambda: MIB)
+    memory.make_ready([MIB, MIB])
+    ResultMemory(1).make_ready([MIB, MIB])
+    assert not memory._coming and not names() - before
+
+
+def test_pages_of_shared_memory_are_had_before_they_are_written():
+    file = SharedFile.reserve(3 * MIB, backed=False)
+    mapped = file.map()
+    assert file.path.stat().st_blocks == 0
+    populate(mapped.ctypes.data, 3 * MIB)
+    assert file.path.stat().st_blocks * 512 == 3 * MIB
+    with pytest.raises(OSError, match="memory") as raised:  # that nobody has mapped
+        populate(1 << 12, MIB)
+    assert raised.value.errno == errno.ENOMEM
+    file.release()
 
 
 def test_without_room_it_is_an_error_and_nothing_stays(monkeypatch):

@@ -4,12 +4,14 @@ New pages of shared memory cost more than what is written into them: the system 
 maps it with a fault. So a worker keeps its files, and asks of each whether a reader has it or may
 still come for it (`client/answers.py` opens them). A GPU writes into memory that is used again by
 itself (`ResultMemory.used_before`); to page-lock memory that is used once would cost more than the
-host's copy does.
+host's copy does. Where rows need new memory, its pages are had on other threads while the forward
+pass computes them (`ResultMemory.make_ready`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import math
 import mmap
@@ -20,12 +22,23 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from tllm.cuda_runtime import page_lock, page_unlock
-from tllm.shared_memory import FOLDER, IN_MEMORY, WORTHWHILE, Bytes, SharedFile, room, sweep
+from tllm.shared_memory import (
+    FOLDER,
+    IN_MEMORY,
+    WORTHWHILE,
+    Bytes,
+    SharedFile,
+    populate,
+    room,
+    sweep,
+)
 
 _KEPT_S = 10.0
 """How long memory that nobody uses is kept, at least; at most twice as long."""
@@ -33,9 +46,18 @@ _KEPT_S = 10.0
 _KEPT_SHARE = 4
 """Of the memory that can be shared, one part in so many is kept at most."""
 
+_MOST_MAKERS = 8
+"""Threads that have the pages of new memory, at most; at most half as many as processors."""
+
+_T = TypeVar("_T")
+
 
 class ResultPiece:
     """A shared file of a worker, used for one result after another.
+
+    Args:
+        populated: its pages are mapped, too; that takes longer, and is worth it on a thread that
+            nobody waits for.
 
     Raises `OSError` when there is no room, or no file descriptor.
 
@@ -46,8 +68,8 @@ class ResultPiece:
         let_go: when the worker last had no use for it.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.file = SharedFile.reserve(capacity)
+    def __init__(self, capacity: int, populated: bool = False) -> None:
+        self.file = SharedFile.reserve(capacity, backed=not populated)
         self.capacity = capacity
         self.let_go = 0.0
         try:
@@ -61,6 +83,17 @@ class ResultPiece:
         # A process that ends closes it anyway, and its threads may still ask whether it is held.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         self._page_locked: bool | None = None
+        if populated:
+            self._populate()
+
+    def _populate(self) -> None:
+        try:
+            populate(self.address, self.capacity)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                self.file.release()
+                raise
+            self.file.back(0, self.capacity)  # an older Linux
 
     def lock_pages(self, device: torch.device) -> bool:
         """Whether a GPU can write into it, from now on at the latest."""
@@ -92,6 +125,18 @@ class ResultPiece:
         return False
 
 
+class _Coming(NamedTuple):
+    """Memory that is made ready.
+
+    Attributes:
+        piece: None when it cannot be had.
+    """
+
+    capacity: int
+    since: float
+    piece: Future[ResultPiece | None]
+
+
 class ResultMemory:
     """Hands out memory for rows that will be results. Large pieces are shared files.
 
@@ -106,10 +151,12 @@ class ResultMemory:
         self._most = most
         self._pieces: dict[int, tuple[int, ResultPiece]] = {}
         self._kept: deque[ResultPiece] = deque()
+        self._coming: deque[_Coming] = deque()
+        self._makers: ThreadPoolExecutor | None = None
         self._keeper: threading.Timer | None = None
         folder = os.statvfs(FOLDER)
         self._most_kept = folder.f_blocks * folder.f_frsize // _KEPT_SHARE
-        weakref.finalize(self, _release, self._kept)
+        weakref.finalize(self, _release, self._kept, self._coming)
         if most:
             sweep()
 
@@ -140,6 +187,22 @@ class ResultMemory:
             return None
         return torch.from_numpy(self._in_use(piece, piece.capacity))
 
+    def make_ready(self, sizes: Sequence[int]) -> None:
+        """Rows of so many bytes each are on their way, and `empty` will be asked for memory for
+        them, of which there is none that was used before: have its pages on other threads
+        meanwhile."""
+        capacities = [_capacity(nbytes) for nbytes in sizes if nbytes >= WORTHWHILE]
+        wanted = bool(capacities) and IN_MEMORY
+        if not wanted or not self._has_room(sum(capacities), len(capacities)):
+            return
+        if self._makers is None:
+            threads = max(1, min(_MOST_MAKERS, len(os.sched_getaffinity(0)) // 2))
+            self._makers = ThreadPoolExecutor(threads, "tllm-memory")
+        for capacity in capacities:
+            piece = self._makers.submit(_populated, capacity)
+            self._coming.append(_Coming(capacity, time.monotonic(), piece))
+        self._keep_looking()
+
     def locate(self, views: Sequence[memoryview]) -> list[tuple[SharedFile, int] | None]:
         """The file that some bytes are in, and where in it; None for those that are not
         shared."""
@@ -163,9 +226,17 @@ class ResultMemory:
         """Give back what is kept for nothing for so many seconds, or beyond a share of all memory.
         Readers keep what they have."""
         now = time.monotonic()
+        for _ in range(len(self._coming)):
+            coming = _first(self._coming)
+            if coming is None:
+                break
+            if now - coming.since < age or not coming.piece.done():
+                self._coming.append(coming)
+            elif (piece := coming.piece.result()) is not None:
+                piece.file.release()
         kept = 0
         for _ in range(len(self._kept)):
-            piece = self._first()
+            piece = _first(self._kept)
             if piece is None:
                 return
             kept += piece.capacity
@@ -175,7 +246,11 @@ class ResultMemory:
                 piece.file.release()
 
     def _shared(self, nbytes: int) -> Bytes | None:
-        piece = self._kept_one(nbytes, 2 * nbytes) or self._made(nbytes)
+        piece = (
+            self._ready_one(nbytes, 2 * nbytes)
+            or self._kept_one(nbytes, 2 * nbytes)
+            or self._made(nbytes)
+        )
         return None if piece is None else self._in_use(piece, nbytes)
 
     def _in_use(self, piece: ResultPiece, nbytes: int) -> Bytes:
@@ -188,7 +263,7 @@ class ResultMemory:
     def _kept_one(self, least: int, most: int) -> ResultPiece | None:
         """One of those that are kept, of between so many bytes, that no reader has."""
         for _ in range(len(self._kept)):
-            piece = self._first()
+            piece = _first(self._kept)
             if piece is None:
                 return None
             if least <= piece.capacity <= most and not piece.is_held:
@@ -196,13 +271,17 @@ class ResultMemory:
             self._kept.append(piece)
         return None
 
-    def _first(self) -> ResultPiece | None:
-        """Taken from those that are kept; other threads and the garbage collector take and add
-        some at any time."""
-        try:
-            return self._kept.popleft()
-        except IndexError:
-            return None
+    def _ready_one(self, least: int, most: int) -> ResultPiece | None:
+        """One of those that are made ready, of between so many bytes; waits for it."""
+        for _ in range(len(self._coming)):
+            coming = _first(self._coming)
+            if coming is None:
+                return None
+            if not least <= coming.capacity <= most:
+                self._coming.append(coming)
+            elif (piece := coming.piece.result()) is not None:
+                return piece
+        return None
 
     def _made(self, nbytes: int) -> ResultPiece | None:
         if not IN_MEMORY:
@@ -217,8 +296,8 @@ class ResultMemory:
         except OSError:
             return None
 
-    def _has_room(self, nbytes: int) -> bool:
-        if len(self._pieces) + len(self._kept) >= self._most:
+    def _has_room(self, nbytes: int, pieces: int = 1) -> bool:
+        if len(self._pieces) + len(self._kept) + len(self._coming) + pieces > self._most:
             return False
         return nbytes <= room()
 
@@ -228,6 +307,9 @@ class ResultMemory:
         piece.let_go = time.monotonic()
         self._kept.append(piece)
         self.trim(_KEPT_S)
+        self._keep_looking()
+
+    def _keep_looking(self) -> None:
         if self._keeper is None:
             self._look_again()
 
@@ -240,7 +322,7 @@ class ResultMemory:
             if memory is not None:
                 memory._keeper = None
                 memory.trim(_KEPT_S)
-                if memory._kept:
+                if memory._kept or memory._coming:
                     memory._look_again()
 
         self._keeper = threading.Timer(_KEPT_S, look)
@@ -257,6 +339,26 @@ def _capacity(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def _release(kept: deque[ResultPiece]) -> None:
+def _populated(capacity: int) -> ResultPiece | None:
+    """A new piece; None when there is no room."""
+    try:
+        return ResultPiece(capacity, populated=True)
+    except OSError:
+        return None
+
+
+def _first(pieces: deque[_T]) -> _T | None:
+    """Taken out of what other threads and the garbage collector take from and add to at any
+    time."""
+    try:
+        return pieces.popleft()
+    except IndexError:
+        return None
+
+
+def _release(kept: deque[ResultPiece], coming: deque[_Coming]) -> None:
+    while coming:
+        if (piece := coming.popleft().piece.result()) is not None:
+            kept.append(piece)
     while kept:
         kept.popleft().file.release()

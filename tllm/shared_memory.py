@@ -5,7 +5,8 @@ comes later can remove what a killed process left behind:
 
     tllm-<pid namespace>-<pid>-<start time>-<random>
 
-`SharedFile` reserves, maps, links and releases; `sweep` removes those of processes that are gone.
+`SharedFile` reserves, maps, links and releases; `populate` has the pages of what is mapped; `sweep`
+removes those of processes that are gone.
 `SharedRows` are rows that two processes map. Results reach the user's process in shared files
 (`result_memory.py`, `runtime/answers.py`, `client/answers.py`).
 """
@@ -48,6 +49,12 @@ _NAME_BEFORE_OWNERS = re.compile(r"tllm-[0-9a-f]{32}(-[0-9a-f]{32})?")
 
 _OLD_S = 86_400.0
 """Age from which on a file that tells no owner is taken for left behind."""
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux, from 5.14 on."""
+
+_POPULATED_AT_ONCE = 16 << 20
+"""Bytes: while the system has their pages, no thread of the process can map or unmap memory."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -134,6 +141,23 @@ class SharedFile:
             self.path.unlink(missing_ok=True)
 
 
+def populate(address: int, nbytes: int) -> None:
+    """Have the pages of a shared file that is mapped there, and have them mapped too: whoever
+    writes waits for neither then. Several threads do it faster than one, and it lets go of the
+    interpreter.
+
+    Args:
+        address: where a page begins.
+
+    Raises `OSError`: with `EFAULT` when there is no room, with `EINVAL` where the system cannot.
+    """
+    for low in range(0, nbytes, _POPULATED_AT_ONCE):
+        part = min(_POPULATED_AT_ONCE, nbytes - low)
+        if _libc().madvise(address + low, part, _MADV_POPULATE_WRITE):
+            error = ctypes.get_errno()
+            raise OSError(error, os.strerror(error))
+
+
 def room() -> int:
     """Bytes of shared memory that may be taken. A quarter of all is left to others: vLLM's
     processes speak through memory whose pages they get when they write, and one that cannot be had
@@ -202,6 +226,7 @@ def _libc() -> ctypes.CDLL:
         ctypes.c_ssize_t,
     )
     library.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+    library.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return library
 
 

@@ -171,6 +171,29 @@ def test_rows_that_land_by_sequence_are_not_copied_again(monkeypatch, seed):
     memory.trim()
 
 
+def test_new_memory_is_made_ready_for_the_prompts_of_a_step(monkeypatch):
+    monkeypatch.setattr(result_memory, "WORTHWHILE", 64)
+    monkeypatch.setattr(landing, "_FILE_BYTES", 3_000)
+    memory = ResultMemory()
+    monkeypatch.setattr(memory, "_made", lambda nbytes: pytest.fail("memory was made on demand"))
+    counts = [60, 5, 7, 100, 41]
+    requests = tuple(RequestInfo(f"r{n}", f"r{n}", 0, 1, n, 0) for n in range(len(counts)))
+    index = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    positions = np.concatenate([np.arange(count, dtype=np.int32) for count in counts])
+    rows = torch.cat([rows_of(n, np.arange(count)) for n, count in enumerate(counts)])
+    meta = RowMeta(requests, index, positions, np.zeros(len(index), np.int64))
+    assert not Landing(memory, torch.device("cpu")).parts("kind", meta, rows)
+    held = HostRows(1 << 30, memory, leave=False)
+    held.add("kind", Chunk([r.request_id for r in requests], index, positions, rows))
+    for number, count in enumerate(counts):
+        found, _ = held.take("kind", f"r{number}")
+        assert torch.equal(found.tensor, rows_of(number, np.arange(count)))
+    assert not memory._coming  # as much as was needed
+    held.close()
+    del found
+    memory.trim()
+
+
 def test_a_batch_that_is_described_anew_in_each_step_goes_on():
     memory, count = ResultMemory(), 16
     memory.empty((1 << 20,), torch.uint8)  # a result that is gone

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from tllm.consumers.by_sequence import by_sequence
 from tllm.consumers.capture.activations import CapturedRows
-from tllm.consumers.capture.landing import Landed, Slab, is_grouped
+from tllm.consumers.capture.landing import Landed, Slab, is_grouped, runs_by_file, runs_of
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.ports import in_order
 from tllm.result_memory import ResultMemory
@@ -23,9 +23,6 @@ IntArray = npt.NDArray[np.int32]
 
 _CHUNKS, _CHUNK_BYTES = 32, 128 << 20
 """What is sorted in one go: more would wait for longer than the next steps take."""
-
-_FILE_BYTES = 64 << 20
-"""Rows of several sequences' prompts that share a file of results."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,9 +249,9 @@ class HostRows:
     def _cut(self, chunk: Chunk) -> list[RowCopy]:
         """Give the sequences of a chunk their rows; what has to be copied for that."""
         copies: list[RowCopy] = []
-        edges = [*np.flatnonzero(np.diff(chunk.index, prepend=-1)).tolist(), len(chunk.index)]
         stays = self._leave or chunk.landed is not None
-        for runs in [list(pairwise(edges))] if stays else self._together(chunk, edges):
+        each = chunk.rows.nbytes // max(1, len(chunk.index))
+        for runs in [runs_of(chunk.index)] if stays else runs_by_file(chunk.index, each):
             first, stop = runs[0][0], runs[-1][1]
             rows = chunk.rows[first:stop]
             if not stays:
@@ -265,19 +262,6 @@ class HostRows:
                 pieces = self._pieces.setdefault(chunk.sequences[chunk.index[low]], _Pieces())
                 self._append(pieces, chunk.positions[low:high], rows[low - first : high - first])
         return copies
-
-    @staticmethod
-    def _together(chunk: Chunk, edges: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-        """Runs of rows between edges, as many as one file of results is for: few large files come
-        back as memory that many rows land in."""
-        each = chunk.rows.nbytes // max(1, len(chunk.index))
-        runs: list[tuple[int, int]] = []
-        for low, high in pairwise(edges):
-            if runs and (high - runs[0][0]) * each > _FILE_BYTES:
-                yield runs
-                runs = []
-            runs.append((low, high))
-        yield runs
 
     def _give_slab(self, slab: Slab, chunks: Sequence[Chunk]) -> None:
         """Give the sequences their rows of consecutive steps: nothing is copied."""

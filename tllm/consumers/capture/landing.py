@@ -1,7 +1,8 @@
 """Where captured rows are put on the host: in memory for results, each sequence's together.
 
 Rows that are results are needed by sequence, and arrive by step. Where memory of earlier results is
-free again, a GPU puts them into their places by itself, and nobody copies them on the host.
+free again, a GPU puts them into their places by itself, and nobody copies them on the host. Where
+it is not, the pages of new memory are had while the rows are computed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import is_
 
 import numpy as np
@@ -25,6 +27,12 @@ _SLAB_BYTES = 128 << 20
 
 _LEAST_BYTES = 4 << 20
 """Memory for rows of prompts that is worth an export of its own."""
+
+_FILE_BYTES = 64 << 20
+"""Rows of several sequences' prompts that share a file of results."""
+
+_Run = tuple[int, int]
+"""The first of some consecutive rows, and the one after the last."""
 
 
 class Slab:
@@ -112,6 +120,10 @@ class Landing:
             return self._step(kind, meta.requests, rows)
         if len(rows) > 4 * len(meta.requests) and is_grouped(meta.request_index):
             parts = list(self._prompts(rows))
+            if parts[-1].into is None:
+                each = rows.nbytes // len(rows)
+                runs = runs_by_file(meta.request_index[parts[-1].first :], each)
+                self._memory.make_ready([(run[-1][1] - run[0][0]) * each for run in runs])
             return () if parts[0].into is None else parts
         return ()
 
@@ -170,6 +182,29 @@ def _are_same(before: Sequence[RequestInfo], now: Sequence[RequestInfo]) -> bool
     """Whether they are the same sequences, in the same order. Where a batch has several capture
     programs, they are joined anew in each step."""
     return len(before) == len(now) and all(map(is_, before, now))
+
+
+def runs_by_file(index: np.ndarray, each: int) -> Iterator[list[_Run]]:
+    """The rows of each sequence, as many sequences together as one file of results is for: few
+    large files come back as memory that many rows land in.
+
+    Args:
+        index: which sequence a row belongs to; those of one lie together.
+        each: bytes of a row.
+    """
+    runs: list[_Run] = []
+    for low, high in runs_of(index):
+        if runs and (high - runs[0][0]) * each > _FILE_BYTES:
+            yield runs
+            runs = []
+        runs.append((low, high))
+    yield runs
+
+
+def runs_of(index: np.ndarray) -> list[_Run]:
+    """Where the rows of each sequence lie, which lie together."""
+    edges = [*np.flatnonzero(np.diff(index, prepend=-1)).tolist(), len(index)]
+    return list(pairwise(edges))
 
 
 def is_grouped(index: np.ndarray) -> bool:
