@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ from engine.asking import generate, greedy, prompts_of, tokens_of
 from tiny_engines import TINY_ENGINE
 
 from tllm import LLM, SamplingParams
-from tllm.client.calls import ALONE, SyncCalls
+from tllm.client.calls import ALONE, TOGETHER, AsyncCalls, Pause, SyncCalls
 from tllm.client.front_end import Client
 from tllm.client.held import HeldByWorkers
 from tllm.client.steering import SteeringControl
@@ -132,6 +133,61 @@ def test_requests_that_wait_for_the_workers_are_brought_together_if_there_is_roo
     assert over(fourth)
     with pytest.raises(ValueError, match="max_steering_mib"):
         next(fifth)
+
+
+def gated_group(layer):
+    probe = {"hook": "pre_attn", "layer": 0, "vector": np.ones(4, np.float32)}
+    entry = {"vector": np.full(4, layer, np.float32), "when": {"probe": probe, "above": 0.0}}
+    asked = SamplingParams(steering_vectors={"post_block": {layer: [entry]}}).asked
+    (group,) = asked.steering.groups
+    return group
+
+
+def test_conditions_are_brought_together_and_one_by_one_where_one_is_refused():
+    client = Client()
+    client.registered.composer.facts = SimpleNamespace(max_mib=1, dtype="float32", row_bytes=64)
+    bring, groups = client.uploads.bring, [gated_group(layer) for layer in (1, 2, 3)]
+    first, refused, third = (bring([group]) for group in groups)
+    assert [next(steps) for steps in (first, refused, third)] == [ALONE] * 3
+    assert brought(next(first)) == {group.digest for group in groups}
+    assert first.throw(ValueError("one is refused")) is ALONE
+    alone = first.send(None)
+    assert brought(alone) == {groups[0].digest} <= {*alone.args[3]}  # if a worker has it already
+    assert over(first)
+    assert brought(refused.send(None)) == {groups[1].digest, groups[2].digest}
+    assert refused.throw(ValueError("one is refused")) is ALONE
+    assert brought(refused.send(None)) == {groups[1].digest}
+    with pytest.raises(ValueError, match="it is this one"):
+        refused.throw(ValueError("it is this one"))
+    assert brought(third.send(None)) == {groups[2].digest}
+    assert over(third)
+    assert [client.held.has([group]) for group in groups] == [True, False, True]
+
+
+def test_steps_are_alone_until_they_end_or_let_others_go_on():
+    done = []
+
+    def steps(name):
+        yield ALONE
+        done.append(f"{name} alone")
+        yield Pause(0.01)
+        done.append(f"{name} together")
+        yield TOGETHER
+        yield Pause(0.05)
+        yield ALONE
+        done.append(f"{name} alone again")
+        yield Pause(0.01)
+        done.append(f"{name} over")
+
+    async def run():
+        calls = AsyncCalls(None, "")
+        await asyncio.gather(*(calls.run(steps(name)) for name in "ab"))
+
+    asyncio.run(run())
+    assert done == [
+        *("a alone", "a together", "b alone", "b together"),
+        *("a alone again", "a over", "b alone again", "b over"),
+    ]
 
 
 def test_what_a_call_brought_whose_answer_nobody_saw_is_given_up_with_the_next():

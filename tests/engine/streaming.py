@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import Counter
 
 import torch
 from vllm.engine.protocol import StreamingInput
@@ -42,6 +43,8 @@ ALWAYS = {
 }
 """A condition that holds for every row."""
 REMEMBERED = {"post_block": {2: {"vector": [1.0] * HIDDEN, "when": {**ALWAYS, "scope": "rest"}}}}
+BURST = (0.5, 0.75, 1, 1.25, 1.5)
+"""How much of a vector requests that come together have."""
 ENDED_AFTER = 3
 """Tokens before which it does not end a sample."""
 
@@ -108,6 +111,28 @@ async def steered_at_once(engine, vector):
     )
     driver.ask = ask
     return [list(outputs[-1].outputs[0].token_ids) for outputs in found]
+
+
+async def burst(engine, vector):
+    """Tokens of requests that come together, each with a vector and a condition of its own, and
+    how often the workers were asked what."""
+    driver, asked_for = engine._client.calls, Counter()
+    ask = driver.ask
+
+    async def counted(call):
+        asked_for[call.method] += 1
+        return await ask(call)
+
+    driver.ask = counted
+    asked = [
+        params(6, steering_vectors={"post_block": {1: {"vector": scale * vector, "when": ALWAYS}}})
+        for scale in BURST
+    ]
+    found = await asyncio.gather(
+        *(collect(engine, {"prompt_token_ids": STEERED}, a, f"b {i}") for i, a in enumerate(asked))
+    )
+    driver.ask = ask
+    return [list(outputs[-1].outputs[0].token_ids) for outputs in found], asked_for
 
 
 async def stopped_session(engine):
@@ -225,7 +250,7 @@ async def main(model: str, output: str) -> None:
             consumers=[Reader("reader", READ)],
             capture_consumers=[f"filesystem:root={output}.store"],
         )
-    saved = {}
+    saved = {"burst": await burst(engine, vectors(HIDDEN)[0])}
     plain = [
         collect(engine, {"prompt_token_ids": prompt}, params(6), f"request-{i}")
         for i, prompt in enumerate(([10, 11, 12], list(range(40, 60))))

@@ -254,6 +254,20 @@ def test_requests_that_share_a_new_vector_all_wait_for_it(saved, reference):
     assert saved["at once"] == [reference.greedy(streaming.STEERED, 6, [shared])] * 3
 
 
+def test_requests_that_come_together_are_known_and_brought_in_few_calls(saved, reference):
+    """The first with conditions, too, which add the consumer `signals`."""
+    tokens, asked = saved["burst"]
+    vector = modes.vectors(HIDDEN)[0]
+    assert tokens == [
+        reference.greedy(streaming.STEERED, 6, [Addition(("post_block", 1), scale * vector)])
+        for scale in streaming.BURST
+    ]
+    assert len({tuple(each) for each in tokens}) > 1
+    del asked["take_results"]
+    assert asked["update_steering"] <= 2
+    assert asked.total() <= 5
+
+
 def test_an_unknown_consumer_is_refused_and_the_engine_lives(saved):
     assert "consumers['nobody']" in saved["refusal"]
     assert "reader" in saved["refusal"]

@@ -13,7 +13,7 @@ from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.sampling_params import SamplingParams as VllmSamplingParams
 
 from tllm.client.built_in import BUILT_IN
-from tllm.client.calls import ALONE, Steps, WorkerCall
+from tllm.client.calls import ALONE, TOGETHER, Steps, WorkerCall
 from tllm.client.checked_params import CheckedParams
 from tllm.client.consumer_uses import ConsumerUses
 from tllm.client.held import HeldByWorkers
@@ -97,6 +97,7 @@ class RequestAdmission:
         """
         if not self._registered.is_current:
             yield from self._registered.current()
+            yield TOGETHER
         if isinstance(params, BeamSearchParams):
             raise RefusedError(
                 f"{type(params).__name__} was given for one request; give it to beam_search(), or "
@@ -119,6 +120,7 @@ class RequestAdmission:
                 yield ALONE
                 if name not in self._registered.consumers:  # it may have come meanwhile
                     yield from self._registered.add(make(), False)
+                yield TOGETHER  # what requests bring is brought for all that wait
         kind = RequestKind(isinstance(params, VllmSamplingParams), streamed, generated, results)
         uses = self._uses.checked(kind, asked, groups)
         if first is None and not self._held.has(groups):

@@ -10,6 +10,7 @@ import asyncio
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Generator, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import cloudpickle
@@ -35,11 +36,17 @@ class Pause(NamedTuple):
     seconds: float
 
 
-class Alone:
-    """From here to the end of the steps, no other steps go on that have yielded this."""
+class Alone(Enum):
+    """Whether other steps may go on that have asked to be alone, and have not ended."""
+
+    ALONE = True
+    """None of them does from here on, until these have ended or yield `TOGETHER`."""
+
+    TOGETHER = False
+    """They do again."""
 
 
-ALONE = Alone()
+ALONE, TOGETHER = Alone.ALONE, Alone.TOGETHER
 
 Steps: TypeAlias = Generator[WorkerCall | Pause | Alone, Any, _T]
 
@@ -143,8 +150,11 @@ class AsyncCalls:
                 return await self.ask(step)
             if isinstance(step, Pause):
                 await asyncio.sleep(step.seconds)
-            elif not alone:
+            elif step is ALONE and not alone:
                 alone = await self._alone.acquire()
+            elif step is TOGETHER and alone:
+                alone = False
+                self._alone.release()
             return None
 
         try:

@@ -117,6 +117,8 @@ class Registrations:
         if self.is_current:
             return
         yield ALONE
+        if self.is_current:  # by now
+            return
         if not self._attached:
             answers = yield WorkerCall("attach", (self.holder,))
             self._learn_engine(answers)

@@ -36,18 +36,20 @@ class VectorUploads:
         """Let the workers hold groups. The caller goes on without waiting for anything else.
 
         A call waits for the step that is under way. So whoever comes meanwhile waits for one call
-        more, which brings what all of them need.
+        more, which brings what all of them need. Where the workers refuse a condition of one, each
+        brings its own, and hears what is wrong with it.
         """
         if self._held.has(groups):
             return
         me = object()
         self._wanted[me] = groups
+        together = True
         try:
             while not self._held.has(groups):
                 yield ALONE  # what is on its way is not there yet, and must not be given up again
                 if self._held.has(groups):
                     return
-                upload = self._upload(groups)
+                upload = self._upload(groups, together)
                 operations = {digest: group.operations for digest, group in upload.groups.items()}
                 gates = {d: group.gates for d, group in upload.groups.items() if group.gates}
                 call = (self._registered.holder, upload.packed, operations, upload.released, gates)
@@ -55,24 +57,26 @@ class VectorUploads:
                 try:
                     yield WorkerCall("update_steering", call)
                     arrived = True
+                except ValueError:
+                    if upload.groups.keys() <= {group.digest for group in groups}:
+                        raise
+                    together = False
                 finally:
                     self._held.sent(upload, arrived)
         finally:
             del self._wanted[me]
 
-    def _upload(self, groups: Sequence[SteeringGroup]) -> Upload:
-        """What brings groups, and those that others wait for: not those with conditions, which
-        workers may refuse."""
-        together = {group.digest: group for group in groups}
-        if not any(group.gates for group in groups):
-            size = 0
-            for waiting in self._wanted.values():
-                size += sum(v.nbytes for group in waiting for v in group.vectors.values())
-                if size <= _BROUGHT_AT_ONCE and not any(group.gates for group in waiting):
-                    together |= {group.digest: group for group in waiting}
+    def _upload(self, groups: Sequence[SteeringGroup], together: bool) -> Upload:
+        """What brings groups, and, together with them, those that others wait for."""
+        brought = {group.digest: group for group in groups}
+        size = 0
+        for waiting in self._wanted.values() if together else ():
+            size += sum(v.nbytes for group in waiting for v in group.vectors.values())
+            if size <= _BROUGHT_AT_ONCE:
+                brought |= {group.digest: group for group in waiting}
         facts, front_ends = self._registered.facts, self._registered.front_ends
         try:
-            return self._held.upload([*together.values()], facts, front_ends)
+            return self._held.upload([*brought.values()], facts, front_ends)
         except ValueError:  # there is no room for all of them
             return self._held.upload(groups, facts, front_ends)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,8 +20,9 @@ class StagedTable:
     """A tensor on the device whose entries are written in `commit`, before a forward pass.
 
     What is staged until then goes over in one upload and is put in its place by one kernel, on the
-    current stream: a pass that is enqueued already sees none of it, the next one all. An entry
-    that is staged twice has the later value.
+    current stream, but what is large by one of its own, since to join it costs more than a call: a
+    pass that is enqueued already sees none of it, the next one all. An entry that is staged twice
+    has the later value.
 
     Args:
         indexed: how many of its leading dimensions an index has; what lies behind them is an entry.
@@ -88,11 +91,20 @@ class StagedTable:
         """Write what is staged; returns whether there was anything."""
         if not self._indices:
             return False
-        table, shape = self.tensor, self.tensor.shape
-        index = np.concatenate(self._indices)
-        several = len(self._entries) > 1
-        entries = torch.cat(self._entries) if several else self._entries[0].contiguous()
+        staged = zip(self._indices, self._entries, strict=True)
         self._indices, self._entries = [], []
+        for is_large, each in groupby(staged, lambda pair: pair[1].nbytes > _JOINED):
+            if is_large:
+                for index, entries in each:
+                    self._write(index, entries.contiguous())
+            else:
+                indices, small = zip(*each, strict=True)
+                self._write(np.concatenate(indices), torch.cat(small))
+        return True
+
+    def _write(self, index: npt.NDArray[np.int64], entries: torch.Tensor) -> None:
+        """Write entries `[entries, ...]` at an index `[entries, dimensions]`."""
+        table, shape = self.tensor, self.tensor.shape
         rows = np.ravel_multi_index(tuple(index.T), shape[: self._indexed]).astype(np.int64)
         latest = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
         if len(latest) < len(rows):
@@ -100,7 +112,6 @@ class StagedTable:
         at, content = _sent(rows, entries, table.device)
         flat = table.view(-1, *shape[self._indexed :])
         flat.index_copy_(0, at, content.view(len(rows), *flat.shape[1:]))
-        return True
 
 
 def _sent(
