@@ -204,6 +204,9 @@ def main(
         raise typer.BadParameter(f"{unknown} not known; choose among {', '.join(BENCHMARKS)}")
     if layout not in LAYOUTS:
         raise typer.BadParameter(f"layout={layout!r} is not known; {', '.join(LAYOUTS)} are")
+    late = [name for name in names if BENCHMARKS[name].workload.arrivals]
+    if late and "data_parallel_size" in LAYOUTS[layout]:
+        raise typer.BadParameter(f"{late}: requests come all at once with layout={layout!r}")
     out.mkdir(parents=True, exist_ok=True)
     table = _table(loaded)
     costs = Table("a step", "host us of vLLM", *_COSTS.values(), title="more than vLLM")

@@ -13,14 +13,15 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 
 from benchmarks.asked import Asked, asked
+from benchmarks.replicas import Replicas
 from benchmarks.step_costs import watch, watched
+from benchmarks.step_times import StepTimes
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
@@ -66,7 +67,10 @@ class EngineProcess:
                 "disable_log_stats": True,
                 **given,
             }
-            if engine == "vllm":
+            self.llm: Any
+            if "data_parallel_size" in given:
+                self.llm = Replicas(engine, folder, arguments)
+            elif engine == "vllm":
                 from vllm import LLM
 
                 self.llm = LLM(folder, **arguments)
@@ -82,6 +86,13 @@ class EngineProcess:
         self.capturing: Any = None
         self.consumer: Any = None
         self._served = 0
+
+    def close(self) -> None:
+        """End what would not end with this process."""
+        if self.capturing is not None:
+            self.capturing.close()
+        if isinstance(self.llm, Replicas):
+            self.llm.close()
 
     @property
     def sampler(self) -> str:
@@ -130,7 +141,7 @@ class EngineProcess:
         requests = asked(benchmark.workload, self.shape.vocab, number)
         made = self._params(benchmark, requests)
         before = self._counted()
-        with StepTimes(self.llm) as times:
+        with self._step_times() as times:
             begin = time.perf_counter()
             outputs = self._generate(benchmark, requests, made)
             seconds = time.perf_counter() - begin
@@ -153,6 +164,11 @@ class EngineProcess:
                 for output, each in zip(outputs, requests, strict=True)
             )
         return found
+
+    def _step_times(self) -> StepTimes:
+        if isinstance(self.llm, Replicas):
+            return self.llm.step_times()
+        return StepTimes(self.llm)
 
     def _generate(
         self, benchmark: Benchmark, requests: Sequence[Asked], params: Sequence[Any]
@@ -186,7 +202,7 @@ class EngineProcess:
             return {}
         counted: dict[str, Any] = dict(self.llm.intervention_stats()[0])
         if self.consumer is not None:
-            counted["stats"] = dict(self.consumer.read_stats())
+            counted["stats"] = dict(self.llm.read_stats(self.consumer))
         return counted
 
     def _counters(
@@ -223,7 +239,9 @@ class EngineProcess:
     @property
     def _sampling_rank(self) -> int:
         """The first rank of the last pipeline stage."""
-        parallel = self.llm.llm_engine.vllm_config.parallel_config
+        replicated = isinstance(self.llm, Replicas)
+        config = self.llm.vllm_config if replicated else self.llm.llm_engine.vllm_config
+        parallel = config.parallel_config
         return int(parallel.world_size - parallel.tensor_parallel_size)
 
     def _params(self, benchmark: Benchmark, requests: Sequence[Asked]) -> list[Any]:
@@ -238,7 +256,7 @@ class EngineProcess:
             "ignore_eos": True,
             "detokenize": False,
         }
-        if work.arrivals:
+        if work.arrivals or isinstance(self.llm, Replicas):
             from vllm.sampling_params import RequestOutputKind
 
             params["output_kind"] = RequestOutputKind.FINAL_ONLY  # as `generate` has it
@@ -280,42 +298,6 @@ def judged_and_fired(outputs: list[Any]) -> dict[str, int]:
     }
 
 
-class StepTimes:
-    """When the engine gave something out, by `time.perf_counter`, in vLLM and tLLM alike.
-
-    Attributes:
-        finished: when each request did, by its id.
-        steps: when each step's outputs came.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self.finished: dict[str, float] = {}
-        self.steps: list[float] = []
-        self._engine = llm.llm_engine
-        self._step = self._engine.step
-
-    def __enter__(self) -> StepTimes:
-        self._engine.step = self._timed
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._engine.step = self._step
-
-    def _timed(self) -> Any:
-        outputs = self._step()
-        now = time.perf_counter()
-        self.steps.append(now)
-        self.finished.update({output.request_id: now for output in outputs if output.finished})
-        return outputs
-
-    @property
-    def middle(self) -> float:
-        """Mean of the middle half of the times between steps, in seconds."""
-        between = sorted(after - before for before, after in pairwise(self.steps))
-        quarter = len(between) // 4
-        return statistics.mean(between[quarter : len(between) - quarter])
-
-
 class _Draw:
     """`draw_weights` as something that a worker can be sent."""
 
@@ -342,8 +324,7 @@ def main() -> None:
         work = process.costs if request["what"] == "costs" else process.round
         found = work(benchmark, request["round"])
         print(json.dumps(found, default=str), file=answers, flush=True)
-    if process.capturing is not None:
-        process.capturing.close()
+    process.close()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tensor_parallel_size": 2, **_SUMS_ALONE},
     "pp2": {"pipeline_parallel_size": 2},
+    "dp2": {"data_parallel_size": 2},
     "ep2": {"tensor_parallel_size": 2, "enable_expert_parallel": True, **_SUMS_ALONE},
 }
 """Arguments of an engine, by the name of the layout: one GPU, two tensor-parallel ranks, two
-pipeline stages, and two tensor-parallel ranks of which each has half of the experts."""
+pipeline stages, two replicas, and two tensor-parallel ranks of which each has half of the
+experts."""

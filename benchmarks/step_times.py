@@ -1,0 +1,50 @@
+"""When an engine gave something out, in vLLM and tLLM alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+
+
+class StepTimes:
+    """When each step of an `LLM` gave something out, by `time.perf_counter`.
+
+    Attributes:
+        finished: when each request did, by its id.
+        steps: when each step's outputs came.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.finished: dict[str, float] = {}
+        self.steps: list[float] = []
+        self._engine = llm.llm_engine
+        self._step = self._engine.step
+
+    def __enter__(self) -> StepTimes:
+        self._engine.step = self._timed
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._engine.step = self._step
+
+    def _timed(self) -> Any:
+        outputs = self._step()
+        now = time.perf_counter()
+        self.steps.append(now)
+        self.finished.update({output.request_id: now for output in outputs if output.finished})
+        return outputs
+
+    @property
+    def middle(self) -> float:
+        """Mean of the middle half of the times between steps, in seconds."""
+        return middle_of(self.steps)
+
+
+def middle_of(steps: Iterable[float]) -> float:
+    """Mean of the middle half of the times between steps, in seconds."""
+    between = sorted(after - before for before, after in pairwise(steps))
+    quarter = len(between) // 4
+    return statistics.mean(between[quarter : len(between) - quarter])
