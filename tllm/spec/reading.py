@@ -75,11 +75,21 @@ def hook_named(hook: Any, name: str) -> HookPoint:
         raise ValueError(f"{name}: {error}") from None
 
 
+def check_64_bits(number: int, name: str, instead: str = "a smaller one") -> None:
+    """Refuse what no message between processes holds. The number is not told: of more than 4300
+    digits Python has no text."""
+    if not -(2**63) <= number < 2**64:
+        raise ValueError(
+            f"{name} is beyond the 64 bits that a whole number may have; give {instead}"
+        )
+
+
 def whole_number(given: Any, before: str, least: float = -math.inf, most: float = math.inf) -> int:
     """A whole number from `least` to `most`; `before` begins the message where it is none."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ValueError(f"{before}{given!r:.60} is not a whole number")
     number = int(given)
+    check_64_bits(number, before.rstrip(": ="))
     if not least <= number <= most:
         allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
         raise ValueError(f"{before}{number} must be {allowed}")
@@ -139,6 +149,8 @@ def allow_options(given: Iterable[str], allowed: Sequence[str], name: str) -> No
 
 def scalar(given: Any, name: str) -> float:
     """A finite number that float32 holds."""
+    if isinstance(given, Integral):
+        check_64_bits(int(given), name, "a smaller one, or one with a decimal point")
     try:
         if isinstance(given, (bool, np.bool_, str, bytes)):
             raise TypeError
@@ -200,8 +212,35 @@ def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:
         array = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is not an array of numbers: {error}") from None
+    if isinstance(given, (list, tuple)):
+        small = array.dtype.kind in "iuf" and bool((np.abs(array) < 2**63).all())
+        _check_listed(given, name, array.ndim, small)
     if array.dtype.kind not in "iuf":
         raise ValueError(
             f"{name} is not an array of numbers: {array.dtype} is no kind of real number"
         )
     return array
+
+
+def _check_listed(given: Sequence[Any], name: str, levels: int, small: bool) -> None:
+    """Refuse by its place what NumPy takes for a number in silence: `True` for 1.0, and a whole
+    number beyond 64 bits for one nearby.
+
+    Args:
+        levels: of lists.
+        small: whether none of the numbers may be beyond 64 bits.
+    """
+    if small and _NUMBERS.issuperset(map(type, given)):
+        return
+    for i, each in enumerate(given):
+        if str(getattr(each, "dtype", "")).endswith("bool"):
+            each = own_numbers(each)
+        if isinstance(each, bool):
+            raise ValueError(f"{name}[{i}] is {each}; give a number")
+        if isinstance(each, int):
+            check_64_bits(each, f"{name}[{i}]")
+        elif levels > 1 and isinstance(each, (list, tuple)):
+            _check_listed(each, f"{name}[{i}]", levels - 1, small)
+
+
+_NUMBERS = frozenset((float, int))
