@@ -818,6 +818,10 @@ def test_monitors_come_and_go(server):
     for route, sent in routes:
         assert server.post(f"/v1/steering/monitors/{route}", sent, key=None).status_code == 401
     assert server.get("/v1/steering/monitors", key="wrong").status_code == 401
+    for name in ("", "  ", "a\0b", 257 * "a"):
+        answer = server.post("/v1/steering/modules/register", {"name": name, "spec": spec})
+        assert answer.status_code == 400
+        assert ": give 1 to 256 printable characters" in answer.json()["error"]["message"]
     entry = {"vector": [1.0] * 128, "when": "sad"}
     spec = {"post_block": {"1": entry}}
     for route, sent in (

@@ -28,6 +28,9 @@ Vectors = Annotated[
 ]
 
 
+_NAME = "1 to 256 printable characters, without spaces at the ends."
+
+
 class SteeringBody(StrictBody):
     """Global steering; the fields are those of `llm.steering.set`."""
 
@@ -44,7 +47,7 @@ class SteeringBody(StrictBody):
 class ModuleBody(StrictBody):
     """A steering module: its name, and what it does."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(description=_NAME)
     spec: Any = Field(description="Vectors, or an object with any of the fields of /set.")
 
 
@@ -57,7 +60,7 @@ class ModuleName(StrictBody):
 class MonitorBody(StrictBody):
     """A monitor: its name, and the condition that it stands for."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(description=_NAME)
     condition: Any = Field(
         description="An object with `probe` (hook, layer, vector, bias, score) and any of `above`, "
         "`below`, `between`; or with `all` or `any`, a list of these. Beside them `soft`, `scope` "

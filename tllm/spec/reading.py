@@ -21,6 +21,7 @@ from tllm.spec.operations import LARGEST_FLOAT32
 FloatArray = npt.NDArray[np.float32]
 _NAMED = 20
 """How many names a message has."""
+_LONGEST_NAME = 256
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -53,6 +54,22 @@ def check_text(given: str, name: str) -> str:
         given.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name}={given!r:.60} has lone surrogates; leave them out") from None
+    return str(given)
+
+
+def check_name(given: Any, what: str) -> str:
+    """The name of something that is registered, as Python's own text. Refuses what a list of names
+    would not show, and what a command line or a request's field would lose an end of.
+
+    Args:
+        what: is called so, for the message.
+    """
+    is_name = isinstance(given, str) and given.isprintable() and given == given.strip()
+    if not is_name or not 0 < len(given) <= _LONGEST_NAME:
+        raise ValueError(
+            f"{what} name {given!r:.80}: give 1 to {_LONGEST_NAME} printable characters, without "
+            "spaces at the ends"
+        )
     return str(given)
 
 
