@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from pydantic import Field, Strict
@@ -40,8 +40,11 @@ class SweepBody(StrictBody):
         Field(description='"all", 4, [0, 4], "4:9", "0,4-8,-1"; all unless told.'),
     ] = None
     positions: Annotated[
-        Literal["all"] | int | list[int] | None,
-        Field(description="Negative ones count from the end of the prompt; all unless told."),
+        str | int | list[int] | None,
+        Field(
+            description='Numbers, or "all"; negative ones count from the end of the prompt; all '
+            "unless told."
+        ),
     ] = None
     heads: Annotated[
         str | int | list[int] | None,
