@@ -478,7 +478,7 @@ def test_mistakes_are_refused_before_a_worker_sees_them(llm, reference, asked, s
 def test_a_module_is_refused_whose_factor_is_beyond_what_the_model_can_use(llm, reference):
     llm.steering.register_module("one", at([1.0, *GOOD[1:]]))
     with pytest.raises(
-        ValueError, match=r"adds up to 1e.30 to the numbers of a row at 'post_block'"
+        ValueError, match=r"module 'one' times 1e.30 adds up to 1e.30 .* at 'post_block' of layer"
     ):
         generate(llm, [PROMPTS[0]], {"steering_module_ref": ("one", 1e30)})
     with pytest.raises(ValueError, match=r"vectors.*adds up to 1e.30"):

@@ -801,6 +801,16 @@ def test_beams_are_steered_by_phase(server, client, route):
         server.post("/v1/steering/clear", {})
 
 
+def test_a_factor_that_a_module_cannot_have_is_refused_by_its_field(server):
+    module = {"name": "odd", "spec": VECTORS["steering_vectors"]}
+    assert server.post("/v1/steering/modules/register", module).is_success
+    for field in ("steering_name", "steering_module_ref"):
+        answer = server.post("/v1/completions", WORDS | {field: ["odd", 2**63]}, key=None)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert error["message"].startswith(f"{field}: module 'odd' times 9.22e+18 adds up to ")
+
+
 def test_modules_come_and_go(server):
     spec = {"post_block": {"1": [1.0] * 128}}
     body = {"name": "comes", "spec": spec}
@@ -808,6 +818,10 @@ def test_modules_come_and_go(server):
     assert "comes" in server.get("/v1/steering/modules").json()
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).is_success
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).status_code == 404
+    for name in ("", "  ", "a\0b", 257 * "a"):
+        answer = server.post("/v1/steering/modules/register", {"name": name, "spec": spec})
+        assert answer.status_code == 400
+        assert ": give 1 to 256 printable characters" in answer.json()["error"]["message"]
 
 
 def test_monitors_come_and_go(server):
@@ -818,10 +832,6 @@ def test_monitors_come_and_go(server):
     for route, sent in routes:
         assert server.post(f"/v1/steering/monitors/{route}", sent, key=None).status_code == 401
     assert server.get("/v1/steering/monitors", key="wrong").status_code == 401
-    for name in ("", "  ", "a\0b", 257 * "a"):
-        answer = server.post("/v1/steering/modules/register", {"name": name, "spec": spec})
-        assert answer.status_code == 400
-        assert ": give 1 to 256 printable characters" in answer.json()["error"]["message"]
     entry = {"vector": [1.0] * 128, "when": "sad"}
     spec = {"post_block": {"1": entry}}
     for route, sent in (
@@ -957,7 +967,10 @@ def test_what_is_no_field_of_an_admin_route_is_refused_in_a_sentence(server):
         ({"patch": [SET_TO_ZERO | {"layer": 99}]}, "post_block has no layer 99"),
         ({"patch": [SET_TO_ZERO | {"positions": [2**64]}]}, "['positions'] is beyond the 64 bits"),
         ({"steering_name": ["odd", 2**70]}, "steering_name[1] is beyond the 64 bits"),
-        ({"steering_vectors": {"post_block": {"0": [True, 0.5]}}}, "['post_block']['0'][0] is Tr"),
+        (
+            {"steering_vectors": {"post_block": {"0": [True, 0.5]}}},
+            "steering_vectors['post_block'][0][0] is Tr",
+        ),
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
@@ -1235,6 +1248,8 @@ def test_rows_are_limited_by_key(server, client, route, stream):
 
 def test_requests_in_flight_are_limited_by_key(server):
     client = limited(server)
+    module = {"name": "odd", "spec": VECTORS["steering_vectors"]}
+    assert server.post("/v1/steering/modules/register", module).is_success
     last = {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}}
     stream = client.completions.create(
         **WORDS, max_tokens=200, stream=True, extra_body=last | {"ignore_eos": True}
@@ -1242,6 +1257,8 @@ def test_requests_in_flight_are_limited_by_key(server):
     next(iter(stream))
     with pytest.raises(openai.RateLimitError, match="1 requests with interventions in flight"):
         client.completions.create(**WORDS, max_tokens=2, extra_body=last)
+    with pytest.raises(openai.RateLimitError, match="model='demo:odd': with this API key 1"):
+        client.completions.create(**WORDS | {"model": "demo:odd"}, max_tokens=2)
     assert client.completions.create(**WORDS, max_tokens=2).choices  # asks for nothing
     with pytest.raises(openai.PermissionDeniedError, match="consumers was given, but this server"):
         client.completions.create(**WORDS, max_tokens=2, extra_body={"consumers": {"probe": {}}})

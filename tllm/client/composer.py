@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
@@ -174,6 +174,7 @@ class Composer:
             try:
                 composed = self._limited(composed, _WITH_GLOBAL)
             except ValueError:
+                self._check_factors(asked.modules)
                 _check_own_conditions(own, endings, [self.everywhere, *modules])
                 raise
             self._composed[asked] = composed
@@ -312,6 +313,14 @@ class Composer:
                 "after the prompt, but the entry is for tokens of the prompt; give "
                 "steering_vectors or decode_steering_vectors"
             )
+
+    def _check_factors(self, modules: Iterable[tuple[str, float]]) -> None:
+        """Refuse the first module of a request that alone does more than a row can have."""
+        assert self.facts is not None
+        for name, factor in modules:
+            groups = compose([self.module(name).scaled(factor)])
+            what = f"steering_module_ref: module {name!r} times {factor:.3g}"
+            SteeringGroup.check_limits(groups, what, self.facts.max_reach)
 
     def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:
         assert self.facts is not None

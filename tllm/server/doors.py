@@ -106,9 +106,11 @@ class Door:
             in_turns: whether the engine's outputs are turns of one answer, and not its choices.
         """
         end = _nothing
+        model, with_module = request.model, None
         try:
             asked = asked_in(_given(request), self._settings)
-            asked |= await self._module_named_by_model(request, asked)
+            if module := await self._module_named_by_model(request, asked):
+                asked, with_module = asked | module, model
             _check_form(request, asked)
             await self._check_records(request, asked)
             beams = BeamSteps(asked) if getattr(request, "use_beam_search", False) else None
@@ -132,7 +134,7 @@ class Door:
             response = await self._answered(create, request, raw_request, watch, asked, in_turns)
         except (FieldError, RefusedError) as error:
             end()
-            wrong = error if isinstance(error, FieldError) else field_error(error, _given(request))
+            wrong = field_error(error, _given(request), with_module)
             return self._handler.create_error_response(
                 str(wrong), _TYPES[wrong.status], wrong.status, wrong.field
             )

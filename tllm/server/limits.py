@@ -24,6 +24,8 @@ from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key, is_sendabl
 from tllm.spec.media import PromptMedia
 
 _SHA256 = "sha256:"
+SWEEP = "patch_sweep"
+"""What a sweep is called among the fields that a caller asks."""
 
 
 class Limits(BaseModel):
@@ -55,13 +57,17 @@ class Limits(BaseModel):
     """The most requests in flight that ask for interventions."""
 
     def check(self, asked: Mapping[str, Any]) -> None:
-        """Refuse what a request may not ask at all. Raises `FieldError`."""
+        """Refuse what a request may not ask at all. Raises `FieldError`.
+
+        Args:
+            asked: the fields of a request, or a `SWEEP`.
+        """
         steers = _steers(asked)
         for allowed, names in (
             (self.capture, ["capture"] if "capture" in asked else []),
             (self.consumers, ["consumers"] if "consumers" in asked else []),
             (self.steering, steers),
-            (self.patching, ["patch"] if "patch" in asked else []),
+            (self.patching, [name for name in ("patch", SWEEP) if name in asked]),
         ):
             if names and not allowed:
                 raise FieldError(

@@ -17,7 +17,7 @@ from tllm.client.attached import Attached
 from tllm.engine.handlers import adapter_named
 from tllm.patching import METRICS, Sweep
 from tllm.server.fields import FieldError
-from tllm.server.limits import Limits, LimitsByKey
+from tllm.server.limits import SWEEP, Limits, LimitsByKey
 from tllm.server.strict_body import StrictBody
 
 _Prompt: TypeAlias = str | list[int]
@@ -101,12 +101,12 @@ class PatchSweeps:
         Raises `FieldError` for what the caller may not, and `ValueError` for what is wrong.
         """
         caller = self._limits.caller(headers)
-        self._limits.of(caller).check({"patch": body})
+        self._limits.of(caller).check({SWEEP: body})
         try:
             adapter = None if body.model is None else adapter_named(self._models, body.model)
         except ValueError as error:
             raise FieldError("model", str(error), HTTPStatus.NOT_FOUND) from None
-        end = self._limits.begin(caller, {"patch": body})
+        end = self._limits.begin(caller, {SWEEP: body})
         lines: asyncio.Queue[_Line | None] = asyncio.Queue()
         task = asyncio.ensure_future(self._swept(body, adapter, self._limits.of(caller), lines))
         self._running.add(task)
@@ -136,7 +136,7 @@ class PatchSweeps:
                 return
             if limits.experiments is not None and total > limits.experiments:
                 raise FieldError(
-                    "patch_sweep",
+                    SWEEP,
                     f"this sweep has {total} experiments; with this API key one may have "
                     f"{limits.experiments}: fewer layers, positions, heads or prompts",
                     HTTPStatus.BAD_REQUEST,
