@@ -77,6 +77,9 @@ def app_of(settings, tmp_path, host, answers=True):
     class Interventions:
         steering = Steering()
 
+        async def call_consumer(self, consumer, method, *args):
+            raise ValueError(f"no consumer {consumer!r} is registered")
+
         async def intervention_stats(self):
             await asyncio.sleep(0.0 if answers else 60.0)
             return [counters(), counters("it raised")]
@@ -109,6 +112,13 @@ def test_without_a_key_admin_routes_answer_on_loopback_only(tmp_path, host, stat
 def test_with_a_key_it_is_needed_everywhere(tmp_path, headers, status):
     client = app_of(ServerSettings(admin_api_key="secret"), tmp_path, "127.0.0.1")
     assert client.get("/v1/steering/modules", headers=headers).status_code == status
+
+
+def test_a_server_without_esamp_has_no_groups_to_forget(tmp_path):
+    client = app_of(ServerSettings(), tmp_path, "127.0.0.1")
+    answer = client.post("/v1/esamp/groups/forget", json={"group": "x"})
+    told = "no consumer 'esamp' is registered"
+    assert (answer.status_code, answer.json()["detail"]) == (404, told)
 
 
 def test_captures_and_options_can_be_switched_off():

@@ -925,6 +925,22 @@ def test_an_api_key_has_so_many_conversations(server, model):
         assert server.post(f"{path}/forget", {"id": name}).is_success
 
 
+def test_a_group_of_esamps_is_forgotten_by_the_administrator(server):
+    path = "/v1/esamp/groups/forget"
+    asked = {**WORDS, "max_tokens": 2, "consumers": {"esamp": {"group": "anna's"}}}
+    assert server.post("/v1/completions", asked, key=None).is_success
+    assert server.post(path, {"group": "anna's"}, key=None).status_code == 401
+    for body, status, told in (
+        ({"group": "ben's"}, 404, 'group: esamp has no group "ben\'s"; one lasts while its'),
+        ({"group": 7}, 400, "group: Input should be a valid string"),
+        ({"name": "anna's"}, 400, "name was given, and is no field; give any of group"),
+    ):
+        answer = server.post(path, body)
+        assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True)
+    assert server.post(path, {"group": "anna's"}).json() == {"forgotten": "anna's"}
+    assert server.post(path, {"group": "anna's"}).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("condition", "sentence"),
     [

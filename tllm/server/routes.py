@@ -1,5 +1,5 @@
-"""Routes of our own: global steering, modules, monitors, conversations, results fetched by
-reference, and sweeps."""
+"""Routes of our own: global steering, modules, monitors, conversations, groups of ESamp's, results
+fetched by reference, and sweeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
+from tllm.consumers.esamp import ESampConsumer
 from tllm.engine.handlers import engine_metrics
 from tllm.server.fields import FieldError, bearer_key
 from tllm.server.metrics import exposition
@@ -72,6 +73,12 @@ class ConversationName(StrictBody):
     """A conversation by its id."""
 
     id: str
+
+
+class GroupName(StrictBody):
+    """A group of ESamp's, as requests name it."""
+
+    group: str
 
 
 class MonitorName(StrictBody):
@@ -211,6 +218,23 @@ async def forget_conversation(body: ConversationName, state: Admin) -> dict[str,
     except ValueError as error:
         raise HTTPException(404, f"id: {error}") from None
     return {"forgotten": body.id}
+
+
+@router.post("/v1/esamp/groups/forget", responses=_ADMIN | _MALFORMED | _UNKNOWN)
+async def forget_group(body: GroupName, state: Admin) -> dict[str, Any]:
+    """Forget what a group of ESamp's has learned: whoever names it next begins anew."""
+    esamp = ESampConsumer.consumer_id
+    try:
+        known = await state.interventions.call_consumer(esamp, "forget_group", body.group)
+    except ValueError as error:  # there is no such consumer
+        raise HTTPException(404, str(error)) from None
+    if not any(known):
+        raise HTTPException(
+            404,
+            f"group: {esamp} has no group {body.group!r:.80}; one lasts while its sequences run, "
+            "or with persist=True until it is forgotten",
+        )
+    return {"forgotten": body.group}
 
 
 @router.get("/v1/interventions", responses=_ADMIN)
