@@ -194,6 +194,10 @@ def test_a_job_that_another_one_overtook_is_refused_by_what_its_user_gave(
         r"out '.*/store' is written into by process .* another --out", str(refused.value)
     )
     assert "consumer_id" not in str(refused.value)
+    raised = refused.value.__context__.__cause__
+    assert isinstance(raised, tllm.stores.WriterInUseError), "as it was in the worker"
+    assert f"process {os.getpid()}" in raised.owner
+    assert "consumer_id='filesystem' is that of another engine's captures" in str(raised)
 
 
 def test_a_prompt_that_is_refused_costs_no_other_its_rows(here, arguments, tmp_path):

@@ -162,7 +162,7 @@ def _earlier_run(job: Job) -> EarlierRun:
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
     from tllm import SamplingParams
-    from tllm.consumers.capture.filesystem import OF_ANOTHER, FilesystemConsumer
+    from tllm.consumers.capture.filesystem import FilesystemConsumer
     from tllm.engine.options import CHEAP_POINTS
     from tllm.engine.refusals import REFUSALS
 
@@ -179,7 +179,8 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
     try:
         llm = start_engine(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
     except ValueError as error:
-        if OF_ANOTHER in str(error):  # another run began while this engine started
+        # Another run may have begun while this engine started.
+        if isinstance(error.__cause__, tllm.stores.WriterInUseError):
             _check_alone(job.out)
         raise
     begin = time.monotonic()
