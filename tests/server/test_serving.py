@@ -1352,5 +1352,21 @@ def test_one_name_for_the_records_of_several_prompts_is_refused(server):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "capture")
         assert (
-            "['request_id'] is the name of one record, and there are 2 prompts" in error["message"]
+            "capture['filesystem']['request_id'] is for one prompt, and there are 2 prompts"
+            in error["message"]
         )
+
+
+def test_options_of_one_prompt_are_what_a_consumer_says(server):
+    """Also one of somebody else's, and one of captures that is named among consumers."""
+    two = {**WORDS, "prompt": ["One day", "At night"], "max_tokens": 1}
+    for name, options, option in (
+        ("turning", {"after": 1, "name": "x"}, "name"),
+        ("filesystem", {"hooks": {"post_block": [0]}, "request_id": "x"}, "request_id"),
+    ):
+        asked = {"consumers": {name: options}}
+        answer = server.post("/v1/completions", two | asked, key=None)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "consumers")
+        assert f"consumers[{name!r}][{option!r}] is for one prompt" in error["message"]
+        assert server.post("/v1/completions", WORDS | {"max_tokens": 1} | asked).is_success

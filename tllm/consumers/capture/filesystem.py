@@ -109,6 +109,7 @@ class FilesystemConsumer(Capturing):
 
     needs_tokens = True
     takes_early = True
+    one_prompt_options = ("request_id",)
 
     def __init__(
         self,
