@@ -38,6 +38,9 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
     broken.write_text("import no_such_module")
     lines.write_text('"One day"\n{"promt": "One day"}\n')
     (tmp_path / "none.jsonl").touch()
+    both, ending = tmp_path / "both.jsonl", tmp_path / "e.py"
+    both.write_text('{"prompt": "One day", "prompt_token_ids": [3, 4]}\n')
+    ending.write_text("import sys\nsys.exit(0)\n")
     for changed, message in (
         ({"--strengths": "0,much"}, "--strengths '0,much': give numbers with commas between"),
         ({"--strengths": "0,inf"}, "--strengths=inf is not finite"),
@@ -53,6 +56,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
         ({"--matches": None, "--effect": f"{functions}:LENGTH"}, "has no function 'LENGTH'"),
         ({"--matches": None, "--effect": f"{broken}:sad"}, "the file raised ModuleNotFoundError"),
         ({"--phase": "later"}, "--phase='later' is not known; choose one of any, prefill, decode"),
+        ({"--matches": None, "--effect": f"{ending}:sad"}, "the file raised SystemExit: 0"),
         ({"--max-tokens": "0"}, "--max-tokens 0 must be 1 or more"),
         ({"--temperature": "-1"}, "--temperature -1.0 must be 0 or more"),
         ({"--max-perplexity-ratio": "0.5"}, "--max-perplexity-ratio 0.5 must be 1 or more"),

@@ -165,7 +165,7 @@ def _function(given: str) -> Callable[[str], float]:
         raise ValueError(f"--effect {given!r}: {file!r} is no file")
     try:
         function = runpy.run_path(file).get(name)
-    except Exception as error:  # of whatever kind: the file is the user's
+    except (Exception, SystemExit) as error:  # of whatever kind: the file is the user's
         raise ValueError(
             f"--effect {given!r}: the file raised {type(error).__name__}: {error}"
         ) from error
@@ -175,7 +175,7 @@ def _function(given: str) -> Callable[[str], float]:
     def judged(text: str) -> float:
         try:
             value = function(text)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"--effect {given!r} raised {type(error).__name__}: {error}, for {text!r:.80}"
             ) from error
