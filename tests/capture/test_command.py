@@ -239,6 +239,8 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     status, text = here(arguments([{"id": None, "prompt": "a"}, both], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: both 'prompt' and 'prompt_token_ids' were given; give one" in text
+    status, text = here(arguments([{"id": ["a"], "prompt": "b"}], "--hooks", "post_block:1"))
+    assert (status, "line 1: the id ['a'] is neither text nor a number" in text) == (2, True)
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + b'"hello"\n{"no": 1}\n')  # as some editors write it
     with pytest.raises(ValueError, match="line 2: give a text"):

@@ -47,6 +47,27 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from None
 
 
+def prompt_lines(path: Path) -> Iterator[tuple[int, Any, str | list[int]]]:
+    """Number and content of each line of a file of prompts, and the prompt: a text, or the token
+    ids of `prompt_token_ids`. `ValueError` names the line that is wrong."""
+    for number, entry in json_lines(path):
+        found = entry if isinstance(entry, dict) else {"prompt": entry}
+        text, tokens = found.get("prompt"), found.get("prompt_token_ids")
+        if text is not None and tokens is not None:
+            raise ValueError(
+                f"{path}, line {number}: both 'prompt' and 'prompt_token_ids' were given; give one"
+            )
+        if isinstance(text, str):
+            yield number, entry, text
+        elif isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+            yield number, entry, tokens
+        else:
+            raise ValueError(
+                f"{path}, line {number}: give a text, or an object with 'prompt' or "
+                "'prompt_token_ids'"
+            )
+
+
 def check_text(given: str, name: str) -> str:
     """The text, as Python's own: NumPy has another. Refuses one with lone surrogates, as JSON may
     have it. Neither can be sent to a worker."""
