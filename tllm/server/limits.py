@@ -293,24 +293,22 @@ class LimitsByKey:
 
         Raises `FieldError` when the caller has too many in flight.
         """
-        limits, ways = self._limits[caller], self._ways[caller]
-        way = json.dumps({name: asked[name] for name in _steers(asked)}, sort_keys=True)
-        key = "" if way == "{}" else hashlib.sha256(way.encode()).hexdigest()
+        limits, ways, steers = self._limits[caller], self._ways[caller], _steers(asked)
+        way = json.dumps({name: asked[name] for name in steers}, sort_keys=True)
+        key = hashlib.sha256(way.encode()).hexdigest() if steers else ""
         new = int(bool(key) and not ways[key])
         self._counts.add(caller, 1, new)
         requests, configurations = self._counts.totals(caller)
-        for number, limit, what, field in (
-            (requests, limits.requests, "requests with interventions in flight", next(iter(asked))),
-            (new and configurations, limits.configurations, "ways of steering in flight", "steer"),
+        for number, limit, what, fields in (
+            (requests, limits.requests, "requests with interventions in flight", list(asked)),
+            (new and configurations, limits.configurations, "ways of steering in flight", steers),
         ):
             if limit is not None and number > limit:
                 self._counts.add(caller, -1, -new)
-                if field == "steer":
-                    field = _steers(asked)[0]
                 raise FieldError(
-                    field,
-                    f"{field}: with this API key {limit} {what} are allowed at a time; wait until "
-                    "one has ended",
+                    fields[0],
+                    f"{fields[0]}: with this API key {limit} {what} are allowed at a time; wait "
+                    "until one has ended",
                     HTTPStatus.TOO_MANY_REQUESTS,
                 )
         if key:

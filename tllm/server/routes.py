@@ -52,8 +52,8 @@ class ModuleBody(StrictBody):
     spec: Any = Field(description="Vectors, or an object with any of the fields of /set.")
 
 
-class ModuleName(StrictBody):
-    """A steering module by its name."""
+class RegisteredName(StrictBody):
+    """A steering module, or a monitor, by its name."""
 
     name: str
 
@@ -79,12 +79,6 @@ class GroupName(StrictBody):
     """A group of ESamp's, as requests name it."""
 
     group: str
-
-
-class MonitorName(StrictBody):
-    """A monitor by its name."""
-
-    name: str
 
 
 def admin(request: Request) -> ServerState:
@@ -167,18 +161,10 @@ async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
 
 
 @router.post("/v1/steering/modules/unregister", responses=_ADMIN | _MALFORMED | _UNKNOWN)
-async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
+async def unregister_module(body: RegisteredName, state: Admin) -> dict[str, Any]:
     """Forget a module."""
-    if body.name not in await state.interventions.steering.modules():
-        raise _unregistered("module", body.name)
-    await state.interventions.steering.unregister_module(body.name)
+    await _found("name", state.interventions.steering.unregister_module(body.name))
     return {"unregistered": body.name}
-
-
-def _unregistered(what: str, name: str) -> HTTPException:
-    return HTTPException(
-        404, f"name: no {what} {name!r} is registered; GET /v1/steering/{what}s says which are"
-    )
 
 
 @router.get("/v1/steering/monitors", responses=_ADMIN)
@@ -195,11 +181,9 @@ async def register_monitor(body: MonitorBody, state: Admin) -> dict[str, Any]:
 
 
 @router.post("/v1/steering/monitors/unregister", responses=_ADMIN | _MALFORMED | _UNKNOWN)
-async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
+async def unregister_monitor(body: RegisteredName, state: Admin) -> dict[str, Any]:
     """Forget a monitor."""
-    if body.name not in await state.interventions.steering.monitors():
-        raise _unregistered("monitor", body.name)
-    await state.interventions.steering.unregister_monitor(body.name)
+    await _found("name", state.interventions.steering.unregister_monitor(body.name))
     return {"unregistered": body.name}
 
 
@@ -213,10 +197,7 @@ async def steering_conversations(state: Admin) -> dict[str, Any]:
 @router.post("/v1/steering/conversations/forget", responses=_ADMIN | _MALFORMED | _UNKNOWN)
 async def forget_conversation(body: ConversationName, state: Admin) -> dict[str, Any]:
     """Forget a conversation: whoever names its id next begins another one."""
-    try:
-        await state.interventions.steering.forget_conversation(body.id)
-    except ValueError as error:
-        raise HTTPException(404, f"id: {error}") from None
+    await _found("id", state.interventions.steering.forget_conversation(body.id))
     return {"forgotten": body.id}
 
 
@@ -290,3 +271,11 @@ async def _checked(call: Any) -> None:
         await call
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
+
+
+async def _found(field: str, call: Any) -> None:
+    """There may be none of the name in a field."""
+    try:
+        await call
+    except ValueError as error:
+        raise HTTPException(404, f"{field}: {error}") from None
