@@ -196,6 +196,8 @@ def _parts(given: Any, name: str) -> Iterable[_Part]:
     try:
         return (layer_numbered(given, name),)
     except ValueError:
+        if isinstance(given, Integral) and not isinstance(given, bool):
+            raise
         raise ValueError(f"{name}: {given!r:.60} is not a layer; {_ALLOWED}") from None
 
 
