@@ -22,6 +22,11 @@ FloatArray = npt.NDArray[np.float32]
 _NAMED = 20
 """How many names a message has."""
 _LONGEST_NAME = 256
+_MOST = 2**64 - 1
+"""The largest whole number that a message between processes holds."""
+_MOST_SHOWN = 256
+"""Bits of a number up to which a message has it: of one of more than 4300 digits Python has no
+text."""
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -114,23 +119,26 @@ def hook_named(hook: Any, name: str) -> HookPoint:
 
 
 def check_64_bits(number: int, name: str, instead: str = "a smaller one") -> None:
-    """Refuse what no message between processes holds. The number is not told: of more than 4300
-    digits Python has no text."""
-    if not -(2**63) <= number < 2**64:
+    """Refuse what no message between processes holds."""
+    if not -(2**63) <= number <= _MOST:
         raise ValueError(
             f"{name} is beyond the 64 bits that a whole number may have; give {instead}"
         )
 
 
-def whole_number(given: Any, before: str, least: float = -math.inf, most: float = math.inf) -> int:
-    """A whole number from `least` to `most`; `before` begins the message where it is none."""
+def whole_number(given: Any, before: str, least: float = -math.inf, most: float = _MOST) -> int:
+    """A whole number from `least` to `most`; `before` begins the message where it is none. With an
+    infinite `most` it may have more than 64 bits."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ValueError(f"{before}{given!r:.60} is not a whole number")
     number = int(given)
-    check_64_bits(number, before.rstrip(": ="))
+    if most == _MOST:
+        check_64_bits(number, before.rstrip(": ="))
     if not least <= number <= most:
-        allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{before}{number} must be {allowed}")
+        allowed = f"{least} or more" if most >= _MOST else f"from {least} to {most}"
+        bits = number.bit_length()
+        told = number if bits < _MOST_SHOWN else f"a number of {bits} bits"
+        raise ValueError(f"{before}{told} must be {allowed}")
     return number
 
 
@@ -138,7 +146,7 @@ def whole_numbers(
     given: Any,
     name: str,
     least: float = -math.inf,
-    most: float = math.inf,
+    most: float = _MOST,
     *,
     may_be_empty: bool = False,
 ) -> list[int]:
