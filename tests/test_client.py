@@ -212,7 +212,7 @@ def test_what_a_request_asks_of_consumers_is_checked_however_often_its_parameter
     prepare(client, vllm.SamplingParams(extra_args={EXTRA_ARG: asked}))
     given = vllm.SamplingParams(extra_args={EXTRA_ARG: asked})
     options["number"] = 2**70
-    with pytest.raises(ValueError, match="beyond the 64 bits in which a number is sent"):
+    with pytest.raises(ValueError, match="beyond the 64 bits that a whole number may"):
         prepare(client, given)
 
 

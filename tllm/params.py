@@ -21,7 +21,7 @@ from tllm.spec.condition_reading import parse_conditions
 from tllm.spec.conversations import RequestConversation
 from tllm.spec.groups import Endings, RequestSteering
 from tllm.spec.patching import RequestPatch
-from tllm.spec.reading import check_text
+from tllm.spec.reading import check_64_bits, check_text
 from tllm.spec.request import EXTRA_ARG, Asked, carried_by, refusal_of_own
 from tllm.spec.selection import EVERYWHERE, Selection
 from tllm.spec.tiers import Tiers, parse_modules
@@ -402,13 +402,8 @@ def _plain(value: Any, field: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, Integral):
-        whole = int(value)
-        if not -(2**63) <= whole < 2**64:
-            raise ValueError(
-                f"{field} is beyond the 64 bits in which a number is sent to the workers; give a "
-                "smaller one, or text"
-            )
-        return whole
+        check_64_bits(int(value), field, "a smaller one, or text")
+        return int(value)
     if isinstance(value, Real):
         return float(value)
     if isinstance(value, Selection):

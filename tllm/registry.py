@@ -97,12 +97,13 @@ def _check_methods(consumer: Consumer, flows: Iterable[ConsumerFlow]) -> None:
                 consumer.consumer_id,
                 type(consumer).__name__,
             )
+    for attribute in ("remote_methods", "one_prompt_options"):
+        if isinstance(names := getattr(consumer, attribute), str):
+            raise TypeError(
+                f"{attribute}={names!r} of consumer {consumer.consumer_id!r} is one text; give a "
+                f"sequence of names: ({names!r},)"
+            )
     remote = consumer.remote_methods
-    if isinstance(remote, str):
-        raise TypeError(
-            f"remote_methods={remote!r} of consumer {consumer.consumer_id!r} is one text; give a "
-            f"sequence of names: ({remote!r},)"
-        )
     for name in remote:
         if not callable(getattr(consumer, name, None)):
             raise TypeError(

@@ -194,6 +194,10 @@ def test_a_job_that_another_one_overtook_is_refused_by_what_its_user_gave(
         r"out '.*/store' is written into by process .* another --out", str(refused.value)
     )
     assert "consumer_id" not in str(refused.value)
+    raised = refused.value.__context__.__cause__
+    assert isinstance(raised, tllm.stores.WriterInUseError), "as it was in the worker"
+    assert f"process {os.getpid()}" in raised.owner
+    assert "consumer_id='filesystem' is that of another engine's captures" in str(raised)
 
 
 def test_a_prompt_that_is_refused_costs_no_other_its_rows(here, arguments, tmp_path):
@@ -235,6 +239,8 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     status, text = here(arguments([{"id": None, "prompt": "a"}, both], "--hooks", "post_block:1"))
     assert status == 2
     assert "line 2: both 'prompt' and 'prompt_token_ids' were given; give one" in text
+    status, text = here(arguments([{"id": ["a"], "prompt": "b"}], "--hooks", "post_block:1"))
+    assert (status, "line 1: the id ['a'] is neither text nor a number" in text) == (2, True)
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + b'"hello"\n{"no": 1}\n')  # as some editors write it
     with pytest.raises(ValueError, match="line 2: give a text"):

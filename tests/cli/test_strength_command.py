@@ -38,11 +38,15 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
     broken.write_text("import no_such_module")
     lines.write_text('"One day"\n{"promt": "One day"}\n')
     (tmp_path / "none.jsonl").touch()
+    both, ending = tmp_path / "both.jsonl", tmp_path / "e.py"
+    both.write_text('{"prompt": "One day", "prompt_token_ids": [3, 4]}\n')
+    ending.write_text("import sys\nsys.exit(0)\n")
     for changed, message in (
         ({"--strengths": "0,much"}, "--strengths '0,much': give numbers with commas between"),
         ({"--strengths": "0,inf"}, "--strengths=inf is not finite"),
         ({"--prompt": None}, "give at least one --prompt, or --prompts"),
         ({"--prompts": lines}, "line 2: give a text, or an object with 'prompt'"),
+        ({"--prompts": both}, "line 1: both 'prompt' and 'prompt_token_ids' were given; give one"),
         ({"--texts": tmp_path / "none.jsonl"}, "none.jsonl has no lines"),
         ({"--texts": tmp_path / "lost.jsonl"}, "lost.jsonl' is not there"),
         ({"--matches": None}, "give --matches REGEX"),
@@ -52,6 +56,7 @@ def test_what_is_asked_wrongly_is_refused(invoke, asked, tmp_path):
         ({"--matches": None, "--effect": "lost.py:sad"}, "'lost.py' is no file"),
         ({"--matches": None, "--effect": f"{functions}:LENGTH"}, "has no function 'LENGTH'"),
         ({"--matches": None, "--effect": f"{broken}:sad"}, "the file raised ModuleNotFoundError"),
+        ({"--matches": None, "--effect": f"{ending}:sad"}, "the file raised SystemExit: 0"),
         ({"--phase": "later"}, "--phase='later' is not known; choose one of any, prefill, decode"),
         ({"--max-tokens": "0"}, "--max-tokens 0 must be 1 or more"),
         ({"--temperature": "-1"}, "--temperature -1.0 must be 0 or more"),

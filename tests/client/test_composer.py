@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -73,3 +74,16 @@ def test_a_monitor_that_layers_name_is_one_condition(composer):
 def test_a_shared_condition_is_refused_at_the_first_layer_before_its_probe(composer):
     with pytest.raises(ValueError, match=r"post_block.*computes after"):
         composer.groups(steering(probe(3)))
+
+
+def test_a_module_whose_factor_is_too_large_is_named(composer):
+    vector = np.ones(WIDTH, np.float32)
+    composer.modules["calm"] = Tiers.parse(vectors={"post_block": {1: vector}})
+    composer.modules["odd"] = Tiers.parse(vectors={"post_block": {1: vector}})
+    for given, refused in (
+        ((("calm", 1.0), ("odd", 1e30)), "steering_module_ref: module 'odd' times 1e+30 adds up"),
+        ((("calm", -(2.0**63)),), "steering_module_ref: module 'calm' times -9.22e+18 adds up"),
+        ((("calm", 4e18), ("odd", 4e18)), "the request with global steering adds up to 8e+18"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(refused)):
+            composer.groups(RequestSteering(Tiers(), given))

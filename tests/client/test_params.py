@@ -96,6 +96,92 @@ def test_metadata_that_cannot_travel_is_refused_by_name(metadata, says):
     assert len(str(refused.value)) < 300
 
 
+HUGE = 2**64
+ROW = [1.0, 2.0]
+SET_TO_ZERO = {"hook": "post_block", "layer": 0, "positions": [0], "source": {"zero": True}}
+PROBE = {"hook": "post_block", "layer": 0, "vector": ROW}
+
+
+def steered(**entry):
+    return {"steering_vectors": {"post_block": {0: {"vector": ROW, **entry}}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        (
+            {"steering_vectors": {"post_block": {HUGE: ROW}}},
+            "steering_vectors['post_block']: the number of a layer",
+        ),
+        (
+            {"steering_vectors": {"post_block": {0: [0.5, HUGE]}}},
+            "steering_vectors['post_block'][0][1]",
+        ),
+        (steered(scale=HUGE), "steering_vectors['post_block'][0]['scale']"),
+        (steered(positions={"image": [HUGE]}), "['positions']['image']"),
+        (steered(positions={"image": 10**5000}), "['positions']['image']"),
+        ({"steering_module_ref": ("calm", HUGE)}, "steering_module_ref[1]"),
+        ({"patch": [SET_TO_ZERO | {"layer": HUGE}]}, "patch[0]: the number of a layer"),
+        ({"patch": [SET_TO_ZERO | {"positions": [HUGE]}]}, "patch[0]['positions']"),
+        ({"patch": [SET_TO_ZERO | {"alpha": HUGE}]}, "patch[0]['alpha']"),
+        ({"patch": [SET_TO_ZERO | {"mask": [HUGE]}]}, "patch[0]['mask']"),
+        (
+            {"patch": [SET_TO_ZERO | {"source": {"tensor": [HUGE, 1]}}]},
+            "patch[0]['source']['tensor'][0]",
+        ),
+        (
+            {"stop_when": {"probe": PROBE | {"bias": HUGE}, "above": 0}},
+            "stop_when['probe']['bias']",
+        ),
+        ({"stop_when": {"probe": PROBE, "between": [0, HUGE]}}, "stop_when['between'][1]"),
+        (
+            {"abort_when": {"probe": {"sae": "sae", "feature": HUGE}, "above": 0}},
+            "abort_when['probe']['feature']",
+        ),
+        ({"capture": {"memory": {"positions": [HUGE]}}}, "capture['memory']['positions'][0]"),
+    ],
+)
+def test_whole_numbers_that_no_message_holds_are_refused_by_place(asked, place):
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(**asked)
+    assert f"{place} is beyond the 64 bits that a whole number may have" in str(refused.value)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        (
+            {"steering_vectors": {"post_block": {0: [True, 0.5]}}},
+            "steering_vectors['post_block'][0][0]",
+        ),
+        (
+            {"steering_vectors": {"post_block": [[0.5, 1], [0.5, np.False_]]}},
+            "steering_vectors['post_block'][1][1]",
+        ),
+        (
+            {"steering_clamps": {"post_block": {0: {"vector": (2, True), "max": 1}}}},
+            "steering_clamps['post_block'][0][1]",
+        ),
+        (
+            {"patch": [SET_TO_ZERO | {"source": {"tensor": [[0.5], np.array([True])]}}]},
+            "patch[0]['source']['tensor'][1][0]",
+        ),
+        ({"stop_when": {"probe": PROBE, "between": [False, 0.5]}}, "stop_when['between'][0]"),
+        (
+            {"stop_when": {"probe": PROBE | {"vector": [0.5, True]}, "above": 0}},
+            "stop_when['probe']['vector'][1]",
+        ),
+    ],
+)
+def test_a_truth_value_among_numbers_is_refused_by_place(asked, place):
+    """NumPy takes it for 1.0."""
+    with pytest.raises(ValueError) as refused:
+        SamplingParams(**asked)
+    assert f"{place} is " in str(refused.value)
+    assert "; give a number" in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
@@ -159,6 +245,8 @@ def test_what_is_refused_when_it_is_set_is_not_set():
         ({"seed": 1.5, "max_tokens": 3}, "seed=1.5: expected"),
         ({"logit_bias": {3: "a"}}, "logit_bias={3: 'a'}: expected `float`, got `str`"),
         ({"allowed_token_ids": [1, 2.0]}, r"allowed_token_ids=\[1, 2.0\]: .* at \[1\]"),
+        ({"seed": 2**64, "max_tokens": 2}, "seed is beyond the 64 bits"),
+        ({"stop_token_ids": [-(2**70)]}, "stop_token_ids is beyond the 64 bits"),
     ],
 )
 def test_parameters_that_would_end_the_engines_reader_are_refused(given, message):

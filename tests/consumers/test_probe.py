@@ -134,8 +134,10 @@ def test_bad_arguments_are_refused_with_the_field_and_what_is_allowed(tmp_path: 
         ({"path": tmp_path / "other.safetensors"}, "holds w; it must hold 'weight'"),
         ({"weight": np.ones((1, 2, 3))}, r"weight has shape \[1, 2, 3\]"),
         ({"weight": ones, "bias": [1.0, 2.0]}, r"bias has shape \[2\].*give a number"),
-        ({"weight": "abc"}, "weight is not an array of numbers"),
-        ({"weight": ones * np.nan}, "weight has values that are not finite"),
+        ({"weight": "abc"}, "weight is 'abc'; give a list of numbers, an array or a tensor"),
+        ({"weight": ones * np.nan}, "weight has values that are NaN, infinite or beyond float32"),
+        ({"weight": [0.5, True]}, r"weight\[1\] is True; give a number"),
+        ({"weight": [0.5], "bias": True}, "bias=True is not a number"),
         ({"weight": ones, "site": "middle"}, "unknown hook point 'middle'"),
         ({"weight": ones, "phase": "later"}, "phase='later' is not known"),
     ):

@@ -295,7 +295,7 @@ class TestRegistration:
         generate(llm, prompts_of([5]), greedy(3))
         assert llm.read_stats("probe") == llm.read_stats(probe) == probe.read_stats()
         assert llm.read_stats("probe")["runtime"]["rows"] == 7
-        with pytest.raises(ValueError, match=r"no consumer 'nobody' .* registered are \['probe'\]"):
+        with pytest.raises(ValueError, match=r"no consumer 'nobody' .* registered are probe\. Use"):
             llm.read_stats("nobody")
 
     @pytest.mark.parametrize("kind", [MixedIn, Frozen, Slotted])
@@ -682,6 +682,23 @@ class TestMistakes:
             waiting.synchronize()
         assert len(recorder.rows("mid")) == 7
         recorder.synchronize()
+
+    def test_who_is_not_registered_is_not_waited_for_and_has_no_statistics(self, llm):
+        recorder = llm.register_consumer(Recorder(flow()))
+        for one in (recorder, "recorder"):
+            llm.synchronize(one)
+            assert "runtime" in llm.read_stats(one)
+        for call in (
+            llm.synchronize,
+            llm.read_stats,
+            lambda consumer: llm.call_consumer(consumer, "method"),
+        ):
+            for other in ("other", Recorder(flow(), consumer_id="other")):
+                told = r"no consumer 'other' is registered.*recorder.*llm\.register_consumer"
+                with pytest.raises(ValueError, match=told):
+                    call(other)
+            with pytest.raises(TypeError, match="3 is no consumer; give one, or its consumer_id"):
+                call(3)
 
     def test_statistics_that_cannot_be_told_name_the_consumer(self, llm):
         class Counts(Recorder):

@@ -478,7 +478,7 @@ def test_mistakes_are_refused_before_a_worker_sees_them(llm, reference, asked, s
 def test_a_module_is_refused_whose_factor_is_beyond_what_the_model_can_use(llm, reference):
     llm.steering.register_module("one", at([1.0, *GOOD[1:]]))
     with pytest.raises(
-        ValueError, match=r"adds up to 1e.30 to the numbers of a row at 'post_block'"
+        ValueError, match=r"module 'one' times 1e.30 adds up to 1e.30 .* at 'post_block' of layer"
     ):
         generate(llm, [PROMPTS[0]], {"steering_module_ref": ("one", 1e30)})
     with pytest.raises(ValueError, match=r"vectors.*adds up to 1e.30"):
@@ -499,7 +499,12 @@ def of_rows(count):
         (lambda s: s.set({"post_block": {9: V}}), "post_block has no layer 9"),
         (lambda s: s.set({"post_block": torch.ones(5, HIDDEN)}), "one of 5 rows that say no layer"),
         (lambda s: s.register_module("m", of_rows(3)), "one of 3 rows that say no layer"),
-        (lambda s: s.register_module("", at(V)), "give a text that is not empty"),
+        (lambda s: s.register_module("", at(V)), "module name '': give 1 to 256 printable chara"),
+        (lambda s: s.register_module("  ", at(V)), "module name '  ': give 1 to 256 printable ch"),
+        (lambda s: s.register_module("a\0b", at(V)), "module name 'a\\x00b': give 1 to 256 print"),
+        (lambda s: s.register_module(257 * "a", at(V)), "give 1 to 256 printable characters"),
+        (lambda s: s.register_module(7, at(V)), "module name 7: give 1 to 256 printable"),
+        (lambda s: s.register_monitor("a\n", {}), "monitor name 'a\\n': give 1 to 256 printable"),
         (lambda s: s.register_module("m", {"vectors": at(V), "wrong": 1}), "unknown fields"),
         (lambda s: s.register_module("m", None), "module 'm' is None; give {hook point: {layer"),
         (lambda s: s.unregister_module("absent"), "no module 'absent'"),

@@ -1,5 +1,6 @@
 """The consumer as an engine drives it: predict, guide, train, finish, recycle."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -319,7 +320,13 @@ def test_statistics_say_what_happened():
 
 
 def test_statistics_before_any_work():
-    assert ESampConsumer().read_stats() == {}
+    alone = ESampConsumer()
+    for call, told in (
+        (alone.read_stats, "llm.register_consumer"),
+        (lambda: alone.forget_group("x"), "llm.call_consumer('esamp', 'forget_group', NAME)"),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(told)):
+            call()
     stats = make_driver().stats
     assert stats["loss_mean"] is None
     assert stats["loss_count"] == 0

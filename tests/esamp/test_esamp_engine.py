@@ -1,5 +1,6 @@
 """ESamp in an engine, with the parameters that a first user gives it."""
 
+import pytest
 from engine.asking import generate, prompts_of, sampled
 
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
@@ -30,3 +31,6 @@ def test_a_group_that_persists_is_forgotten_when_its_user_says_so(llm):
     assert esamp.read_stats()["slots_in_use"] == 0
     [guided] = generate(llm, prompts_of([5]), sampled(4, temperature=0.8))
     assert "esamp" not in guided.consumer_results
+    llm.unregister_consumer(esamp)
+    with pytest.raises(RuntimeError, match=r"not registered.*llm\.register_consumer"):
+        esamp.read_stats()

@@ -113,15 +113,31 @@ def test_a_group_that_is_forgotten_gives_its_slot_to_others():
     assert table.fresh == {0: "group:x"}, "it begins anew"
 
 
-def test_a_group_that_is_forgotten_while_it_runs_goes_on_to_its_end():
+def test_a_group_that_is_forgotten_while_it_runs_goes_on_and_who_names_it_later_begins_anew():
     table = make_table(persist=True)
-    first, second = (
-        make_request(name, slot=slot, options={"group": "x"}) for slot, name in enumerate("ab")
+    first, second, third = (
+        make_request(name, slot=slot, options={"group": "x"}) for slot, name in enumerate("abc")
     )
-    lease = table.join(first)
+    old = table.join(first)
     assert table.forget_group("x")
-    assert table.join(second) is lease
-    table.leave(first)
-    assert table.in_use == 1
-    table.leave(second)
+    new = table.join(second)
+    assert (new is old, new.slot == old.slot, table.in_use) == (False, False, 2)
+    assert table.join(third) is new
+    assert table.join(first) is old, "a sequence keeps its distiller"
+    assert table.leave(first)
+    assert table.join(second) is new
+    assert (table.in_use, table.fresh[new.slot]) == (1, "group:x")
+    assert table.leave(second) and table.leave(third)
+    assert table.in_use == 1, "the new one persists"
+    assert table.forget_group("x")
     assert table.in_use == 0
+
+
+def test_room_that_a_bank_has_not_got_is_taken_from_who_was_forgotten_too():
+    table = make_table(growable=True)
+    requests = [make_request(n, slot=i, options={"group": n}) for i, n in enumerate("abc")]
+    leases = [table.join(request) for request in requests]
+    assert table.forget_group("c")
+    table.shrink_to(2)
+    assert [lease.slot for lease in leases] == [0, 1, UNGUIDED]
+    assert not table.leave(requests[2])

@@ -66,6 +66,8 @@ def interventions(folder: Path) -> list[str]:
     arguments = ["--admin-api-key", KEY, "--hook-points", "all", "--limits", str(limits)]
     consumers = ["logging", f"probe:path={probe},layer=1", "lens:layers=[0,-1],top_k=3"]
     consumers += [f"filesystem:root={folder / 'store'}", "turning"]
+    # It knows groups, and neither reads nor writes rows.
+    consumers.append("esamp:guide=false,train=false,persist=true,rank=4")
     consumers.append(f"sae:path={autoencoder(folder / 'sae')}")
     return [*arguments, *(part for each in consumers for part in ("--consumer", each))]
 

@@ -43,17 +43,18 @@ from tllm.request_fields import FIELDS
 from tllm.server import document, plugin
 from tllm.server.bodies import CheckedBodies
 from tllm.server.doors import Door, prompt_tokens
-from tllm.server.fields import FieldError, asked_in
+from tllm.server.fields import FieldError, asked_in, field_error
 from tllm.server.later import LaterAnswers
 from tllm.server.limits import LimitsByKey, captured_rows, parse_limits
 from tllm.server.metrics import CONSUMER, WORKER, Stats
-from tllm.server.patch_sweeps import PatchSweeps
+from tllm.server.patch_sweeps import PatchSweeps, SweepBody
 from tllm.server.refusals import RefusedChoices
 from tllm.server.results import CaptureFiles, as_json
 from tllm.server.settings import VARIABLE, ServerSettings
 from tllm.server.state import ServerState, capture_files
 from tllm.spec.media import PromptMedia
 from tllm.spec.request import EXTRA_ARG
+from tllm.spec.tiers import parse_modules
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +76,9 @@ def app_of(settings, tmp_path, host, answers=True):
 
     class Interventions:
         steering = Steering()
+
+        async def call_consumer(self, consumer, method, *args):
+            raise ValueError(f"no consumer {consumer!r} is registered")
 
         async def intervention_stats(self):
             await asyncio.sleep(0.0 if answers else 60.0)
@@ -108,6 +112,13 @@ def test_without_a_key_admin_routes_answer_on_loopback_only(tmp_path, host, stat
 def test_with_a_key_it_is_needed_everywhere(tmp_path, headers, status):
     client = app_of(ServerSettings(admin_api_key="secret"), tmp_path, "127.0.0.1")
     assert client.get("/v1/steering/modules", headers=headers).status_code == status
+
+
+def test_a_server_without_esamp_has_no_groups_to_forget(tmp_path):
+    client = app_of(ServerSettings(), tmp_path, "127.0.0.1")
+    answer = client.post("/v1/esamp/groups/forget", json={"group": "x"})
+    told = "no consumer 'esamp' is registered"
+    assert (answer.status_code, answer.json()["detail"]) == (404, told)
 
 
 def test_captures_and_options_can_be_switched_off():
@@ -366,6 +377,41 @@ def test_what_a_key_may_not_ask_is_refused(tmp_path, limits, asked, status):
     assert (refusal.value.status, refusal.value.field) == (status, next(iter(asked)))
 
 
+@pytest.mark.parametrize(
+    ("body", "model", "told", "field"),
+    [
+        ({}, "demo:calm", "model='demo:calm'", "model"),
+        ({"steering_name": "calm"}, None, "steering_name", "steering_name"),
+        ({"steering_module_ref": "calm"}, None, "steering_module_ref", "steering_module_ref"),
+    ],
+)
+def test_what_is_refused_of_a_module_is_told_by_the_field_that_named_it(
+    tmp_path, body, model, told, field
+):
+    of_key = limited(tmp_path, steering=False, requests=0)
+    asked = {"steering_module_ref": "calm"}
+    for refuse, sentence, status in (
+        (lambda: of_key.of(1).check(asked), " was given, but this server does not allow it", 403),
+        (lambda: of_key.begin(1, asked), ": with this API key 0 requests with intervent", 429),
+        (lambda: parse_modules(["calm", 2**64]), "[1] is beyond the 64 bits", 400),
+    ):
+        with pytest.raises(ValueError) as refused:
+            refuse()
+        error = field_error(refused.value, body, model)
+        assert str(error).startswith(told + sentence)
+        assert (error.field, error.status) == (field, status)
+
+
+def test_what_is_refused_of_a_sweep_names_it(tmp_path):
+    for limits, status in (({"patching": False}, 403), ({"requests": 0}, 429)):
+        of_key = limited(tmp_path / str(status), **limits)
+        sweeps = PatchSweeps(None, of_key, None)
+        body = SweepBody(clean="a", corrupt="b", hooks="post_block")
+        with pytest.raises(FieldError, match=r"^patch_sweep\b") as refused:
+            asyncio.run(sweeps.begin(body, {"authorization": "Bearer k1"}))
+        assert refused.value.status == status
+
+
 def test_the_vectors_of_all_fields_count(tmp_path):
     asked = {"steering_vectors": SPEC, "steering_clamps": SPEC, "stop_when": PROBED}
     limited(tmp_path, vectors=3).of(1).check(asked)
@@ -463,7 +509,6 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(tmp_path, monkeyp
     ("body", "sentence"),
     [
         ('{"nam": "a"}', "nam was given, and is no field; give any of name, spec"),
-        ('{"name": "", "spec": {}}', "name: String should have at least 1 character"),
         ('{"name": 7}', "name: Input should be a valid string; spec: Field required"),
         ('{"name": "a"', "the body is no JSON: Expecting ',' delimiter, at character 12"),
         ("[]", "the body is no object; send one as JSON, with Content-Type: application/json"),
@@ -706,6 +751,7 @@ def test_modules_are_given_as_name_and_path(tmp_path):
     assert serve.modules_of([f"happy={path}"]) == {"happy": str(path)}
     for given, sentence in (
         (["happy"], "give name=path"),
+        ([f" ={path}"], "--steering-module ' =.*': module name ' ': give 1 to 256 printable"),
         ([f"happy={path}.gone"], "--steering-module happy '.*gone' is not there"),
         ([f"happy={path}", f"happy={path}"], "'happy' was given before"),
     ):

@@ -113,6 +113,10 @@ def test_all_layers_and_positions_are_asked_for_by_that_word_too(server):
         ({"noising": "yes"}, "noising: Input should be a valid boolean"),
         ({"positions": True}, "positions"),
         (
+            {"positions": "last"},
+            "positions='last' is not known; give \"all\", a position or a list",
+        ),
+        (
             {"layer": 1},
             "layer was given, and is no field; give any of clean, corrupt, hooks, layers",
         ),

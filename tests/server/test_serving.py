@@ -801,6 +801,16 @@ def test_beams_are_steered_by_phase(server, client, route):
         server.post("/v1/steering/clear", {})
 
 
+def test_a_factor_that_a_module_cannot_have_is_refused_by_its_field(server):
+    module = {"name": "odd", "spec": VECTORS["steering_vectors"]}
+    assert server.post("/v1/steering/modules/register", module).is_success
+    for field in ("steering_name", "steering_module_ref"):
+        answer = server.post("/v1/completions", WORDS | {field: ["odd", 2**63]}, key=None)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert error["message"].startswith(f"{field}: module 'odd' times 9.22e+18 adds up to ")
+
+
 def test_modules_come_and_go(server):
     spec = {"post_block": {"1": [1.0] * 128}}
     body = {"name": "comes", "spec": spec}
@@ -808,6 +818,10 @@ def test_modules_come_and_go(server):
     assert "comes" in server.get("/v1/steering/modules").json()
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).is_success
     assert server.post("/v1/steering/modules/unregister", {"name": "comes"}).status_code == 404
+    for name in ("", "  ", "a\0b", 257 * "a"):
+        answer = server.post("/v1/steering/modules/register", {"name": name, "spec": spec})
+        assert answer.status_code == 400
+        assert ": give 1 to 256 printable characters" in answer.json()["error"]["message"]
 
 
 def test_monitors_come_and_go(server):
@@ -911,6 +925,22 @@ def test_an_api_key_has_so_many_conversations(server, model):
         assert server.post(f"{path}/forget", {"id": name}).is_success
 
 
+def test_a_group_of_esamps_is_forgotten_by_the_administrator(server):
+    path = "/v1/esamp/groups/forget"
+    asked = {**WORDS, "max_tokens": 2, "consumers": {"esamp": {"group": "anna's"}}}
+    assert server.post("/v1/completions", asked, key=None).is_success
+    assert server.post(path, {"group": "anna's"}, key=None).status_code == 401
+    for body, status, told in (
+        ({"group": "ben's"}, 404, 'group: esamp has no group "ben\'s"; one lasts while its'),
+        ({"group": 7}, 400, "group: Input should be a valid string"),
+        ({"name": "anna's"}, 400, "name was given, and is no field; give any of group"),
+    ):
+        answer = server.post(path, body)
+        assert (answer.status_code, told in answer.json()["error"]["message"]) == (status, True)
+    assert server.post(path, {"group": "anna's"}).json() == {"forgotten": "anna's"}
+    assert server.post(path, {"group": "anna's"}).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("condition", "sentence"),
     [
@@ -951,6 +981,12 @@ def test_what_is_no_field_of_an_admin_route_is_refused_in_a_sentence(server):
         ({"patch": [{}]}, "patch[0] has no 'hook'"),
         ({"patch": [SET_TO_ZERO | {"positions": [900]}]}, "position 900 is out of range"),
         ({"patch": [SET_TO_ZERO | {"layer": 99}]}, "post_block has no layer 99"),
+        ({"patch": [SET_TO_ZERO | {"positions": [2**64]}]}, "['positions'] is beyond the 64 bits"),
+        ({"steering_name": ["odd", 2**70]}, "steering_name[1] is beyond the 64 bits"),
+        (
+            {"steering_vectors": {"post_block": {"0": [True, 0.5]}}},
+            "steering_vectors['post_block'][0][0] is Tr",
+        ),
         ({"consumers": [1]}, "consumers=[1] is list"),
         ({"steering_positions": "all"}, "nothing to steer with"),
         ({"vllm_xargs": {"tllm": ["capture"]}}, "as fields of the request's body"),
@@ -1228,6 +1264,8 @@ def test_rows_are_limited_by_key(server, client, route, stream):
 
 def test_requests_in_flight_are_limited_by_key(server):
     client = limited(server)
+    module = {"name": "odd", "spec": VECTORS["steering_vectors"]}
+    assert server.post("/v1/steering/modules/register", module).is_success
     last = {"capture": {"memory": {"hooks": {"post_block": [1]}, "positions": "last_prompt"}}}
     stream = client.completions.create(
         **WORDS, max_tokens=200, stream=True, extra_body=last | {"ignore_eos": True}
@@ -1235,6 +1273,8 @@ def test_requests_in_flight_are_limited_by_key(server):
     next(iter(stream))
     with pytest.raises(openai.RateLimitError, match="1 requests with interventions in flight"):
         client.completions.create(**WORDS, max_tokens=2, extra_body=last)
+    with pytest.raises(openai.RateLimitError, match="model='demo:odd': with this API key 1"):
+        client.completions.create(**WORDS | {"model": "demo:odd"}, max_tokens=2)
     assert client.completions.create(**WORDS, max_tokens=2).choices  # asks for nothing
     with pytest.raises(openai.PermissionDeniedError, match="consumers was given, but this server"):
         client.completions.create(**WORDS, max_tokens=2, extra_body={"consumers": {"probe": {}}})
@@ -1312,5 +1352,21 @@ def test_one_name_for_the_records_of_several_prompts_is_refused(server):
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "capture")
         assert (
-            "['request_id'] is the name of one record, and there are 2 prompts" in error["message"]
+            "capture['filesystem']['request_id'] is for one prompt, and there are 2 prompts"
+            in error["message"]
         )
+
+
+def test_options_of_one_prompt_are_what_a_consumer_says(server):
+    """Also one of somebody else's, and one of captures that is named among consumers."""
+    two = {**WORDS, "prompt": ["One day", "At night"], "max_tokens": 1}
+    for name, options, option in (
+        ("turning", {"after": 1, "name": "x"}, "name"),
+        ("filesystem", {"hooks": {"post_block": [0]}, "request_id": "x"}, "request_id"),
+    ):
+        asked = {"consumers": {name: options}}
+        answer = server.post("/v1/completions", two | asked, key=None)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "consumers")
+        assert f"consumers[{name!r}][{option!r}] is for one prompt" in error["message"]
+        assert server.post("/v1/completions", WORDS | {"max_tokens": 1} | asked).is_success

@@ -15,6 +15,7 @@ class Turning(Consumer):
 
     consumer_id = "turning"
     on_request_only = True
+    one_prompt_options = ("name",)
 
     def flows(self) -> list[ConsumerFlow]:
         read = ResidualStream.read(layer=1, phase="decode")

@@ -62,6 +62,7 @@ def test_forms(given, meant):
         ("4,", "'' is not a layer"),
         (None, "None is not a layer"),
         (True, "True is not a layer"),
+        ([0, 10**5000], "at: the number of a layer is beyond the 64 bits"),
         ([0, 1.5], "1.5 is not a layer"),
         (np.array([True]), "True is not a layer"),
         ("first", "'first' is not a layer"),

@@ -73,6 +73,12 @@ def test_nothing_is_overwritten_and_nothing_is_left_half_done(store: Store, tmp_
     export(store, tmp_path / "out", "npz")
     with pytest.raises(ValueError, match="is there already"):
         export(store, tmp_path / "out", "npz")
+    mine = tmp_path / "named" / "post_block.1.json"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    with pytest.raises(ValueError, match=r"post_block\.1\.json is there already"):
+        export(store, mine.parent, "safetensors")
+    assert [*mine.parent.iterdir()] == [mine] and mine.read_text() == "mine"
     with pytest.raises(ValueError, match="format='csv'"):
         export(store, tmp_path / "out", "csv")
     with pytest.raises(StoreError, match="have no arrays to export"):

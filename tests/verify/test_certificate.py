@@ -172,6 +172,10 @@ def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path: Path) -> None
     for content, sentence in (
         ("Once upon a time", "line 1 is not JSON: .* a text with quotation marks"),
         ('"a"\n{"promt": "b"}', "line 2: give a text, or an object with 'prompt' or"),
+        (
+            '{"prompt": "a", "prompt_token_ids": [1]}',
+            "line 1: both 'prompt' and 'prompt_token_ids'",
+        ),
         ('{"prompt": 3}', "line 1: give a text"),
         ('{"prompt_token_ids": ["3"]}', "line 1: give a text"),
         ("\n", "has none; give one or more, each a line"),

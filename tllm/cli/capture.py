@@ -20,7 +20,7 @@ from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import json_lines
+from tllm.spec.reading import prompt_lines
 from tllm.stores.format import WRITERS, normal_text, root_path
 from tllm.stores.owners import owner_of
 
@@ -112,35 +112,20 @@ def _check_alone(out: Path) -> None:
 def _read(path: Path) -> Iterator[tuple[str, Any]]:
     """`(id, prompt)` of each line; `ValueError` names the line that is wrong."""
     seen: dict[str, int] = {}
-    for number, entry in json_lines(path):
-        name, prompt = _entry(entry, number, path)
+    for number, entry, prompt in prompt_lines(path):
+        name = f"line-{number}"
+        if isinstance(entry, dict) and (given := entry.get("id")) is not None:
+            if not isinstance(given, (str, int, float)) or isinstance(given, bool):
+                raise ValueError(
+                    f"{path}, line {number}: the id {given!r:.60} is neither text nor a number"
+                )
+            name = normal_text(str(given))  # as it will be in the store
         if name in seen:
             raise ValueError(
                 f"{path}, line {number}: the id {name!r} is that of line {seen[name]} too"
             )
         seen[name] = number
-        yield name, prompt
-
-
-def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
-    name = f"line-{number}"
-    if isinstance(entry, str):
-        return name, entry
-    if isinstance(entry, dict):
-        if (given := entry.get("id")) is not None:
-            name = normal_text(str(given))  # as it will be in the store
-        if "prompt" in entry and "prompt_token_ids" in entry:
-            raise ValueError(
-                f"{path}, line {number}: both 'prompt' and 'prompt_token_ids' were given; give one"
-            )
-        if isinstance(entry.get("prompt"), str):
-            return name, entry["prompt"]
-        tokens = entry.get("prompt_token_ids")
-        if isinstance(tokens, list) and tokens and all(type(t) is int for t in tokens):
-            return name, {"prompt_token_ids": tokens}
-    raise ValueError(
-        f"{path}, line {number}: give a text, or an object with 'prompt' or 'prompt_token_ids'"
-    )
+        yield name, prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
 def _earlier_run(job: Job) -> EarlierRun:
@@ -162,7 +147,7 @@ def _earlier_run(job: Job) -> EarlierRun:
 
 def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console: Console) -> None:
     from tllm import SamplingParams
-    from tllm.consumers.capture.filesystem import OF_ANOTHER, FilesystemConsumer
+    from tllm.consumers.capture.filesystem import FilesystemConsumer
     from tllm.engine.options import CHEAP_POINTS
     from tllm.engine.refusals import REFUSALS
 
@@ -179,7 +164,8 @@ def _capture(job: Job, prompts: list[tuple[str, Any]], summary: Summary, console
     try:
         llm = start_engine(job.model, capture_consumers=[consumer], result_timeout_s=0.0, **engine)
     except ValueError as error:
-        if OF_ANOTHER in str(error):  # another run began while this engine started
+        # Another run may have begun while this engine started.
+        if isinstance(error.__cause__, tllm.stores.WriterInUseError):
             _check_alone(job.out)
         raise
     begin = time.monotonic()

@@ -19,7 +19,7 @@ from tllm.cli.engine import check_prompts, start_engine
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.progress import progress_bar
 from tllm.spec.phases import Phase, phase_named
-from tllm.spec.reading import json_lines, scalar
+from tllm.spec.reading import prompt_lines, scalar
 
 if TYPE_CHECKING:
     from tllm.steering import SteeringModule, StrengthSweep
@@ -120,18 +120,7 @@ def run(job: StrengthJob, console: Console) -> StrengthSweep:
 
 def _prompts(path: Path) -> list[_Prompt]:
     """Texts and token ids of JSON Lines; `ValueError` names the line that is wrong."""
-    found: list[_Prompt] = []
-    for number, entry in json_lines(path):
-        given = entry
-        if isinstance(entry, dict):
-            given = entry.get("prompt", entry.get("prompt_token_ids"))
-        tokens = isinstance(given, list) and given and all(type(token) is int for token in given)
-        if not (isinstance(given, str) or tokens):
-            raise ValueError(
-                f"{path}, line {number}: give a text, or an object with 'prompt' or "
-                "'prompt_token_ids'"
-            )
-        found.append(given)
+    found = [prompt for _, _, prompt in prompt_lines(path)]
     if not found:
         raise ValueError(f"{path} has no lines")
     return found
@@ -165,7 +154,7 @@ def _function(given: str) -> Callable[[str], float]:
         raise ValueError(f"--effect {given!r}: {file!r} is no file")
     try:
         function = runpy.run_path(file).get(name)
-    except Exception as error:  # of whatever kind: the file is the user's
+    except (Exception, SystemExit) as error:  # of whatever kind: the file is the user's
         raise ValueError(
             f"--effect {given!r}: the file raised {type(error).__name__}: {error}"
         ) from error
@@ -175,7 +164,7 @@ def _function(given: str) -> Callable[[str], float]:
     def judged(text: str) -> float:
         try:
             value = function(text)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"--effect {given!r} raised {type(error).__name__}: {error}, for {text!r:.80}"
             ) from error

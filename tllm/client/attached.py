@@ -12,6 +12,7 @@ from tllm.client.calls import AsyncCalls, Steps, SyncCalls, WorkerCall
 from tllm.client.front_end import Client
 from tllm.client.generation import AsyncGeneration, SyncGeneration
 from tllm.client.patching_control import PatchingControl
+from tllm.client.registrations import name_of
 from tllm.client.request import Prepared
 from tllm.client.results import attach_nothing
 from tllm.client.steering import SteeringControl
@@ -67,18 +68,19 @@ class Attached:
 
     def unregister_consumer(self, consumer: Consumer | str) -> Any:
         """Remove a consumer, given by instance or id, after its pending rows were handed out."""
-        return self._run(self._tllm.registered.unregister(_name(consumer)))
+        return self._run(self._tllm.registered.unregister(name_of(consumer)))
 
     def clear_consumers(self) -> Any:
         """Remove all consumers of this engine."""
         return self._run(self._tllm.registered.unregister(None))
 
-    def synchronize(self, consumer: Consumer | None = None) -> Any:
+    def synchronize(self, consumer: Consumer | str | None = None) -> Any:
         """Wait until every consumer is done with what it was given, whichever one is named.
 
-        Raises `RuntimeError` where a consumer's `synchronize` raises: it is detached then.
+        Raises `ValueError` where the one that is named is not registered, and `RuntimeError` where
+        a consumer's `synchronize` raises: it is detached then.
         """
-        return self._run(self._tllm.registered.ask(WorkerCall("synchronize")))
+        return self._run(self._tllm.registered.synchronize(consumer))
 
     def read_stats(self, consumer: Consumer | str) -> Any:
         """A consumer's statistics, given by instance or id, over all workers of all data-parallel
@@ -87,8 +89,7 @@ class Attached:
 
     def call_consumer(self, consumer: Consumer | str, method: str, *args: Any) -> Any:
         """Call one of a consumer's `remote_methods` in every worker; their answers by rank."""
-        call = WorkerCall("call_consumer", (_name(consumer), method, *args))
-        return self._run(self._tllm.registered.ask(call))
+        return self._run(self._tllm.registered.call(consumer, method, *args))
 
     def intervention_stats(self) -> Any:
         """Counters of each worker: hook points, rows captured and dropped, consumers, how many
@@ -282,7 +283,3 @@ def pending(outputs: Iterable[Any]) -> list[Any]:
         for output in outputs
         if "tllm_request" in vars(output) and output.tllm_request.results.pending
     ]
-
-
-def _name(consumer: Consumer | str) -> str:
-    return consumer if isinstance(consumer, str) else consumer.consumer_id

@@ -186,8 +186,7 @@ def _leave(answers: asyncio.Future[list[Any]]) -> None:
 def decode_answers(answers: Sequence[bytes]) -> list[Any]:
     """The workers' answers; raises what the first one to fail raised."""
     decoded = [decode(answer) for answer in answers]
-    for status, *rest in decoded:
+    for status, answer in decoded:
         if status == "error":
-            refused, message = rest
-            raise (ValueError if refused else RuntimeError)(message)
-    return [rest[0] for _, *rest in decoded]
+            raise answer
+    return [answer for _, answer in decoded]

@@ -120,7 +120,7 @@ def _key(params: VllmSamplingParams) -> Any:
             flat[place] = (*values[place], *kinds)
         else:
             flat[place] = None  # its own type says that it is empty
-    if types[_SEED] is int and flat[_SEED] != -1:  # which means none
+    if types[_SEED] is int and 0 <= flat[_SEED] < 2**63:  # -1 means none
         flat[_SEED] = 0
     return types, tuple(flat)
 

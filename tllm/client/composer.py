@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
@@ -25,7 +25,7 @@ from tllm.spec.groups import (
 from tllm.spec.memory import NOTHING
 from tllm.spec.phases import SELECTED_PHASES, Phase
 from tllm.spec.probes import FindFeature
-from tllm.spec.reading import check_text, registered_names
+from tllm.spec.reading import check_name, registered_names
 from tllm.spec.selection import Selection
 from tllm.spec.stretches import most_configurations
 from tllm.spec.tiers import TIER_FIELDS, SteeringEntry, Tiers
@@ -96,7 +96,7 @@ class Composer:
 
     def module_of(self, name: str, given: Any) -> Tiers:
         """A module that somebody defines."""
-        _checked_name(name, "module")
+        check_name(name, "module")
         spec = given.to_spec() if hasattr(given, "to_spec") else given
         if isinstance(spec, Mapping) and set(spec) & {*TIER_FIELDS, "positions"}:
             if unknown := sorted(set(spec) - {*TIER_FIELDS, "positions"}):
@@ -129,7 +129,7 @@ class Composer:
 
     def monitor_of(self, name: str, given: Any) -> Condition:
         """A monitor that somebody defines."""
-        name = _checked_name(name, "monitor")
+        name = check_name(name, "monitor")
         condition = parse_condition(given, f"monitor {name!r}")
         found = self._found(condition)
         if isinstance(found, (NamedCondition, FeatureCondition)):
@@ -174,6 +174,7 @@ class Composer:
             try:
                 composed = self._limited(composed, _WITH_GLOBAL)
             except ValueError:
+                self._check_factors(asked.modules)
                 _check_own_conditions(own, endings, [self.everywhere, *modules])
                 raise
             self._composed[asked] = composed
@@ -313,6 +314,14 @@ class Composer:
                 "steering_vectors or decode_steering_vectors"
             )
 
+    def _check_factors(self, modules: Iterable[tuple[str, float]]) -> None:
+        """Refuse the first module of a request that alone does more than a row can have."""
+        assert self.facts is not None
+        for name, factor in modules:
+            groups = compose([self.module(name).scaled(factor)])
+            what = f"steering_module_ref: module {name!r} times {factor:.3g}"
+            SteeringGroup.check_limits(groups, what, self.facts.max_reach)
+
     def _limited(self, groups: tuple[SteeringGroup, ...], what: str) -> tuple[SteeringGroup, ...]:
         assert self.facts is not None
         SteeringGroup.check_limits(groups, what, self.facts.max_reach)
@@ -360,12 +369,6 @@ def _check_own_conditions(own: Tiers, endings: Endings, others: Sequence[Tiers])
             _check_gates(gates_of(compose([*others, tiers], ending)).values(), _WITH_GLOBAL)
         except ValueError as error:
             raise ValueError(f"{field}: {error}") from None
-
-
-def _checked_name(name: Any, of: str) -> str:
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"{of} name {name!r}: give a text that is not empty")
-    return check_text(name, f"{of} name")
 
 
 def _tiers(given: Mapping[str, Any], positions: Any) -> Tiers:

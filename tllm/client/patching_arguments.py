@@ -194,6 +194,11 @@ def positions_of(given: Any) -> tuple[int, ...] | None:
     """The positions that a sweep patches, each once; None for all."""
     if given is None or (isinstance(given, str) and given == "all"):
         return None
+    if isinstance(given, str):
+        raise ValueError(
+            f'positions={given!r:.60} is not known; give "all", a position or a list of positions; '
+            "-1 is the last token of the prompt"
+        )
     return tuple(dict.fromkeys(whole_numbers(given, "positions")))
 
 

@@ -25,6 +25,7 @@ from tllm.ports.payload import reason_of
 from tllm.registry import check
 from tllm.shared_memory import FOLDER, SharedFile
 from tllm.spec.patching import KEPT, PATCHING
+from tllm.spec.reading import registered_names
 
 _CONSUMER, _FRONT_ENDS = "consumer:", "front_ends"
 
@@ -263,9 +264,33 @@ class Registrations:
         yield WorkerCall("unregister", (consumer_id,))
         yield from self._fetch()
 
+    def synchronize(self, consumer: Consumer | str | None) -> Steps[list[Any]]:
+        """Wait for all consumers; the one that is named must be there."""
+        if consumer is not None:
+            yield from self._registered_name(consumer)
+        return (yield from self.ask(WorkerCall("synchronize")))
+
+    def call(self, consumer: Consumer | str, method: str, *args: Any) -> Steps[list[Any]]:
+        """Call one of a consumer's `remote_methods` in every worker."""
+        name = yield from self._registered_name(consumer)
+        return (yield from self.ask(WorkerCall("call_consumer", (name, method, *args))))
+
+    def _registered_name(self, consumer: Consumer | str) -> Steps[str]:
+        """The id of a consumer that is there; `ValueError` for one that is not."""
+        name = name_of(consumer)
+        yield from self.current()
+        if name not in self.consumers:
+            others = registered_names(each for each in self.consumers if each not in BUILT_IN)
+            raise ValueError(
+                f"no consumer {name!r} is registered; registered are {others}. Use "
+                "llm.register_consumer(consumer), or start the engine with consumers=[...], the "
+                "server with --consumer"
+            )
+        return name
+
     def read_stats(self, consumer: Consumer | str) -> Steps[Mapping[str, Any]]:
         """A consumer's statistics, over all workers of all data-parallel replicas."""
-        name = consumer if isinstance(consumer, str) else consumer.consumer_id
+        name = yield from self._registered_name(consumer)
         found = yield from self.ask(WorkerCall("consumer_stats", (name,)))
         if isinstance(consumer, str):
             consumer = self.consumers[name]
@@ -277,6 +302,15 @@ class Registrations:
         if len(replicas) == 1:
             return replicas[0]
         return consumer_calls.call(consumer, "merge_replicas", replicas)
+
+
+def name_of(consumer: Consumer | str) -> str:
+    """The id of a consumer, which is given by itself or by its id."""
+    if isinstance(consumer, str):
+        return consumer
+    if not isinstance(consumer, Consumer):
+        raise TypeError(f"{consumer!r:.60} is no consumer; give one, or its consumer_id")
+    return consumer.consumer_id
 
 
 def _check(consumer: Any) -> None:

@@ -112,6 +112,7 @@ class SteeringControl:
         """Give steering a name, for `SamplingParams(steering_module_ref=(name, scale))`.
 
         Args:
+            name: 1 to 256 printable characters, without spaces at the ends.
             spec: a vector spec, a mapping with any of the fields of `set`, or anything with a
                 `to_spec()` that returns one, and perhaps `num_layers`, which must be the model's
                 then. A name that exists is defined anew: requests that are added later get the new
@@ -139,6 +140,7 @@ class SteeringControl:
         """Give a condition a name, for entries of steering that say `"when": name`.
 
         Args:
+            name: as of a module.
             condition: `{"probe": {"hook", "layer", "vector", "bias", "score"}, "above": 0.5}` or
                 another that an entry's `when` may be. A name that exists is defined anew: what
                 steers already keeps the old one, and so do modules and global steering, which have

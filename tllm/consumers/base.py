@@ -79,6 +79,10 @@ class Consumer(ABC):
     #: say, as `hooks`.
     place_argument: str = ""
 
+    #: Its options that are of one prompt alone, as the name of a record is: an HTTP request with
+    #: several prompts, which all have its options, may not give them.
+    one_prompt_options: Sequence[str] = ()
+
     #: Methods that `call_consumer` may call in the workers, with plain arguments and answers.
     remote_methods: Sequence[str] = ()
 

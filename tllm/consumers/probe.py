@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tllm.ports import (
     RequestInfo,
     ResidualStream,
 )
+from tllm.spec.reading import float_array, scalar
 
 
 class ProbeConsumer(Consumer):
@@ -139,10 +140,5 @@ def _load(path: Path) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _floats(name: str, given: Any) -> torch.Tensor:
     """As float32 on the host; `ValueError` for what is not finite numbers."""
-    try:
-        tensor = torch.as_tensor(given).detach().to("cpu", torch.float32)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is not an array of numbers: {error}") from error
-    if not tensor.isfinite().all():
-        raise ValueError(f"{name} has values that are not finite; give finite numbers")
-    return tensor
+    alone = not isinstance(given, Iterable)
+    return torch.as_tensor(scalar(given, name) if alone else float_array(given, name)).float()

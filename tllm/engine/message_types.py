@@ -42,6 +42,9 @@ def check_params(params: SamplingParams) -> None:
     bare.extra_args = None
     try:
         message = _ENCODER.encode(bare)
+    except OverflowError:
+        _refuse_beyond_64_bits(bare)
+        return
     except _NOT_SENT:
         return
     try:
@@ -49,6 +52,20 @@ def check_params(params: SamplingParams) -> None:
     except msgspec.ValidationError as error:
         named = re.search(r"\$\.(\w+)", str(error))
         raise ValueError(_told(named and named[1], params, error)) from None
+
+
+def _refuse_beyond_64_bits(params: SamplingParams) -> None:
+    """Name the field that has a whole number which no message holds."""
+    for name in params.__struct_fields__:
+        try:
+            _ENCODER.encode(getattr(params, name))
+        except OverflowError:
+            raise ValueError(
+                f"{name} is beyond the 64 bits that a whole number may have, or has such a number; "
+                "give a smaller one"
+            ) from None
+        except _NOT_SENT:
+            pass
 
 
 def check_request(request: EngineCoreRequest) -> None:

@@ -414,9 +414,18 @@ class InterventionWorker(_Base):
         except Exception as error:
             if not isinstance(error, ValueError):
                 logger.exception("tLLM call %r failed", method)
-            said = isinstance(error, ValueError) or type(error) is RuntimeError
-            told = str(error) if said else reason_of(error)
-            return self._answers.encode(("error", isinstance(error, ValueError), told), "")
+            return self._answers.encode(("error", _as_told(error)), "")
+
+
+def _as_told(error: Exception) -> Exception:
+    """What the user's process raises, which need not know the error's class."""
+    from tllm.stores import WriterInUseError  # with pyarrow, which few workers need
+
+    if isinstance(error, WriterInUseError):
+        return error
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    return RuntimeError(str(error) if type(error) is RuntimeError else reason_of(error))
 
 
 def _prompt_len(new: NewRequestData) -> int:

@@ -15,7 +15,7 @@ from tllm.server.fields import PLACES, UNSUPPORTED
 from tllm.spec.request import EXTRA_ARG, refusal_of_own
 
 _READ_BY = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-_OUR_ROUTES = ("/v1/steering", "/v1/patch_sweep")
+_OUR_ROUTES = ("/v1/steering", "/v1/esamp", "/v1/patch_sweep")
 """They refuse by themselves what they do not know."""
 _NAMES = (*FIELDS, *UNSUPPORTED)
 _NAME_IN_FORM = re.compile(rb'[; ]name="([^"\r\n]{1,64})"')

@@ -18,7 +18,6 @@ from typing import Any
 from tllm.client.attached import Attached
 from tllm.client.built_in import BUILT_IN
 from tllm.client.consumer_calls import consumer_error
-from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.signals import SignalsConsumer
 from tllm.engine.handlers import WATCH, BeamSteps, Watch, is_error, is_served, note_outputs
 from tllm.engine.keyless_logger import KeylessLogger
@@ -106,11 +105,13 @@ class Door:
             in_turns: whether the engine's outputs are turns of one answer, and not its choices.
         """
         end = _nothing
+        model, with_module = request.model, None
         try:
             asked = asked_in(_given(request), self._settings)
-            asked |= await self._module_named_by_model(request, asked)
+            if module := await self._module_named_by_model(request, asked):
+                asked, with_module = asked | module, model
             _check_form(request, asked)
-            await self._check_records(request, asked)
+            await self._check_one_prompt(request, asked)
             beams = BeamSteps(asked) if getattr(request, "use_beam_search", False) else None
             if not asked:
                 watch = None if beams is None else Watch(beams=beams)
@@ -132,7 +133,7 @@ class Door:
             response = await self._answered(create, request, raw_request, watch, asked, in_turns)
         except (FieldError, RefusedError) as error:
             end()
-            wrong = error if isinstance(error, FieldError) else field_error(error, _given(request))
+            wrong = field_error(error, _given(request), with_module)
             return self._handler.create_error_response(
                 str(wrong), _TYPES[wrong.status], wrong.status, wrong.field
             )
@@ -153,24 +154,24 @@ class Door:
         end()
         return response
 
-    async def _check_records(self, request: Any, asked: Mapping[str, Any]) -> None:
-        """Refuse one name for the records of several prompts: which of them had it was chance."""
+    async def _check_one_prompt(self, request: Any, asked: Mapping[str, Any]) -> None:
+        """Refuse options of one prompt where there are several, all of which would have them."""
         prompts = _num_prompts(request)
         named = [
-            name
-            for name, chosen in asked.get("capture", {}).items()
-            if prompts > 1 and chosen.get("request_id") is not None
+            (field, name) for field in ("capture", "consumers") for name in asked.get(field, {})
         ]
-        if not named:
+        if prompts == 1 or not named:
             return
         await self._interventions.steering.layers()  # all consumers are known then
-        for name in named:
-            if isinstance(self._interventions.consumers.get(name), FilesystemConsumer):
-                raise FieldError(
-                    "capture",
-                    f"capture[{name!r}]['request_id'] is the name of one record, and there are "
-                    f"{prompts} prompts; give each a request of its own, or leave request_id out",
-                )
+        for field, name in named:
+            consumer = self._interventions.consumers.get(name)
+            for option in () if consumer is None else consumer.one_prompt_options:
+                if asked[field][name].get(option) is not None:
+                    raise FieldError(
+                        field,
+                        f"{field}[{name!r}][{option!r}] is for one prompt, and there are {prompts} "
+                        f"prompts; give each a request of its own, or leave {option} out",
+                    )
 
     def _running(self, request: Any) -> asyncio.Task[Any] | None:
         """What computes an answer in the background; None for any other, and when it is done."""

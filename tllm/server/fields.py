@@ -18,6 +18,10 @@ from tllm.spec.request import EXTRA_ARG, refusal_of_own
 ENDING_FIELDS = ("stop_when", "abort_when")
 """Those that end a request where a condition holds."""
 
+_MODULE_REF = "steering_module_ref"
+"""What the engine calls it, whether a request has it by this name, as `steering_name` or in
+`model`."""
+
 UNSUPPORTED = {
     "patch_vectors": "patching by vectors (use patch)",
     "steering": "a field of this name (use steering_vectors)",
@@ -56,12 +60,12 @@ def asked_in(body: Mapping[str, Any], settings: ServerSettings) -> dict[str, Any
     _check_names(body)
     asked = {name: body[name] for name in FIELDS if body.get(name) is not None}
     if "steering_name" in asked:
-        if "steering_module_ref" in asked:
+        if _MODULE_REF in asked:
             raise FieldError(
                 "steering_name",
                 "steering_name and steering_module_ref were both given; give one of them",
             )
-        asked["steering_module_ref"] = asked.pop("steering_name")
+        asked[_MODULE_REF] = asked.pop("steering_name")
     for name, allowed in (
         ("capture", settings.allow_capture),
         ("consumers", settings.allow_consumers),
@@ -132,18 +136,32 @@ def _check_counted(conversation: Any) -> None:
         )
 
 
-def field_error(error: ValueError, body: Mapping[str, Any]) -> FieldError:
-    """What is refused, by the name of the field as the body has it."""
-    message = str(error)
-    if "steering_name" in body:
-        message = re.sub("^steering_module_ref", "steering_name", message)
-    if "vllm_xargs" in body:  # the engine has it under another name
+def field_error(
+    error: ValueError, body: Mapping[str, Any], with_module: str | None = None
+) -> FieldError:
+    """What is refused, by the name of the field as the request has it.
+
+    Args:
+        body: the fields of the request that vLLM does not know.
+        with_module: the request's `model`, where that names a steering module.
+    """
+    message, field, status = str(error), None, HTTPStatus.BAD_REQUEST
+    if isinstance(error, FieldError):
+        field, status = error.field, error.status
+    other, told = ("steering_name", "steering_name")
+    if with_module is not None:
+        other, told = ("model", f"model={with_module!r:.80}")
+    if with_module is not None or ("steering_name" in body and _MODULE_REF not in body):
+        message = re.sub(rf"\b{_MODULE_REF}\b", lambda _: told, message)
+        field = other if field == _MODULE_REF or message.startswith(told) else field
+    if "vllm_xargs" in body and not isinstance(error, FieldError):  # another name in the engine
         message = re.sub(r"^extra_args(?=\[)", "vllm_xargs", message)
-    field = next(
-        (name for name in (*FIELDS, "vllm_xargs") if message.startswith(name) and name in body),
-        None,
-    )
-    return FieldError(field, message)
+    if field is None:
+        field = next(
+            (name for name in (*FIELDS, "vllm_xargs") if message.startswith(name) and name in body),
+            None,
+        )
+    return FieldError(field, message, status)
 
 
 def bearer_key(headers: Mapping[str, str]) -> str:

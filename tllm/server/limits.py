@@ -24,6 +24,8 @@ from tllm.server.fields import ENDING_FIELDS, FieldError, bearer_key, is_sendabl
 from tllm.spec.media import PromptMedia
 
 _SHA256 = "sha256:"
+SWEEP = "patch_sweep"
+"""What a sweep is called among the fields that a caller asks."""
 
 
 class Limits(BaseModel):
@@ -55,13 +57,17 @@ class Limits(BaseModel):
     """The most requests in flight that ask for interventions."""
 
     def check(self, asked: Mapping[str, Any]) -> None:
-        """Refuse what a request may not ask at all. Raises `FieldError`."""
+        """Refuse what a request may not ask at all. Raises `FieldError`.
+
+        Args:
+            asked: the fields of a request, or a `SWEEP`.
+        """
         steers = _steers(asked)
         for allowed, names in (
             (self.capture, ["capture"] if "capture" in asked else []),
             (self.consumers, ["consumers"] if "consumers" in asked else []),
             (self.steering, steers),
-            (self.patching, ["patch"] if "patch" in asked else []),
+            (self.patching, [name for name in ("patch", SWEEP) if name in asked]),
         ):
             if names and not allowed:
                 raise FieldError(
@@ -287,24 +293,22 @@ class LimitsByKey:
 
         Raises `FieldError` when the caller has too many in flight.
         """
-        limits, ways = self._limits[caller], self._ways[caller]
-        way = json.dumps({name: asked[name] for name in _steers(asked)}, sort_keys=True)
-        key = "" if way == "{}" else hashlib.sha256(way.encode()).hexdigest()
+        limits, ways, steers = self._limits[caller], self._ways[caller], _steers(asked)
+        way = json.dumps({name: asked[name] for name in steers}, sort_keys=True)
+        key = hashlib.sha256(way.encode()).hexdigest() if steers else ""
         new = int(bool(key) and not ways[key])
         self._counts.add(caller, 1, new)
         requests, configurations = self._counts.totals(caller)
-        for number, limit, what, field in (
-            (requests, limits.requests, "requests with interventions in flight", next(iter(asked))),
-            (new and configurations, limits.configurations, "ways of steering in flight", "steer"),
+        for number, limit, what, fields in (
+            (requests, limits.requests, "requests with interventions in flight", list(asked)),
+            (new and configurations, limits.configurations, "ways of steering in flight", steers),
         ):
             if limit is not None and number > limit:
                 self._counts.add(caller, -1, -new)
-                if field == "steer":
-                    field = _steers(asked)[0]
                 raise FieldError(
-                    field,
-                    f"{field}: with this API key {limit} {what} are allowed at a time; wait until "
-                    "one has ended",
+                    fields[0],
+                    f"{fields[0]}: with this API key {limit} {what} are allowed at a time; wait "
+                    "until one has ended",
                     HTTPStatus.TOO_MANY_REQUESTS,
                 )
         if key:

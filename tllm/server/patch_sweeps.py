@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from pydantic import Field, Strict
@@ -17,7 +17,7 @@ from tllm.client.attached import Attached
 from tllm.engine.handlers import adapter_named
 from tllm.patching import METRICS, Sweep
 from tllm.server.fields import FieldError
-from tllm.server.limits import Limits, LimitsByKey
+from tllm.server.limits import SWEEP, Limits, LimitsByKey
 from tllm.server.strict_body import StrictBody
 
 _Prompt: TypeAlias = str | list[int]
@@ -40,8 +40,11 @@ class SweepBody(StrictBody):
         Field(description='"all", 4, [0, 4], "4:9", "0,4-8,-1"; all unless told.'),
     ] = None
     positions: Annotated[
-        Literal["all"] | int | list[int] | None,
-        Field(description="Negative ones count from the end of the prompt; all unless told."),
+        str | int | list[int] | None,
+        Field(
+            description='Numbers, or "all"; negative ones count from the end of the prompt; all '
+            "unless told."
+        ),
     ] = None
     heads: Annotated[
         str | int | list[int] | None,
@@ -98,12 +101,12 @@ class PatchSweeps:
         Raises `FieldError` for what the caller may not, and `ValueError` for what is wrong.
         """
         caller = self._limits.caller(headers)
-        self._limits.of(caller).check({"patch": body})
+        self._limits.of(caller).check({SWEEP: body})
         try:
             adapter = None if body.model is None else adapter_named(self._models, body.model)
         except ValueError as error:
             raise FieldError("model", str(error), HTTPStatus.NOT_FOUND) from None
-        end = self._limits.begin(caller, {"patch": body})
+        end = self._limits.begin(caller, {SWEEP: body})
         lines: asyncio.Queue[_Line | None] = asyncio.Queue()
         task = asyncio.ensure_future(self._swept(body, adapter, self._limits.of(caller), lines))
         self._running.add(task)
@@ -133,7 +136,7 @@ class PatchSweeps:
                 return
             if limits.experiments is not None and total > limits.experiments:
                 raise FieldError(
-                    "patch_sweep",
+                    SWEEP,
                     f"this sweep has {total} experiments; with this API key one may have "
                     f"{limits.experiments}: fewer layers, positions, heads or prompts",
                     HTTPStatus.BAD_REQUEST,

@@ -1,5 +1,5 @@
-"""Routes of our own: global steering, modules, monitors, conversations, results fetched by
-reference, and sweeps."""
+"""Routes of our own: global steering, modules, monitors, conversations, groups of ESamp's, results
+fetched by reference, and sweeps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fastapi.responses import FileResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field
 
+from tllm.consumers.esamp import ESampConsumer
 from tllm.engine.handlers import engine_metrics
 from tllm.server.fields import FieldError, bearer_key
 from tllm.server.metrics import exposition
@@ -26,6 +27,9 @@ Vectors = Annotated[
         "with `vector`, `scale`, `method`, `positions`; or the packed form."
     ),
 ]
+
+
+_NAME = "1 to 256 printable characters, without spaces at the ends."
 
 
 class SteeringBody(StrictBody):
@@ -44,12 +48,12 @@ class SteeringBody(StrictBody):
 class ModuleBody(StrictBody):
     """A steering module: its name, and what it does."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(description=_NAME)
     spec: Any = Field(description="Vectors, or an object with any of the fields of /set.")
 
 
-class ModuleName(StrictBody):
-    """A steering module by its name."""
+class RegisteredName(StrictBody):
+    """A steering module, or a monitor, by its name."""
 
     name: str
 
@@ -57,7 +61,7 @@ class ModuleName(StrictBody):
 class MonitorBody(StrictBody):
     """A monitor: its name, and the condition that it stands for."""
 
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(description=_NAME)
     condition: Any = Field(
         description="An object with `probe` (hook, layer, vector, bias, score) and any of `above`, "
         "`below`, `between`; or with `all` or `any`, a list of these. Beside them `soft`, `scope` "
@@ -71,10 +75,10 @@ class ConversationName(StrictBody):
     id: str
 
 
-class MonitorName(StrictBody):
-    """A monitor by its name."""
+class GroupName(StrictBody):
+    """A group of ESamp's, as requests name it."""
 
-    name: str
+    group: str
 
 
 def admin(request: Request) -> ServerState:
@@ -157,18 +161,10 @@ async def register_module(body: ModuleBody, state: Admin) -> dict[str, Any]:
 
 
 @router.post("/v1/steering/modules/unregister", responses=_ADMIN | _MALFORMED | _UNKNOWN)
-async def unregister_module(body: ModuleName, state: Admin) -> dict[str, Any]:
+async def unregister_module(body: RegisteredName, state: Admin) -> dict[str, Any]:
     """Forget a module."""
-    if body.name not in await state.interventions.steering.modules():
-        raise _unregistered("module", body.name)
-    await state.interventions.steering.unregister_module(body.name)
+    await _found("name", state.interventions.steering.unregister_module(body.name))
     return {"unregistered": body.name}
-
-
-def _unregistered(what: str, name: str) -> HTTPException:
-    return HTTPException(
-        404, f"name: no {what} {name!r} is registered; GET /v1/steering/{what}s says which are"
-    )
 
 
 @router.get("/v1/steering/monitors", responses=_ADMIN)
@@ -185,11 +181,9 @@ async def register_monitor(body: MonitorBody, state: Admin) -> dict[str, Any]:
 
 
 @router.post("/v1/steering/monitors/unregister", responses=_ADMIN | _MALFORMED | _UNKNOWN)
-async def unregister_monitor(body: MonitorName, state: Admin) -> dict[str, Any]:
+async def unregister_monitor(body: RegisteredName, state: Admin) -> dict[str, Any]:
     """Forget a monitor."""
-    if body.name not in await state.interventions.steering.monitors():
-        raise _unregistered("monitor", body.name)
-    await state.interventions.steering.unregister_monitor(body.name)
+    await _found("name", state.interventions.steering.unregister_monitor(body.name))
     return {"unregistered": body.name}
 
 
@@ -203,11 +197,25 @@ async def steering_conversations(state: Admin) -> dict[str, Any]:
 @router.post("/v1/steering/conversations/forget", responses=_ADMIN | _MALFORMED | _UNKNOWN)
 async def forget_conversation(body: ConversationName, state: Admin) -> dict[str, Any]:
     """Forget a conversation: whoever names its id next begins another one."""
-    try:
-        await state.interventions.steering.forget_conversation(body.id)
-    except ValueError as error:
-        raise HTTPException(404, f"id: {error}") from None
+    await _found("id", state.interventions.steering.forget_conversation(body.id))
     return {"forgotten": body.id}
+
+
+@router.post("/v1/esamp/groups/forget", responses=_ADMIN | _MALFORMED | _UNKNOWN)
+async def forget_group(body: GroupName, state: Admin) -> dict[str, Any]:
+    """Forget what a group of ESamp's has learned: whoever names it next begins anew."""
+    esamp = ESampConsumer.consumer_id
+    try:
+        known = await state.interventions.call_consumer(esamp, "forget_group", body.group)
+    except ValueError as error:  # there is no such consumer
+        raise HTTPException(404, str(error)) from None
+    if not any(known):
+        raise HTTPException(
+            404,
+            f"group: {esamp} has no group {body.group!r:.80}; one lasts while its sequences run, "
+            "or with persist=True until it is forgotten",
+        )
+    return {"forgotten": body.group}
 
 
 @router.get("/v1/interventions", responses=_ADMIN)
@@ -263,3 +271,11 @@ async def _checked(call: Any) -> None:
         await call
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
+
+
+async def _found(field: str, call: Any) -> None:
+    """There may be none of the name in a field."""
+    try:
+        await call
+    except ValueError as error:
+        raise HTTPException(404, f"{field}: {error}") from None

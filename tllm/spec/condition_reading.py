@@ -23,6 +23,7 @@ from tllm.spec.probes import SCORES, MlpProbe
 from tllm.spec.reading import (
     FloatArray,
     allow_keys,
+    check_64_bits,
     check_text,
     float_array,
     hook_named,
@@ -136,6 +137,7 @@ def _feature_condition(
         )
     if type(feature) is not int or feature < 0:
         raise ValueError(f"{inner}['feature']={feature!r:.60}; give the number of a feature")
+    check_64_bits(feature, f"{inner}['feature']")
     edges = _range(given, field)
     if edges.high <= 0 and not edges.soft:
         raise ValueError(

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 from tllm.spec.hooks import HookPoint, counted_layer
-from tllm.spec.reading import own_numbers
+from tllm.spec.reading import check_64_bits, own_numbers
 
 _INDEX = re.compile(r"[+-]?\d{1,9}")
 _HALF_OPEN = re.compile(r"(-?\d{1,5})?:(-?\d{1,5})?")
@@ -157,13 +157,12 @@ class Layers:
 def layer_numbered(given: Any, name: str) -> int:
     """One layer's number: an index, which a key of JSON gives as text, or `"last"`."""
     given = own_numbers(given)
-    if type(given) is int:
-        return given
     if isinstance(given, str) and given.strip() == "last":
         return -1
     if isinstance(given, str) and _INDEX.fullmatch(given.strip()):
         return int(given)
     if isinstance(given, Integral) and not isinstance(given, bool):
+        check_64_bits(int(given), f"{name}: the number of a layer")
         return int(given)
     raise ValueError(f"{name}: {given!r:.60} is not a layer; give its index, negative from the end")
 
@@ -197,6 +196,8 @@ def _parts(given: Any, name: str) -> Iterable[_Part]:
     try:
         return (layer_numbered(given, name),)
     except ValueError:
+        if isinstance(given, Integral) and not isinstance(given, bool):
+            raise
         raise ValueError(f"{name}: {given!r:.60} is not a layer; {_ALLOWED}") from None
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from tllm.spec.reading import check_64_bits
+
 MODALITIES = ("image", "video", "audio")
 
 
@@ -82,6 +84,7 @@ def parse_media(given: Mapping[str, Any], name: str) -> tuple[MediaItem, ...]:
                     f"{name}[{modality!r}]: {index!r:.60} is no whole number; give indices of "
                     f"the prompt's items of {modality}, counted from 0, or 'all'"
                 )
+            check_64_bits(int(index), f"{name}[{modality!r}]")
             found.append(MediaItem(modality, int(index)))
     return tuple(dict.fromkeys(found))
 

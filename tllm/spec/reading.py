@@ -21,6 +21,12 @@ from tllm.spec.operations import LARGEST_FLOAT32
 FloatArray = npt.NDArray[np.float32]
 _NAMED = 20
 """How many names a message has."""
+_LONGEST_NAME = 256
+_MOST = 2**64 - 1
+"""The largest whole number that a message between processes holds."""
+_MOST_SHOWN = 256
+"""Bits of a number up to which a message has it: of one of more than 4300 digits Python has no
+text."""
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -46,6 +52,27 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                     ) from None
 
 
+def prompt_lines(path: Path) -> Iterator[tuple[int, Any, str | list[int]]]:
+    """Number and content of each line of a file of prompts, and the prompt: a text, or the token
+    ids of `prompt_token_ids`. `ValueError` names the line that is wrong."""
+    for number, entry in json_lines(path):
+        found = entry if isinstance(entry, dict) else {"prompt": entry}
+        text, tokens = found.get("prompt"), found.get("prompt_token_ids")
+        if text is not None and tokens is not None:
+            raise ValueError(
+                f"{path}, line {number}: both 'prompt' and 'prompt_token_ids' were given; give one"
+            )
+        if isinstance(text, str):
+            yield number, entry, text
+        elif isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+            yield number, entry, tokens
+        else:
+            raise ValueError(
+                f"{path}, line {number}: give a text, or an object with 'prompt' or "
+                "'prompt_token_ids'"
+            )
+
+
 def check_text(given: str, name: str) -> str:
     """The text, as Python's own: NumPy has another. Refuses one with lone surrogates, as JSON may
     have it. Neither can be sent to a worker."""
@@ -53,6 +80,22 @@ def check_text(given: str, name: str) -> str:
         given.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{name}={given!r:.60} has lone surrogates; leave them out") from None
+    return str(given)
+
+
+def check_name(given: Any, what: str) -> str:
+    """The name of something that is registered, as Python's own text. Refuses what a list of names
+    would not show, and what a command line or a request's field would lose an end of.
+
+    Args:
+        what: is called so, for the message.
+    """
+    is_name = isinstance(given, str) and given.isprintable() and given == given.strip()
+    if not is_name or not 0 < len(given) <= _LONGEST_NAME:
+        raise ValueError(
+            f"{what} name {given!r:.80}: give 1 to {_LONGEST_NAME} printable characters, without "
+            "spaces at the ends"
+        )
     return str(given)
 
 
@@ -75,14 +118,27 @@ def hook_named(hook: Any, name: str) -> HookPoint:
         raise ValueError(f"{name}: {error}") from None
 
 
-def whole_number(given: Any, before: str, least: float = -math.inf, most: float = math.inf) -> int:
-    """A whole number from `least` to `most`; `before` begins the message where it is none."""
+def check_64_bits(number: int, name: str, instead: str = "a smaller one") -> None:
+    """Refuse what no message between processes holds."""
+    if not -(2**63) <= number <= _MOST:
+        raise ValueError(
+            f"{name} is beyond the 64 bits that a whole number may have; give {instead}"
+        )
+
+
+def whole_number(given: Any, before: str, least: float = -math.inf, most: float = _MOST) -> int:
+    """A whole number from `least` to `most`; `before` begins the message where it is none. With an
+    infinite `most` it may have more than 64 bits."""
     if isinstance(given, bool) or not isinstance(given, Integral):
         raise ValueError(f"{before}{given!r:.60} is not a whole number")
     number = int(given)
+    if most == _MOST:
+        check_64_bits(number, before.rstrip(": ="))
     if not least <= number <= most:
-        allowed = f"{least} or more" if most == math.inf else f"from {least} to {most}"
-        raise ValueError(f"{before}{number} must be {allowed}")
+        allowed = f"{least} or more" if most >= _MOST else f"from {least} to {most}"
+        bits = number.bit_length()
+        told = number if bits < _MOST_SHOWN else f"a number of {bits} bits"
+        raise ValueError(f"{before}{told} must be {allowed}")
     return number
 
 
@@ -90,7 +146,7 @@ def whole_numbers(
     given: Any,
     name: str,
     least: float = -math.inf,
-    most: float = math.inf,
+    most: float = _MOST,
     *,
     may_be_empty: bool = False,
 ) -> list[int]:
@@ -139,6 +195,8 @@ def allow_options(given: Iterable[str], allowed: Sequence[str], name: str) -> No
 
 def scalar(given: Any, name: str) -> float:
     """A finite number that float32 holds."""
+    if isinstance(given, Integral):
+        check_64_bits(int(given), name, "a smaller one, or one with a decimal point")
     try:
         if isinstance(given, (bool, np.bool_, str, bytes)):
             raise TypeError
@@ -200,8 +258,35 @@ def numeric_array(given: Any, name: str) -> npt.NDArray[Any]:
         array = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is not an array of numbers: {error}") from None
+    if isinstance(given, (list, tuple)):
+        small = array.dtype.kind in "iuf" and bool((np.abs(array) < 2**63).all())
+        _check_listed(given, name, array.ndim, small)
     if array.dtype.kind not in "iuf":
         raise ValueError(
             f"{name} is not an array of numbers: {array.dtype} is no kind of real number"
         )
     return array
+
+
+def _check_listed(given: Sequence[Any], name: str, levels: int, small: bool) -> None:
+    """Refuse by its place what NumPy takes for a number in silence: `True` for 1.0, and a whole
+    number beyond 64 bits for one nearby.
+
+    Args:
+        levels: of lists.
+        small: whether none of the numbers may be beyond 64 bits.
+    """
+    if small and _NUMBERS.issuperset(map(type, given)):
+        return
+    for i, each in enumerate(given):
+        if str(getattr(each, "dtype", "")).endswith("bool"):
+            each = own_numbers(each)
+        if isinstance(each, bool):
+            raise ValueError(f"{name}[{i}] is {each}; give a number")
+        if isinstance(each, int):
+            check_64_bits(each, f"{name}[{i}]")
+        elif levels > 1 and isinstance(each, (list, tuple)):
+            _check_listed(each, f"{name}[{i}]", levels - 1, small)
+
+
+_NUMBERS = frozenset((float, int))

@@ -61,3 +61,6 @@ class WriterInUseError(ValueError):
     def __init__(self, message: str, owner: str) -> None:
         super().__init__(message)
         self.owner = owner
+
+    def __reduce__(self) -> tuple[type[WriterInUseError], tuple[str, str]]:
+        return WriterInUseError, (str(self), self.owner)

@@ -57,7 +57,10 @@ def export(
         raise StoreError(f"these {len(store)} records have no arrays to export", "missing")
     folder = Path(out).absolute()
     targets = {key: folder / f"{key.name}.{format}" for key in keys}
-    if there := [str(path) for path in targets.values() if path.exists()]:
+    written = [*targets.values()]
+    if format == "safetensors":
+        written += [_names_beside(target) for target in targets.values()]
+    if there := [str(path) for path in written if path.exists()]:
         raise ValueError(f"{', '.join(there)} is there already; remove it, or choose another OUT")
     for key in keys:  # of all before the first is written: half an export would look like one
         store.stream(*key, rows=_BATCH_ROWS)
@@ -69,12 +72,16 @@ def export(
         try:
             _WRITERS[format](store.stream(*key, rows=_BATCH_ROWS), names, staged)
             if format == "safetensors":
-                write_file(target.with_suffix(".json"), names.to_json(), sync=False)
+                write_file(_names_beside(target), names.to_json(), sync=False)
             os.replace(staged, target)
         except BaseException:
             remove(staged)
             raise
     return list(targets.values())
+
+
+def _names_beside(target: Path) -> Path:
+    return target.with_suffix(".json")
 
 
 class _Names:

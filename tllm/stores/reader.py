@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -281,7 +282,7 @@ class Store:
         """What `batches` iterates over: it knows its length, and can be iterated again."""
         key = ArrayKey.of(hook, layer)
         rows = whole_number(rows, "rows=", 1)
-        seed = whole_number(seed, "seed=", 0)
+        seed = whole_number(seed, "seed=", 0, math.inf)  # as of secrets.randbits(128)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype={dtype!r:.60} is not allowed; give a torch.dtype, or none")
         names, codes = self._table.piece_keys

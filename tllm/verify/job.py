@@ -18,7 +18,7 @@ from vllm import EngineArgs
 import tllm
 from tllm.client.llm import LLM
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import json_lines
+from tllm.spec.reading import prompt_lines
 from tllm.verify.certificate import Certificate
 from tllm.verify.memory import Needs, available, needs
 from tllm.verify.plain_engine import log_probabilities
@@ -70,7 +70,7 @@ class VerifyJob:
             HookPoint.parse(point)
         if self.prompts is not None and not self.prompts.is_file():
             raise ValueError(f"prompts {str(self.prompts)!r} is no file; give a file of JSON Lines")
-        if self.prompts is not None and not [*_prompts_in(self.prompts)]:
+        if self.prompts is not None and not [*prompt_lines(self.prompts)]:
             raise ValueError(
                 f"prompts {str(self.prompts)!r} has none; give one or more, each a line"
             )
@@ -230,27 +230,11 @@ def _verifier(
     )
 
 
-def _prompts_in(path: Path) -> Iterator[tuple[int, str | list[int]]]:
-    """Number and prompt of each line; `ValueError` names the line that is wrong."""
-    for number, entry in json_lines(path):
-        found = entry if isinstance(entry, dict) else {"prompt": entry}
-        tokens, text = found.get("prompt_token_ids"), found.get("prompt")
-        if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
-            yield number, tokens
-        elif isinstance(text, str):
-            yield number, text
-        else:
-            raise ValueError(
-                f"{path}, line {number}: give a text, or an object with 'prompt' or "
-                "'prompt_token_ids'"
-            )
-
-
 def _given_prompts(path: Path, llm: LLM) -> list[list[int]]:
     """Token ids of the user's prompts; `ValueError` names the line that is wrong."""
     found: list[list[int]] = []
     longest = llm.llm_engine.model_config.max_model_len - 8
-    for number, prompt in _prompts_in(path):
+    for number, _, prompt in prompt_lines(path):
         tokens = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
         if not 0 < len(tokens) <= longest:
             raise ValueError(

@@ -42,9 +42,6 @@ from tllm.stores import (
 from tllm.stores.format import checked_text, root_path
 from tllm.stores.record import require_json
 
-OF_ANOTHER = "is that of another engine's captures into"
-"""Which of two engines with one root is refused, its refusal says in these words."""
-
 _OWN_OPTIONS = ("request_id", "tag", "layout", "metadata")
 
 
@@ -112,6 +109,7 @@ class FilesystemConsumer(Capturing):
 
     needs_tokens = True
     takes_early = True
+    one_prompt_options = ("request_id",)
 
     def __init__(
         self,
@@ -194,7 +192,8 @@ class FilesystemConsumer(Capturing):
     # -- in the worker -------------------------------------------------------------------------
 
     def start(self, ctx: ConsumerContext) -> None:
-        """Open the store; `ValueError` when it cannot be written."""
+        """Open the store; `ValueError` when it cannot be written, `WriterInUseError` when another
+        engine's captures of this name are."""
         super().start(ctx)
         self._writers: dict[str, StoreWriter] = {}
         # Of long prompts: the record that is being written, or why it cannot be.
@@ -218,11 +217,12 @@ class FilesystemConsumer(Capturing):
                     **self._writing,
                 )
             except WriterInUseError as error:
-                raise ValueError(
-                    f"consumer_id={self.consumer_id!r} {OF_ANOTHER} "
+                raise WriterInUseError(
+                    f"consumer_id={self.consumer_id!r} is that of another engine's captures into "
                     f"{str(self._root)!r}, of {error.owner}; give this one a consumer_id of its "
                     "own, or a root of its own; where that process is left of a run that was "
-                    "killed, end it"
+                    "killed, end it",
+                    error.owner,
                 ) from error
             except OSError as error:
                 raise ValueError(error.strerror or str(error)) from error  # it names the root

@@ -37,6 +37,7 @@ class ESampConsumer(Consumer):
     def __init__(self, config: ESampConsumerConfig | None = None) -> None:
         self.config = config or ESampConsumerConfig()
         self._worker: ESampWorker | None = None
+        self._started = False
         self.uses_lm_head = self.config.guide
         self._predicts = 0 if self.config.guide else -1  # the flow
 
@@ -89,6 +90,7 @@ class ESampConsumer(Consumer):
         """Allocate the bank, unless this is a pipeline rank without the LM head. Raises
         `ValueError` where what distillers predict cannot be brought to the LM head."""
         model, config = ctx.model, self.config
+        self._started = True
         if config.guide and not (model.one_stream or config.targets_lm_head):
             raise ValueError(
                 f"target_site={config.target_site!r} cannot guide this model: it carries several "
@@ -155,10 +157,19 @@ class ESampConsumer(Consumer):
         Returns:
             Whether this worker had such a group.
         """
+        self._check_started(
+            "forget_group() is of its copies in the workers; use llm.call_consumer("
+            f"{self.consumer_id!r}, 'forget_group', NAME), once it is registered"
+        )
         # What it raised would detach it, for whoever asked.
         if self._worker is None or not isinstance(name, str):
             return False
         return self._worker.forget_group(name)
+
+    def _check_started(self, told: str) -> None:
+        """Refuse what only the copies in the workers can answer."""
+        if not self._started:
+            raise RuntimeError(f"consumer {self.consumer_id!r}: {told}")
 
     def synchronize(self) -> None:
         """Wait for predictions and training enqueued so far."""
@@ -167,7 +178,13 @@ class ESampConsumer(Consumer):
 
     @in_inference_mode
     def read_stats(self) -> Mapping[str, Any]:
-        """See `doc/reference/esamp-usage.md` for what each figure counts."""
+        """See `doc/reference/esamp-usage.md` for what each figure counts. Raises `RuntimeError`
+        where it is registered with no engine."""
+        self._check_started(
+            "it is not registered with an engine, and has no statistics; use "
+            "llm.register_consumer(consumer), or tllm.register_consumer(consumer) before the "
+            "engine is made"
+        )
         return self._worker.read_stats() if self._worker is not None else {}
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

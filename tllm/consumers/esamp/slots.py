@@ -49,7 +49,6 @@ class Lease:
     Attributes:
         live: the running sequences that share it.
         pending: sequences that will use it and have not finished; 0 when unknown.
-        forgotten: it goes with its last sequence, whatever persists.
     """
 
     key: DistillerKey
@@ -57,7 +56,6 @@ class Lease:
     slot: int
     pending: int
     live: set[tuple[str, int]] = field(default_factory=set)
-    forgotten: bool = False
 
 
 class SlotTable:
@@ -89,24 +87,34 @@ class SlotTable:
         self.refused = 0
         self._free = list(range(capacity))
         self._leases: dict[DistillerKey, Lease] = {}
+        #: Of groups that were forgotten, while sequences run that had joined before.
+        self._forgotten: list[Lease] = []
 
     @property
     def in_use(self) -> int:
-        return sum(lease.slot != UNGUIDED for lease in self._leases.values())
+        return sum(lease.slot != UNGUIDED for lease in self._all())
+
+    def _all(self) -> list[Lease]:
+        return [*self._leases.values(), *self._forgotten]
 
     def join(self, request: RequestInfo) -> Lease:
         """The lease of a running sequence, made now if it has none."""
         key = DistillerKey.of(request, self.scope)
-        lease = self._leases.get(key)
+        lease = self._lease_of(key, request)
         if lease is None:
             lease = self._lend(key, request)
         lease.live.add((request.prompt_id, request.sample_index))
         return lease
 
+    def _lease_of(self, key: DistillerKey, request: RequestInfo) -> Lease | None:
+        for lease in self._forgotten:
+            if lease.key == key and (request.prompt_id, request.sample_index) in lease.live:
+                return lease
+        return self._leases.get(key)
+
     def leave(self, request: RequestInfo) -> bool:
         """A sequence ended; whether it had a distiller, or never needed one."""
-        key = DistillerKey.of(request, self.scope)
-        lease = self._leases.get(key)
+        lease = self._lease_of(DistillerKey.of(request, self.scope), request)
         if lease is None:
             return True
         guided = lease.slot != UNGUIDED
@@ -118,12 +126,13 @@ class SlotTable:
 
     def forget_group(self, name: str) -> bool:
         """Take the slot of a group back, now or when the last of its sequences that run has ended;
-        whether there was such a group."""
+        whether there was such a group. Sequences that join later begin anew, in another slot."""
         lease = self._leases.get(DistillerKey("group", name))
         if lease is None:
             return False
-        lease.forgotten = True
-        if not lease.live:
+        if lease.live:
+            self._forgotten.append(self._leases.pop(lease.key))
+        else:
             self._recycle(lease)
         return True
 
@@ -134,7 +143,7 @@ class SlotTable:
         self.version += 1
         self._free = [slot for slot in self._free if slot < capacity]
         self.fresh = {slot: label for slot, label in self.fresh.items() if slot < capacity}
-        for lease in self._leases.values():
+        for lease in self._all():
             if lease.slot >= capacity:
                 lease.slot = UNGUIDED
                 self.refused += 1
@@ -165,11 +174,14 @@ class SlotTable:
                 return
 
     def _recycle(self, lease: Lease) -> None:
-        del self._leases[lease.key]
+        if lease in self._forgotten:
+            self._forgotten.remove(lease)
+        else:
+            del self._leases[lease.key]
         self.version += 1
         if lease.slot != UNGUIDED:
             heapq.heappush(self._free, lease.slot)
 
     def _persists(self, lease: Lease) -> bool:
-        kept = self.persist and lease.key.kind in ("group", "shared") and not lease.forgotten
-        return kept and lease.slot != UNGUIDED
+        kept = self.persist and lease.key.kind in ("group", "shared")
+        return kept and lease.slot != UNGUIDED and lease not in self._forgotten
