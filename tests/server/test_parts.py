@@ -700,6 +700,63 @@ def test_flags_that_are_ours_are_refused(flag):
         serve.command("MODEL", [flag], ServerSettings(), {})
 
 
+@pytest.mark.parametrize(
+    ("text", "eager", "own_folder"),
+    [
+        ("enforce-eager: true\nport: 0\n", True, True),
+        ("enforce_eager: false\nport: 8000\n", False, False),
+    ],
+)
+def test_a_file_of_options_is_read_as_vllm_reads_it(monkeypatch, tmp_path, text, eager, own_folder):
+    """On a GPU a server that a file made eager had the hook points of one with graphs, and one
+    whose file left the port to the system kept large results in a folder that others share."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    seen, engine_arguments = [], serve.engine_arguments
+    monkeypatch.setattr(
+        serve,
+        "engine_arguments",
+        lambda of, *more: (seen.append(of), engine_arguments(of, *more))[1],
+    )
+    for more, expected in (
+        ([], (eager, own_folder)),
+        (["--no-enforce-eager", "--port", "8000"], (False, False)),  # the command line counts
+    ):
+        given = ["--config", str(path), *more]
+        _, environment = serve.command("MODEL", given, ServerSettings(), {})
+        settings = ServerSettings.model_validate_json(environment[VARIABLE])
+        assert (seen.pop()["enforce_eager"], settings.captures_folder is not None) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("worker_cls: my.Worker\n", "--worker-cls was given in the file of --config, but tllm"),
+        ("additional-config: {mine: 3}\n", "--additional-config was given in the file of --config"),
+        ("", "--config '.*serve.yaml': it names no options; give lines such as"),
+        ("- 3\n", "it names no options"),
+        ("port: [8000\n", "--config '.*serve.yaml': while parsing a flow sequence"),
+    ],
+)
+def test_a_file_that_says_what_is_ours_or_nothing_is_refused(tmp_path, text, sentence):
+    """What it said of the worker and of additional settings was lost in silence."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        serve.command("MODEL", ["--config", str(path)], ServerSettings(), {})
+
+
+def test_a_file_that_vllm_would_not_read_is_refused(tmp_path):
+    """vLLM takes `--config=FILE`, and reads no file."""
+    for given, sentence in (
+        ([f"--config={tmp_path / 'serve.yaml'}"], "--config=FILE was given, .* give --config FILE"),
+        (["--config", str(tmp_path / "gone.yaml")], "--config '.*gone.yaml': .* No such file"),
+        (["--config", str(tmp_path / "serve.json")], "--config '.*serve.json': Config file must"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            serve.command("MODEL", given, ServerSettings(), {})
+
+
 def test_modules_are_given_as_name_and_path(tmp_path):
     path = tmp_path / "happy.npy"
     np.save(path, np.ones((2, 8), np.float32))
