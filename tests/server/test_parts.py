@@ -130,6 +130,16 @@ def test_files_expire_and_the_oldest_go_first(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_result_that_is_gone_may_have_made_room(tmp_path):
+    """It was said to have expired, minutes before the time that its answer gave."""
+    client = app_of(ServerSettings(), tmp_path, "127.0.0.1")
+    files = CaptureFiles(tmp_path / "captures", 60.0, 1)
+    names = [files.put({"x": torch.zeros(150_000)})[0] for _ in range(2)]
+    answers = [client.get(f"/v1/captures/{name}") for name in names]
+    assert [answer.status_code for answer in answers] == [404, 200]
+    assert "or it made room for later ones (captures_mib)" in answers[0].text
+
+
 def test_only_results_expire_in_their_folder(tmp_path):
     files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
     LimitsByKey.read(None, tmp_path / "in-flight")
