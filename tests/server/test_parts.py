@@ -578,7 +578,7 @@ def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
     """Some settings have no option: inline_bytes, result_timeout_s."""
 
     def serve(named, *given):
-        monkeypatch.setenv(VARIABLE, json.dumps(named))
+        monkeypatch.setenv(VARIABLE, named if isinstance(named, str) else json.dumps(named))
         return invoke("serve", "MODEL", *given, "--dry-run")
 
     status, said, _ = serve({"inline_bytes": 5, "allow_capture": False}, "--consumer", "logging")
@@ -590,6 +590,7 @@ def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
     for named, sentence in (
         ({"max_body_mib": 3}, "max_body_mib was given as an option and in TLLM_SERVER"),
         ({"inline": 3}, "TLLM_SERVER in the environment has inline: Extra inputs are not"),
+        ('{"inline', "TLLM_SERVER in the environment has Invalid JSON: EOF while parsing"),
     ):
         status, _, error = serve(named, "--max-body-mib", "2")
         assert status == 2

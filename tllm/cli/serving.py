@@ -40,7 +40,9 @@ def settings_of(given: Mapping[str, Any]) -> ServerSettings:
     try:
         named = ServerSettings.from_environment()
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        # What is no JSON at all is wrong in no place.
+        places = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+        wrong = "; ".join(": ".join(filter(None, place)) for place in places)
         raise ValueError(f"{VARIABLE} in the environment has {wrong}") from None
     for name in chosen.keys() & named.model_fields_set:
         if chosen[name] != getattr(named, name):
