@@ -101,3 +101,11 @@ def test_a_consumer_that_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPat
 def test_a_model_that_does_not_load_is_wrong(tmp_path: Path) -> None:
     problem = _only_problem(str(tmp_path))
     assert f"an engine with {tmp_path} does not start" in problem.what
+    assert "Invalid repository ID or local directory" in problem.what, "not only that one is wrong"
+
+
+def test_a_model_that_is_not_there_is_wrong() -> None:
+    """It said what characters a name on the hub may have."""
+    assert "the model '/no/model' is not there" in _only_problem("/no/model").what
+    problem = _only_problem("no/model")
+    assert "an engine with no/model does not start (there is no such folder here)" in problem.what

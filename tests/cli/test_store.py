@@ -128,6 +128,19 @@ def test_export_writes_a_file_an_array(root: Path, tmp_path: Path) -> None:
     assert "is there already" in text
 
 
+def test_an_export_of_nothing_says_what_was_asked_and_what_there_is(root: Path, tmp_path: Path):
+    """It said that "these 0 records" had no arrays, of a store with plenty."""
+    for given, says in (
+        (["--tag", "prob"], "by --tag prob; the store has tag none, probe; arrays post_block 0-2"),
+        (["--hook", "mlp_in"], "by --hook mlp_in; the store has arrays post_block 0-2"),
+        (["--layer", "7", "--reduction", "mean"], "reduction none; arrays post_block 0-2"),
+    ):
+        status, text = tllm("export", root, tmp_path / "out", *given)
+        assert status == 2
+        assert says in text
+        assert not (tmp_path / "out").exists()
+
+
 def test_index_is_written(root: Path) -> None:
     status, text = tllm("index", root)
     assert status == 0

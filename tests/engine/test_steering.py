@@ -530,7 +530,7 @@ def test_mistakes_in_global_steering_change_nothing(llm, reference, call, says):
         (
             {"hook_points": ["post_block"]},
             ("mlp_out", 0),
-            "start it with hook_points=[..., 'mlp_out'] or hook_points='all'",
+            "start it with hook_points=[..., 'mlp_out'] or hook_points='all' (tllm serve: --hook-",
         ),
     ],
 )

@@ -141,6 +141,16 @@ def test_files_expire_and_the_oldest_go_first(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_result_that_is_gone_may_have_made_room(tmp_path):
+    """It was said to have expired, minutes before the time that its answer gave."""
+    client = app_of(ServerSettings(), tmp_path, "127.0.0.1")
+    files = CaptureFiles(tmp_path / "captures", 60.0, 1)
+    names = [files.put({"x": torch.zeros(150_000)})[0] for _ in range(2)]
+    answers = [client.get(f"/v1/captures/{name}") for name in names]
+    assert [answer.status_code for answer in answers] == [404, 200]
+    assert "or it made room for later ones (captures_mib)" in answers[0].text
+
+
 def test_only_results_expire_in_their_folder(tmp_path):
     files = CaptureFiles(tmp_path, seconds=100.0, mib=1)
     LimitsByKey.read(None, tmp_path / "in-flight")
@@ -613,7 +623,7 @@ def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
     """Some settings have no option: inline_bytes, result_timeout_s."""
 
     def serve(named, *given):
-        monkeypatch.setenv(VARIABLE, json.dumps(named))
+        monkeypatch.setenv(VARIABLE, named if isinstance(named, str) else json.dumps(named))
         return invoke("serve", "MODEL", *given, "--dry-run")
 
     status, said, _ = serve({"inline_bytes": 5, "allow_capture": False}, "--consumer", "logging")
@@ -625,6 +635,7 @@ def test_what_the_environment_says_of_a_server_is_kept(invoke, monkeypatch):
     for named, sentence in (
         ({"max_body_mib": 3}, "max_body_mib was given as an option and in TLLM_SERVER"),
         ({"inline": 3}, "TLLM_SERVER in the environment has inline: Extra inputs are not"),
+        ('{"inline', "TLLM_SERVER in the environment has Invalid JSON: EOF while parsing"),
     ):
         status, _, error = serve(named, "--max-body-mib", "2")
         assert status == 2
@@ -743,6 +754,63 @@ def test_the_examples_for_production_are_commands_that_vllm_takes(example, monke
 def test_flags_that_are_ours_are_refused(flag):
     with pytest.raises(ValueError, match="tllm serve gives it itself"):
         serve.command("MODEL", [flag], ServerSettings(), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "eager", "own_folder"),
+    [
+        ("enforce-eager: true\nport: 0\n", True, True),
+        ("enforce_eager: false\nport: 8000\n", False, False),
+    ],
+)
+def test_a_file_of_options_is_read_as_vllm_reads_it(monkeypatch, tmp_path, text, eager, own_folder):
+    """On a GPU a server that a file made eager had the hook points of one with graphs, and one
+    whose file left the port to the system kept large results in a folder that others share."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    seen, engine_arguments = [], serve.engine_arguments
+    monkeypatch.setattr(
+        serve,
+        "engine_arguments",
+        lambda of, *more: (seen.append(of), engine_arguments(of, *more))[1],
+    )
+    for more, expected in (
+        ([], (eager, own_folder)),
+        (["--no-enforce-eager", "--port", "8000"], (False, False)),  # the command line counts
+    ):
+        given = ["--config", str(path), *more]
+        _, environment = serve.command("MODEL", given, ServerSettings(), {})
+        settings = ServerSettings.model_validate_json(environment[VARIABLE])
+        assert (seen.pop()["enforce_eager"], settings.captures_folder is not None) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("worker_cls: my.Worker\n", "--worker-cls was given in the file of --config, but tllm"),
+        ("additional-config: {mine: 3}\n", "--additional-config was given in the file of --config"),
+        ("", "--config '.*serve.yaml': it names no options; give lines such as"),
+        ("- 3\n", "it names no options"),
+        ("port: [8000\n", "--config '.*serve.yaml': while parsing a flow sequence"),
+    ],
+)
+def test_a_file_that_says_what_is_ours_or_nothing_is_refused(tmp_path, text, sentence):
+    """What it said of the worker and of additional settings was lost in silence."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        serve.command("MODEL", ["--config", str(path)], ServerSettings(), {})
+
+
+def test_a_file_that_vllm_would_not_read_is_refused(tmp_path):
+    """vLLM takes `--config=FILE`, and reads no file."""
+    for given, sentence in (
+        ([f"--config={tmp_path / 'serve.yaml'}"], "--config=FILE was given, .* give --config FILE"),
+        (["--config", str(tmp_path / "gone.yaml")], "--config '.*gone.yaml': .* No such file"),
+        (["--config", str(tmp_path / "serve.json")], "--config '.*serve.json': Config file must"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            serve.command("MODEL", given, ServerSettings(), {})
 
 
 def test_modules_are_given_as_name_and_path(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.stores.processes import FORKS, write_many
 from tests.stores.samples import LAYOUTS, assert_same, assert_whole, record_of, rows_of
@@ -233,6 +235,32 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path: Path) -> None:
 
 def stack(store: Store, layer: int = 0) -> torch.Tensor:
     return torch.cat([record.tensor("post_block", layer) for record in store])
+
+
+class PartOfWorker(IterableDataset):
+    """What `doc/guides/capture.md` says of several workers of a `DataLoader`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __iter__(self) -> Iterator[list[tuple[str, int]]]:
+        info = get_worker_info()
+        store = stores.open(self._store.root)
+        names = sorted({record.request_id for record in store})
+        part = store.filter(request_id=names[info.id :: info.num_workers])
+        for batch in part.batches("post_block", 1, rows=7):
+            yield list(zip(batch.request_ids, batch.positions.tolist(), strict=True))
+
+
+def test_workers_of_a_loader_that_share_the_records_give_every_row_once(mixed: Store) -> None:
+    loader = DataLoader(PartOfWorker(mixed), batch_size=None, num_workers=2)
+    found = sorted(tuple(row) for batch in loader for row in batch)
+    every = [
+        (record.request_id, p)
+        for record in stores.open(mixed.root)
+        for p in record.positions("post_block", 1).tolist()
+    ]
+    assert found == sorted(every)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 1000])

@@ -17,7 +17,7 @@ from tllm.cli.verify import engine_options, render
 from tllm.verify.certificate import Certificate, row_errors
 from tllm.verify.gated import Judged
 from tllm.verify.job import VerifyJob, exact_float32, run
-from tllm.verify.memory import needs
+from tllm.verify.memory import available, needs
 from tllm.verify.reference import Reference
 from tllm.verify.verifier import Verifier
 
@@ -221,3 +221,10 @@ def test_scores_that_are_wrong_or_no_numbers_are_beyond_the_limit() -> None:
     found = when.scores(states)[[1, 2, 3]] + torch.tensor([1e-9, 0.5, torch.nan])
     errors = when.errors(found, [1, 2, 3], states, limit=1e-4)
     assert (errors > 1e-4).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "banana", "cpu:0"])
+def test_a_device_that_the_reference_cannot_use_is_named(device):
+    """It was said that torch was compiled without CUDA, and not of what."""
+    with pytest.raises(ValueError, match=f"the reference device '{device}' cannot be used: .* cpu"):
+        available(device)

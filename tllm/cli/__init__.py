@@ -14,7 +14,7 @@ import tllm
 from tllm.cli import values
 from tllm.cli.console import output_console
 from tllm.cli.ending import end_with_signals
-from tllm.cli.files import check_there, check_writable
+from tllm.cli.files import check_model, check_there, check_writable, missing_here
 from tllm.cli.store import app as store_app
 from tllm.spec.layers import Layers
 
@@ -125,6 +125,7 @@ def serve(
     from tllm.cli import serving
 
     try:
+        check_model(model)
         serving.check_admin_key(admin_api_key)
         settings = serving.settings_of(
             {
@@ -199,6 +200,7 @@ def verify_command(
     console = output_console()
     try:
         check_writable("--json", json_file)
+        check_model(model)
         job = VerifyJob(
             model,
             points=tuple(values.several(points)) if points else None,
@@ -212,7 +214,8 @@ def verify_command(
         with console.status("looking at the model") as status:
             certificate = run(job, status.update)
     except Exception as error:  # of whatever kind: a status of 1 would say that something differs
-        _refuse(error, "[red]not verified:[/red] {}")
+        here = missing_here(model, error)
+        _refuse(error, f"[red]not verified{here}:[/red] {{}}")
     verifying.render(certificate, console)
     if json_file is not None:
         json_file.write_text(certificate.to_json(), encoding="utf-8")
@@ -255,6 +258,7 @@ def capture_command(
     console = output_console()
     try:
         _nothing_further(context)
+        check_model(model)
         job = capturing.Job(
             model=model,
             inputs=input,
@@ -331,6 +335,7 @@ def sweep_command(
     console = output_console()
     try:
         _nothing_further(context)
+        check_model(model)
         check_writable("--out", out)
         check_writable("--heatmap", heatmap, [".png"])
         check_there("--pairs", pairs)
@@ -430,6 +435,7 @@ def strength_sweep_command(
     console = output_console()
     try:
         _nothing_further(context)
+        check_model(model)
         loading = {
             "hook": hook,
             "layers": None if layers is None else values.layers_of_file(layers),

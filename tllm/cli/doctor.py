@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import tllm
+from tllm.cli.files import check_model, missing_here
 from tllm.engine import seams, versions
 from tllm.spec.hooks import HEAD_POINTS, HookPoint, ModelPoints, ranges
 
@@ -68,7 +69,12 @@ def examine(model: str | None = None) -> Report:
         report.note("model runner", f"{_default_runner()}, unless the model needs another")
         report.note("hook points", "differ between models; give --model")
     else:
-        _attempt(report, f"an engine with {model}", lambda: _examine_model(report, model))
+        try:
+            check_model(model)
+        except ValueError as error:
+            report.wrong(str(error), "see that the path is right")
+            return report
+        _attempt(report, f"an engine with {model}", lambda: _examine_model(report, model), model)
     return report
 
 
@@ -79,14 +85,20 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _attempt(report: Report, what: str, examination: Callable[[], None]) -> None:
+def _attempt(
+    report: Report, what: str, examination: Callable[[], None], model: str | None = None
+) -> None:
     """Run an examination; whatever it raises is a finding too."""
     try:
         examination()
     except Exception as error:  # the doctor reports what others raise
         message = str(error).strip().splitlines() or [type(error).__name__]
+        said = " ".join(
+            map(str.strip, message[:2])
+        )  # the first of two may only count what is wrong
+        here = "" if model is None else missing_here(model, error)
         report.wrong(
-            f"{what} does not start: {message[0]}",
+            f"{what} does not start{here}: {said}",
             "try vllm.LLM alone: if that fails too, the cause is the model or the machine",
         )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tllm.cli.files import missing_here
 
 if TYPE_CHECKING:
     from tllm import LLM
@@ -18,8 +19,7 @@ def start_engine(model: str, **arguments: Any) -> LLM:
         return LLM(model, **arguments)
     except Exception as error:
         said = str(error).strip() or type(error).__name__
-        sought = isinstance(error, OSError) and not Path(model).exists()
-        here = " (there is no such folder here)" if sought else ""
+        here = missing_here(model, error)
         raise ValueError(f"no engine with the model {model!r}{here}: {said}") from error
 
 

@@ -12,6 +12,22 @@ def check_there(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {str(path)!r} is not there; give a file or folder that is")
 
 
+def check_model(model: str) -> None:
+    """Refuse the path of a model that is not there: whoever looks for it later takes it for a name
+    on the hub, and says that such a name has no slash at its beginning."""
+    if model.startswith(("/", "./", "../")) and not Path(model).exists():
+        raise ValueError(
+            f"the model {model!r} is not there; give a folder that is, or a name on the Hugging "
+            "Face hub"
+        )
+
+
+def missing_here(model: str, error: Exception) -> str:
+    """What an error leaves out of a model that may be meant to be in a folder."""
+    sought = isinstance(error, OSError) and not Path(model).exists()
+    return " (there is no such folder here)" if sought else ""
+
+
 def check_writable(option: str, path: Path | None, endings: Sequence[str] = ()) -> None:
     """Refuse a file that could not be written, before minutes of work.
 

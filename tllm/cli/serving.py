@@ -11,11 +11,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from yaml import YAMLError
 
 from tllm.cli.files import check_there
 from tllm.client.arguments import split
@@ -40,7 +41,9 @@ def settings_of(given: Mapping[str, Any]) -> ServerSettings:
     try:
         named = ServerSettings.from_environment()
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        # What is no JSON at all is wrong in no place.
+        places = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors()]
+        wrong = "; ".join(": ".join(filter(None, place)) for place in places)
         raise ValueError(f"{VARIABLE} in the environment has {wrong}") from None
     for name in chosen.keys() & named.model_fields_set:
         if chosen[name] != getattr(named, name):
@@ -59,11 +62,18 @@ def command(
         more: further arguments of `vllm serve`.
         options: fields of `EngineOptions` that were given.
     """
+    of_file = _options_of_file(more)
     for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
-        if any(flag.startswith(given) for each in more if len(given := _flag_of(each)) > 2):
-            raise ValueError(f"{flag} was given, but tllm serve gives it itself; leave it out")
+        for place, options_there in (("", more), (" in the file of --config", of_file)):
+            given = [each for each in map(_flag_of, options_there) if len(each) > 2]
+            if any(map(flag.startswith, given)):
+                raise ValueError(
+                    f"{flag} was given{place}, but tllm serve gives it itself; leave it out"
+                )
     specs = (*settings.consumers, *settings.capture_consumers)
-    eager = {"enforce_eager": _is_eager(more)}
+    # What the command line says comes after the file, and counts where both say something.
+    read = [*of_file, *more]
+    eager = {"enforce_eager": _is_eager(read)}
     consumers = list(map(_consumer, specs))
     counted = Counter(consumer.consumer_id for consumer in consumers)
     if twice := [name for name, count in counted.items() if count > 1]:
@@ -71,7 +81,7 @@ def command(
     engine = engine_arguments(eager, options, consumers)
     arguments = [sys.executable, "-m", launch.module(), "serve", model]
     arguments += ["--worker-cls", engine["worker_cls"], "--scheduler-cls", engine["scheduler_cls"]]
-    if settings.captures_folder is None and _any_port(more):
+    if settings.captures_folder is None and _any_port(read):
         settings = settings.model_copy(update={"captures_folder": _folder_of_its_own()})
     config = {CONFIG_KEY: engine["additional_config"][CONFIG_KEY]}
     arguments += ["--additional-config", json.dumps(config), *more]
@@ -80,6 +90,21 @@ def command(
         _PLUGINS: ",".join(dict.fromkeys(allowed)),
         VARIABLE: settings.model_dump_json(exclude_defaults=True),
     }
+
+
+def _options_of_file(more: Sequence[str]) -> list[str]:
+    """The options that vLLM takes from the file after `--config`."""
+    if any(each.startswith("--config=") for each in more):
+        raise ValueError(
+            "--config=FILE was given, which vLLM takes without reading the file; give --config FILE"
+        )
+    for argument, path in pairwise(more):
+        if argument == "--config":
+            try:
+                return launch.options_of_file(path)
+            except (OSError, ValueError, YAMLError) as error:
+                raise ValueError(f"--config {path!r}: {error}") from None
+    return []
 
 
 def _is_eager(more: Sequence[str]) -> bool:

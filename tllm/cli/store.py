@@ -175,13 +175,26 @@ def export(
     hook: Hook = None,
     layer: Layer = None,
 ) -> None:
-    """Copy rows into files of another format."""
+    """Copy rows into files of another format: rows, their positions, and whose they are.
+
+    parquet and npz have columns request_id, tag, sample_index, position and rows. safetensors has
+    tensors rows, positions and records, and a JSON file beside it says whose each number in records
+    is.
+    """
     with _errors():
         from tllm.stores import export as export_store
 
-        store = _open(root).filter(
-            tag=tag, model=model, reduction=reduction, hook=hook, layers=layer
-        )
+        whole = _open(root)
+        store = whole.filter(tag=tag, model=model, reduction=reduction, hook=hook, layers=layer)
+        asked = {
+            "--tag": tag,
+            "--model": model,
+            "--reduction": reduction,
+            "--hook": hook,
+            "--layer": layer,
+        }
+        if whole.keys() and not store.keys():
+            raise ValueError(_none_left(whole, asked))
         console = output_console()
         for path in export_store(store, out, format):
             console.print(f"{escape(str(path))}, {_size(path.stat().st_size)}", highlight=False)
@@ -234,6 +247,25 @@ def _find(store: Store, name: str) -> StoredRecord:
             " or --tag and --sample"
         )
     return store.record(name)
+
+
+def _none_left(store: Store, asked: dict[str, str | None]) -> str:
+    """That no record is as asked, and what there is in the place of it."""
+    given = {option: value for option, value in asked.items() if value is not None}
+    has = []
+    for option, of in (("--tag", "tag"), ("--model", "model"), ("--reduction", "reduction")):
+        if option in given:
+            names = sorted({getattr(record, of) for record in store})
+            more = f", and {len(names) - _RUNS:,} more" if len(names) > _RUNS else ""
+            shown = ", ".join(name or "none" for name in names[:_RUNS])
+            has.append(f"{option.removeprefix('--')} {shown}{more}")
+    layers: dict[str, list[int]] = {}
+    arrays_there = store.keys()
+    for hook, layer in arrays_there:
+        layers.setdefault(hook, []).extend(() if layer is None else (layer,))
+    arrays = "; ".join(f"{hook} {ranges(sorted(of), _RUNS)}".strip() for hook, of in layers.items())
+    words = " ".join(f"{option} {value}" for option, value in given.items())
+    return f"no record is left by {words}; the store has {'; '.join([*has, f'arrays {arrays}'])}"
 
 
 def _report_damages(store: Store) -> None:

@@ -29,6 +29,17 @@ def engine_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
+def options_of_file(path: str) -> list[str]:
+    """The options that a file for `--config` has, as `vllm serve` reads it."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        options: list[str] = FlexibleArgumentParser(add_help=False).load_config_file(path)
+    except AttributeError:  # it is empty, or a list, or text
+        raise ValueError("it names no options; give lines such as 'port: 8000'") from None
+    return options
+
+
 def main() -> None:
     """Do what `vllm serve` does with the arguments of this process."""
     from vllm.entrypoints.cli.serve import cmd_init

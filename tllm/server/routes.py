@@ -229,7 +229,11 @@ async def capture(name: str, request: Request) -> FileResponse:
     """A result that was too large for its response, as a safetensors file."""
     path = state_of(request).files.find(name)
     if path is None:
-        raise HTTPException(404, f"no capture {name!r}: it never was, or it has expired")
+        raise HTTPException(
+            404,
+            f"no capture {name!r}: it never was, it has expired, or it made room for later ones "
+            "(captures_mib)",
+        )
     return FileResponse(path, media_type="application/octet-stream")
 
 

@@ -198,8 +198,8 @@ class ModelPoints:
             has = ", ".join(point for point in self.points if point in self.tapped) or "none"
             raise ValueError(
                 f"hook point {point} has no tap in this engine (it has {has}); start it with "
-                f"hook_points=[..., {point.value!r}] or hook_points='all', or register the "
-                "consumer before the engine starts"
+                f"hook_points=[..., {point.value!r}] or hook_points='all' (tllm serve: "
+                "--hook-points), or register the consumer before the engine starts"
             )
         return key
 

@@ -69,7 +69,14 @@ def needs(checkpoint: str, options: dict[str, Any]) -> Needs:
 def available(device: str) -> int:
     """Bytes that are free on a device, as `torch` names it."""
     if device != "cpu":
-        return int(torch.cuda.mem_get_info(device)[0])
+        try:
+            return int(torch.cuda.mem_get_info(device)[0])
+        except (AssertionError, RuntimeError, ValueError) as error:
+            said = str(error).partition("\n")[0]
+            raise ValueError(
+                f"the reference device {device!r} cannot be used: {said}; give cpu, or a CUDA "
+                "device that torch finds here"
+            ) from None
     free = int(psutil.virtual_memory().available)
     if all(path.exists() for path in _LIMITS):
         limit, used = (path.read_text().strip() for path in _LIMITS)
