@@ -20,7 +20,7 @@ from tllm.cli.engine import start_engine
 from tllm.cli.progress import progress_bar
 from tllm.spec.capture import CaptureSpec
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import json_lines
+from tllm.spec.reading import json_lines, prompt_of_line
 from tllm.stores.format import WRITERS, normal_text, root_path
 from tllm.stores.owners import owner_of
 
@@ -124,23 +124,10 @@ def _read(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _entry(entry: Any, number: int, path: Path) -> tuple[str, Any]:
     name = f"line-{number}"
-    if isinstance(entry, str):
-        return name, entry
-    if isinstance(entry, dict):
-        if (given := entry.get("id")) is not None:
-            name = normal_text(str(given))  # as it will be in the store
-        if "prompt" in entry and "prompt_token_ids" in entry:
-            raise ValueError(
-                f"{path}, line {number}: both 'prompt' and 'prompt_token_ids' were given; give one"
-            )
-        if isinstance(entry.get("prompt"), str):
-            return name, entry["prompt"]
-        tokens = entry.get("prompt_token_ids")
-        if isinstance(tokens, list) and tokens and all(type(t) is int for t in tokens):
-            return name, {"prompt_token_ids": tokens}
-    raise ValueError(
-        f"{path}, line {number}: give a text, or an object with 'prompt' or 'prompt_token_ids'"
-    )
+    if isinstance(entry, dict) and (given := entry.get("id")) is not None:
+        name = normal_text(str(given))  # as it will be in the store
+    prompt = prompt_of_line(entry, path, number)
+    return name, prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
 def _earlier_run(job: Job) -> EarlierRun:

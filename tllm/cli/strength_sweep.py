@@ -19,7 +19,7 @@ from tllm.cli.engine import check_prompts, start_engine
 from tllm.cli.files import check_there, check_writable
 from tllm.cli.progress import progress_bar
 from tllm.spec.phases import Phase, phase_named
-from tllm.spec.reading import json_lines, scalar
+from tllm.spec.reading import json_lines, prompt_of_line, scalar
 
 if TYPE_CHECKING:
     from tllm.steering import SteeringModule, StrengthSweep
@@ -120,18 +120,9 @@ def run(job: StrengthJob, console: Console) -> StrengthSweep:
 
 def _prompts(path: Path) -> list[_Prompt]:
     """Texts and token ids of JSON Lines; `ValueError` names the line that is wrong."""
-    found: list[_Prompt] = []
-    for number, entry in json_lines(path):
-        given = entry
-        if isinstance(entry, dict):
-            given = entry.get("prompt", entry.get("prompt_token_ids"))
-        tokens = isinstance(given, list) and given and all(type(token) is int for token in given)
-        if not (isinstance(given, str) or tokens):
-            raise ValueError(
-                f"{path}, line {number}: give a text, or an object with 'prompt' or "
-                "'prompt_token_ids'"
-            )
-        found.append(given)
+    found: list[_Prompt] = [
+        prompt_of_line(entry, path, number) for number, entry in json_lines(path)
+    ]
     if not found:
         raise ValueError(f"{path} has no lines")
     return found

@@ -19,6 +19,8 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import LARGEST_FLOAT32
 
 FloatArray = npt.NDArray[np.float32]
+_BESIDE_TEXT = {"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "prompt_embeds"}
+"""What vLLM's prompts may have and text has not."""
 _NAMED = 20
 """How many names a message has."""
 
@@ -44,6 +46,26 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
                         f"{path}, line {number} is not JSON: {error}; give a line of JSON for "
                         'each, a text with quotation marks ("...")'
                     ) from None
+
+
+def prompt_of_line(entry: Any, path: Path, number: int) -> str | list[int]:
+    """The prompt that a line of JSON Lines holds: its text, or its token ids. What would be more
+    than that to vLLM is refused, and other keys are the user's own."""
+    where = f"{path}, line {number}"
+    found = entry if isinstance(entry, dict) else {"prompt": entry}
+    if more := sorted(_BESIDE_TEXT & {key for key, value in found.items() if value is not None}):
+        raise ValueError(
+            f"{where} has {more}, and these prompts are text alone: images, videos, sounds and "
+            "embeddings are given to generate or chat of an engine, or over HTTP"
+        )
+    text, tokens = found.get("prompt"), found.get("prompt_token_ids")
+    if text is not None and tokens is not None:
+        raise ValueError(f"{where}: both 'prompt' and 'prompt_token_ids' were given; give one")
+    if isinstance(text, str):
+        return text
+    if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
+        return tokens
+    raise ValueError(f"{where}: give a text, or an object with 'prompt' or 'prompt_token_ids'")
 
 
 def check_text(given: str, name: str) -> str:

@@ -18,7 +18,7 @@ from vllm import EngineArgs
 import tllm
 from tllm.client.llm import LLM
 from tllm.spec.hooks import HookPoint
-from tllm.spec.reading import json_lines
+from tllm.spec.reading import json_lines, prompt_of_line
 from tllm.verify.certificate import Certificate
 from tllm.verify.memory import Needs, available, needs
 from tllm.verify.plain_engine import log_probabilities
@@ -233,17 +233,7 @@ def _verifier(
 def _prompts_in(path: Path) -> Iterator[tuple[int, str | list[int]]]:
     """Number and prompt of each line; `ValueError` names the line that is wrong."""
     for number, entry in json_lines(path):
-        found = entry if isinstance(entry, dict) else {"prompt": entry}
-        tokens, text = found.get("prompt_token_ids"), found.get("prompt")
-        if isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
-            yield number, tokens
-        elif isinstance(text, str):
-            yield number, text
-        else:
-            raise ValueError(
-                f"{path}, line {number}: give a text, or an object with 'prompt' or "
-                "'prompt_token_ids'"
-            )
+        yield number, prompt_of_line(entry, path, number)
 
 
 def _given_prompts(path: Path, llm: LLM) -> list[list[int]]:
