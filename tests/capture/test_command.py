@@ -241,6 +241,10 @@ def test_what_is_wrong_is_said_before_the_engine_starts(here, arguments, tmp_pat
     assert "line 2: both 'prompt' and 'prompt_token_ids' were given; give one" in text
     status, text = here(arguments([{"id": ["a"], "prompt": "b"}], "--hooks", "post_block:1"))
     assert (status, "line 1: the id ['a'] is neither text nor a number" in text) == (2, True)
+    picture = {"prompt": "hello", "multi_modal_data": {"image": ["data:image/png;base64,"]}}
+    status, text = here(arguments(["hello", picture], "--hooks", "post_block:1"))
+    assert status == 2
+    assert "line 2 has ['multi_modal_data'], and these prompts are text alone" in text
     path = tmp_path / "prompts.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + b'"hello"\n{"no": 1}\n')  # as some editors write it
     with pytest.raises(ValueError, match="line 2: give a text"):

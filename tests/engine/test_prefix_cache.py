@@ -2,12 +2,15 @@
 
 from types import SimpleNamespace
 
+from vllm.multimodal.inputs import PlaceholderRange
+
+from tllm.engine.media import seen_whole
 from tllm.engine.prefix_cache import BlockKeys, limit_reuse
 
 BLOCK = 4
 
 
-def keys_of(changes, tokens):
+def keys_of(changes, tokens, whole=()):
     """The keys of a request's full blocks, found in two goes; plain ones are the tokens up to
     their end."""
 
@@ -17,7 +20,7 @@ def keys_of(changes, tokens):
         return [bytes(request.tokens[: BLOCK * (i + 1)]) for i in range(known, full)]
 
     request, keys = SimpleNamespace(block_hashes=[]), []
-    hasher = BlockKeys(plain, BLOCK, changes)
+    hasher = BlockKeys(plain, BLOCK, changes, whole)
     for length in (9, len(tokens)):
         request.tokens, request.num_tokens = tokens[:length], length
         request.block_hashes = keys = keys + hasher(request)
@@ -42,6 +45,30 @@ def test_blocks_are_shared_by_those_to_whom_the_same_was_done_so_far():
     moved = keys_of([(0, b""), (7, b"steered"), (12, b"")], tokens)
     assert one[0] == moved[0]
     assert not set(one[1:]) & set(moved[1:])
+
+
+def test_a_block_within_an_image_that_sees_all_of_itself_hangs_on_all_of_it():
+    """Images at 2 to 10 and at 13 to 18; a row of each is changed, in a block after its first."""
+    tokens = list(range(24))
+    features = [
+        SimpleNamespace(modality="image", mm_position=PlaceholderRange(13, 5)),
+        SimpleNamespace(modality="image", mm_position=PlaceholderRange(2, 8)),
+        SimpleNamespace(modality="audio", mm_position=PlaceholderRange(20, 4)),
+    ]
+    assert seen_whole(features, SimpleNamespace(is_mm_prefix_lm=False)) == []
+    whole = seen_whole(features, SimpleNamespace(is_mm_prefix_lm=True))
+    plain = keys_of([(0, b"")], tokens, whole)
+    assert plain == keys_of([(0, b"")], tokens)
+    second = [(0, b""), (17, b"steered"), (18, b"")]
+    assert keys_of(second, tokens)[:4] == plain[:4]
+    assert keys_of(second, tokens, whole)[:3] == plain[:3]
+    assert not set(keys_of(second, tokens, whole)[3:]) & set(plain)
+    both = [(0, b""), (9, b"steered"), (10, b""), *second[1:]]
+    found = keys_of(both, tokens, whole)
+    assert not set(found) & set(plain), "its first block has tokens that see the ninth"
+    first = keys_of(both[:3], tokens, whole)
+    assert found[:3] == first[:3], "nothing is done yet to what the third block sees"
+    assert not set(found[3:]) & set(first)
 
 
 def test_a_limit_leaves_other_arguments_alone():

@@ -177,6 +177,14 @@ def test_what_cannot_be_asked_is_refused_with_a_sentence(tmp_path: Path) -> None
             "line 1: both 'prompt' and 'prompt_token_ids'",
         ),
         ('{"prompt": 3}', "line 1: give a text"),
+        (
+            '{"prompt": "a", "prompt_token_ids": [3]}',
+            "line 1: both 'prompt' and 'prompt_token_ids'",
+        ),
+        (
+            '{"prompt": "a", "multi_modal_data": {}}',
+            r"line 1 has \['multi_modal_data'\], and these",
+        ),
         ('{"prompt_token_ids": ["3"]}', "line 1: give a text"),
         ("\n", "has none; give one or more, each a line"),
     ):

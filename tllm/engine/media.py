@@ -14,6 +14,11 @@ uses(
     "positions of the tokens that stand for an image",
 )
 uses(
+    "vllm.config.ModelConfig",
+    "is_mm_prefix_lm",
+    "a token of an image may see those after it, which its block's key then holds",
+)
+uses(
     "vllm.v1.engine.EngineCoreRequest",
     "mm_features",
     "positions of the tokens that stand for an image",
@@ -27,6 +32,21 @@ def media_of_request(request: Any) -> PromptMedia:
         request: vLLM's `EngineCoreRequest`.
     """
     return _media((each.modality, each.mm_position) for each in request.mm_features or ())
+
+
+def seen_whole(features: Iterable[Any], model_config: Any) -> list[tuple[int, int]]:
+    """`(start, stop)` of the items whose tokens see all of their item, those after them, too.
+
+    Gemma 3's images are such: their attention is causal between items, and not within one.
+
+    Args:
+        features: the items of a prompt, `mm_features` of a request.
+        model_config: vLLM's.
+    """
+    if not model_config.is_mm_prefix_lm:
+        return []
+    places = (each.mm_position for each in features if each.modality != "audio")
+    return sorted((place.offset, place.offset + place.length) for place in places)
 
 
 def media_of_prompt(prompt: Any) -> PromptMedia:

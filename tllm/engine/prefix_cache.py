@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tllm.engine.seams import uses
@@ -42,17 +42,27 @@ class BlockKeys:
 
     A block's key holds what was done to every token up to its end. So blocks before the first
     changed row have the plain key and are shared with everybody; the others are shared by requests
-    that do the same to the same tokens, whichever phase they were in.
+    that do the same to the same tokens, whichever phase they were in. Rows of a block that ends in
+    the midst of an item that sees all of itself hang on the rest of it: the key holds what was done
+    up to the item's end.
 
     Args:
         plain: the engine's hasher.
         block_size: tokens that one hash stands for.
         changes: what is done to the rows.
+        whole: `(start, stop)` of the items of the prompt whose tokens see those after them.
     """
 
-    def __init__(self, plain: Hasher, block_size: int, changes: Changes) -> None:
+    def __init__(
+        self,
+        plain: Hasher,
+        block_size: int,
+        changes: Changes,
+        whole: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self._plain = plain
         self._block_size = block_size
+        self._whole = whole
         self._starts = [start for start, _ in changes]
         self._digests: list[bytes] = []
         digest = hashlib.sha256()
@@ -84,17 +94,25 @@ class BlockKeys:
 
     def _key(self, plain: Any, block: int) -> Any:
         end = (block + 1) * self._block_size
+        end = next((stop for start, stop in self._whole if start < end < stop), end)
         if self._first is None or end <= self._first:
             return plain
-        reached = bisect_left(self._starts, end)  # stretches that begin before the block's end
+        reached = bisect_left(self._starts, end)  # stretches that begin before there
         return type(plain)(hashlib.sha256(plain + self._digests[reached - 1]).digest())
 
 
-def apply(request: Request, spec: RequestSpec, changes: Changes, block_size: int) -> None:
+def apply(
+    request: Request,
+    spec: RequestSpec,
+    changes: Changes,
+    block_size: int,
+    whole: Sequence[tuple[int, int]],
+) -> None:
     """Give a new request the keys that its rows need.
 
     Args:
         block_size: tokens that one hash stands for.
+        whole: as of `BlockKeys`.
     """
     changed = any(done for _, done in changes)
     streams = request.resumable and bool(spec.steering)
@@ -109,7 +127,7 @@ def apply(request: Request, spec: RequestSpec, changes: Changes, block_size: int
         request.update_block_hashes()
     hasher = request._block_hasher
     if changed and hasher is not None:
-        request._block_hasher = keys = BlockKeys(hasher, block_size, changes)
+        request._block_hasher = keys = BlockKeys(hasher, block_size, changes, whole)
         keys.begin(request)
 
 

@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 from tllm.engine import prefix_cache
 from tllm.engine.bulk import BulkRequests
 from tllm.engine.conversation_memory import ConversationMemory
+from tllm.engine.media import seen_whole
 from tllm.engine.options import EngineOptions
 from tllm.engine.seams import overrides, uses
 from tllm.engine.turns import Turns
@@ -47,7 +48,7 @@ uses(
 uses(
     "vllm.v1.request.Request",
     "request_id sampling_params num_prompt_tokens prompt_token_ids all_token_ids status "
-    "streaming_queue num_computed_tokens block_hashes num_output_tokens stop_reason",
+    "streaming_queue num_computed_tokens block_hashes num_output_tokens stop_reason mm_features",
     "what a request asks, and how far it is",
 )
 
@@ -128,7 +129,8 @@ class _Rules(_Base):
                 changes["decided"] = decided_changes(decided)
             if changed or not changes:
                 changes["steering"] = steering_changes(changed, history)
-            prefix_cache.apply(request, spec, combined(changes), self._tllm_block_size)
+            whole = seen_whole(request.mm_features, self.vllm_config.model_config)
+            prefix_cache.apply(request, spec, combined(changes), self._tllm_block_size, whole)
         if stretches:
             needed = configurations(stretches) - {()}
             before = self._tllm_configurations.get(request.request_id, frozenset())

@@ -19,6 +19,8 @@ from tllm.spec.hooks import HookPoint
 from tllm.spec.operations import LARGEST_FLOAT32
 
 FloatArray = npt.NDArray[np.float32]
+_BESIDE_TEXT = ("mm_processor_kwargs", "multi_modal_data", "multi_modal_uuids", "prompt_embeds")
+"""What vLLM's prompts may have and text has not."""
 _NAMED = 20
 """How many names a message has."""
 _LONGEST_NAME = 256
@@ -54,22 +56,26 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 def prompt_lines(path: Path) -> Iterator[tuple[int, Any, str | list[int]]]:
     """Number and content of each line of a file of prompts, and the prompt: a text, or the token
-    ids of `prompt_token_ids`. `ValueError` names the line that is wrong."""
+    ids of `prompt_token_ids`. What would be more than that to vLLM is refused; other keys are the
+    user's own. `ValueError` names the line that is wrong."""
     for number, entry in json_lines(path):
+        where = f"{path}, line {number}"
         found = entry if isinstance(entry, dict) else {"prompt": entry}
+        if more := [key for key in _BESIDE_TEXT if found.get(key) is not None]:
+            raise ValueError(
+                f"{where} has {more}, and these prompts are text alone: images, videos, sounds and "
+                "embeddings are given to generate or chat of an engine, or over HTTP"
+            )
         text, tokens = found.get("prompt"), found.get("prompt_token_ids")
         if text is not None and tokens is not None:
-            raise ValueError(
-                f"{path}, line {number}: both 'prompt' and 'prompt_token_ids' were given; give one"
-            )
+            raise ValueError(f"{where}: both 'prompt' and 'prompt_token_ids' were given; give one")
         if isinstance(text, str):
             yield number, entry, text
         elif isinstance(tokens, list) and tokens and all(type(token) is int for token in tokens):
             yield number, entry, tokens
         else:
             raise ValueError(
-                f"{path}, line {number}: give a text, or an object with 'prompt' or "
-                "'prompt_token_ids'"
+                f"{where}: give a text, or an object with 'prompt' or 'prompt_token_ids'"
             )
 
 
