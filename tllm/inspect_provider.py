@@ -157,8 +157,9 @@ class StartedServer:
 
 
 def module_name(steering: str) -> str:
-    """The name that a file's module is registered under: the file's own, without its ending."""
-    return Path(steering).stem if Path(steering).is_file() else steering
+    """The name that a file's module is registered under: the file's own, without its ending, and
+    with hyphens for the signs that end a name on the command line."""
+    return Path(steering).stem.replace("=", "-") if Path(steering).is_file() else steering
 
 
 def flags(options: Mapping[str, Any]) -> list[str]:

@@ -143,7 +143,7 @@ def test_what_a_model_cannot_be_given_is_refused(options, sentence, monkeypatch)
         get_model("tllm/demo", memoize=False, **options)
 
 
-def test_options_are_arguments_of_the_command_line():
+def test_options_are_arguments_of_the_command_line(tmp_path):
     options = {"max_model_len": 9, "enforce_eager": True, "allow_capture": False}
     expected = ["--max-model-len", "9", "--enforce-eager", "--no-allow-capture"]
     assert inspect_provider.flags(options | {"consumer": ["a", "b"]}) == [
@@ -154,3 +154,5 @@ def test_options_are_arguments_of_the_command_line():
         "b",
     ]
     assert inspect_provider.module_name(str(Path(__file__))) == "test_inspect"
+    (tmp_path / "scale=2.npz").touch()
+    assert inspect_provider.module_name(str(tmp_path / "scale=2.npz")) == "scale-2"
