@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 RUNNER = os.environ.setdefault("TLLM_TEST_RUNNER", "v1")
 if RUNNER not in ("v1", "v2"):
@@ -47,6 +48,9 @@ os.environ |= {
 if HAS_GPU:  # to have asked for it is enough for CUDA to refuse a process that is forked from here
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
+# How long an example takes says how busy the machine is.
+settings.register_profile("tllm", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tllm")
 
 pytest_plugins = ["tiny_engines"]
 

@@ -138,7 +138,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.lists(ACTIONS, min_size=10, max_size=40))
 def test_each_row_is_handed_out_once_and_as_it_was_whatever_happens(actions):
     engine = Modelled()

@@ -5,7 +5,7 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tllm.ports import RequestInfo
@@ -78,7 +78,6 @@ PHASES = [(PREFILL, DECODE), (DECODE,), (DECODE,), (DECODE,)]
 TAPS = [TAP, TAP, TAP, OTHER_TAP]
 
 
-@settings(deadline=None)
 @given(st.lists(WRITES | ENDS, max_size=16))
 def test_all_that_is_written_adds_up(actions):
     """Also where the same requests are written again, and those whose sequence has ended."""

@@ -22,7 +22,7 @@ def add(file: PayloadFile, name: str, tensor: torch.Tensor) -> None:
     file.add([name], dtype_name(tensor.dtype), width, len(tensor), [as_bytes(tensor)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(

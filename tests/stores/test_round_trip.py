@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -70,7 +70,7 @@ def records(draw: st.DrawFn) -> Record:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 @given(
     given_records=st.lists(records(), max_size=6, unique_by=lambda r: r.meta.identity),
     layout=st.sampled_from(LAYOUTS),

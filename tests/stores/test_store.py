@@ -277,7 +277,7 @@ def test_batches_give_every_row_once_in_order(mixed: Store, rows: int) -> None:
     assert len(batches) == len(mixed.stream("post_block", 1, rows=rows))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 200), min_size=1, max_size=12),
     st.integers(1, 300),
