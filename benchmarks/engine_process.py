@@ -21,7 +21,7 @@ import torch
 from benchmarks.asked import Asked, asked
 from benchmarks.replicas import Replicas
 from benchmarks.step_costs import watch, watched
-from benchmarks.step_times import StepTimes
+from benchmarks.step_times import LLMStepTimes, StepTimes
 from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
@@ -168,7 +168,7 @@ class EngineProcess:
     def _step_times(self) -> StepTimes:
         if isinstance(self.llm, Replicas):
             return self.llm.step_times()
-        return StepTimes(self.llm)
+        return LLMStepTimes(self.llm)
 
     def _generate(
         self, benchmark: Benchmark, requests: Sequence[Asked], params: Sequence[Any]

@@ -29,6 +29,8 @@ class Replicas:
         self._numbers = count()
         #: When something came of each replica.
         self._came: dict[int, list[float]] = {}
+        #: When each request had ended.
+        self._ended: dict[str, float] = {}
         self._engine: Any = self._wait(self._start(engine, model, arguments))
 
     async def _start(self, engine: str, model: str, arguments: dict[str, Any]) -> Any:
@@ -72,6 +74,7 @@ class Replicas:
     async def _last(self, prompt: Any, params: Any) -> Any:
         async for output in self._engine.generate(prompt, params, f"of-{next(self._numbers)}"):
             last = output
+        self._ended[last.request_id] = time.perf_counter()
         return last
 
     def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -107,7 +110,7 @@ class Replicas:
 
     def step_times(self) -> ReplicaTimes:
         """When something came of the replicas, from when it is entered on."""
-        return ReplicaTimes(self._came)
+        return ReplicaTimes(self._came, self._ended)
 
 
 def _summed(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -121,21 +124,24 @@ class ReplicaTimes(StepTimes):
 
     Args:
         came: the times, by replica, as they come.
+        ended: when each request had ended, likewise.
     """
 
-    def __init__(self, came: dict[int, list[float]]) -> None:
-        self.finished: dict[str, float] = {}
-        self.steps: list[float] = []
+    def __init__(self, came: dict[int, list[float]], ended: dict[str, float]) -> None:
+        super().__init__()
         self._came = came
+        self._ended = ended
         self._each: list[list[float]] = []
 
-    def __enter__(self) -> ReplicaTimes:
+    def __enter__(self) -> StepTimes:
         self._came.clear()
+        self._ended.clear()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._each = [[*times] for times in self._came.values()]
         self.steps = sorted(time for times in self._each for time in times)
+        self.finished = dict(self._ended)
 
     @property
     def middle(self) -> float:

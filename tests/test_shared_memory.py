@@ -319,6 +319,25 @@ def test_memory_that_was_made_ready_for_nothing_goes(monkeypatch):
     assert not names() - before
 
 
+def test_memory_that_is_still_to_be_allocated_takes_room(monkeypatch):
+    memory, before, goes_on = ResultMemory(), names(), threading.Event()
+
+    def late(address, nbytes):
+        goes_on.wait(20)
+
+    monkeypatch.setattr(result_memory, "populate", late)
+    monkeypatch.setattr(result_memory, "room", lambda: 3 * MIB)
+    memory.make_ready([MIB, MIB])
+    memory.make_ready([MIB, MIB])  # of which there is room for one
+    assert len(memory._coming) == 2
+    memory.make_ready([MIB])
+    assert len(memory._coming) == 3
+    goes_on.set()
+    assert all(memory.empty((MIB,), torch.uint8).fill_(1).all() for _ in range(3))
+    memory.trim()
+    assert not memory._coming and not names() - before
+
+
 @pytest.mark.parametrize("fault", [errno.EFAULT, errno.EINVAL])
 def test_without_room_or_on_an_older_system_nothing_is_made_ready(monkeypatch, fault):
     """An older one has the pages, and maps none of them."""
@@ -341,7 +360,7 @@ def test_without_room_or_on_an_older_system_nothing_is_made_ready(monkeypatch, f
     assert not memory._coming and not names() - before
 
 
-def test_pages_of_shared_memory_are_had_before_they_are_written():
+def test_pages_of_shared_memory_are_allocated_before_they_are_written():
     file = SharedFile.reserve(3 * MIB, backed=False)
     mapped = file.map()
     assert file.path.stat().st_blocks == 0

@@ -4,8 +4,8 @@ New pages of shared memory cost more than what is written into them: the system 
 maps it with a fault. So a worker keeps its files, and asks of each whether a reader has it or may
 still come for it (`client/answers.py` opens them). A GPU writes into memory that is used again by
 itself (`ResultMemory.used_before`); to page-lock memory that is used once would cost more than the
-host's copy does. Where rows need new memory, its pages are had on other threads while the forward
-pass computes them (`ResultMemory.make_ready`).
+host's copy does. Where rows need new memory, other threads allocate its pages while the forward
+pass computes the rows (`ResultMemory.make_ready`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KEPT_SHARE = 4
 """Of the memory that can be shared, one part in so many is kept at most."""
 
 _MOST_MAKERS = 8
-"""Threads that have the pages of new memory, at most; at most half as many as processors."""
+"""Threads that allocate the pages of new memory, at most; at most half as many as processors."""
 
 _T = TypeVar("_T")
 
@@ -189,7 +189,7 @@ class ResultMemory:
 
     def make_ready(self, sizes: Sequence[int]) -> None:
         """Rows of so many bytes each are on their way, and `empty` will be asked for memory for
-        them, of which there is none that was used before: have its pages on other threads
+        them, of which there is none that was used before: allocate its pages on other threads
         meanwhile."""
         capacities = [_capacity(nbytes) for nbytes in sizes if nbytes >= WORTHWHILE]
         wanted = bool(capacities) and IN_MEMORY
@@ -199,7 +199,10 @@ class ResultMemory:
             threads = max(1, min(_MOST_MAKERS, len(os.sched_getaffinity(0)) // 2))
             self._makers = ThreadPoolExecutor(threads, "tllm-memory")
         for capacity in capacities:
-            piece = self._makers.submit(_populated, capacity)
+            try:
+                piece = self._makers.submit(_populated, capacity)
+            except RuntimeError:  # there are no more threads: it is made when it is asked for
+                break
             self._coming.append(_Coming(capacity, time.monotonic(), piece))
         self._keep_looking()
 
@@ -297,8 +300,11 @@ class ResultMemory:
             return None
 
     def _has_room(self, nbytes: int, pieces: int = 1) -> bool:
-        if len(self._pieces) + len(self._kept) + len(self._coming) + pieces > self._most:
+        coming = list(self._coming)
+        if len(self._pieces) + len(self._kept) + len(coming) + pieces > self._most:
             return False
+        # What is still to be allocated takes no room yet.
+        nbytes += sum(each.capacity for each in coming if not each.piece.done())
         return nbytes <= room()
 
     def _let_go(self, address: int) -> None:

@@ -5,8 +5,8 @@ comes later can remove what a killed process left behind:
 
     tllm-<pid namespace>-<pid>-<start time>-<random>
 
-`SharedFile` reserves, maps, links and releases; `populate` has the pages of what is mapped; `sweep`
-removes those of processes that are gone.
+`SharedFile` reserves, maps, links and releases; `populate` allocates the pages of what is mapped;
+`sweep` removes files of processes that are gone.
 `SharedRows` are rows that two processes map. Results reach the user's process in shared files
 (`result_memory.py`, `runtime/answers.py`, `client/answers.py`).
 """
@@ -54,7 +54,8 @@ _MADV_POPULATE_WRITE = 23
 """Of Linux, from 5.14 on."""
 
 _POPULATED_AT_ONCE = 16 << 20
-"""Bytes: while the system has their pages, no thread of the process can map or unmap memory."""
+"""Bytes: while the system allocates their pages, no thread of the process can map or unmap
+memory."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -142,9 +143,8 @@ class SharedFile:
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Have the pages of a shared file that is mapped there, and have them mapped too: whoever
-    writes waits for neither then. Several threads do it faster than one, and it lets go of the
-    interpreter.
+    """Allocate the pages of a shared file that is mapped there, and map them: whoever writes waits
+    for neither then. Several threads do it faster than one, and it lets go of the interpreter.
 
     Args:
         address: where a page begins.

@@ -93,9 +93,8 @@ def _attempt(
         examination()
     except Exception as error:  # the doctor reports what others raise
         message = str(error).strip().splitlines() or [type(error).__name__]
-        said = " ".join(
-            map(str.strip, message[:2])
-        )  # the first of two may only count what is wrong
+        # The first line may only count what is wrong.
+        said = " ".join(map(str.strip, message[:2]))
         here = "" if model is None else missing_here(model, error)
         report.wrong(
             f"{what} does not start{here}: {said}",

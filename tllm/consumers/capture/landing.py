@@ -2,7 +2,7 @@
 
 Rows that are results are needed by sequence, and arrive by step. Where memory of earlier results is
 free again, a GPU puts them into their places by itself, and nobody copies them on the host. Where
-it is not, the pages of new memory are had while the rows are computed.
+it is not, the pages of new memory are allocated while the rows are computed.
 """
 
 from __future__ import annotations
