@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -419,9 +420,10 @@ class InterventionWorker(_Base):
 
 def _as_told(error: Exception) -> Exception:
     """What the user's process raises, which need not know the error's class."""
-    from tllm.stores import WriterInUseError  # with pyarrow, which few workers need
-
-    if isinstance(error, WriterInUseError):
+    # Imported by whoever raises its errors: with pyarrow, which few workers need, and for which no
+    # refusal should make a step wait.
+    stores = sys.modules.get("tllm.stores")
+    if stores is not None and isinstance(error, stores.WriterInUseError):
         return error
     if isinstance(error, ValueError):
         return ValueError(str(error))
