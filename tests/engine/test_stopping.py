@@ -235,6 +235,22 @@ def test_a_prompt_is_refused_in_chunks_and_for_each_sample(llm, reference):
     assert tokens_of(others) == [reference.greedy(prompt, 3)] * 2
 
 
+def test_a_prompt_that_is_refused_ahead_of_its_tokens_has_signals_of_itself_alone(tight_llm):
+    """The row of the token that was computed ahead is of no output."""
+    [prompt] = prompts_of([5], seed=6)
+    asked = {"abort_when": {**WHEN, "above": -1e9, "name": "unwanted"}}
+    asked["stop_when"] = {**WHEN, "above": 1e9, "name": "never"}
+    when = {**WHEN, "above": -1e9, "name": "turned"}
+    asked["steering_vectors"] = {"post_block": {2: {"vector": P, "when": when}}}
+    for n in (1, 2):
+        [output] = generate(tight_llm, [prompt], sampled(8, n=n, **asked))
+        for sample in output.outputs:
+            assert (sample.token_ids, sample.stop_reason) == ([], "unwanted")
+            positions = {name: each.positions.tolist() for name, each in sample.signals.items()}
+            before = [*range(5)]
+            assert positions == {"unwanted": before, "turned": before, "never": []}
+
+
 def test_conditions_that_only_judge_share_blocks_with_everybody(llm, reference):
     llm.reset_prefix_cache()
     [prompt] = prompts_of([100], seed=9)

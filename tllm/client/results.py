@@ -258,11 +258,11 @@ def attach_results(
             own.setdefault(PATCHING, ConsumerResult("partial_error", unreached, None))
         final = {
             # What a condition, or a controller, made of the last token counts where one of them has
-            # ended the sample.
+            # ended the sample. A refused prompt has no token; one was computed ahead, perhaps.
             name: _final(
                 result,
                 results.get(0, {}).get(name),
-                num_tokens - (not judged and _judges(name, result)),
+                num_tokens - (_judges(name, result) and not (judged and lengths.get(index, 0))),
                 aborted,
             )
             for name, result in own.items()
