@@ -404,6 +404,21 @@ def test_a_scale_of_0_has_the_signals_of_any_other(llm, more):
     assert again.num_cached_tokens == 64, "what is only judged leaves the plain blocks"
 
 
+def test_a_scale_of_0_has_its_own_tokens_beside_an_entry_with_the_same_condition(llm):
+    """Which tokens a condition is judged for does not hang on what else has it."""
+    [prompt] = prompts_of([40], seed=4)
+    when = {**WHEN, "scope": "rest", "name": "seen"}
+    few = {"vector": -V, "positions": [-3], "when": when}
+    found = []
+    for scale in (0, 1e-9):
+        entries = [{"vector": V, "scale": scale, "when": when}, few]
+        asked = greedy(6, steering_vectors={"post_block": {2: entries}})
+        [output] = generate(llm, [prompt], asked)
+        found.append((tokens_of([output]), output.outputs[0].signals["seen"].positions.tolist()))
+    assert found[0] == found[1]
+    assert found[0][1] == list(range(45))
+
+
 def test_a_monitor_that_no_request_could_name_is_refused(llm):
     llm.steering.register_monitor("sad", WHEN)
     other = {**WHEN, "above": 9.0}

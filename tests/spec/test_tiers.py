@@ -295,6 +295,8 @@ def test_conditions_of_what_has_no_effect_are_judged():
     assert steers.digest == composed(at(1, scale=2))[0].digest, "it shares what it did"
     assert [gate.low for gate in also.gates.judged] == [0.7]
     assert len(composed({**at(1, scale=2), **at(2, positions=[4])})) == 1
+    _, everywhere = composed({**at(1, scale=2, positions=[4]), **at(2)})
+    assert everywhere.positions.everything, "beyond what it steers"
 
 
 def test_stretches_follow_phases_and_selections():

@@ -370,11 +370,20 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
     numbers = GateNumbers()
     of_prompt: dict[str, list[int]] = {}
     steering = [entry.when for _, run in runs for entry in run if entry.when is not None]
-    known = {numbers.number(condition) for condition in steering}
+    judged_for = {
+        (numbers.number(entry.when), tokens)
+        for tokens, run in runs
+        for entry in run
+        if entry.when is not None
+    }
     watched: dict[tuple[Phase, Selection], list[Condition]] = {}
     for phase, entry in idle:
-        if entry.when is None or numbers.number(entry.when) in known:
-            continue  # the latter is judged where it steers
+        if entry.when is None:
+            continue
+        number = numbers.number(entry.when)
+        wider = (phase, entry.positions), (phase, EVERYWHERE), ("any", EVERYWHERE)
+        if any((number, tokens) in judged_for for tokens in wider):
+            continue  # for these tokens it is judged where it steers
         if not entry.when.memory.of_prompt:
             watched.setdefault((phase, entry.positions), []).append(entry.when)
         steering.append(entry.when)
