@@ -108,10 +108,21 @@ def test_all_layers_and_positions_are_asked_for_by_that_word_too(server):
         ({"answers": None}, "give answers=(right, wrong)"),
         ({"freeze": "post_block"}, "is no branch that a layer adds"),
         ({"window": 0}, "window=0 must be 1 or more"),
-        ({"answers": [True, False]}, "answers"),
-        ({"window": "2"}, "window: Input should be a valid integer"),
-        ({"noising": "yes"}, "noising: Input should be a valid boolean"),
-        ({"positions": True}, "positions"),
+        (
+            {"answers": [True, False]},
+            "answers: [true, false] was given; allowed is [right, wrong] next tokens, as text or "
+            "ids; or a list, for each pair",
+        ),
+        ({"window": "2"}, 'window: "2" was given; allowed is a whole number'),
+        ({"noising": "yes"}, 'noising: "yes" was given; allowed is true or false'),
+        ({"positions": True}, "positions: true was given; allowed is a number, or a list of them"),
+        ({"layers": 1.5}, 'layers: 1.5 was given; allowed is "all", 4, [0, 4], "4:9", "0,4-8,-1"'),
+        ({"receivers": [["mlp_in"]]}, 'receivers: [["mlp_in"]] was given; allowed is a list of'),
+        (
+            {"clean": [[1.5] * 90], "hooks": 3},
+            f"clean: {str([[1.5] * 90])[:60]}... was given; allowed is a prompt as text or token "
+            "ids, or a list; hooks: 3 was given; allowed is a hook point",
+        ),
         (
             {"positions": "last"},
             "positions='last' is not known; give \"all\", a position or a list",

@@ -32,9 +32,16 @@ class SweepBody(StrictBody):
         _Prompt | list[_Prompt], Field(description="A prompt as text or token ids, or a list.")
     ]
     corrupt: Annotated[
-        _Prompt | list[_Prompt], Field(description="The same, of as many prompts and tokens.")
+        _Prompt | list[_Prompt],
+        Field(
+            description="A prompt as text or token ids, or a list; of as many prompts and tokens "
+            "as clean."
+        ),
     ]
-    hooks: Annotated[str | list[str], Field(description="Hook points whose rows are patched.")]
+    hooks: Annotated[
+        str | list[str],
+        Field(description="A hook point whose rows are patched, as text, or a list of them."),
+    ]
     layers: Annotated[
         str | int | list[int | str] | None,
         Field(description='"all", 4, [0, 4], "4:9", "0,4-8,-1"; all unless told.'),
@@ -42,19 +49,20 @@ class SweepBody(StrictBody):
     positions: Annotated[
         str | int | list[int] | None,
         Field(
-            description='Numbers, or "all"; negative ones count from the end of the prompt; all '
-            "unless told."
+            description='A number, or a list of them, or "all"; negative ones count from the end '
+            "of the prompt; all unless told."
         ),
     ] = None
     heads: Annotated[
         str | int | list[int] | None,
         Field(
-            description='With hooks "attn_heads", "q", "k", "v": numbers, or "all"; one at a time.'
+            description='A number, or a list of them, or "all", with hooks "attn_heads", "q", "k", '
+            '"v"; one at a time.'
         ),
     ] = None
     together: Annotated[bool, Field(description="Patch all positions in one experiment.")] = False
     metric: Annotated[
-        str | list[str], Field(description=f"One or more of {', '.join(METRICS)}.")
+        str | list[str], Field(description=f"One of {', '.join(METRICS)}, or a list.")
     ] = "recovered"
     answers: Annotated[
         _Answers | None,
@@ -68,12 +76,16 @@ class SweepBody(StrictBody):
         str | list[str],
         Field(
             default=[],
-            description='Path patching: "attn_out", "mlp_out", or "all" keep still.',
+            description='"attn_out", "mlp_out", both in a list, or "all": what keeps still in path '
+            "patching.",
         ),
     ]
     receivers: Annotated[
         list[Annotated[tuple[str, str | int | list[int | str]], Strict(False)]],
-        Field(default=[], description='Where paths end, as [["mlp_in", 3]]; else at the logits.'),
+        Field(
+            default=[],
+            description='A list of where paths end, as [["mlp_in", 3]]; else at the logits.',
+        ),
     ]
     model: Annotated[
         str | None, Field(description="An adapter that is served, or the model's own name.")

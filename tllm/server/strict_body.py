@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, Self
 
 from fastapi import HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic.functional_validators import ModelWrapValidatorHandler
 
 _TOLD = 3
 """How many faults of a body are told."""
+_SHOWN = 60
+"""Characters of a value that are told."""
+_WORDS: dict[object, str] = {str: "a text", int: "a whole number", bool: "true or false"}
+"""What fields of one type take; of others their descriptions say it."""
 
 
 class StrictBody(BaseModel):
@@ -20,15 +26,35 @@ class StrictBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _refuse_others(cls, given: Any) -> Any:
-        known = cls.model_fields.keys()
-        if isinstance(given, Mapping) and (unknown := sorted(given.keys() - known)):
+    def _told_in_words(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        known = cls.model_fields
+        if isinstance(given, Mapping) and (unknown := sorted(given.keys() - known.keys())):
             raise ValueError(
                 f"{', '.join(unknown)} was given, and is no field; give any of {', '.join(known)}"
             )
-        return given
+        try:
+            return validate(given)
+        except ValidationError as error:
+            wrong = dict.fromkeys(str(each["loc"][0]) for each in error.errors() if each["loc"])
+            if not wrong:  # it is no object
+                raise
+            told = [cls._fault(name, given) for name in [*wrong][:_TOLD]]
+            raise ValueError("; ".join(told)) from None
+
+    @classmethod
+    def _fault(cls, name: str, given: Mapping[str, Any]) -> str:
+        """What is wrong with a field: a value of another type than its own, or none."""
+        if name not in given:
+            return f"{name} is missing"
+        field = cls.model_fields[name]
+        about = (field.description or "").rstrip(".")
+        allowed = _WORDS.get(field.annotation) or about[:1].lower() + about[1:]
+        shown = json.dumps(given[name], ensure_ascii=False)
+        if len(shown) > _SHOWN:
+            shown = f"{shown[:_SHOWN]}..."
+        return f"{name}: {shown} was given; allowed is {allowed}"
 
 
 class StrictRoute(APIRoute):
