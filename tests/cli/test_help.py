@@ -31,3 +31,13 @@ def test_help_loads_neither_vllm_nor_torch():
     *commands, loaded = found.stdout.splitlines()
     assert {"serve", "verify", "capture", "sweep", "strength-sweep", "store ls"} <= {*commands}
     assert (loaded, found.stderr) == ("set()", "")
+
+
+def test_serve_has_the_help_of_vllms_own_options_too():
+    ours = subprocess.run(
+        [sys.executable, "-c", "from tllm.cli import app; app()", "serve", "--help=max-model-len"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--max-model-len" in ours.stdout and "--max-num-seqs" not in ours.stdout

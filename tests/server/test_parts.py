@@ -802,6 +802,25 @@ def test_a_file_that_says_what_is_ours_or_nothing_is_refused(tmp_path, text, sen
         serve.command("MODEL", ["--config", str(path)], ServerSettings(), {})
 
 
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("consumer: logging", "--consumer"),
+        ("hook_points: all", "--hook-points"),
+        ("allow-capture: false", "--allow-capture"),
+        ("no_allow_consumers: true", "--no-allow-consumers"),
+    ],
+)
+def test_an_option_of_ours_in_a_file_is_told_where_it_goes(tmp_path, invoke, line, flag):
+    """`allow-capture: false` was dropped by vLLM without a word, and requests could capture."""
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"port: 8000\n{line}\n")
+    status, _, said = invoke("serve", "demo/model", "--config", str(path), "--dry-run")
+    assert status == 2
+    assert f"{line.partition(':')[0]} was given in the file of --config" in said
+    assert f"give {flag} on the command line" in said
+
+
 def test_a_file_that_vllm_would_not_read_is_refused(tmp_path):
     """vLLM takes `--config=FILE`, and reads no file."""
     for given, sentence in (

@@ -16,6 +16,7 @@ from tllm.cli.console import output_console
 from tllm.cli.ending import end_with_signals
 from tllm.cli.files import check_model, check_there, check_writable, missing_here
 from tllm.cli.store import app as store_app
+from tllm.cli.vllm_help import ServeCommand
 from tllm.spec.layers import Layers
 
 app = typer.Typer(help="tLLM: interventions for vLLM.", no_args_is_help=True)
@@ -79,7 +80,7 @@ def doctor_command(
     raise typer.Exit(1 if report.problems else 0)
 
 
-@app.command(context_settings=_FURTHER)
+@app.command(cls=ServeCommand, context_settings=_FURTHER)
 def serve(
     context: typer.Context,
     model: Model,
@@ -121,7 +122,8 @@ def serve(
     ] = 64,
     dry_run: Annotated[bool, typer.Option(help="Print the command, and do not run it.")] = False,
 ) -> None:
-    """Serve a model over HTTP with interventions; further options are those of `vllm serve`."""
+    """Serve a model over HTTP with interventions; further options are those of `vllm serve`, which
+    --help=all prints, --help=Frontend of one group, and --help=max-model-len by name."""
     from tllm.cli import serving
 
     try:
@@ -139,6 +141,7 @@ def serve(
                 "max_body_mib": max_body_mib,
             }
         )
+        serving.check_file_of_options(context.args, _own_options(context))
         options = serving.engine_options(map(values.engine_argument, engine_arg or ()))
         if hook_points is not None:
             points = tuple(values.several(hook_points))
@@ -472,8 +475,12 @@ def strength_sweep_command(
 
 def _nothing_further(context: typer.Context) -> None:
     """Refuse options that a command with `--engine-arg` does not know."""
-    options = [name for each in context.command.params for name in each.opts]
-    values.no_further(context.args, context.info_name or "", options)
+    values.no_further(context.args, context.info_name or "", _own_options(context))
+
+
+def _own_options(context: typer.Context) -> list[str]:
+    """The options that a command itself has, also those that say no."""
+    return [name for each in context.command.params for name in (*each.opts, *each.secondary_opts)]
 
 
 def _refuse(error: Exception, form: str = "[red]{}[/red]") -> NoReturn:

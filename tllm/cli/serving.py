@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -92,6 +92,32 @@ def command(
     }
 
 
+def check_file_of_options(more: Sequence[str], own: Collection[str]) -> None:
+    """Refuse a file after `--config` that has an option of `tllm serve` itself, which vLLM does not
+    know, and drops where its value is false.
+
+    Args:
+        own: the options, such as `--consumer` and `--no-allow-capture`.
+    """
+    for argument, path in pairwise(more):
+        if argument != "--config":
+            continue
+        for name in _read_file(launch.names_of_file, path):
+            flag = _flag_of(f"--{name}")
+            if flag in own:
+                raise ValueError(
+                    f"{name} was given in the file of --config, whose options are those of vllm "
+                    f"serve; it is one of tllm serve's own: give {flag} on the command line"
+                )
+
+
+def _read_file(read: Callable[[str], list[str]], path: str) -> list[str]:
+    try:
+        return read(path)
+    except (OSError, ValueError, YAMLError) as error:
+        raise ValueError(f"--config {path!r}: {error}") from None
+
+
 def _options_of_file(more: Sequence[str]) -> list[str]:
     """The options that vLLM takes from the file after `--config`."""
     if any(each.startswith("--config=") for each in more):
@@ -100,10 +126,7 @@ def _options_of_file(more: Sequence[str]) -> list[str]:
         )
     for argument, path in pairwise(more):
         if argument == "--config":
-            try:
-                return launch.options_of_file(path)
-            except (OSError, ValueError, YAMLError) as error:
-                raise ValueError(f"--config {path!r}: {error}") from None
+            return _read_file(launch.options_of_file, path)
     return []
 
 

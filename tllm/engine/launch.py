@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import yaml
 
 
 def module() -> str:
@@ -27,6 +30,12 @@ def engine_parser(program: str) -> argparse.ArgumentParser:
         FlexibleArgumentParser(prog=program, add_help=False)
     )
     return parser
+
+
+def names_of_file(path: str) -> list[str]:
+    """The names of the options in such a file, also of those whose value is false."""
+    options_of_file(path)  # says what is wrong with the file
+    return [str(name) for name in yaml.safe_load(Path(path).read_text())]
 
 
 def options_of_file(path: str) -> list[str]:
