@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from client.tiny_models import save_cross_encoder
 from packaging.version import Version
 from typer.testing import CliRunner
@@ -86,6 +90,23 @@ def test_a_plugin_list_without_tllm_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     problem = _only_problem()
     assert "VLLM_PLUGINS='other'" in problem.what
     assert "add tllm" in problem.fix
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs vLLM's V2 runner")
+def test_a_model_runner_that_does_not_run_here_is_wrong() -> None:
+    """It was a traceback, or with a model the advice to try vLLM alone."""
+    done = subprocess.run(  # vLLM keeps its variables as they were when its first engine started
+        [sys.executable, "-c", "from tllm.cli import app; app()", "doctor", "--model", DEMO_MODEL],
+        env={**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1", "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    told = done.stdout + done.stderr
+    assert "VLLM_USE_V2_MODEL_RUNNER=1: Value error, Model Runner V2 requires Triton." in told
+    assert "fix: unset VLLM_USE_V2_MODEL_RUNNER" in told
+    assert "Traceback" not in told
 
 
 def test_a_consumer_that_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

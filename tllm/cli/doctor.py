@@ -65,8 +65,11 @@ def examine(model: str | None = None) -> Report:
     _examine_platform(report)
     _examine_plugin(report)
     _examine_consumers(report)
+    runner = _examine_runner(report)
+    if runner is None:
+        return report
     if model is None:
-        report.note("model runner", f"{_default_runner()}, unless the model needs another")
+        report.note("model runner", f"{runner}, unless the model needs another")
         report.note("hook points", "differ between models; give --model")
     else:
         try:
@@ -175,10 +178,22 @@ def _examine_consumers(report: Report) -> None:
     report.note("consumers", ", ".join(names) or "none")
 
 
-def _default_runner() -> str:
+def _examine_runner(report: Report) -> str | None:
+    """vLLM's model runner where a model does not need another; None where it does not run here."""
     from vllm.config import VllmConfig
 
-    return _runner(VllmConfig().use_v2_model_runner)
+    try:
+        return _runner(VllmConfig().use_v2_model_runner)
+    except ValueError as error:
+        if not (asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER")):
+            raise
+        said = str(error).splitlines()
+        report.wrong(
+            f"vLLM does not start on this machine with VLLM_USE_V2_MODEL_RUNNER={asked}: "
+            + " ".join(map(str.strip, said[1:2] or said)).partition(" [type=")[0],
+            "unset VLLM_USE_V2_MODEL_RUNNER: vLLM then chooses a model runner that works here",
+        )
+        return None
 
 
 def _runner(v2: bool) -> str:
