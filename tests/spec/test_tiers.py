@@ -297,6 +297,9 @@ def test_conditions_of_what_has_no_effect_are_judged():
     assert len(composed({**at(1, scale=2), **at(2, positions=[4])})) == 1
     _, everywhere = composed({**at(1, scale=2, positions=[4]), **at(2)})
     assert everywhere.positions.everything, "beyond what it steers"
+    both = {"vectors": at(1, scale=2, positions=[4]), "decode_vectors": at(2, positions=[4])}
+    fields = {field: {"post_block": entries} for field, entries in both.items()}
+    assert len(compose([Tiers.parse(**fields)])) == 1, "steered there in every phase"
 
 
 def test_stretches_follow_phases_and_selections():

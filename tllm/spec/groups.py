@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from tllm.spec.conditions import Condition
@@ -381,8 +382,8 @@ def compose(parties: Sequence[Tiers], endings: Endings | None = None) -> tuple[S
         if entry.when is None:
             continue
         number = numbers.number(entry.when)
-        wider = (phase, entry.positions), (phase, EVERYWHERE), ("any", EVERYWHERE)
-        if any((number, tokens) in judged_for for tokens in wider):
+        covering = product((phase, "any"), (entry.positions, EVERYWHERE))
+        if any((number, tokens) in judged_for for tokens in covering):
             continue  # for these tokens it is judged where it steers
         if not entry.when.memory.of_prompt:
             watched.setdefault((phase, entry.positions), []).append(entry.when)
