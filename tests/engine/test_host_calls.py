@@ -142,9 +142,9 @@ def remembering(seed):
 
 CASES = {
     "idle": (nothing, None, 27),
-    "steered": (steered, None, 32),
-    "conditions": (condition, None, 53),
-    "conditions that remember": (remembering, None, 54),
+    "steered": (steered, None, 35),
+    "conditions": (condition, None, 56),
+    "conditions that remember": (remembering, None, 57),
     "conditions that stop": (stopping, None, 64),
     "every layer read": (nothing, lambda: EveryRow(LAYERS), 54),
     "one layer to memory": (captured, None, 62),

@@ -156,7 +156,7 @@ def test_token_choice():
             assert now == was
 
 
-def taps_of(sites, hidden, dtype, device, second=MappingProxyType({})):
+def taps_of(sites, hidden, dtype, device, second=MappingProxyType({}), checked=()):
     return Taps(
         sites,
         second=second,
@@ -166,6 +166,7 @@ def taps_of(sites, hidden, dtype, device, second=MappingProxyType({})):
         max_tokens=16,
         max_programs=4,
         add_rows=4,
+        checked=checked,
     )
 
 
@@ -277,12 +278,15 @@ class BusyTap:
 
     rows = 9
 
-    def __init__(self, seed, dtype, device):
+    def __init__(self, seed, dtype, device, *, check=False):
         first, second = (HookPoint.POST_BLOCK, 0), (HookPoint.PRE_ATTN, 1)
         generator = torch.Generator().manual_seed(seed)
         hidden = [24, 64, 100, 7, 40][seed]
         both, last = (first, second), seed == 4
-        taps = taps_of({first: None}, hidden, dtype, device, second={first: second})
+        checked = [first] if check else []
+        taps = taps_of(
+            {first: None}, hidden, dtype, device, second={first: second}, checked=checked
+        )
         self.arena = torch.zeros(40, hidden, dtype=dtype, device=device)
         taps.set_arena(self.arena)
         taps.set_program(1, [first])
@@ -305,6 +309,26 @@ class BusyTap:
         self.stream, self.residual, self.weight = (
             torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3)
         )
+        if check:
+            self.break_rows()
+
+    def break_rows(self):
+        """Rows 1 to 4 are not finite, or their square is not; row 3 is of nobody."""
+        self.told = torch.full((17,), -1, dtype=torch.int32)
+        self.told = self.told.pin_memory() if DEVICE == "cuda" else self.told
+        self.told[0] = 0
+        self.taps.place_check(self.told)
+        self.taps.set_checking(True)
+        self.taps.commit()
+        sequences = torch.arange(100, 116, dtype=torch.int32)
+        sequences[3] = -1
+        self.taps.plan[Column.SEQUENCE.plan_row] = sequences
+        self.stream[1, 2] = torch.nan
+        self.stream[2, -1] = -torch.inf
+        self.residual[3, 0] = self.stream[3, 0] = torch.nan
+        self.residual[4, 1] = self.stream[4, 1] = 2e19
+        for column in (Column.ADD, Column.STEER, Column.PATCH):
+            self.taps.plan[column.plan_row, 1:5] = -1
 
 
 def assert_same(results, dtype):
@@ -352,6 +376,28 @@ def test_tap_with_the_norm_after_it(seed, dtype):
         outputs = run(*given, busy.weight[0], 1e-5, busy.descriptor, busy.taps.plan)
         assert torch.equal(given[0], busy.stream) and torch.equal(given[1], busy.residual)
         results.append((busy.arena.cpu(), *(output.cpu() for output in outputs)))
+    assert_same(results, dtype)
+
+
+@pytest.mark.parametrize("form", ["stream", "fused residual", "norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.usefixtures("many")
+def test_rows_that_are_not_finite_are_zeros_and_told_of(seed, dtype, form):
+    results = []
+    kernel = tap_norm if form == "norm" else tap
+    for run, device in ((kernel.reference, "cpu"), (kernel.launch, DEVICE)):
+        busy = BusyTap(seed, dtype, device, check=True)
+        fused = None if form == "stream" else busy.residual
+        more = (busy.weight[0], 1e-5) if form == "norm" else ()
+        given = run(busy.stream, fused, *more, busy.descriptor, busy.taps.plan, True)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        normed, rows = given or (None, busy.stream if fused is None else fused)
+        assert busy.told.tolist() == [1, -1, 101, 102, -1, 104, *[-1] * 11]
+        assert not rows[[1, 2, 4]].any() and rows[3].isnan().any()
+        assert normed is None or not normed[[1, 2, 4]].any()
+        results.append((busy.arena.cpu(), rows.cpu(), *([] if normed is None else [normed.cpu()])))
     assert_same(results, dtype)
 
 

@@ -315,7 +315,7 @@ def test_a_stretch_is_looked_up_once_however_often_the_batch_changes(monkeypatch
         Timeline, "between", lambda of, *where: (seen.append(where), between(of, *where))[1]
     )
     values = np.tile(NEUTRAL[:, None, None], (2, SLOTS))
-    timelines = [[(n, 0, -1, row, -1, -1, -1) for n, row in ((8, 2), (20, 3), (5, 1))]]
+    timelines = [[(n, 0, -1, row, -1, -1, -1, -1) for n, row in ((8, 2), (20, 3), (5, 1))]]
     both = [[(0, 4, False), (1, 6, False)]]
     changing = [[(0, 1, False)], [(1, 1, False), (0, 1, False)]]
     plays(values, timelines + (SLOTS - 1) * [[]], SLOTS * [4], both + 20 * changing)

@@ -463,6 +463,25 @@ def test_each_choice_that_is_refused_ends_once_and_before_the_tokens_are_counted
     assert events[counted[0]].usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses"])
+def test_whoever_steers_beyond_what_numbers_hold_hears_why(server, route, stream):
+    """Each vector is allowed; their sum has a square that float32 does not hold."""
+    large = [1.5e18, 0.0] * 64
+    prompt = {
+        "completions": {"prompt": PROMPT, "max_tokens": 4},
+        "chat/completions": {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4},
+        "responses": {"input": PROMPT, "max_output_tokens": 4},
+    }[route]
+    asked = {"model": "demo", "stream": stream, **prompt}
+    spec = {"post_block": {"1": large, "2": large, "3": large}}
+    answer = server.post(f"/v1/{route}", asked | {"steering_vectors": spec})
+    assert "is not finite any more at the end of the network" in answer.text
+    assert "smaller scale" in answer.text and "BadRequest" in answer.text
+    assert stream or answer.status_code == 400
+    assert server.post(f"/v1/{route}", asked).status_code == 200
+
+
 def test_chats_and_responses_are_steered_too(server, client):
     chat = {"model": "demo", "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
     spec = {"post_block": {"2": [5.0] * 128}}

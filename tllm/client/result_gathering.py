@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm.outputs import RequestOutput
+
 from tllm.client.calls import Pause, Steps, WorkerCall
 from tllm.client.registrations import Registrations
 from tllm.client.request import Prepared, collect
@@ -77,7 +79,7 @@ class ResultGathering:
         for output in outputs:
             request = output.tllm_request
             # Of what is pending, a consumer that has left may still owe something.
-            has = request.results.pending or self.has_results(request)
+            has = request.results.pending or self.has_results(request) or _ended_by_error(output)
             (late if has else over).append(output)
         steered = [o.tllm_request.prompt_id for o in over if o.tllm_request.groups]
         if alone and steered:
@@ -151,6 +153,13 @@ class ResultGathering:
                 wrong = _wrong_in_on_result(consumer, output, index, result)
                 if wrong:
                     set_result(output, sample, name, replace(result, status="error", error=wrong))
+
+
+def _ended_by_error(output: Any) -> bool:
+    """Whether the engine gave a sample up: the workers may know why."""
+    return isinstance(output, RequestOutput) and any(
+        sample.finish_reason == "error" for sample in output.outputs
+    )
 
 
 def _made(results: Mapping[str, ConsumerResult]) -> dict[str, ConsumerResult]:

@@ -233,6 +233,9 @@ class NotedOutputs:
             # What vLLM aborts has no reason.
             if sample.finish_reason == "abort" and sample.stop_reason is not None:
                 self._refused.setdefault(self._request_id, {})[sample.index] = sample.stop_reason
+            # Nor has what vLLM gives up, of which it says "Internal server error".
+            if sample.finish_reason == "error" and sample.stop_reason is not None:
+                raise ValueError(sample.stop_reason)
         return self._without_ended(output)
 
     def _without_ended(self, output: Any) -> Any:

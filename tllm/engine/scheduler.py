@@ -204,7 +204,7 @@ class _Rules(_Base):
         "and conversations remember",
     )
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self._tllm_endings.hear(model_runner_output)
+        self._tllm_endings.hear(model_runner_output, self.requests)
         self._tllm_conversations.hear(model_runner_output)
         # vLLM calls it for each request of each step: ours only in steps that may end one.
         if self._tllm_endings.may_end or self._tllm_conversations.fired:

@@ -1,12 +1,12 @@
-"""How a request ends by a condition or a controller: the worker says which held, or that it was
-stopped, the scheduler what comes of it.
+"""How a request ends by a condition or a controller, or because its rows are not finite: the worker
+says which held, or why, the scheduler what comes of it.
 
 What conversations remember travels the same way (`tllm.engine.conversation_memory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec.structs import replace
@@ -15,7 +15,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from tllm.engine.seams import overrides, uses
-from tllm.runtime.verdicts import PROMPT, Fired, StepVerdicts
+from tllm.runtime.verdicts import BROKEN, PROMPT, Fired, StepVerdicts
 from tllm.spec.request import RequestSpec
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ uses("vllm.v1.outputs.LogprobsLists", "slice_request", "the end of a request has
 
 _FIRED = "tllm_fired"
 """Attribute of a `ModelRunnerOutput`: by request, what held."""
+_NOTHING: Mapping[str, Fired] = {}
 
 
 class _JudgedOutput(AsyncModelRunnerOutput):
@@ -73,7 +74,7 @@ def _noted(output: ModelRunnerOutput, verdicts: StepVerdicts) -> ModelRunnerOutp
 
 def fired_in(output: Any) -> Mapping[str, Fired]:
     """What held in a step, by request, of what workers were asked for."""
-    found: Mapping[str, Fired] = vars(output).get(_FIRED, {})
+    found: Mapping[str, Fired] = vars(output).get(_FIRED, _NOTHING)
     return found
 
 
@@ -104,19 +105,29 @@ class RequestEndings:
         #: Requests for whose prompt a condition held, computed maybe in several steps: its place
         #: in the order in which they were asked.
         self._refused: dict[str, int] = {}
+        #: Why requests cannot go on.
+        self._broken: dict[str, str] = {}
         self._apart: set[str] = set()
 
     def add(self, request_id: str, spec: RequestSpec) -> None:
         self._asked[request_id] = spec
 
     def forget(self, request_id: str) -> None:
+        self._broken.pop(request_id, None)
         if self._asked.pop(request_id, None) is not None:
             self._refused.pop(request_id, None)
 
-    def hear(self, output: Any) -> None:
-        """A step is over."""
-        self._fired = fired_in(output) if self._asked else {}
+    def hear(self, output: Any, running: Container[str]) -> None:
+        """A step is over.
+
+        Args:
+            running: the requests that have not ended.
+        """
+        self._fired = vars(output).get(_FIRED, _NOTHING)
         for request_id, fired in self._fired.items():
+            broken = [str(why) for place, why in fired if place == BROKEN]
+            if broken and request_id in running:
+                self._broken[request_id] = broken[0]
             if request_id not in self._asked:  # it has ended since
                 continue
             order = [number for number, _ in self._asked[request_id].aborts]
@@ -124,7 +135,7 @@ class RequestEndings:
             held = [order.index(number) for number in in_prompt if number in order]
             if held:
                 self._refused[request_id] = min(*held, self._refused.get(request_id, len(order)))
-        self.may_end = bool(self._fired or self._refused)
+        self.may_end = bool(self._fired or self._refused or self._broken)
 
     def end_apart(self, request_id: str) -> None:
         """A request that ends has new tokens, drafted ones, and all of them are the user's."""
@@ -163,6 +174,8 @@ class RequestEndings:
         Args:
             drawn: how many tokens were drawn for it in the step.
         """
+        if request.request_id in self._broken:
+            return _End(0, RequestStatus.FINISHED_ERROR, self._broken[request.request_id])
         spec = self._asked.get(request.request_id)
         if spec is None:
             return None

@@ -35,6 +35,7 @@ from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.results import sendable
 from tllm.runtime.sampling import LmHead
 from tllm.runtime.session import Session
+from tllm.runtime.tap_hooks import can_check
 from tllm.runtime.taps import AddedNorm, TapKey, Taps, compile_digest
 from tllm.spec.hooks import HookPoint
 from tllm.spec.request import RequestSpec
@@ -183,8 +184,12 @@ class InterventionWorker(_Base):
 
     def _taps(self) -> Taps:
         """Taps at the hook points that were asked for, installed in the model."""
-        sites = self._sites
-        installed = {k: site for k, site in sites.sites.items() if sites.points.is_needed(k)}
+        sites, checked = self._sites, self._checked()
+        installed = {
+            key: site
+            for key, site in sites.sites.items()
+            if key in checked or sites.points.is_needed(key)
+        }
         taps = Taps(
             installed,
             second={key: second for key, second in sites.second.items() if key in installed},
@@ -194,10 +199,21 @@ class InterventionWorker(_Base):
             max_tokens=model_view.max_batch_tokens(self.vllm_config),
             max_programs=_MAX_PROGRAMS,
             add_rows=2 * self.vllm_config.scheduler_config.max_num_seqs,
+            checked=checked,
             embeds=model_view.embeds_tokens(self.vllm_config),
         )
         taps.install(self._norms(installed))
         return taps
+
+    def _checked(self) -> tuple[TapKey, ...]:
+        """Where rows are checked to be finite: before the last norm, and where the LM head reads
+        them."""
+        if not model_view.is_last_stage():
+            return ()
+        sites = self._sites.sites
+        last = HookPoint.POST_BLOCK, self._sites.points.num_layers - 1
+        points: tuple[TapKey, ...] = last, (HookPoint.LM_HEAD_IN, None)
+        return tuple(key for key in points if key in sites and can_check(sites[key]))
 
     def _session(self, model: torch.nn.Module, taps: Taps) -> Session:
         config, sites, options = self.vllm_config, self._sites, self._options

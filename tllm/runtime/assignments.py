@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tllm.runtime.columns import DECODE, PREFILL, Column
+from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.patching import Patching
 from tllm.runtime.programs import Programs, TooManyProgramsError
@@ -37,6 +38,7 @@ class Assignments:
 
     Args:
         consumers: those that are registered, by id.
+        finite: is told of the sequences whose rows may be changed.
 
     Attributes:
         steering, patching: what sequences can be steered and patched with.
@@ -45,6 +47,7 @@ class Assignments:
         failed: prompts that were to be steered or patched and could not be, until somebody asks;
             the latest of them.
         not_steered, not_patched: sequences that were to be, and could not be, ever.
+        not_finite: sequences that ended because a row of them was not finite, ever.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class Assignments:
         steering: Steering,
         patching: Patching,
         consumers: Mapping[str, BoundConsumer],
+        finite: FiniteRows,
     ) -> None:
         self._slots = slots
+        self._finite = finite
         self._programs = programs
         self.steering = steering
         self.patching = patching
@@ -65,6 +70,7 @@ class Assignments:
         self.failed: dict[str, None] = {}
         self.not_steered = 0
         self.not_patched = 0
+        self.not_finite = 0
 
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
@@ -77,6 +83,13 @@ class Assignments:
 
     def assign(self, sequence: RunningSequence) -> None:
         """Say what the rows of a sequence do: which are captured for whom, patched and steered."""
+        self._lay_out(sequence)
+        writers = (owner for owner in self._consumers.values() if owner.writes_rows)
+        changed = sequence.steering_rows or sequence.patched is not None
+        if changed or any(owner.serves(sequence) for owner in writers):
+            self._finite.watch(sequence)
+
+    def _lay_out(self, sequence: RunningSequence) -> None:
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
         steered = self._acquire_steering(sequence)  # first: without it nobody gets any rows
         patched = self._acquire_patches(sequence)
@@ -243,12 +256,32 @@ class Assignments:
                 self._note_failed(sequence, PATCHING, error)
         return sequence.patched.starts if sequence.patched is not None else []
 
+    def note_not_finite(self) -> None:
+        """Sequences that have a row that is not finite: their results will say so."""
+        for engine_id, why in self._finite.look().items():
+            sequence = self._slots.get(engine_id)
+            if sequence is None or sequence.ended or why in sequence.errors.values():
+                continue
+            writers = (
+                o.id for o in self._consumers.values() if o.writes_rows and o.serves(sequence)
+            )
+            changing = STEERING if sequence.steering else PATCHING if sequence.patch else None
+            for name in (*writers, *([] if changing is None else [changing])):
+                sequence.errors.setdefault(name, why)
+            logger.error("request %s: %s", sequence.info.request_id, why)
+            self.not_finite += 1
+            self._tell(sequence)
+
+    def _tell(self, sequence: RunningSequence) -> None:
+        """Whoever asks for the prompt will hear that it was not changed as it asked."""
+        self.failed[sequence.info.prompt_id] = None
+        if len(self.failed) > _MAX_FAILED:
+            del self.failed[next(iter(self.failed))]
+
     def _note_failed(self, sequence: RunningSequence, what: str, error: ValueError) -> None:
         """A sequence is not changed as it asked: its results, and whoever asks, will say so."""
         if what not in sequence.errors:
-            self.failed[sequence.info.prompt_id] = None
-            if len(self.failed) > _MAX_FAILED:
-                del self.failed[next(iter(self.failed))]
+            self._tell(sequence)
         concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
         sequence.refused.update(concerned)
         sequence.errors.update(dict.fromkeys([what, *concerned], str(error)))
@@ -276,6 +309,7 @@ class Assignments:
 
     def release(self, sequence: RunningSequence) -> None:
         """The engine let go of a sequence."""
+        self._finite.forget(sequence)
         for groups in sequence.steering_rows:
             self.steering.release(groups)
         for choice in sequence.token_choices:

@@ -6,7 +6,7 @@ capture program, which add row, which steering row; its `neutral` value says tha
 rows of the plan, the fields and flags of a descriptor and the constants of the kernels derive from
 it. A new action is a member here, a branch in the tap's kernel, and one in its reference.
 
-A tap works in this order, whatever the order below is: capture, gate, patch, add, steer.
+A tap works in this order, whatever the order below is: capture, gate, patch, add, steer, check.
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class Column(IntEnum):
     tables of `Latches`: `LATCHES`, `HELD`, `ROW_SUMS`."""
     POSITION = -1, (), False, True
     """Which token of its sequence it is, where that has a latch."""
+    SEQUENCE = -1, ("NOT_FINITE",), False, False
+    """Which sequence it is of, by a number that no other has, where anything may change the rows
+    of it: at one point, after all else, they are checked to be finite. `NOT_FINITE`: int32
+    `[1 + tokens]`, on the host: 1 once any row was not, and by row of the batch its sequence."""
 
     @property
     def flag(self) -> int:

@@ -8,7 +8,7 @@ from tllm.runtime.columns import STAGES, Column
 
 #: Bump when an op, the descriptor, the plan, or what is fused changes: it is part of vLLM's
 #: compile-cache key.
-LAYOUT_VERSION = 11
+LAYOUT_VERSION = 12
 
 
 class Descriptor(IntEnum):

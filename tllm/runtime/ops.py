@@ -17,11 +17,15 @@ from tllm.runtime.kernels.backend import INTERPRETED
 _INTERPRETED_ROWS = 3
 
 
-def _on_cpu(kernel: ModuleType) -> Callable[..., Any]:
-    """A kernel's reference; the kernel itself where it is interpreted and that is fast enough."""
+def _on_cpu(kernel: ModuleType, descriptor: int) -> Callable[..., Any]:
+    """A kernel's reference; the kernel itself where it is interpreted and that is fast enough.
+
+    Args:
+        descriptor: its place among the arguments behind the first.
+    """
 
     def run(stream: torch.Tensor, *others: Any) -> Any:
-        desc = others[-2]
+        desc = others[descriptor]
         rows = stream.numel() // stream.shape[-1]
         # Launching an interpreted kernel is slow even when there is nothing to do.
         interpreted = INTERPRETED and rows <= _INTERPRETED_ROWS and int(desc[0])
@@ -40,20 +44,21 @@ def _tap_norm_meta(stream: torch.Tensor, *others: Any) -> tuple[torch.Tensor, to
 
 _library = torch.library.Library("tllm", "FRAGMENT")
 _library.define(
-    "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc, Tensor plan) -> ()",
+    "tap(Tensor(a!) stream, Tensor(b!)? residual, Tensor desc, Tensor plan,"
+    " bool check=False) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap", tap_kernel.launch, "CUDA")
-_library.impl("tap", _on_cpu(tap_kernel), "CPU")
+_library.impl("tap", _on_cpu(tap_kernel, 1), "CPU")
 _library.impl("tap", _tap_meta, "Meta")
 
 _library.define(
-    "tap_norm(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc, Tensor plan)"
-    " -> (Tensor normed, Tensor residual)",
+    "tap_norm(Tensor stream, Tensor residual, Tensor weight, float eps, Tensor desc, Tensor plan,"
+    " bool check=False) -> (Tensor normed, Tensor residual)",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
 _library.impl("tap_norm", tap_norm_kernel.launch, "CUDA")
-_library.impl("tap_norm", _on_cpu(tap_norm_kernel), "CPU")
+_library.impl("tap_norm", _on_cpu(tap_norm_kernel, 3), "CPU")
 _library.impl("tap_norm", _tap_norm_meta, "Meta")
 
 tap = torch.ops.tllm.tap

@@ -14,6 +14,7 @@ from tllm.runtime.binder import Binder
 from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.decided_steering import DecidedGroups
+from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.flows import BoundConsumer
 from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.patching import Patching
@@ -93,7 +94,10 @@ class Session:
         )
         self.patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         self._programs = Programs(taps, max_programs)
-        self._assignments = Assignments(slots, self._programs, self.steering, self.patching, by_id)
+        finite = FiniteRows(slots, taps)
+        self._assignments = Assignments(
+            slots, self._programs, self.steering, self.patching, by_id, finite
+        )
         # Who asks for it.
         decided = DecidedGroups(
             self.steering,
@@ -136,7 +140,7 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring, model.num_stages)
-        self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged)
+        self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged, finite)
 
     # -- between steps -----------------------------------------------------------------------------
 
@@ -167,6 +171,7 @@ class Session:
 
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
         """Which of these prompts were to be steered or patched and could not be, told once."""
+        self.steps.end()
         failed = self._assignments.failed
         told = [prompt_id for prompt_id in prompt_ids if prompt_id in failed] if failed else []
         for prompt_id in told:
@@ -268,6 +273,7 @@ class Session:
             "tokens_accepted": self.steps.tokens_accepted,
             "sequences_not_steered": self._assignments.not_steered,
             "sequences_not_patched": self._assignments.not_patched,
+            "sequences_not_finite": self._assignments.not_finite,
             "bytes_captured": self.steps.ring_rows_taken * self._ring.row_bytes,
             "ring_rows": self._ring.capacity,
             "ring_rows_in_use": self._ring.in_use,

@@ -106,6 +106,8 @@ class RunningSequence:
     """What stands in the row plan for each choice by token."""
     patched: PatchedRows | None = None
     """Its patch rows."""
+    number: int | None = None
+    """By which it is known where something may change its rows, and no other ever is."""
     latch: Latch | None = None
     """What it remembers of its conditions."""
     decided: DecidedSteering | None = None

@@ -12,6 +12,7 @@ from tllm.inference_mode import in_inference_mode
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.columns import Column
+from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.handover import Handover
 from tllm.runtime.judged_sequences import JudgedSequences
@@ -21,7 +22,7 @@ from tllm.runtime.sampling import SamplerStep
 from tllm.runtime.slots import Slots
 from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
 from tllm.runtime.transfer import upload
-from tllm.runtime.verdicts import StepVerdicts, StoppedSequences
+from tllm.runtime.verdicts import BrokenSequences, StepVerdicts, StoppedSequences
 
 
 class Steps:
@@ -46,6 +47,7 @@ class Steps:
         assignments: Assignments,
         consumers: RegisteredConsumers,
         judged: JudgedSequences,
+        finite: FiniteRows,
     ) -> None:
         self._slots = slots
         self._planner = planner
@@ -59,6 +61,8 @@ class Steps:
         self._dispatcher = consumers.dispatcher
         self.guidance = consumers.guidance
         self._judged = judged
+        self._finite = finite
+        self._broken = BrokenSequences(finite)
         self._verdicts = judged.verdicts
         self._relay = judged.relay
         self._means = judged.means
@@ -363,11 +367,15 @@ class Steps:
 
     def take_verdicts(self) -> StepVerdicts | None:
         """What conditions made of the step, on its way to the host; None where no sequence of it
-        asks. What controllers stop comes with it. Before `end`."""
+        asks. What controllers stop, and what is not finite, comes with it. Before `end`."""
         if self._means.waiting:
             self._means.judge()
-        judged, stopped = self._verdicts.take(), self._controllers.take_stops()
-        return StoppedSequences(stopped, judged) if stopped else judged
+        verdicts, stopped = self._verdicts.take(), self._controllers.take_stops()
+        if stopped:
+            verdicts = StoppedSequences(stopped, verdicts)
+        if not self._finite.watching:
+            return verdicts
+        return self._broken if verdicts is None else BrokenSequences(self._finite, verdicts)
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -375,6 +383,8 @@ class Steps:
         """Everything of the step is enqueued: hand out the rest. Safe to call again."""
         if self._means.waiting:
             self._means.judge()
+        if self._finite.watching and self._finite.told[0]:
+            self._assignments.note_not_finite()
         if self._frame is not None:
             self._complete(self._frame)
 

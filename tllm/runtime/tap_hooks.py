@@ -17,14 +17,17 @@ Hook: TypeAlias = Callable[..., Any]
 behind it."""
 
 
-def hook_of(site: Site, name: str, hidden: int, dtype: torch.dtype) -> Hook:
+def hook_of(site: Site, name: str, hidden: int, dtype: torch.dtype, *, check: bool = False) -> Hook:
     """What taps the tensor of a site.
 
     Args:
         name: of the descriptor among the module's buffers.
         hidden, dtype: of the rows that taps see.
+        check: whether rows may have to be finite here; of the output of a module, see
+            `can_check`.
     """
     stream = site.stream
+    assert not check or can_check(site)
     if site.width is not None:
         tapped = _narrow_tap(name, site.width, hidden, dtype)
         if isinstance(stream, Argument):
@@ -35,7 +38,12 @@ def hook_of(site: Site, name: str, hidden: int, dtype: torch.dtype) -> Hook:
         if isinstance(stream, Argument):
             return _among_input_hook(tapped, stream)
         return _among_output_hook(tapped)
-    return _input_hook(site, name) if site.side == "input" else _output_hook(site, name)
+    return _input_hook(site, name) if site.side == "input" else _output_hook(site, name, check)
+
+
+def can_check(site: Site) -> bool:
+    """Whether rows can be checked where a site is tapped."""
+    return site.width is None and site.item is None and site.side == "output"
 
 
 def add_hook(site: Site, hook: Hook) -> None:
@@ -61,7 +69,7 @@ def unless(resting: Sequence[bool], number: int, hook: Hook) -> Hook:
     return hook_unless
 
 
-def tapped_norm(eps: float, name: str) -> Any:
+def tapped_norm(eps: float, name: str, *, check: bool = False) -> Any:
     """The `forward` of a norm that taps what it adds up."""
 
     def forward(self: Any, stream: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -71,7 +79,7 @@ def tapped_norm(eps: float, name: str) -> Any:
                 "start the engine with fuse_norms=False, and report this model"
             )
         descriptor, plan = getattr(self, name), getattr(self, PLAN_BUFFER)
-        return torch.ops.tllm.tap_norm(stream, residual, self.weight, eps, descriptor, plan)
+        return torch.ops.tllm.tap_norm(stream, residual, self.weight, eps, descriptor, plan, check)
 
     return forward
 
@@ -93,7 +101,7 @@ def _input_hook(site: Site, name: str) -> Hook:
     return hook
 
 
-def _output_hook(site: Site, name: str) -> Hook:
+def _output_hook(site: Site, name: str, check: bool) -> Hook:
     """A forward hook that taps what the module returns, in place."""
     stream_at, residual_at = site.stream, site.residual
     assert not site.private, "the output of a module is its own"
@@ -110,7 +118,8 @@ def _output_hook(site: Site, name: str) -> Hook:
             residual = None if residual_at is None else output[residual_at]
         else:
             stream = output
-        torch.ops.tllm.tap(stream, residual, getattr(module, name), getattr(module, PLAN_BUFFER))
+        descriptor, plan = getattr(module, name), getattr(module, PLAN_BUFFER)
+        torch.ops.tllm.tap(stream, residual, descriptor, plan, check)
 
     return hook
 

@@ -60,6 +60,7 @@ class Taps:
         max_tokens: the most tokens in a batch, padding included.
         max_programs: the most distinct capture programs.
         add_rows: add rows to begin with; the tables grow.
+        checked: the sites where rows are checked to be finite.
         embeds: a forward pass begins by looking its tokens' embeddings up, before any tap.
 
     Attributes:
@@ -79,9 +80,11 @@ class Taps:
         max_tokens: int,
         max_programs: int,
         add_rows: int,
+        checked: Sequence[TapKey] = (),
         embeds: bool = False,
     ) -> None:
         self.sites = sites
+        self.checked = checked
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.device = device
@@ -127,10 +130,11 @@ class Taps:
             descriptor = self.descriptors[self.index[key] // STAGES]
             module.register_buffer(name, descriptor, persistent=False)
             module.register_buffer(PLAN_BUFFER, self.plan, persistent=False)
+            check = key in self.checked
             if norm is not None:
-                module.forward = MethodType(tapped_norm(norm.eps, name), module)
+                module.forward = MethodType(tapped_norm(norm.eps, name, check=check), module)
             else:
-                hook = hook_of(site, name, self.hidden_size, self.dtype)
+                hook = hook_of(site, name, self.hidden_size, self.dtype, check=check)
                 if self.device.type == "cpu":
                     hook = unless(self._resting, self.index[key] // STAGES, hook)
                 add_hook(site, hook)
@@ -228,6 +232,20 @@ class Taps:
         points = range(self.num_points)
         self._set_fields("PATCHES", points, patches)
         self._set_fields("REPLACEMENTS", points, [replacements] * self.num_points)
+
+    def place_check(self, told: torch.Tensor) -> None:
+        """Where is told of rows that are not finite, from the next commit on.
+
+        Args:
+            told: int32 `[1 + tokens]`, on the host.
+        """
+        points = [self.index[key] for key in self.checked]
+        self._set_fields("NOT_FINITE", points, [told] * len(points))
+
+    def set_checking(self, checking: bool) -> None:
+        """Whether any row is checked."""
+        points = [self.index[key] for key in self.checked] if checking else []
+        self.set_used(Column.SEQUENCE, points)
 
     def place_steering(
         self,

@@ -3,6 +3,7 @@ its way to the host."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from tllm.runtime.batch import together
 from tllm.runtime.columns import IntArray
+from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.gates import Gates
 from tllm.runtime.latches import HOLDS
 from tllm.runtime.transfer import PinnedCopy, upload
@@ -19,11 +21,13 @@ from tllm.spec.gates import MAX_GATES
 
 PROMPT = -1
 """In a `Fired`, for a row of the prompt."""
+BROKEN = -2
+"""In a `Fired`, for whatever row: the sequence cannot go on."""
 
 Fired: TypeAlias = tuple[tuple[int, int | str], ...]
 """Of one sequence: `(which token drawn in the step, number of the condition)` for each condition
-that held for the row that a token was drawn from; in order. What a controller stops has its reason
-in place of a number."""
+that held for the row that a token was drawn from; in order. What a controller stops, and what
+cannot go on, has its reason in place of a number."""
 
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
@@ -73,15 +77,23 @@ class _Steady:
         return same
 
 
-class StepVerdicts:
-    """What was judged in one step, of which the host knows nothing yet."""
+class StepVerdicts(ABC):
+    """What the engine must hear of one step, of which the host knows nothing yet."""
+
+    @abstractmethod
+    def wait(self) -> Mapping[str, Fired]:
+        """What held, by the engine's id of the sequence. From any thread, once, when the step's
+        tokens are there."""
+
+
+class JudgedRows(StepVerdicts):
+    """What was judged in one step."""
 
     def __init__(self, judged: _Judged, strengths: PinnedCopy) -> None:
         self._judged = judged
         self._strengths = strengths
 
     def wait(self) -> Mapping[str, Fired]:
-        """What held, by the engine's id of the sequence. From any thread, once."""
         judged = self._judged
         # What is no number was not judged, and holds nowhere.
         rows, numbers = np.nonzero((self._strengths.wait().numpy() > HOLDS) & judged.asked)
@@ -105,11 +117,30 @@ class StoppedSequences(StepVerdicts):
         self._others = judged
 
     def wait(self) -> Mapping[str, Fired]:
-        """What ends sequences, conditions before controllers."""
+        # Conditions come before controllers.
         found = {} if self._others is None else dict(self._others.wait())
         for engine_id, reason in self._reasons.items():
             found[engine_id] = (*found.get(engine_id, ()), (0, reason))
         return found
+
+
+class BrokenSequences(StepVerdicts):
+    """Sequences that have a row that is not finite, with what else ends any.
+
+    Args:
+        others: None for nothing.
+    """
+
+    def __init__(self, finite: FiniteRows, others: StepVerdicts | None = None) -> None:
+        self._finite = finite
+        self._others = others
+
+    def wait(self) -> Mapping[str, Fired]:
+        found = {} if self._others is None else self._others.wait()
+        if not self._finite.told[0]:
+            return found
+        broken = self._finite.look()
+        return {**found, **{name: ((BROKEN, why),) for name, why in broken.items()}}
 
 
 class Verdicts:
@@ -249,7 +280,7 @@ class Verdicts:
             strengths = strengths[rows].contiguous()
         else:
             strengths = strengths.index_select(0, upload(rows.astype(np.int64), state.device))
-        self._copied = StepVerdicts(judged, PinnedCopy(strengths))
+        self._copied = JudgedRows(judged, PinnedCopy(strengths))
 
     def take(self) -> StepVerdicts | None:
         """What was judged in this step; None for nothing."""

@@ -50,6 +50,7 @@ WORKER = (
     Figure("requests_held_back", False, "Requests that wait for room in the steering tables"),
     Figure("sequences_not_steered", True, "Sequences that were to be steered and could not be"),
     Figure("sequences_not_patched", True, "Sequences that were to be patched and could not be"),
+    Figure("sequences_not_finite", True, "Sequences with a row that was not finite any more"),
     Figure("conversations", False, "Conversations that conditions are remembered for"),
     Figure("max_conversations", False, "The most of them at a time"),
     Figure("results_forgotten", True, "Results that nobody came for"),

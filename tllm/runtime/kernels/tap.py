@@ -43,11 +43,14 @@ if HAS_TRITON:
     ADD_TABLE = tl.constexpr(stage_field("ADD_TABLE"))
     STEERING = tl.constexpr(stage_field("STEERING"))
     SUMS = tl.constexpr(stage_field("SUMS"))
+    NOT_FINITE = tl.constexpr(stage_field("NOT_FINITE"))
+    LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
     CAPTURE_FLAG = tl.constexpr(Column.PROGRAM.flag)
     ADD_FLAG = tl.constexpr(Column.ADD.flag)
     STEER_FLAG = tl.constexpr(Column.STEER.flag)
     PATCH_FLAG = tl.constexpr(Column.PATCH.flag)
     GATE_FLAG = tl.constexpr(Column.GATE.flag)
+    SEQUENCE_FLAG = tl.constexpr(Column.SEQUENCE.flag)
     BITS = tl.constexpr(FLAG_BITS)
     MASK = tl.constexpr(2**FLAG_BITS - 1)
     UNIT = tl.constexpr(CHAIN_UNIT)
@@ -60,6 +63,7 @@ if HAS_TRITON:
     PLAN_ADD = tl.constexpr(Column.ADD.plan_row)
     PLAN_STEER = tl.constexpr(Column.STEER.plan_row)
     PLAN_PATCH = tl.constexpr(Column.PATCH.plan_row)
+    PLAN_SEQUENCE = tl.constexpr(Column.SEQUENCE.plan_row)
 
     @triton.jit
     def _stage(fields):
@@ -255,6 +259,23 @@ if HAS_TRITON:
             value = value.to(dtype).to(tl.float32)
         return value, changed
 
+    @triton.jit
+    def sequence_of(flags, plan_ptr, plan_stride):
+        """Which sequence a row is of, where it is to be checked; else -1."""
+        at = plan_ptr + PLAN_SEQUENCE * plan_stride + tl.program_id(0)
+        return tl.load(at, mask=(flags & SEQUENCE_FLAG) != 0, other=-1)
+
+    @triton.jit
+    def checked(value, changed, desc_ptr, sequence):
+        """A row as it is if its square is finite, else zeros, of which the host is told."""
+        if tl.where(tl.sum(value * value, axis=0) <= LARGEST, 0, 1) != 0:  # of NaN nothing holds
+            value = tl.zeros_like(value)
+            changed = 1
+            told = tl.load(desc_ptr + NOT_FINITE).to(tl.pointer_type(tl.int32))
+            tl.store(told + 1 + tl.program_id(0), sequence)
+            tl.store(told, 1)
+        return value, changed
+
     @triton.jit(do_not_specialize=["plan_stride"])
     def _tap_kernel(
         stream_ptr,
@@ -267,6 +288,7 @@ if HAS_TRITON:
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
         HAS_RESIDUAL: tl.constexpr,
+        CHECK: tl.constexpr,
         AHEAD: tl.constexpr,
         EARLY: tl.constexpr,
     ):
@@ -279,6 +301,10 @@ if HAS_TRITON:
         flags, tables, addresses, planned, wanted = _begin(
             desc_ptr, plan_ptr, plan_stride, AHEAD, dtype
         )
+        sequence = -1
+        if CHECK:
+            sequence = sequence_of(flags, plan_ptr, plan_stride)
+            wanted = tl.maximum(wanted, sequence)
         if wanted < 0:
             if EARLY:
                 tl.extra.cuda.gdc_wait()
@@ -314,6 +340,8 @@ if HAS_TRITON:
             HIDDEN,
             AHEAD,
         )
+        if sequence >= 0:
+            value, changed = checked(value, changed, desc_ptr, sequence)
         if changed > 0:
             written = value.to(dtype)
             if HAS_RESIDUAL:
@@ -344,8 +372,13 @@ def launch(
     residual: torch.Tensor | None,
     desc: torch.Tensor,
     plan: torch.Tensor,
+    check: bool = False,
 ) -> None:
-    """Run the kernel over the rows of `stream` (`[..., hidden]`)."""
+    """Run the kernel over the rows of `stream` (`[..., hidden]`).
+
+    Args:
+        check: whether rows may have to be finite here (`Column.SEQUENCE`).
+    """
     hidden = stream.shape[-1]
     num_rows = stream.numel() // hidden
     if num_rows == 0:
@@ -365,6 +398,7 @@ def launch(
         HIDDEN=hidden,
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
+        CHECK=check,
         num_warps=max(4, min(16, block // (32 * elements))),
         **chosen,
     )
@@ -379,15 +413,29 @@ _LOOKED_AT = [
 
 
 def reference(
-    stream: torch.Tensor, residual: torch.Tensor | None, desc: torch.Tensor, plan: torch.Tensor
+    stream: torch.Tensor,
+    residual: torch.Tensor | None,
+    desc: torch.Tensor,
+    plan: torch.Tensor,
+    check: bool = False,
 ) -> None:
     """The kernel in PyTorch, for host tensors: the same descriptor, the same result."""
     fields = desc.tolist()
     if not fields[Descriptor.FLAGS]:
         return
-    hidden, dtype = stream.shape[-1], stream.dtype
+    hidden = stream.shape[-1]
     rows = stream.view(-1, hidden)
     fused = residual.view(-1, hidden) if residual is not None else None
+    _work_reference(rows, fused, fields, plan)
+    if check and fields[Descriptor.FLAGS] & Column.SEQUENCE.flag:
+        _check(rows, fused, fields, plan)
+
+
+def _work_reference(
+    rows: torch.Tensor, fused: torch.Tensor | None, fields: list[int], plan: torch.Tensor
+) -> None:
+    """The stages of a tap, on rows `[tokens, hidden]` or their sum with `fused`."""
+    dtype = rows.dtype
     # What is looked up is looked up with NumPy: of so few numbers an operator of torch costs more.
     planned = plan.numpy()[:, : len(rows)]
     at = (planned[_LOOKED_AT] >= 0).any(0).nonzero()[0]
@@ -428,6 +476,27 @@ def reference(
         rows[written_at] = torch.zeros_like(written)
     else:
         rows[written_at] = written
+
+
+def _check(
+    rows: torch.Tensor, fused: torch.Tensor | None, fields: list[int], plan: torch.Tensor
+) -> None:
+    """Make zeros of rows whose square is not finite, and tell of what sequences they are."""
+    found = rows.float() if fused is None else rows.float() + fused.float()
+    wrong = ~found.square().sum(1).isfinite().numpy()
+    if not wrong.any():
+        return
+    sequences = plan.numpy()[Column.SEQUENCE.plan_row, : len(rows)]
+    at = np.flatnonzero(wrong & (sequences >= 0))
+    if not len(at):
+        return
+    told = words_at(fields[stage_field("NOT_FINITE")], 1 + len(rows))
+    told[1 + at] = sequences[at]
+    told[0] = 1
+    index = torch.from_numpy(at)
+    rows[index] = 0.0
+    if fused is not None:
+        fused[index] = 0.0
 
 
 def _capture(seen: torch.Tensor, planned: IntArray, offsets_at: int, arena_at: int) -> None:

@@ -19,7 +19,14 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from tllm.runtime.kernels.tap import _begin, _first_vector, _look_ahead, _work
+    from tllm.runtime.kernels.tap import (
+        _begin,
+        _first_vector,
+        _look_ahead,
+        _work,
+        checked,
+        sequence_of,
+    )
 
     @triton.jit
     def _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN: tl.constexpr):
@@ -45,6 +52,7 @@ if HAS_TRITON:
         eps,
         HIDDEN: tl.constexpr,
         BLOCK: tl.constexpr,
+        CHECK: tl.constexpr,
         AHEAD: tl.constexpr,
         EARLY: tl.constexpr,
     ):
@@ -54,6 +62,10 @@ if HAS_TRITON:
         flags, tables, addresses, planned, wanted = _begin(
             desc_ptr, plan_ptr, plan_stride, AHEAD, dtype
         )
+        sequence = -1
+        if CHECK:
+            sequence = sequence_of(flags, plan_ptr, plan_stride)
+            wanted = tl.maximum(wanted, sequence)
         row = tl.program_id(0).to(tl.int64)
         at = stream_ptr + row * stream_stride + offsets
         residual_at = residual_ptr + row * residual_stride + offsets
@@ -95,6 +107,8 @@ if HAS_TRITON:
                 # Read again: to keep the sum as it was, unrounded, would take registers.
                 x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
                 x += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
+            if sequence >= 0:
+                x, changed = checked(x, changed, desc_ptr, sequence)
         if not AHEAD:
             weight = tl.load(weight_ptr + offsets, mask=inside, other=0.0)
         _finish(x, weight, row, normed_ptr, sum_ptr, offsets, inside, eps, HIDDEN)
@@ -123,8 +137,12 @@ def launch(
     eps: float,
     desc: torch.Tensor,
     plan: torch.Tensor,
+    check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel over the rows of `stream` and `residual` (`[..., hidden]`).
+
+    Args:
+        check: as of a tap.
 
     Returns the normed rows and the sum, which is the next residual.
     """
@@ -152,6 +170,7 @@ def launch(
         eps,
         HIDDEN=hidden,
         BLOCK=block,
+        CHECK=check,
         num_warps=warps(block),
         **chosen,
     )
@@ -165,10 +184,11 @@ def reference(
     eps: float,
     desc: torch.Tensor,
     plan: torch.Tensor,
+    check: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel in PyTorch, for host tensors."""
     stream, residual = stream.clone(), residual.clone()
-    tap.reference(stream, residual, desc, plan)
+    tap.reference(stream, residual, desc, plan, check)
     x = stream.float() + residual.float()
     added = x.to(stream.dtype)
     x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
