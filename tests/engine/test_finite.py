@@ -12,6 +12,7 @@ from tllm import SamplingParams
 from tllm.consumers.base import Consumer
 from tllm.ports import ConsumerFlow, ResidualStream
 
+HAS_GPU = torch.cuda.is_available()
 ALONE = torch.ones(HIDDEN)
 ALONE[::2] = 0.0
 ENTRY = [{"vector": ALONE.tolist(), "scale": 1e18}]
@@ -77,8 +78,9 @@ def test_a_request_whose_rows_overflow_ends_with_an_error(llm, way):
         expected = tokens_of(generate(llm, mixed, [greedy(6)] * 4))
         outputs = generate(llm, mixed, with_one_broken(6, **WAYS[way]))
         sample = assert_only_the_second_broke(outputs, expected, NAMES[way.split()[0]])
-        # None was drawn from such a row.
-        assert list(sample.token_ids) == (expected[1][:1] if way.endswith("tokens") else [])
+        # None was drawn from such a row. Where the next pass runs already, it is known sooner.
+        right = expected[1][:1] if way.endswith("tokens") else []
+        assert list(sample.token_ids) in ([right, []] if HAS_GPU else [right])
     assert llm.intervention_stats()[0]["sequences_not_finite"] == before + 2
     assert tokens_of(generate(llm, prompts(), [greedy(6)] * 4)) == plain
     generate(llm, [[1]], greedy(1))
@@ -100,7 +102,7 @@ def test_each_sample_ends_by_itself(llm):
     params = SamplingParams(n=3, seed=1, max_tokens=4, ignore_eos=True, detokenize=False, **asked)
     [output] = generate(llm, prompts()[:1], params)
     assert [s.finish_reason for s in output.outputs] == ["error"] * 3
-    assert {len(s.token_ids) for s in output.outputs} == {2}
+    assert {len(s.token_ids) for s in output.outputs} <= ({1, 2} if HAS_GPU else {2})
     assert {s.consumer_results["steering"].status for s in output.outputs} == {"error"}
 
 

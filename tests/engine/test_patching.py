@@ -483,8 +483,11 @@ def test_rows_dropped_before_a_request_began_are_told_with_its_output(llm):
     outputs = []
     while engine.has_unfinished_requests():
         outputs += [output for output in engine.step() if output.finished]
-    result = outputs[0].outputs[0].consumer_results["patching"]
+    [sample] = outputs[0].outputs
+    result = sample.consumer_results["patching"]
     assert result.status == "error" and "dropped before the request began" in result.error
+    assert (sample.finish_reason, sample.stop_reason) == ("error", result.error)
+    assert not sample.token_ids
 
 
 def test_positions_that_a_sample_does_not_reach_are_told_with_its_output(llm):

@@ -50,9 +50,9 @@ def test_taps_with_their_norms_and_without_compute_the_same(llm, tiny_model):
     """Everything else in this pass is computed with them, where the model's norms allow it."""
     apart = LLM(tiny_model, fuse_norms=False, **TINY_ENGINE)
     # Every layer has a norm before attention and one before the MLP; the first of all adds nothing
-    # up, and the final one adds as the others do.
+    # up, and the final one adds as the others do. Without a compiler, vLLM has kernels for a GPU.
     fused = [engine.intervention_stats()[0]["norms_fused"] for engine in (llm, apart)]
-    assert fused == [2 * LAYERS, 0]
+    assert fused == [0 if torch.cuda.is_available() else 2 * LAYERS, 0]
     asked = [{"steering_vectors": at(V)}, {}, {"steering_vectors": at(W, ("post_attn", 0))}]
     assert generate(llm, PROMPTS, asked) == generate(apart, PROMPTS, asked)
 

@@ -32,6 +32,7 @@ KEPT = {
     "esamp.bank.DistillerBank._train_passes": "as these",
     "esamp.bank._Pass": "of these",
     "esamp.bank._TrainPass": "of these",
+    "esamp.graphs.Replays": "recordings for CUDA, by sizes and addresses: so many at most",
     "runtime.results.Results._given_up": "the last 4096 prompts that were given up, by their ids",
     "esamp.stats.Statistics": "the last thousand prompts are remembered, at 20 bytes each",
 }

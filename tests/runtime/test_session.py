@@ -20,6 +20,7 @@ from tllm.runtime.columns import Column
 from tllm.runtime.descriptor import Descriptor
 from tllm.runtime.session import Session
 from tllm.runtime.taps import Taps
+from tllm.runtime.verdicts import BROKEN
 from tllm.spec.gates import MAX_GATES
 from tllm.spec.groups import GroupUse
 from tllm.spec.hooks import HookPoint
@@ -679,6 +680,9 @@ def test_what_stands_beside_rows_that_nobody_judges_ends_nothing(engine):
     engine.computed["a"] = PROMPT
     engine.begin({"a": 1, "b": PROMPT})
     engine.session.steering.gates.state = torch.ones(64, 2, MAX_GATES)
+    [(place, why)] = engine.session.steps.take_verdicts().wait().pop("a")
+    assert place == BROKEN and "unknown" in why
+    engine.finish("a")
     assert engine.session.steps.take_verdicts() is None
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from tllm.runtime.broken_sequences import NOT_FINITE, BrokenSequences
 from tllm.runtime.columns import DECODE, PREFILL, Column
-from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.patching import Patching
 from tllm.runtime.programs import Programs, TooManyProgramsError
@@ -38,7 +38,7 @@ class Assignments:
 
     Args:
         consumers: those that are registered, by id.
-        finite: is told of the sequences whose rows may be changed.
+        broken: is told of the sequences whose rows may be changed, or cannot be as they ask.
 
     Attributes:
         steering, patching: what sequences can be steered and patched with.
@@ -57,10 +57,10 @@ class Assignments:
         steering: Steering,
         patching: Patching,
         consumers: Mapping[str, BoundConsumer],
-        finite: FiniteRows,
+        broken: BrokenSequences,
     ) -> None:
         self._slots = slots
-        self._finite = finite
+        self._broken = broken
         self._programs = programs
         self.steering = steering
         self.patching = patching
@@ -87,7 +87,7 @@ class Assignments:
         writers = (owner for owner in self._consumers.values() if owner.writes_rows)
         changed = sequence.steering_rows or sequence.patched is not None
         if changed or any(owner.serves(sequence) for owner in writers):
-            self._finite.watch(sequence)
+            self._broken.check(sequence)
 
     def _lay_out(self, sequence: RunningSequence) -> None:
         slot, prompt_len = sequence.info.slot, sequence.info.prompt_len
@@ -257,18 +257,17 @@ class Assignments:
         return sequence.patched.starts if sequence.patched is not None else []
 
     def note_not_finite(self) -> None:
-        """Sequences that have a row that is not finite: their results will say so."""
-        for engine_id, why in self._finite.look().items():
-            sequence = self._slots.get(engine_id)
-            if sequence is None or sequence.ended or why in sequence.errors.values():
+        """The results of sequences that have a row that is not finite will say so."""
+        for sequence in self._broken.not_finite():
+            if sequence.ended or NOT_FINITE in sequence.errors.values():
                 continue
             writers = (
                 o.id for o in self._consumers.values() if o.writes_rows and o.serves(sequence)
             )
             changing = STEERING if sequence.steering else PATCHING if sequence.patch else None
             for name in (*writers, *([] if changing is None else [changing])):
-                sequence.errors.setdefault(name, why)
-            logger.error("request %s: %s", sequence.info.request_id, why)
+                sequence.errors.setdefault(name, NOT_FINITE)
+            logger.error("request %s: %s", sequence.info.request_id, NOT_FINITE)
             self.not_finite += 1
             self._tell(sequence)
 
@@ -279,9 +278,12 @@ class Assignments:
             del self.failed[next(iter(self.failed))]
 
     def _note_failed(self, sequence: RunningSequence, what: str, error: ValueError) -> None:
-        """A sequence is not changed as it asked: its results, and whoever asks, will say so."""
+        """A sequence is not changed as it asked: it ends, and its results, and whoever asks, will
+        say so."""
         if what not in sequence.errors:
             self._tell(sequence)
+        if sequence.decided is None:  # a controller that asks too much is told itself
+            self._broken.give_up(sequence, str(error))
         concerned = [o.id for o in self._consumers.values() if o.serves(sequence)]
         sequence.refused.update(concerned)
         sequence.errors.update(dict.fromkeys([what, *concerned], str(error)))
@@ -309,7 +311,7 @@ class Assignments:
 
     def release(self, sequence: RunningSequence) -> None:
         """The engine let go of a sequence."""
-        self._finite.forget(sequence)
+        self._broken.forget(sequence)
         for groups in sequence.steering_rows:
             self.steering.release(groups)
         for choice in sequence.token_choices:

@@ -11,10 +11,10 @@ import torch
 from tllm.ports import ModelView
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.binder import Binder
+from tllm.runtime.broken_sequences import BrokenSequences
 from tllm.runtime.consumer_protocol import ConsumerProtocol
 from tllm.runtime.controllers import Controllers
 from tllm.runtime.decided_steering import DecidedGroups
-from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.flows import BoundConsumer
 from tllm.runtime.judged_sequences import JudgedSequences
 from tllm.runtime.patching import Patching
@@ -94,9 +94,9 @@ class Session:
         )
         self.patching = Patching(taps, resolve, max_patch_bytes, max_patch_host_bytes)
         self._programs = Programs(taps, max_programs)
-        finite = FiniteRows(slots, taps)
+        broken = BrokenSequences(slots, taps)
         self._assignments = Assignments(
-            slots, self._programs, self.steering, self.patching, by_id, finite
+            slots, self._programs, self.steering, self.patching, by_id, broken
         )
         # Who asks for it.
         decided = DecidedGroups(
@@ -140,7 +140,7 @@ class Session:
             make_progress=self._make_progress,
         )
         self._planner = RowPlanner(slots, taps, self._programs, self._ring, model.num_stages)
-        self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged, finite)
+        self.steps = Steps(slots, self._planner, self._assignments, self.consumers, judged, broken)
 
     # -- between steps -----------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ import torch
 from tllm.inference_mode import in_inference_mode
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import Frame, StepBatch
+from tllm.runtime.broken_sequences import BrokenSequences
 from tllm.runtime.columns import Column
-from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.handover import Handover
 from tllm.runtime.judged_sequences import JudgedSequences
@@ -22,7 +22,7 @@ from tllm.runtime.sampling import SamplerStep
 from tllm.runtime.slots import Slots
 from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
 from tllm.runtime.transfer import upload
-from tllm.runtime.verdicts import BrokenSequences, StepVerdicts, StoppedSequences
+from tllm.runtime.verdicts import BrokenVerdicts, StepVerdicts, StoppedSequences
 
 
 class Steps:
@@ -47,7 +47,7 @@ class Steps:
         assignments: Assignments,
         consumers: RegisteredConsumers,
         judged: JudgedSequences,
-        finite: FiniteRows,
+        broken: BrokenSequences,
     ) -> None:
         self._slots = slots
         self._planner = planner
@@ -61,8 +61,8 @@ class Steps:
         self._dispatcher = consumers.dispatcher
         self.guidance = consumers.guidance
         self._judged = judged
-        self._finite = finite
-        self._broken = BrokenSequences(finite)
+        self._broken = broken
+        self._broken_alone = BrokenVerdicts(broken)
         self._verdicts = judged.verdicts
         self._relay = judged.relay
         self._means = judged.means
@@ -367,15 +367,15 @@ class Steps:
 
     def take_verdicts(self) -> StepVerdicts | None:
         """What conditions made of the step, on its way to the host; None where no sequence of it
-        asks. What controllers stop, and what is not finite, comes with it. Before `end`."""
+        asks. What controllers stop, and what cannot go on, comes with it. Before `end`."""
         if self._means.waiting:
             self._means.judge()
         verdicts, stopped = self._verdicts.take(), self._controllers.take_stops()
         if stopped:
             verdicts = StoppedSequences(stopped, verdicts)
-        if not self._finite.watching:
+        if not self._broken.watching:
             return verdicts
-        return self._broken if verdicts is None else BrokenSequences(self._finite, verdicts)
+        return self._broken_alone if verdicts is None else BrokenVerdicts(self._broken, verdicts)
 
     # -- its end -----------------------------------------------------------------------------------
 
@@ -383,7 +383,7 @@ class Steps:
         """Everything of the step is enqueued: hand out the rest. Safe to call again."""
         if self._means.waiting:
             self._means.judge()
-        if self._finite.watching and self._finite.told[0]:
+        if self._broken.watching and self._broken.told[0]:
             self._assignments.note_not_finite()
         if self._frame is not None:
             self._complete(self._frame)

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tllm.runtime.batch import together
+from tllm.runtime.broken_sequences import BrokenSequences
 from tllm.runtime.columns import IntArray
-from tllm.runtime.finite_rows import FiniteRows
 from tllm.runtime.gates import Gates
 from tllm.runtime.latches import HOLDS
 from tllm.runtime.transfer import PinnedCopy, upload
@@ -124,23 +124,23 @@ class StoppedSequences(StepVerdicts):
         return found
 
 
-class BrokenSequences(StepVerdicts):
-    """Sequences that have a row that is not finite, with what else ends any.
+class BrokenVerdicts(StepVerdicts):
+    """The sequences that cannot go on, with what else ends any.
 
     Args:
         others: None for nothing.
     """
 
-    def __init__(self, finite: FiniteRows, others: StepVerdicts | None = None) -> None:
-        self._finite = finite
+    def __init__(self, broken: BrokenSequences, others: StepVerdicts | None = None) -> None:
+        self._broken = broken
         self._others = others
 
     def wait(self) -> Mapping[str, Fired]:
         found = {} if self._others is None else self._others.wait()
-        if not self._finite.told[0]:
+        if not self._broken.told[0]:
             return found
-        broken = self._finite.look()
-        return {**found, **{name: ((BROKEN, why),) for name, why in broken.items()}}
+        reasons = self._broken.reasons()
+        return {**found, **{name: ((BROKEN, why),) for name, why in reasons.items()}}
 
 
 class Verdicts:
