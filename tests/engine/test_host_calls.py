@@ -152,7 +152,7 @@ CASES = {
 }
 """What requests ask, who is registered, and the most calls of a step."""
 
-MORE_WITH_V2 = 5
+MORE_WITH_V2 = 6
 """That runner asks more often how wide guides are."""
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from logprobs.asking import OTHER_ENGINE, VOCAB, agrees, gathered
-from logprobs.steering import LAYER, STEERED, VECTOR, steered_by
+from logprobs.steering import HIDDEN, LAYER, STEERED, VECTOR, steered_by
 from tllm.consumers.base import Consumer
 from tllm.ports import Actions, ConsumerFlow, ResidualStream, Stop
 
@@ -70,6 +70,37 @@ def test_global_steering_reaches_questions_that_follow_and_lanes_that_are_open(l
     assert agrees(step, steered_by(reference, [*PROMPT, 70]), OTHER_ENGINE)
     assert agrees(query, steered_by(reference, PROMPT), OTHER_ENGINE)
     assert agrees(lm.next_token_logprobs_sync(PROMPT), plain)
+
+
+def test_what_is_not_finite_any_more_is_an_error_and_no_answer(lm, reference):
+    """Queries, lanes and completions, steered by themselves and, in bulk, by what is global."""
+    alternating = torch.tensor([1.5e18, 0.0] * (HIDDEN // 2))
+    large = {"post_block": dict.fromkeys((1, 2, 3), alternating)}
+    refused = pytest.raises(ValueError, match="is not finite any more at the end of the network")
+
+    async def step(**asked):
+        async with lm.open(PROMPT, **asked) as lane:
+            return await lane.next()
+
+    for asking in (
+        lambda: lm.next_token_logprobs(PROMPT, steering_vectors=large),
+        lambda: step(steering_vectors=large),
+        lambda: lm.sample(PROMPT, 4, [], temperature=0, steering_vectors=large),
+    ):
+        with refused:
+            asyncio.run(asking())
+    lm.run(lm.engine.steering.set(vectors=large))
+    try:
+        for asking in (lambda: lm.next_token_logprobs(PROMPT), step):
+            with refused:
+                asyncio.run(asking())
+    finally:
+        lm.run(lm.engine.steering.clear())
+    assert agrees(
+        lm.next_token_logprobs_sync(PROMPT),
+        reference.next_token_logprobs_sync(PROMPT),
+        OTHER_ENGINE,
+    )
 
 
 def test_completions_may_be_steered_in_their_generated_tokens_only(lm):

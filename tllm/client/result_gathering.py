@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm.outputs import RequestOutput
-
 from tllm.client.calls import Pause, Steps, WorkerCall
 from tllm.client.registrations import Registrations
 from tllm.client.request import Prepared, collect
@@ -21,6 +19,7 @@ from tllm.client.results import (
     set_result,
 )
 from tllm.consumers.base import Consumer
+from tllm.engine.verdicts import given_up
 from tllm.ports.payload import reason_of
 
 logger = logging.getLogger(__name__)
@@ -79,7 +78,7 @@ class ResultGathering:
         for output in outputs:
             request = output.tllm_request
             # Of what is pending, a consumer that has left may still owe something.
-            has = request.results.pending or self.has_results(request) or _ended_by_error(output)
+            has = request.results.pending or self.has_results(request) or given_up(output)
             (late if has else over).append(output)
         steered = [o.tllm_request.prompt_id for o in over if o.tllm_request.groups]
         if alone and steered:
@@ -153,13 +152,6 @@ class ResultGathering:
                 wrong = _wrong_in_on_result(consumer, output, index, result)
                 if wrong:
                     set_result(output, sample, name, replace(result, status="error", error=wrong))
-
-
-def _ended_by_error(output: Any) -> bool:
-    """Whether the engine gave a sample up: the workers may know why."""
-    return isinstance(output, RequestOutput) and any(
-        sample.finish_reason == "error" for sample in output.outputs
-    )
 
 
 def _made(results: Mapping[str, ConsumerResult]) -> dict[str, ConsumerResult]:

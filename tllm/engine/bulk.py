@@ -22,6 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from tllm.engine.notices import NoticeInbox, NoticeOutbox
+from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
 from tllm.spec.request import EXTRA_ARG, OWN_ARGS
 
@@ -60,7 +61,7 @@ uses(
 )
 uses(
     "vllm.v1.engine.EngineCoreOutput",
-    "request_id new_token_ids finish_reason",
+    "request_id new_token_ids finish_reason stop_reason",
     "ends of many requests are one output",
 )
 uses(
@@ -291,7 +292,7 @@ class Bulk:
             if name == _ENDED:
                 self.end(output.new_token_ids, None)
             elif name == _FAILED:
-                self.end(output.new_token_ids, _aborted())
+                self.end(output.new_token_ids, _aborted(output.stop_reason))
             elif name in self._begun or name in self._streamed:
                 # Told by the engine itself, as when it is paused.
                 if name in self._begun:
@@ -319,7 +320,9 @@ def loop_of(engine: AsyncLLM) -> asyncio.AbstractEventLoop | None:
     return None if handler is None else handler.get_loop()
 
 
-def _aborted() -> RuntimeError:
+def _aborted(reason: int | str | None = None) -> Exception:
+    if reason is not None:
+        return RefusedError(str(reason))
     return RuntimeError("the engine aborted the request, or did not take it")
 
 
@@ -444,7 +447,8 @@ class BulkRequests:
     def take(self, outputs: Mapping[int, EngineCoreOutputs]) -> None:
         """Put the tickets in the place of the outputs that they stand for."""
         for of_client in outputs.values():
-            tickets: dict[str, list[int]] = {_ENDED: [], _FAILED: []}
+            ended: list[int] = []
+            failed: dict[int | str | None, list[int]] = {}  # by reason
             others = []
             for output in of_client.outputs:
                 ticket = self._tickets.get(output.request_id)
@@ -452,9 +456,14 @@ class BulkRequests:
                     others.append(output)
                 elif output.finish_reason is not None:
                     del self._tickets[output.request_id]
-                    computed = output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
-                    tickets[_ENDED if computed else _FAILED].append(ticket)
-            others += [EngineCoreOutput(kind, found) for kind, found in tickets.items() if found]
+                    if output.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+                        ended.append(ticket)
+                    else:
+                        failed.setdefault(output.stop_reason, []).append(ticket)
+            if ended:
+                others.append(EngineCoreOutput(_ENDED, ended))
+            for reason, found in failed.items():
+                others.append(EngineCoreOutput(_FAILED, found, stop_reason=reason))
             of_client.outputs = others
 
     def forget(self, running: Mapping[str, Request]) -> None:

@@ -22,6 +22,7 @@ from tllm.engine.processed_requests import check_requests, params_of, put_into
 from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
 from tllm.engine.unowned import is_own, unowned
+from tllm.engine.verdicts import check_goes_on
 
 uses(
     "vllm.v1.engine.output_processor.OutputProcessor",
@@ -255,7 +256,11 @@ class OfflineFront:
     )
     def _run_engine(self, *args: Any, **kwargs: Any) -> Any:
         with self._front.together():
-            return super()._run_engine(*args, **kwargs)  # type: ignore[misc]
+            outputs = super()._run_engine(*args, **kwargs)  # type: ignore[misc]
+        if self._front.generated is not None:
+            for output in outputs:  # of beams, which nobody sees
+                check_goes_on(output)
+        return outputs
 
     @overrides(
         "vllm.entrypoints.llm.LLM._beam_search_step",

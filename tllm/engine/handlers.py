@@ -15,6 +15,7 @@ from typing import Any
 
 from tllm.engine.async_front import ADMITTED, GENERATED
 from tllm.engine.seams import overrides, uses
+from tllm.engine.verdicts import check_goes_on
 from tllm.spec.request import EXTRA_ARG
 
 _OPENAI = "vllm.entrypoints.openai"
@@ -233,9 +234,7 @@ class NotedOutputs:
             # What vLLM aborts has no reason.
             if sample.finish_reason == "abort" and sample.stop_reason is not None:
                 self._refused.setdefault(self._request_id, {})[sample.index] = sample.stop_reason
-            # Nor has what vLLM gives up, of which it says "Internal server error".
-            if sample.finish_reason == "error" and sample.stop_reason is not None:
-                raise ValueError(sample.stop_reason)
+        check_goes_on(output)  # of which vLLM would say "Internal server error"
         return self._without_ended(output)
 
     def _without_ended(self, output: Any) -> Any:
@@ -307,6 +306,7 @@ class WatchedEngine:
         token = GENERATED.set(beams.generated(prompt, request_id))
         try:
             async for output in self._engine.generate(prompt, params, request_id, **more):
+                check_goes_on(output)
                 yield output
         finally:
             GENERATED.reset(token)

@@ -14,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from tllm.engine.refusals import RefusedError
 from tllm.engine.seams import overrides, uses
 from tllm.runtime.verdicts import BROKEN, PROMPT, Fired, StepVerdicts
 from tllm.spec.request import RequestSpec
@@ -76,6 +77,19 @@ def fired_in(output: Any) -> Mapping[str, Fired]:
     """What held in a step, by request, of what workers were asked for."""
     found: Mapping[str, Fired] = vars(output).get(_FIRED, _NOTHING)
     return found
+
+
+def given_up(output: Any) -> str | None:
+    """Why a sample of a request cannot go on, of an output as its user has it; None for no such."""
+    samples = output.outputs if isinstance(output.outputs, list) else ()
+    found = (each.stop_reason for each in samples if each.finish_reason == "error")
+    return next((str(reason) for reason in found if reason is not None), None)
+
+
+def check_goes_on(output: Any) -> None:
+    """Raises `RefusedError` where `given_up` says why: for whoever hands no output on."""
+    if (reason := given_up(output)) is not None:
+        raise RefusedError(reason)
 
 
 def _none_of(logprobs: Any) -> Any:

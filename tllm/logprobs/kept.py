@@ -14,6 +14,7 @@ from vllm.inputs import tokens_input
 
 from tllm.client.llm import AsyncLLM
 from tllm.engine.capacity import BlockLedger, Capacity, HeldBlocks
+from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.addresses import Address
 
 
@@ -122,6 +123,7 @@ class KeptRequest:
             async with aclosing(outputs):
                 async for output in outputs:
                     self.output = output
+                    check_goes_on(output)
                     # vLLM's client takes it for the end of an input, and waits for the next.
                     if output.outputs[0].finish_reason == "abort":
                         break

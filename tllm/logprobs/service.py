@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 from tllm.client.llm import AsyncLLM
 from tllm.engine.bulk import BulkItem
 from tllm.engine.processes import gone, processes_of
+from tllm.engine.verdicts import check_goes_on
 from tllm.logprobs.arena import Arena, arrived
 from tllm.logprobs.bulk_turns import BulkTurns, tell
 from tllm.logprobs.kept import Admission, Holder, KeptRequest
@@ -265,8 +266,10 @@ class Service:
                 last = output
         finally:
             self._admission.leave(blocks)
-        if last is not None and last.outputs[0].finish_reason == "abort":
-            raise RuntimeError("the engine aborted the request, as when it is paused")
+        if last is not None:
+            check_goes_on(last)
+            if last.outputs[0].finish_reason == "abort":
+                raise RuntimeError("the engine aborted the request, as when it is paused")
         return last
 
     async def sample(self, query: Query, fields: Mapping[str, Any]) -> list[int]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tllm.engine.verdicts import check_goes_on
 from tllm.patching.sweep import frame_of
 from tllm.spec.phases import Phase, phase_named
 from tllm.spec.reading import scalar
@@ -147,6 +148,8 @@ def sweep(
             outputs = llm.generate(
                 [prompt_input(each) for each in prompts], written, use_tqdm=False
             )
+            for output in outputs:
+                check_goes_on(output)
             effects = [_judged(effect, output.outputs[0].text) for output in outputs]
             tokens = [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs]
             rows.append(
