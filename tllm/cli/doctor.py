@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
