@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 import weakref
 from collections.abc import Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class TLLMAPI(OpenAICompatibleAPI):
         theirs = {name: more.pop(name) for name in _OF_THE_CLIENT if name in more}
         url = base_url or os.environ.get("TLLM_BASE_URL")
         self._server: StartedServer | None = None
+        self._url_to_try = url
         if url is None:
             self._server = StartedServer(model_name, steering, more, start_timeout)
             url = f"{self._server.url}/v1"
@@ -100,6 +102,9 @@ class TLLMAPI(OpenAICompatibleAPI):
         """As Inspect's, with results in the output's metadata."""
         if self._server is not None:
             await anyio.to_thread.run_sync(self._server.wait)
+        elif self._url_to_try is not None:
+            await anyio.to_thread.run_sync(_check_answers, self._url_to_try, self.model_name)
+            self._url_to_try = None
         answer = await super().generate(*args, **kwargs)
         if isinstance(answer, tuple):
             output, call = answer
@@ -187,6 +192,21 @@ def _check_running(url: str, steering: str | None, more: Mapping[str, Any]) -> N
             f"steering={steering!r} is a file, and the server at {url} runs already; register the "
             "module there (--steering-module NAME=FILE), and give its name"
         )
+
+
+def _check_answers(url: str, model: str) -> None:
+    """Refuse the address of a server that is not there: Inspect would try again for hours."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/').removesuffix('/v1')}/health", timeout=30):
+            return
+    except (urllib.error.HTTPError, TimeoutError):
+        return  # something is there; what is wrong with it, its answers say
+    except (OSError, ValueError, HTTPException) as error:
+        raise RuntimeError(
+            f"no server answers at {url} ({error}); start one there (tllm serve {model} --port "
+            "PORT), give the base_url (TLLM_BASE_URL) of one that runs, such as "
+            "http://127.0.0.1:8000/v1, or leave it out to have one started"
+        ) from None
 
 
 def _put_results(output: ModelOutput, call: ModelCall) -> None:

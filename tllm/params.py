@@ -247,6 +247,8 @@ def asked_of(params: Any) -> Asked:
     is no parameters.
     """
     own = params.asked if isinstance(params, _Checked) else None
+    if own is None and isinstance(params, (vllm.SamplingParams, VllmBeamSearchParams)):
+        _refuse_attributes(params)
     if params is None or isinstance(params, VllmBeamSearchParams):  # nothing is carried by these
         return _NOTHING if own is None else own
     if own is None and not isinstance(params, (vllm.SamplingParams, vllm.PoolingParams)):
@@ -261,6 +263,17 @@ def asked_of(params: Any) -> Asked:
         return own
     given = carried.get(EXTRA_ARG)
     return parse_asked(given) if given else _NOTHING
+
+
+def _refuse_attributes(params: vllm.SamplingParams | VllmBeamSearchParams) -> None:
+    """Refuse our fields as attributes of vLLM's structs, which take any."""
+    for field in vars(params):
+        if field in ASKED_FIELDS:
+            kind = type(params).__name__
+            raise ValueError(
+                f"{field} was set on vLLM's {kind}, where nobody reads it; give {field}= to "
+                f"tllm.{kind}"
+            )
 
 
 def _refuse_unread(name: str, carried: Mapping[str, Any], *, ours: bool) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,43 @@ def test_a_model_of_two_texts_is_started_with_its_tokenizer(
     status, report, _ = invoke("doctor", "--model", str(save_cross_encoder(tmp_path)))
     assert status == 0, report
     assert "post_block" in report
+
+
+def test_a_model_of_images_without_their_processor_is_examined_without_images(
+    invoke: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It was said not to start, and to be tried with vLLM alone."""
+    from oracle import families
+
+    folder = families.save("paligemma", tmp_path)
+    status, report, _ = invoke("doctor", "--model", str(folder))
+    assert status == 1
+    assert "but without images and other media" in report
+    assert "preprocessor_config.json" in report
+    assert "gemma, 3 layers" in report
+    assert ["rows", "arrive"] in list(map(str.split, report.splitlines()))
+
+
+@pytest.mark.skipif(bool(find_spec("torchvision")), reason="torchvision is installed")
+def test_a_missing_torchvision_is_named(tmp_path: Path) -> None:
+    """vLLM says to look into its log."""
+    from oracle import families
+
+    problem = _only_problem(str(families.save("qwen2_vl", tmp_path)))
+    assert "['Qwen2VLForConditionalGeneration'] failed to be inspected" in problem.what
+    assert problem.fix.startswith("pip install torchvision")
+
+
+def test_a_torch_of_another_kind_than_torchvision_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There was nothing wrong, and what torch said was the fix."""
+
+    def fail(version: Version) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.setattr(seams, "lacking", fail)
+    problem = _only_problem()
+    assert problem.what == "vLLM cannot be imported: operator torchvision::nms does not exist"
+    assert "versions that belong together" in problem.fix
 
 
 def _only_problem(model: str | None = None) -> Any:

@@ -293,8 +293,9 @@ def test_consumers_of_one_front_end_serve_the_requests_of_the_other(two):
     other.run(other.client.registered.unregister("logging"))
     assert "logging" not in llm.intervention_stats()[0]["consumers"]
     generate(llm, prompts_of([5]), greedy(1))
-    assert llm.consumers == {} and mine.read_stats() is not None
-    assert not mine.is_attached_to(llm)
+    assert llm.consumers == {} and not mine.is_attached_to(llm)
+    with pytest.raises(RuntimeError, match="'logging' is not registered with an engine"):
+        mine.read_stats()
 
 
 def test_a_request_hears_that_another_front_end_removed_its_consumer(two):

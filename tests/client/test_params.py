@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from vllm.sampling_params import BeamSearchParams as VllmBeamSearchParams
 from vllm.v1.engine import EngineCoreRequest
 
 from tllm import PoolingParams, SamplingParams
@@ -180,6 +181,18 @@ def test_a_truth_value_among_numbers_is_refused_by_place(asked, place):
         SamplingParams(**asked)
     assert f"{place} is " in str(refused.value)
     assert "; give a number" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kind", [vllm.SamplingParams, lambda: VllmBeamSearchParams(beam_width=1, max_tokens=1)]
+)
+def test_what_is_set_on_vllms_parameters_is_refused(kind):
+    """vLLM's structs take any attribute: the request was not steered, without a word."""
+    params = kind()
+    assert asked_of(params) == asked_of(None)
+    params.steering_vectors = {"post_block": {1: [1.0]}}
+    with pytest.raises(ValueError, match=r"steering_vectors was set on vLLM's .*; give .* to tllm"):
+        asked_of(params)
 
 
 @pytest.mark.parametrize(

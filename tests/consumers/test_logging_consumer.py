@@ -97,3 +97,9 @@ def test_bad_arguments_are_refused_with_the_field_and_what_is_allowed() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             LoggingConsumer(**arguments)  # type: ignore[arg-type]
+
+
+def test_an_object_that_no_engine_has_says_so() -> None:
+    """It said that there were no rows."""
+    with pytest.raises(RuntimeError, match=r"'logging' is not registered.*llm\.register_consumer"):
+        LoggingConsumer().read_stats()

@@ -617,6 +617,7 @@ def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
         capture = {"memory": {"hooks": {AT[0]: [AT[1]]}}}
         params.append(few(36, stop_when=stop, capture=capture))
         expected.append(tokens[: end + 1])
+    drafting.register_consumer(ProbeConsumer(W.numpy(), layer=2))  # is given rows beyond the end
     outputs = generate(drafting, prompts, params)
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     for prompt, tokens, output in zip(prompts, expected, outputs, strict=True):
@@ -626,6 +627,8 @@ def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
         assert sample.signals["highest"].positions.tolist() == list(range(len(prompt), last + 1))
         assert sample.signals["highest"].fired.tolist() == [last]
         assert sample.activations[AT[0]][AT[1]].positions.tolist() == list(range(last))
+        scored = output.consumer_results["probe"].payload
+        assert scored.positions.tolist() == list(range(last))
     drafts.assert_some_came_true()
 
 

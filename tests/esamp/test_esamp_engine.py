@@ -1,5 +1,7 @@
 """ESamp in an engine, with the parameters that a first user gives it."""
 
+import re
+
 import pytest
 from engine.asking import generate, prompts_of, sampled
 
@@ -26,7 +28,10 @@ def test_a_group_that_persists_is_forgotten_when_its_user_says_so(llm):
     assert esamp.read_stats()["slots_in_use"] == 1
     [refused] = generate(llm, prompts_of([5]), sampled(4, temperature=0.8))
     assert "until they are forgotten (forget_group)" in refused.consumer_results["esamp"].error
-    for name, known in (("y", False), (["x"], False), ("x", True), ("x", False)):
+    for name in (["x"], "", None):
+        with pytest.raises(ValueError, match=rf"given {re.escape(repr(name))}; give the name of"):
+            llm.call_consumer("esamp", "forget_group", name)
+    for name, known in (("y", False), ("x", True), ("x", False)):
         assert llm.call_consumer("esamp", "forget_group", name) == [known]
     assert esamp.read_stats()["slots_in_use"] == 0
     [guided] = generate(llm, prompts_of([5]), sampled(4, temperature=0.8))

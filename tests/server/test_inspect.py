@@ -143,6 +143,16 @@ def test_what_a_model_cannot_be_given_is_refused(options, sentence, monkeypatch)
         get_model("tllm/demo", memoize=False, **options)
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1/v1", "127.0.0.1:1/v1"])
+def test_a_server_that_is_not_there_is_named(url, tmp_path):
+    """Inspect tried again without end."""
+    found = get_model("tllm/demo", base_url=url, memoize=False)
+    told = rf"no server answers at {url} \(.+\); start one there \(tllm serve demo --port"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=told):
+            asyncio.run(asyncio.wait_for(found.generate(QUESTIONS[0]), 60))
+
+
 def test_options_are_arguments_of_the_command_line(tmp_path):
     options = {"max_model_len": 9, "enforce_eager": True, "allow_capture": False}
     expected = ["--max-model-len", "9", "--enforce-eager", "--no-allow-capture"]

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from server.conftest import Server
 from typer.testing import CliRunner
 from vllm import SamplingParams
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from tllm.cli import app
 from tllm.cli import serving as serve
@@ -819,6 +820,20 @@ def test_an_option_of_ours_in_a_file_is_told_where_it_goes(tmp_path, invoke, lin
     assert status == 2
     assert f"{line.partition(':')[0]} was given in the file of --config" in said
     assert f"give {flag} on the command line" in said
+
+
+def test_a_file_of_options_is_read_once(tmp_path, invoke, monkeypatch):
+    """It might change in between."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 8000\n")
+    read, load = [], FlexibleArgumentParser.load_config_file
+    monkeypatch.setattr(
+        FlexibleArgumentParser,
+        "load_config_file",
+        lambda self, path: (read.append(path), load(self, path))[1],
+    )
+    assert invoke("serve", "demo/model", "--config", str(path), "--dry-run")[0] == 0
+    assert read == [str(path)]
 
 
 def test_a_file_that_vllm_would_not_read_is_refused(tmp_path):

@@ -141,12 +141,12 @@ def serve(
                 "max_body_mib": max_body_mib,
             }
         )
-        serving.check_file_of_options(context.args, _own_options(context))
         options = serving.engine_options(map(values.engine_argument, engine_arg or ()))
         if hook_points is not None:
             points = tuple(values.several(hook_points))
             options["hook_points"] = "all" if points == ("all",) else points
-        command = serving.command(model, context.args, settings, options)
+        own = _own_options(context)
+        command = serving.command(model, context.args, settings, options, own)
     except ValueError as error:
         _refuse(error)
     if dry_run:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -95,14 +96,23 @@ def _attempt(
     try:
         examination()
     except Exception as error:  # the doctor reports what others raise
-        message = str(error).strip().splitlines() or [type(error).__name__]
-        # The first line may only count what is wrong.
-        said = " ".join(map(str.strip, message[:2]))
         here = "" if model is None else missing_here(model, error)
-        report.wrong(
-            f"{what} does not start{here}: {said}",
-            "try vllm.LLM alone: if that fails too, the cause is the model or the machine",
-        )
+        fix = "try vllm.LLM alone: if that fails too, the cause is the model or the machine"
+        if _NOT_IMPORTED in str(error) and not _installed("torchvision"):
+            fix = "pip install torchvision, which most multimodal models of vLLM import"
+        report.wrong(f"{what} does not start{here}: {_said(error)}", fix)
+
+
+_NOT_IMPORTED = "failed to be inspected"
+"""What vLLM says of a model whose code it could not import; why stands in its log alone."""
+
+
+def _said(error: Exception) -> str:
+    """What is wrong, without what pydantic adds: a line before it, and what it was given."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if " validation error" in lines[0]:
+        lines = lines[1:] or lines
+    return " ".join(map(str.strip, lines[:2])).partition(" [type=")[0]
 
 
 def _examine_vllm(report: Report) -> bool:
@@ -118,6 +128,9 @@ def _examine_vllm(report: Report) -> bool:
         found = versions.probe()
     except RuntimeError as error:
         what, _, fix = str(error).rpartition(": ")
+        if "pip install" not in fix:  # it is not of ours
+            what = f"vLLM cannot be imported: {_said(error)}"
+            fix = "see that torch, torchvision and vLLM are versions that belong together"
         report.note("seams", "not all found")
         report.wrong(what, fix)
         return False
@@ -187,10 +200,9 @@ def _examine_runner(report: Report) -> str | None:
     except ValueError as error:
         if not (asked := os.environ.get("VLLM_USE_V2_MODEL_RUNNER")):
             raise
-        said = str(error).splitlines()
         report.wrong(
             f"vLLM does not start on this machine with VLLM_USE_V2_MODEL_RUNNER={asked}: "
-            + " ".join(map(str.strip, said[1:2] or said)).partition(" [type=")[0],
+            f"{_said(error)}",
             "unset VLLM_USE_V2_MODEL_RUNNER: vLLM then chooses a model runner that works here",
         )
         return None
@@ -204,19 +216,30 @@ def _examine_model(report: Report, model: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from tllm import LLM
 
-    llm = LLM(
-        model,
-        load_format="dummy",
+    given: dict[str, Any] = {
+        "load_format": "dummy",
         # Models that are given images, or two texts, do not start without theirs.
-        skip_tokenizer_init=not _has_tokenizer(model),
-        enforce_eager=True,
-        max_model_len=64,
-        max_num_seqs=1,
+        "skip_tokenizer_init": not _has_tokenizer(model),
+        "enforce_eager": True,
+        "max_model_len": 64,
+        "max_num_seqs": 1,
         # A fixed cache: an engine that already runs here may have taken the rest.
-        kv_cache_memory_bytes=2**30,
-        hook_points="all",
-        disable_log_stats=True,
-    )
+        "kv_cache_memory_bytes": 2**30,
+        "hook_points": "all",
+        "disable_log_stats": True,
+    }
+    try:
+        llm = LLM(model, **given)
+    except Exception as error:
+        if not _takes_media(model):
+            raise
+        llm = LLM(model, **given, language_model_only=True)
+        report.wrong(
+            f"{model} does not start as it is, but without images and other media: {_said(error)}",
+            "if the processor of its media or its tokenizer is missing, put its files there "
+            "(preprocessor_config.json or processor_config.json, tokenizer.json), or give "
+            "language_model_only=True and texts alone",
+        )
     config = llm.llm_engine.vllm_config
     stats = llm.intervention_stats()[0]
     report.note("model runner", _runner(config.use_v2_model_runner))
@@ -253,6 +276,16 @@ def _has_tokenizer(model: str) -> bool:
     except Exception:  # of whatever kind: of what the model lacks, its engine says more
         return False
     return True
+
+
+def _takes_media(model: str) -> bool:
+    """Whether it is given more than texts."""
+    from transformers import AutoConfig
+
+    try:
+        return hasattr(AutoConfig.from_pretrained(model), "text_config")
+    except Exception:  # what is wrong with it, its engine has said
+        return False
 
 
 def _examine_rows(report: Report, llm: tllm.LLM) -> None:

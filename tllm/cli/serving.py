@@ -9,7 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -54,15 +54,20 @@ def settings_of(given: Mapping[str, Any]) -> ServerSettings:
 
 
 def command(
-    model: str, more: Sequence[str], settings: ServerSettings, options: dict[str, Any]
+    model: str,
+    more: Sequence[str],
+    settings: ServerSettings,
+    options: dict[str, Any],
+    own: Collection[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
     """The command line of `vllm serve`, and what its environment has beside ours.
 
     Args:
         more: further arguments of `vllm serve`.
         options: fields of `EngineOptions` that were given.
+        own: options of `tllm serve` itself, such as `--consumer` and `--no-allow-capture`.
     """
-    of_file = _options_of_file(more)
+    of_file = _options_of_file(more, own)
     for flag in ("--worker-cls", "--scheduler-cls", "--additional-config"):
         for place, options_there in (("", more), (" in the file of --config", of_file)):
             given = [each for each in map(_flag_of, options_there) if len(each) > 2]
@@ -92,42 +97,27 @@ def command(
     }
 
 
-def check_file_of_options(more: Sequence[str], own: Collection[str]) -> None:
-    """Refuse a file after `--config` that has an option of `tllm serve` itself, which vLLM does not
-    know, and drops where its value is false.
-
-    Args:
-        own: the options, such as `--consumer` and `--no-allow-capture`.
-    """
-    for argument, path in pairwise(more):
-        if argument != "--config":
-            continue
-        for name in _read_file(launch.names_of_file, path):
-            flag = _flag_of(f"--{name}")
-            if flag in own:
-                raise ValueError(
-                    f"{name} was given in the file of --config, whose options are those of vllm "
-                    f"serve; it is one of tllm serve's own: give {flag} on the command line"
-                )
-
-
-def _read_file(read: Callable[[str], list[str]], path: str) -> list[str]:
-    try:
-        return read(path)
-    except (OSError, ValueError, YAMLError) as error:
-        raise ValueError(f"--config {path!r}: {error}") from None
-
-
-def _options_of_file(more: Sequence[str]) -> list[str]:
-    """The options that vLLM takes from the file after `--config`."""
+def _options_of_file(more: Sequence[str], own: Collection[str]) -> list[str]:
+    """The options that vLLM takes from the file after `--config`. One of `tllm serve` itself, which
+    vLLM does not know, and drops where its value is false, is refused."""
     if any(each.startswith("--config=") for each in more):
         raise ValueError(
             "--config=FILE was given, which vLLM takes without reading the file; give --config FILE"
         )
-    for argument, path in pairwise(more):
-        if argument == "--config":
-            return _read_file(launch.options_of_file, path)
-    return []
+    path = next((after for argument, after in pairwise(more) if argument == "--config"), None)
+    if path is None:
+        return []
+    try:
+        names, options = launch.read_options(path)
+    except (OSError, ValueError, YAMLError) as error:
+        raise ValueError(f"--config {path!r}: {error}") from None
+    for name in names:
+        if (flag := _flag_of(f"--{name}")) in own:
+            raise ValueError(
+                f"{name} was given in the file of --config, whose options are those of vllm "
+                f"serve; it is one of tllm serve's own: give {flag} on the command line"
+            )
+    return options
 
 
 def _is_eager(more: Sequence[str]) -> bool:

@@ -273,6 +273,7 @@ class Registrations:
     def call(self, consumer: Consumer | str, method: str, *args: Any) -> Steps[list[Any]]:
         """Call one of a consumer's `remote_methods` in every worker."""
         name = yield from self._registered_name(consumer)
+        consumer_calls.call(self.consumers[name], "validate_call", method, args)
         return (yield from self.ask(WorkerCall("call_consumer", (name, method, *args))))
 
     def _registered_name(self, consumer: Consumer | str) -> Steps[str]:

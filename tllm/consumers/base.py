@@ -103,6 +103,9 @@ class Consumer(ABC):
     _copies: Copies | None = None
     """Of the user's object while it is registered: its copies in the workers."""
 
+    _in_worker: bool = False
+    """Whether it is one of these, and was started."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.hears_step_end = cls.on_step_end is not Consumer.on_step_end
@@ -111,6 +114,8 @@ class Consumer(ABC):
             # Also what comes from a class that is no consumer.
             if not hasattr(own := getattr(cls, name), "reaches_the_workers"):
                 setattr(cls, name, _reaching_the_workers(name, own))
+        if not hasattr(cls.start, "says_where"):
+            setattr(cls, "start", _saying_where(cls.start))  # noqa: B010 -- mypy
 
     def attach(self, engine: Any) -> None:
         """Let this object stand for its copies in an engine's workers.
@@ -160,6 +165,13 @@ class Consumer(ABC):
     def on_weights_changed(self, ctx: ConsumerContext) -> None:
         """The model's weights were replaced: `ctx.model` is of the new ones, and what was taken of
         the one given to `start` is old. All rows computed with the old ones were handed out."""
+
+    def validate_call(self, method: str, args: Sequence[Any]) -> None:
+        """Check `llm.call_consumer(consumer_id, method, *args)` in the user's process.
+
+        Raise `ValueError` to refuse it: what the method raises in the workers detaches the
+        consumer, for whoever called.
+        """
 
     def validate_options(self, options: Mapping[str, Any]) -> None:
         """Check `SamplingParams(consumers={consumer_id: options})` in the user's process.
@@ -250,7 +262,8 @@ class Consumer(ABC):
 
     def read_stats(self) -> Mapping[str, Any]:
         """Counters and figures, as plain data. Implemented for the worker; on the registered
-        object of the user it returns `merge_stats` of what the workers say."""
+        object of the user it returns `merge_stats` of what the workers say, and one that is
+        registered with no engine raises `RuntimeError`."""
         return {}
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -270,13 +283,31 @@ _OF_THE_WORKERS = ("synchronize", "read_stats")
 def _reaching_the_workers(name: str, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @wraps(own)
     def method(self: Consumer) -> Any:
-        if self._copies is None:
-            return own(self)
-        return self._copies.ask(name, self)
+        if self._copies is not None:
+            return self._copies.ask(name, self)
+        if name == "read_stats" and not self._in_worker:
+            raise RuntimeError(
+                f"consumer {self.consumer_id!r} is not registered with an engine, and has no "
+                "statistics; use llm.register_consumer(consumer), or "
+                "tllm.register_consumer(consumer) before the engine is made"
+            )
+        return own(self)
 
     vars(method)["reaches_the_workers"] = True
     return method
 
 
+def _saying_where(own: Callable[..., None]) -> Callable[..., None]:
+    @wraps(own)
+    def start(self: Consumer, ctx: ConsumerContext) -> None:
+        # A frozen dataclass may be a consumer, too.
+        object.__setattr__(self, "_in_worker", True)
+        own(self, ctx)
+
+    vars(start)["says_where"] = True
+    return start
+
+
+Consumer.start = _saying_where(Consumer.start)  # type: ignore[method-assign]
 for _name in _OF_THE_WORKERS:
     setattr(Consumer, _name, _reaching_the_workers(_name, vars(Consumer)[_name]))

@@ -32,21 +32,16 @@ def engine_parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def names_of_file(path: str) -> list[str]:
-    """The names of the options in such a file, also of those whose value is false."""
-    options_of_file(path)  # says what is wrong with the file
-    return [str(name) for name in yaml.safe_load(Path(path).read_text())]
-
-
-def options_of_file(path: str) -> list[str]:
-    """The options that a file for `--config` has, as `vllm serve` reads it."""
+def read_options(path: str) -> tuple[list[str], list[str]]:
+    """A file for `--config`: the names of its options, also of those whose value is false, and the
+    options that `vllm serve` takes from it."""
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     try:
         options: list[str] = FlexibleArgumentParser(add_help=False).load_config_file(path)
     except AttributeError:  # it is empty, or a list, or text
         raise ValueError("it names no options; give lines such as 'port: 8000'") from None
-    return options
+    return list(map(str, yaml.safe_load(Path(path).read_text()))), options
 
 
 def main() -> None:

@@ -172,5 +172,10 @@ class RequestOptions:
         require_bool("train", self.train)
         if self.beta is not None:
             scalar(self.beta, "beta")
-        if self.group is not None and (not isinstance(self.group, str) or not self.group):
+        if self.group is not None and not is_group(self.group):
             raise ValueError(f"group={self.group!r} is not allowed; it must be a non-empty string")
+
+
+def is_group(name: object) -> bool:
+    """Whether requests could name a group so."""
+    return isinstance(name, str) and name != ""

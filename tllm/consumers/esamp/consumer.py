@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from tllm.consumers.base import Consumer
-from tllm.consumers.esamp.config import ESampConsumerConfig, RequestOptions
+from tllm.consumers.esamp.config import ESampConsumerConfig, RequestOptions, is_group
 from tllm.consumers.esamp.worker import ESampWorker
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
@@ -37,7 +37,6 @@ class ESampConsumer(Consumer):
     def __init__(self, config: ESampConsumerConfig | None = None) -> None:
         self.config = config or ESampConsumerConfig()
         self._worker: ESampWorker | None = None
-        self._started = False
         self.uses_lm_head = self.config.guide
         self._predicts = 0 if self.config.guide else -1  # the flow
 
@@ -90,7 +89,6 @@ class ESampConsumer(Consumer):
         """Allocate the bank, unless this is a pipeline rank without the LM head. Raises
         `ValueError` where what distillers predict cannot be brought to the LM head."""
         model, config = ctx.model, self.config
-        self._started = True
         if config.guide and not (model.one_stream or config.targets_lm_head):
             raise ValueError(
                 f"target_site={config.target_site!r} cannot guide this model: it carries several "
@@ -157,19 +155,21 @@ class ESampConsumer(Consumer):
         Returns:
             Whether this worker had such a group.
         """
-        self._check_started(
-            "forget_group() is of its copies in the workers; use llm.call_consumer("
-            f"{self.consumer_id!r}, 'forget_group', NAME), once it is registered"
-        )
-        # What it raised would detach it, for whoever asked.
-        if self._worker is None or not isinstance(name, str):
-            return False
-        return self._worker.forget_group(name)
+        if not self._in_worker:
+            raise RuntimeError(
+                f"consumer {self.consumer_id!r}: forget_group() is of its copies in the workers; "
+                f"use llm.call_consumer({self.consumer_id!r}, 'forget_group', NAME), once it is "
+                "registered"
+            )
+        return self._worker is not None and self._worker.forget_group(name)
 
-    def _check_started(self, told: str) -> None:
-        """Refuse what only the copies in the workers can answer."""
-        if not self._started:
-            raise RuntimeError(f"consumer {self.consumer_id!r}: {told}")
+    def validate_call(self, method: str, args: Sequence[Any]) -> None:
+        """Refuse what is no name of a group."""
+        if method == "forget_group" and args and not is_group(args[0]):
+            raise ValueError(
+                f"forget_group was given {args[0]!r:.80}; give the name of one group, as requests "
+                "name it: a non-empty string"
+            )
 
     def synchronize(self) -> None:
         """Wait for predictions and training enqueued so far."""
@@ -178,13 +178,7 @@ class ESampConsumer(Consumer):
 
     @in_inference_mode
     def read_stats(self) -> Mapping[str, Any]:
-        """See `doc/reference/esamp-usage.md` for what each figure counts. Raises `RuntimeError`
-        where it is registered with no engine."""
-        self._check_started(
-            "it is not registered with an engine, and has no statistics; use "
-            "llm.register_consumer(consumer), or tllm.register_consumer(consumer) before the "
-            "engine is made"
-        )
+        """See `doc/reference/esamp-usage.md` for what each figure counts."""
         return self._worker.read_stats() if self._worker is not None else {}
 
     def merge_stats(self, stats: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
