@@ -684,6 +684,16 @@ def test_an_embedding_of_gated_rows_is_that_of_rows_steered_by_hand(pairs):
     assert torch.allclose(torch.tensor(gated.signals["gate"].scores), scores, rtol=1e-4, atol=1e-3)
 
 
+def test_an_embedding_of_rows_that_are_not_finite_any_more_says_so(pairs):
+    llm = pairs["embedder"][1]
+    large = {"post_block": dict.fromkeys((1, 2), [1.5e18, 0.0] * 64)}
+    params = [PoolingParams(steering_vectors=large), PoolingParams()]
+    broken, plain = llm.embed(TEXTS[:2], pooling_params=params, use_tqdm=False)
+    result = broken.consumer_results["steering"]
+    assert result.status == "error" and "is not finite any more" in result.error
+    assert plain.consumer_results == {}
+
+
 @pytest.fixture(scope="module")
 def online(arguments, offline, forked_processes):
     """What vLLM's and our asynchronous engine answered, and what its checks raised."""

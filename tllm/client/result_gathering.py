@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from vllm.outputs import PoolingRequestOutput
+
 from tllm.client.calls import Pause, Steps, WorkerCall
 from tllm.client.registrations import Registrations
 from tllm.client.request import Prepared, collect
@@ -78,8 +80,10 @@ class ResultGathering:
         for output in outputs:
             request = output.tllm_request
             # Of what is pending, a consumer that has left may still owe something.
+            # Of a pooled request that could not be steered, its output does not say so.
+            pooled = isinstance(output, PoolingRequestOutput) and request.groups
             has = request.results.pending or self.has_results(request) or given_up(output)
-            (late if has else over).append(output)
+            (late if has or pooled else over).append(output)
         steered = [o.tllm_request.prompt_id for o in over if o.tllm_request.groups]
         if alone and steered:
             # Steering has no result, but a worker that could not steer says so. Hardly ever.
