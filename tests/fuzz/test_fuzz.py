@@ -44,7 +44,8 @@ def test_requests_that_are_served_are_as_alone_and_leave_nothing(served_by, tiny
     options, rounds = SERVED[served_by]
     seconds = float(SECONDS or 0)
     tests = Path(__file__).parents[1]
-    environment = {"PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
+    paths = str(tests.parent), str(tests), os.environ.get("PYTHONPATH")
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if "tensor_parallel_size" in options:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     run_script(
