@@ -10,7 +10,7 @@ import tllm.stores
 from engine.asking import error_of
 from engine.modes import Reader
 from engine.reference import Addition, PatchedRow, Reference
-from tllm import LLM, BeamSearchParams, SamplingParams
+from tllm import LLM, SamplingParams
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.lens import LensConsumer
 from tllm.ports import ResidualStream
@@ -204,15 +204,3 @@ def test_a_profiler_starts_and_stops_while_requests_are_steered(llm, traces):
     assert_as_steered(output, tokens)
     assert len(output.outputs[0].token_ids) == 8
     assert len(list(traces.glob("*.pt.trace.json*"))) == 2
-
-
-def test_beams_whose_rows_are_not_finite_any_more_are_refused(llm):
-    """As requests end with an error; a beam is none that could say so."""
-    alternating = [1.5e18, 0.0] * 64
-    large = {"post_block": dict.fromkeys((1, 2, 3), alternating)}
-    params = BeamSearchParams(beam_width=2, max_tokens=3, steering_vectors=large)
-    with pytest.raises(ValueError, match="is not finite any more at the end of the network"):
-        llm.beam_search([{"prompt": "One day"}], params)
-    plain = BeamSearchParams(beam_width=2, max_tokens=3)
-    [output] = llm.beam_search([{"prompt": "One day"}], plain)
-    assert len(output.sequences) == 2
