@@ -24,11 +24,18 @@ PATCHES = [
     {"hook": point, "layer": layer, "positions": [4], "source": {"tensor": 1e18 * ALONE[None]}}
     for point, layer in PLACES
 ]
+FULL = torch.full((1, HIDDEN), 1.6e18)
 WAYS = {
     "steering": {"steering_vectors": TOO_LARGE},
     "steering of the prompt alone": {"prefill_steering_vectors": TOO_LARGE},
     "steering of generated tokens": {"decode_steering_vectors": TOO_LARGE},
     "patches": {"patch": PATCHES},
+    "patches of which no other row knows": {
+        "patch": [
+            {"hook": point, "layer": LAYERS - 1, "positions": [4], "source": {"tensor": row}}
+            for point, row in (("attn_out", FULL), ("mlp_out", FULL))
+        ]
+    },
 }
 NAMES = {"steering": "steering", "patches": "patching"}
 
@@ -70,10 +77,11 @@ def assert_only_the_second_broke(outputs, plain, name):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_request_whose_rows_overflow_ends_with_an_error(llm, way):
-    """Beside others, in chunks and with cached prefixes; what it left in the cache nobody reads."""
+    """Beside others, in chunks and with cached prefixes; what it left in the cache nobody reads,
+    also who asks the same."""
     plain = tokens_of(generate(llm, prompts(), [greedy(6)] * 4))
     before = llm.intervention_stats()[0]["sequences_not_finite"]
-    for prompt in (prompts()[1], prompts()[0]):
+    for prompt in (prompts()[1], prompts()[0], prompts()[0]):
         mixed = [prompts()[0], prompt, *prompts()[2:]]
         expected = tokens_of(generate(llm, mixed, [greedy(6)] * 4))
         outputs = generate(llm, mixed, with_one_broken(6, **WAYS[way]))
@@ -81,7 +89,7 @@ def test_a_request_whose_rows_overflow_ends_with_an_error(llm, way):
         # None was drawn from such a row. Where the next pass runs already, it is known sooner.
         right = expected[1][:1] if way.endswith("tokens") else []
         assert list(sample.token_ids) in ([right, []] if HAS_GPU else [right])
-    assert llm.intervention_stats()[0]["sequences_not_finite"] == before + 2
+    assert llm.intervention_stats()[0]["sequences_not_finite"] == before + 3
     assert tokens_of(generate(llm, prompts(), [greedy(6)] * 4)) == plain
     generate(llm, [[1]], greedy(1))
     assert llm.intervention_stats()[0]["running_sequences"] == 0

@@ -41,6 +41,11 @@ uses(
     since="0.32",
 )
 uses(
+    "vllm.v1.core.kv_cache_manager.KVCacheManager",
+    "get_block_ids evict_blocks",
+    "blocks of a request that cannot go on are nobody else's",
+)
+uses(
     "vllm.v1.core.sched.request_queue.RequestQueue",
     "prepend_requests remove_requests",
     "requests wait until the steering tables have room",
@@ -241,6 +246,10 @@ class _Rules(_Base):
         rows = len(kept) if stopped else end.kept + 1
         self._tllm_conversations.settle(request.request_id, rows)
         if not stopped:
+            if end.status == RequestStatus.FINISHED_ERROR:
+                # Who asks the same is to hear the same: a row that was not finite is computed anew.
+                groups = self.kv_cache_manager.get_block_ids(request.request_id)
+                self.kv_cache_manager.evict_blocks({block for group in groups for block in group})
             request.status, request.stop_reason = end.status, end.reason
             if kept:
                 self._tllm_endings.end_apart(request.request_id)
