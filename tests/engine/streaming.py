@@ -222,6 +222,22 @@ async def ended_by_a_condition(engine):
     return found
 
 
+async def broken_samples(engine):
+    """Two samples whose rows stop being finite, where no consumer is there that has results."""
+    for name in list(engine.consumers):
+        await engine.unregister_consumer(name)
+    large = {"post_block": dict.fromkeys((1, 2, 3), [1.5e18] * HIDDEN)}
+    found = {}
+    for kind in RequestOutputKind:
+        asked = params(6, output_kind=kind, n=2, temperature=1.0, decode_steering_vectors=large)
+        outputs = await collect(engine, {"prompt_token_ids": SAMPLED}, asked, f"broken {kind.name}")
+        found[kind.name] = [
+            (s.finish_reason, s.stop_reason, s.consumer_results["steering"].error)
+            for s in outputs[-1].outputs
+        ]
+    return found
+
+
 async def aborted_while_merged(engine):
     """Deltas that the user merges as they come, of a request that the user aborts."""
     asked = params(200, output_kind=RequestOutputKind.DELTA, capture=STOPPED)
@@ -333,6 +349,7 @@ async def main(model: str, output: str) -> None:
     await engine.steering.clear()
     await collect(engine, {"prompt_token_ids": [3]}, params(2), "last")
     saved["stats"] = await engine.intervention_stats()
+    saved["broken"] = await broken_samples(engine)
     engine.shutdown()
     torch.save(saved, output)
 

@@ -161,6 +161,12 @@ def test_a_condition_ends_samples_of_an_async_engine_that_is_a_step_ahead(saved)
         assert found["captured"] == [list(range(prompt_len + first - 1))] * 2
 
 
+def test_samples_that_are_not_finite_any_more_say_why_however_they_are_streamed(saved):
+    for kind, samples in saved["broken"].items():
+        assert [reason for reason, _, _ in samples] == ["error"] * 2, kind
+        assert all(told == why and "not finite" in why for _, told, why in samples), kind
+
+
 def test_the_record_of_a_streaming_session_has_the_tokens_that_the_engine_kept(saved, reference):
     stored = saved["session"]["captures"]["filesystem"]
     assert (stored.status, stored.error) == ("ok", None)

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vllm.outputs import PoolingRequestOutput
-
 from tllm.client.calls import Pause, Steps, WorkerCall
 from tllm.client.registrations import Registrations
 from tllm.client.request import Prepared, collect
@@ -21,7 +19,6 @@ from tllm.client.results import (
     set_result,
 )
 from tllm.consumers.base import Consumer
-from tllm.engine.verdicts import given_up
 from tllm.ports.payload import reason_of
 
 logger = logging.getLogger(__name__)
@@ -52,7 +49,8 @@ class ResultGathering:
             return True
         if prepared.named - self._registered.consumers.keys():  # it asked for what has left
             return True
-        return bool(used) or (bool(prepared.groups) and bool(self._registered.consumers))
+        says_why = prepared.samples.need_reasons or bool(self._registered.consumers)
+        return bool(used) or (bool(prepared.groups) and says_why)
 
     def hear_who_left(self, requests: Iterable[Prepared]) -> Steps[None]:
         """Know which consumers other front ends have removed, before the results of requests that
@@ -80,10 +78,8 @@ class ResultGathering:
         for output in outputs:
             request = output.tllm_request
             # Of what is pending, a consumer that has left may still owe something.
-            # Of a pooled request that could not be steered, its output does not say so.
-            pooled = isinstance(output, PoolingRequestOutput) and request.groups
-            has = request.results.pending or self.has_results(request) or given_up(output)
-            (late if has or pooled else over).append(output)
+            has = request.results.pending or self.has_results(request)
+            (late if has else over).append(output)
         steered = [o.tllm_request.prompt_id for o in over if o.tllm_request.groups]
         if alone and steered:
             # Steering has no result, but a worker that could not steer says so. Hardly ever.

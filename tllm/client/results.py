@@ -56,10 +56,13 @@ class Samples:
 
     Attributes:
         tokens: those generated, by sample; once the last output is there.
+        need_reasons: whether the workers may know why an output says no more than that the engine
+            gave a sample up; of pooled requests no output says even that.
     """
 
     def __init__(self, *, deltas: bool = False) -> None:
         self.tokens: dict[int, list[int]] = {}
+        self.need_reasons = False
         self._deltas = deltas
         self._ended: dict[int, CompletionOutput] = {}
 
@@ -72,8 +75,10 @@ class Samples:
         """Note what an output gives out, before the caller has it."""
         if isinstance(output, PoolingRequestOutput):
             self.tokens[0] = []
+            self.need_reasons = True
             return
         for sample in output.outputs:
+            self.need_reasons |= sample.finish_reason == "error"
             if self._deltas:
                 self.tokens.setdefault(sample.index, []).extend(sample.token_ids)
             elif sample.finished():
