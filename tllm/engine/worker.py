@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -109,6 +110,17 @@ uses(
 _Begun: TypeAlias = "tuple[NewRequestData, RequestSpec]"
 
 
+def _collect_engines_that_were_let_go() -> None:
+    """Free what is left of the engines that this process had before.
+
+    Otherwise Python does at any time, a compilation included: vLLM's linear layers of a CPU read a
+    tensor as they end, and PyTorch would trace that, without an end.
+    """
+    gc.unfreeze()  # an engine freezes what it made as it starts
+    for _ in range(2):  # an engine that is part of a cycle ends with it, and then has let go
+        gc.collect()
+
+
 class InterventionWorker(_Base):
     """Mixed into the platform's worker. Everything it changes is on instances it owns.
 
@@ -133,6 +145,7 @@ class InterventionWorker(_Base):
         "the taps are part of the compile-cache key",
     )
     def init_device(self) -> None:
+        _collect_engines_that_were_let_go()
         config = self.vllm_config
         self._note = limits.pop_note(config)
         with limits.reported(self._note):
