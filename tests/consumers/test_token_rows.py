@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Any
 
+import numpy as np
+import pytest
+
+from tllm.consumers.lens import LensConsumer
+from tllm.consumers.probe import ProbeConsumer
 from tllm.consumers.token_rows import TokenRows
 from tllm.ports import RequestInfo, RowMeta
 
@@ -72,3 +77,15 @@ def test_of_two_rows_of_a_position_the_later_counts_whatever_its_shape() -> None
     add(1, 3)
     taken = rows.take(one, 1)
     assert taken is not None and taken["values"].values.tolist() == [[1], [3]]
+
+
+@pytest.mark.parametrize(
+    "given", ["x", None, ["p"], {"p": 3}, {3: {0: 0}}, {"p": {"0": 1}}, {"p": {0: 1.5}}]
+)
+def test_consumers_refuse_to_be_asked_for_what_is_no_position(given: Any) -> None:
+    """In the user's process: what raises in the workers detaches the consumer for all."""
+    for consumer in (ProbeConsumer([1.0]), LensConsumer([0])):
+        with pytest.raises(ValueError, match=r"so_far was given .*; give the first position"):
+            consumer.validate_call("so_far", (given,))
+        consumer.validate_call("so_far", ({"p": {0: np.int64(3), 1: 0}},))
+        consumer.validate_call("so_far", ({},))

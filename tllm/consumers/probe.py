@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tllm.consumers.base import Consumer
-from tllm.consumers.token_rows import TokenRows
+from tllm.consumers.token_rows import TokenRows, check_since
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
@@ -105,6 +105,10 @@ class ProbeConsumer(Consumer):
         rows = bundle.entries["hidden"].float()
         scores = rows @ self._weight.mT if self._weight.dim() == 2 else rows @ self._weight
         self._scores.add(bundle.meta, {"values": (scores + self._bias).cpu().numpy()})
+
+    def validate_call(self, method: str, args: Sequence[Any]) -> None:
+        """Refuse what `so_far` does not take."""
+        check_since(method, args)
 
     def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, PerToken]]:
         """Scores of sequences that run, as far as they are known.

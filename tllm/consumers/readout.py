@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tllm.consumers.exporting import ExportingConsumer
-from tllm.consumers.token_rows import Arrays, TokenRows
+from tllm.consumers.token_rows import Arrays, TokenRows, check_since
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
     ConsumerContext,
@@ -144,6 +144,10 @@ class ReadoutConsumer(ExportingConsumer):
         """What was found of it; None for nothing."""
         found = self._found.take(request)
         return None if found is None else self.given(request.options, found)
+
+    def validate_call(self, method: str, args: Sequence[Any]) -> None:
+        """Refuse what `so_far` does not take."""
+        check_since(method, args)
 
     def so_far(self, since: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, Any]]:
         """What was found of sequences that run, as far as it is on the host.

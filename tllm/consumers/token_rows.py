@@ -40,6 +40,25 @@ class _Piece:
         return _Piece(self.positions[kept], {name: a[kept] for name, a in self.arrays.items()})
 
 
+def check_since(method: str, args: Sequence[Any]) -> None:
+    """`ValueError` for a call of `so_far` with what is no `Since`."""
+    if method != "so_far" or not args or _is_since(args[0]):
+        return
+    raise ValueError(
+        f"so_far was given {args[0]!r:.100}; give the first position of interest, by the id of a "
+        'prompt and its sample, as {"cmpl-1": {0: 12}}'
+    )
+
+
+def _is_since(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(
+        isinstance(prompt_id, str)
+        and isinstance(samples, Mapping)
+        and all(isinstance(n, (int, np.integer)) for pair in samples.items() for n in pair)
+        for prompt_id, samples in given.items()
+    )
+
+
 class TokenRows:
     """Values by token of the running sequences.
 
