@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from engine.ahead import scheduling_ahead
 from engine.conftest import kept_plain_engine, plain_engine  # noqa: F401 - fixtures
+from engine.drafting import DraftedModel
 from tiny_engines import TINY_ENGINE
 
 from fuzz.rounds import SETUPS, Attack
@@ -17,7 +20,18 @@ def attacked(request, tiny_model, plain_engine, tmp_path):  # noqa: F811
     from tllm import LLM
 
     setup = SETUPS[request.param]
-    with scheduling_ahead() if setup.ahead else nullcontext():
-        llm = LLM(tiny_model, **TINY_ENGINE | setup.options)
-    yield Attack(llm, plain_engine, tmp_path / "store", setup.allows)
+    if setup.drafts:
+        if os.environ["TLLM_TEST_RUNNER"] == "v2":
+            pytest.skip("too slow where the kernels of the V2 runner are interpreted")
+        drafted = DraftedModel.made(setup.drafts, tmp_path, tiny_model)
+        alone = plain = LLM(drafted.path, **TINY_ENGINE | setup.options)
+        llm = drafted.llm()
+    else:
+        with scheduling_ahead() if setup.ahead else nullcontext():
+            llm = LLM(tiny_model, **TINY_ENGINE | setup.options)
+        alone, plain = llm, plain_engine
+    yield Attack(llm, alone, plain, tmp_path / "store", setup.allows)
     llm.clear_consumers()
+    if setup.drafts:
+        (stats,) = llm.intervention_stats()
+        assert 0 < stats["tokens_accepted"] < stats["tokens_drafted"], stats

@@ -291,6 +291,14 @@ def _bias(pick: Random, ask: Ask) -> None:
     ask.options["logit_bias"] = {token: pick.choice([-4.0, 4.0]) for token in tokens}
 
 
+def _drafted(pick: Random, ask: Ask) -> None:
+    """Few tokens, of which n-grams come again. vLLM 0.32 keeps the tokens that end a sequence from
+    the one behind accepted drafts, also where these are `min_tokens` already."""
+    ask.options.pop("min_tokens", None)
+    if pick.random() < 0.8:
+        ask.options["allowed_token_ids"] = pick.choice([[3, 5], [2, 3, 4, 7, 11]])
+
+
 def _priority(pick: Random, ask: Ask) -> None:
     ask.priority = pick.randint(-3, 3)
 
@@ -336,7 +344,9 @@ def _abort(pick: Random, ask: Ask) -> None:
 SHARED = 0.2
 """How likely a request has the same parameters as the one before."""
 
-Kind = Literal["any", "seeded", "priority", "text", "structured", "served", "abort"]
+Kind = Literal[
+    "any", "seeded", "priority", "text", "structured", "served", "abort", "drafted", "undrafted"
+]
 
 
 @dataclass(frozen=True)
@@ -347,7 +357,7 @@ class Feature:
         chance: how likely a request has it.
         draw: puts it into a request.
         needs: what the engine must allow: seeds, priorities, text, structured outputs, streams,
-            aborts, or nothing in particular.
+            aborts, what is (or is not) done where tokens are drafted, or nothing in particular.
     """
 
     name: str
@@ -358,7 +368,12 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature("samples", 0.6, _samples, needs="seeded"),
-    Feature("truncated", 0.3, _option(top_k=[0, 5, 40], top_p=[1.0, 0.9], min_p=[0.0, 0.05])),
+    Feature(
+        "truncated",
+        0.3,
+        _option(top_k=[0, 5, 40], top_p=[1.0, 0.9], min_p=[0.0, 0.05]),
+        needs="undrafted",
+    ),
     Feature("stop", 0.3, _stop),
     Feature(
         "penalties",
@@ -369,8 +384,9 @@ FEATURES: tuple[Feature, ...] = (
             repetition_penalty=[0.9, 1.2],
         ),
     ),
-    Feature("bias", 0.15, _bias),
+    Feature("bias", 0.15, _bias, needs="undrafted"),
     Feature("allowed", 0.1, _option(allowed_token_ids=[list(range(5, 90)), list(range(40, 250))])),
+    Feature("drafted", 1.0, _drafted, needs="drafted"),
     Feature("strings", 0.2, _strings, needs="text"),
     Feature("structured", 0.5, _structured, needs="structured"),
     Feature("logprobs", 0.15, _option(logprobs=[0, 3])),
@@ -389,8 +405,8 @@ FEATURES: tuple[Feature, ...] = (
     Feature("module", 0.2, _module),
     Feature("where", 0.2, _where),
     Feature("patches", 0.25, patch),
-    Feature("esamp", 0.2, _esamp),
-    Feature("controllers", 0.25, controllers),
+    Feature("esamp", 0.2, _esamp, needs="undrafted"),
+    Feature("controllers", 0.25, controllers, needs="undrafted"),
     Feature("probe", 0.3, _probe),
     Feature("unlogged", 0.3, _unlogged),
     Feature("abort", 0.08, _abort, needs="abort"),
@@ -409,8 +425,10 @@ def draw(pick: Random, allowed: frozenset[str], points: Sequence[str] = POINTS) 
         "max_tokens": pick.choice([1, 2, 5, pick.randint(6, 20)]),
         "ignore_eos": True,
         "detokenize": False,
-        "consumers": {"esamp": {"enabled": False}, "probe": {"enabled": False}},
+        "consumers": {"probe": {"enabled": False}},
     }
+    if "undrafted" in allowed:
+        ask.consumers["esamp"] = {"enabled": False}
     for feature in FEATURES:
         if feature.needs in ("any", *allowed) and pick.random() < feature.chance:
             feature.draw(pick, ask)

@@ -21,6 +21,7 @@ RELATIVE = {"model": 5e-5, "float32": 5e-5, "float16": 2e-3}
 """Largest error of a row relative to its norm: sums in another order, and rounding to half."""
 
 OFF = {name: {"enabled": False} for name in ("esamp", "probe", "logging")}
+"""What scores, counts or guides, and is told not to; ESamp where the engine has it."""
 PROBED = ("post_block", LAYERS - 1)
 
 
@@ -74,7 +75,8 @@ class Oracle:
             conditions in the place of controllers; or, where nobody else can tell the tokens, those
             of each sample as a prompt of their own.
         """
-        asked: dict[str, Any] = {"capture": _everything(ask), "consumers": OFF, **declared(ask)}
+        off = {name: no for name, no in OFF.items() if name != "esamp" or name in ask.consumers}
+        asked: dict[str, Any] = {"capture": _everything(ask), "consumers": off, **declared(ask)}
         if not ask.guided:
             return [ask.prompt], ask.params(**asked)
         asked |= {"n": None, "max_tokens": 1, "temperature": 0.0, "min_tokens": None, "seed": None}

@@ -39,15 +39,21 @@ STEERED, INTERRUPTED = 0.25, 0.2
 """How likely a round has global steering, and a Ctrl-C in between."""
 
 
-def consumers(root: Path) -> list[Consumer]:
-    """What every engine of the attack has, beside captures to memory."""
-    return [
+def consumers(root: Path, drafted: bool = False) -> list[Consumer]:
+    """What every engine of the attack has, beside captures to memory.
+
+    Args:
+        root: folder for the store.
+        drafted: leave out those that an engine which drafts tokens refuses.
+    """
+    found = [
         FilesystemConsumer(root, publish_interval=0.05),
         ProbeConsumer(PROBE[0], PROBE[1]),
         LoggingConsumer(layers="0-3"),
-        ESampConsumer(ESampConsumerConfig(rank=4, slots=2)),
-        *made(),
     ]
+    if not drafted:
+        found += [ESampConsumer(ESampConsumerConfig(rank=4, slots=2)), *made()]
+    return found
 
 
 @dataclass(frozen=True)
@@ -100,16 +106,18 @@ class Setup:
         options: arguments of `LLM` beside those of all test engines.
         allows: kinds of features, see `features.Feature`.
         ahead: whether it schedules a step ahead.
+        drafts: how it drafts tokens, if it does; one that does not says what is right then.
     """
 
     options: Mapping[str, Any]
     allows: frozenset[str]
     ahead: bool = False
+    drafts: str | None = None
 
 
 def _of_whole_prompts() -> frozenset[str]:
     """What an engine allows that computes prompts at once."""
-    found = {"text"}
+    found = {"text", "undrafted"}
     # Triton's interpreter cannot run the kernel that vLLM's V2 runner has for them.
     if not INTERPRETED:
         found.add("structured")
@@ -120,20 +128,25 @@ def _of_whole_prompts() -> frozenset[str]:
     return frozenset(found)
 
 
+_TIGHT = {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8}
+
 SETUPS: Mapping[str, Setup] = {
     # vLLM cannot compute seeded requests in chunks on a CPU.
     "chunked": Setup(
-        {"max_num_batched_tokens": 24, "scheduling_policy": "priority"}, frozenset({"priority"})
+        {"max_num_batched_tokens": 24, "scheduling_policy": "priority"},
+        frozenset({"priority", "undrafted"}),
     ),
     "whole": Setup(
         {"enable_chunked_prefill": False, "skip_tokenizer_init": False},
         _of_whole_prompts(),
     ),
     "tight": Setup(
-        {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8},
-        frozenset(),
+        _TIGHT,
+        frozenset({"undrafted"}),
         ahead=True,
     ),
+    "n-gram drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts="ngram"),
+    "eagle3 drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts="eagle3"),
 }
 
 
@@ -142,18 +155,28 @@ class Attack:
 
     Args:
         llm: an `LLM` in this process.
+        alone: the `LLM` that computes each request alone: the same, or one that drafts no tokens.
         plain: vLLM's own, for the tokens of requests that are not steered.
         root: folder for the store.
         allows: kinds of features that the engine allows.
     """
 
-    def __init__(self, llm: Any, plain: Any, root: Path, allows: frozenset[str]) -> None:
+    def __init__(
+        self, llm: Any, alone: Any, plain: Any, root: Path, allows: frozenset[str]
+    ) -> None:
         self._llm = llm
+        self._alone = alone
         self._plain = plain
         self._allows = allows | {"abort"}
         self._oracle = Oracle(PROBE, root, apart=False)
         self._truth: dict[int, list[Alone]] = {}
-        for consumer in consumers(root):
+        self._prepare(llm, root)
+        if alone is not llm:
+            self._prepare(alone, root.with_name("alone"))
+
+    def _prepare(self, llm: Any, root: Path) -> None:
+        """Give an engine what requests may name."""
+        for consumer in consumers(root, "drafted" in self._allows):
             llm.register_consumer(consumer)
         for name, condition in MONITORS.items():
             llm.steering.register_monitor(name, condition)
@@ -224,10 +247,10 @@ class Attack:
             prompts, params = self._oracle.alone(ask, output)
             found = []
             for prompt in prompts:
-                self._llm.reset_prefix_cache()
+                self._alone.reset_prefix_cache()
                 if ask.guided and everywhere is not None:
                     self._steer(at_these_positions(everywhere, len(ask.prompt), prompt))
-                found += generate(self._llm, [prompt], params)
+                found += generate(self._alone, [prompt], params)
             if ask.guided:
                 self._steer(everywhere)
             self._truth[number] = self._oracle.truth(ask, output, found)
@@ -274,9 +297,10 @@ class Attack:
         return {int(output.request_id) - first: output for output in outputs}
 
     def _steer(self, everywhere: Any) -> None:
-        self._llm.steering.clear()
-        if everywhere:
-            self._llm.steering.set(everywhere)
+        for llm in {self._llm, self._alone}:
+            llm.steering.clear()
+            if everywhere:
+                llm.steering.set(everywhere)
 
     def _interrupted(self, asks: Sequence[Ask], after: int) -> None:
         """The user presses Ctrl-C in the middle of it."""

@@ -32,7 +32,7 @@ from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
 from fuzz.rounds import AGAIN, PROBE, consumers
 from tllm import AsyncLLM
 
-ALLOWED = frozenset({"served", "seeded", "priority", "text", "structured"})
+ALLOWED = frozenset({"served", "seeded", "priority", "text", "structured", "undrafted"})
 
 _Answered = tuple[int, tuple[int, ...]]
 """The place of a request, and how many tokens its samples have."""
