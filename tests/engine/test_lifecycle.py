@@ -1,6 +1,5 @@
 """Consumers come and go, requests end in every way, and one mistake never harms anybody else."""
 
-import gc
 import re
 import weakref
 from concurrent.futures import Future
@@ -147,30 +146,6 @@ def test_an_engine_ends_with_its_user_and_others_of_the_process_go_on(
         prompts_of([5, 9]), tokens_of(generate(llm, prompts_of([5, 9]), greedy(3))), strict=True
     ):
         assert tokens == reference.greedy(prompt, 3)
-
-
-def test_an_engine_that_was_let_go_is_collected_before_another_is_loaded(tiny_model, monkeypatch):
-    """Also one that is part of a cycle, as in a notebook. vLLM's linear layers of a CPU read a
-    tensor as they end: in the midst of a compilation PyTorch would trace that."""
-    gone = LLM(tiny_model, **TINY_ENGINE)
-    worker = gone.llm_engine.model_executor.driver_worker.worker
-    gone.notebook, model = [gone], weakref.ref(worker.model_runner.get_model())
-    before = []
-    load_model = type(worker).load_model
-
-    def load(*args, **kwargs):
-        before.append(model())
-        load_model(*args, **kwargs)
-
-    monkeypatch.setattr(type(worker), "load_model", load)
-    gc.disable()
-    try:
-        del gone, worker
-        assert model() is not None
-        LLM(tiny_model, **TINY_ENGINE)
-    finally:
-        gc.enable()
-    assert before == [None]
 
 
 class TestRegistration:

@@ -59,6 +59,7 @@ uses(
     "the session is attached to the model runner",
 )
 uses("vllm.config.VllmConfig", "additional_config", "options travel in it to the workers")
+uses("vllm.config.CompilationConfig", "mode", "whether the model is compiled")
 uses(
     "vllm.v1.core.sched.output.SchedulerOutput",
     "scheduled_new_reqs finished_req_ids total_num_scheduled_tokens num_scheduled_tokens",
@@ -113,8 +114,8 @@ _Begun: TypeAlias = "tuple[NewRequestData, RequestSpec]"
 def _collect_engines_that_were_let_go() -> None:
     """Free what is left of the engines that this process had before.
 
-    Otherwise Python does at any time, a compilation included: vLLM's linear layers of a CPU read a
-    tensor as they end, and PyTorch would trace that, without an end.
+    Otherwise Python does at any time, the compilation that comes included: vLLM's linear layers of
+    a CPU read a tensor as they end, and PyTorch would trace that, without an end.
     """
     gc.unfreeze()  # an engine freezes what it made as it starts
     for _ in range(2):  # an engine that is part of a cycle ends with it, and then has let go
@@ -145,8 +146,9 @@ class InterventionWorker(_Base):
         "the taps are part of the compile-cache key",
     )
     def init_device(self) -> None:
-        _collect_engines_that_were_let_go()
         config = self.vllm_config
+        if config.compilation_config.mode:
+            _collect_engines_that_were_let_go()
         self._note = limits.pop_note(config)
         with limits.reported(self._note):
             limits.check(config)
