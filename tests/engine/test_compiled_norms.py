@@ -49,10 +49,12 @@ def left(tiny_model, monkeypatch):
 
     monkeypatch.setattr(type(worker), "load_model", load)
     gc.disable()
-    del llm, worker
-    assert model() is not None
-    yield left
-    gc.enable()
+    try:
+        del llm, worker
+        assert model() is not None
+        yield left
+    finally:
+        gc.enable()
 
 
 @pytest.mark.kernels

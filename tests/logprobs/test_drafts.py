@@ -19,8 +19,8 @@ LANES = 10
 """More than the engine runs at once."""
 
 pytestmark = pytest.mark.skipif(
-    os.environ["TLLM_TEST_RUNNER"] == "v2",
-    reason="the kernels of n-gram drafts on the V2 runner cannot be interpreted",
+    os.environ["TRITON_INTERPRET"] == "1",
+    reason="vLLM's kernel for n-grams is beyond Triton's interpreter",
 )
 
 
