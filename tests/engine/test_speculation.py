@@ -30,6 +30,7 @@ from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Referenc
 from engine.test_controllers import Watch
 from engine.test_remembering import after, following, rest
 from engine.test_remembering import of_prompt as of_prompt_rows
+from tllm.consumers.base import Consumer
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
 from tllm.consumers.logging import LoggingConsumer
@@ -173,6 +174,41 @@ def test_logits_and_following_tokens_are_those_of_the_output(drafting, reference
             expected.add(key)
             assert error_of(logits[key], truth[position]) < RELATIVE
     assert set(logits) == expected
+    drafts.assert_some_came_true()
+
+
+WRITTEN = torch.zeros(160, pin_memory=torch.cuda.is_available())
+"""By position, whether `Writer` was given its logits, and the device has come to note it."""
+
+
+class Writer(Consumer):
+    """Keeps the device busy for a while, and then has it note on the host what was given."""
+
+    consumer_id = "writer"
+
+    def flows(self):
+        return [ConsumerFlow(reads=[Logits.read()], delivery="device_lease")]
+
+    def consume_bundle(self, bundle, ctx):
+        if ctx.device.type == "cuda":
+            torch.cuda._sleep(20_000_000)
+        for position in bundle.meta.positions.tolist():
+            WRITTEN[position].copy_(bundle.entries["logits"].new_ones(()), non_blocking=True)
+
+
+def test_what_is_written_to_the_host_is_there_when_the_tokens_are(drafting, drafts):
+    """As in a step without drafts, where consumers are called before the tokens are on their way:
+    who is told of them may look."""
+    drafting.register_consumer(Writer())
+    WRITTEN.zero_()
+    prompt = FEW * 5
+    drafting.llm_engine.add_request("seen", {"prompt_token_ids": prompt}, few(36))
+    told = []
+    while drafting.llm_engine.has_unfinished_requests():
+        for output in drafting.llm_engine.step():
+            told.append(len(output.outputs[0].token_ids))
+            assert WRITTEN[len(prompt) - 1 :][: told[-1]].all(), told
+    assert told[-1] == 36
     drafts.assert_some_came_true()
 
 
@@ -414,6 +450,9 @@ def test_shipped_consumers_count_and_score_accepted_tokens_only(
 
 
 @pytest.mark.skipif(ON_V2, reason="there, drafters are inside what the runner calls")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU has no PyTorch reference of the tap to count"
+)
 def test_a_drafter_runs_no_tap(drafting, drafting_model, monkeypatch):
     """Neither as it is nor in the graph that it is compiled to, which is another than the model's,
     with the modules that they share."""
@@ -425,7 +464,8 @@ def test_a_drafter_runs_no_tap(drafting, drafting_model, monkeypatch):
         for module in ([] if model is None else model.modules())
         if not getattr(module, "do_not_compile", True)
     }
-    assert graphs == ({"model", "drafter"} if drafting_model.compiled else set())
+    drafter = set() if runner.get_draft_model() is None else {"drafter"}
+    assert graphs == ({"model"} | drafter if drafting_model.compiled else set())
     now, tapped_in = "model", Counter()
     propose, reference = runner.drafter.propose, tap.reference
 
@@ -444,6 +484,7 @@ def test_a_drafter_runs_no_tap(drafting, drafting_model, monkeypatch):
 
     monkeypatch.setattr(runner.drafter, "propose", drafts)
     monkeypatch.setattr(tap, "reference", counted)
+    drafting.register_consumer(LoggingConsumer(layers="0-3"))
     generate(drafting, prompts_of([9, 20], seed=14), few(8))
     assert tapped_in["model"] > 0 and tapped_in["proposals"] > 0
     assert tapped_in["drafter"] == 0

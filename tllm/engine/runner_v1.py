@@ -12,6 +12,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID
 
+from tllm.cuda_streams import current_stream
 from tllm.engine.cpu_drafts import DraftConstraints
 from tllm.engine.drafts import GUIDANCE_REFUSAL, StepDrafts, drafted_and_accepted
 from tllm.engine.runner import RunnerAttachment
@@ -181,7 +182,10 @@ class V1Attachment(RunnerAttachment):
             runner = self.runner
             kept = self._drafts.kept(output, runner.requests, runner.max_model_len)
             self._drafts = None
-            self.session.steps.accept(kept)
+            if self.session.steps.accept(kept):
+                self.session.steps.end()
+                if runner.device.type == "cuda":  # the tokens are on the host already
+                    current_stream(runner.device).synchronize()
         if self._hidden_generators:
             self.runner.input_batch.generators.update(self._hidden_generators)
             self._hidden_generators = {}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from tllm.cuda_streams import current_stream
 from tllm.engine.device_drafts import DeviceDrafts
 from tllm.engine.drafts import GUIDANCE_REFUSAL
 from tllm.engine.runner import RunnerAttachment
@@ -152,8 +153,12 @@ class V2Attachment(RunnerAttachment):
         states.last_sampled_tokens[at, 0] = tokens
 
     def end_step(self, output: Any) -> None:
-        if self._drafts is not None and (kept := self._drafts.end(output)) is not None:
-            self.session.steps.accept(kept)
+        if self._drafts is None or (kept := self._drafts.end(output)) is None:
+            return
+        if self.session.steps.accept(kept):
+            self.session.steps.end()
+            if self.runner.device.type == "cuda":  # what this event has passed is told
+                output.copy_event.record(current_stream(self.runner.device))
 
     @overrides(
         "vllm.v1.worker.gpu.model_states.interface.ModelState.prepare_inputs",

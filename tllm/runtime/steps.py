@@ -224,13 +224,17 @@ class Steps:
         if frame.lost:
             self._note_dropped(frame)
 
-    def accept(self, kept: np.ndarray) -> None:
+    def accept(self, kept: np.ndarray) -> bool:
         """It is known which drafted tokens of the step are accepted.
 
         Until then nobody is given its rows, nor hears of them.
 
         Args:
             kept: int32 `[sequences]`, how many of the tokens computed of each are its own.
+
+        Returns:
+            Whether `end` hands out what consumers are given before tokens are drawn where none
+            is drafted: what they write then must be there before the step's tokens are told.
         """
         frame, self._drafting = self._drafting, None
         if frame is not None:
@@ -239,6 +243,8 @@ class Steps:
             self.rows_patched += self._planner.own(Column.PATCH, frame)
             if self._frame is not None:
                 self._count(self._frame)
+                return bool(self._flows.before)
+        return False
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """How many tokens the step drafted, and how many of them were accepted."""
