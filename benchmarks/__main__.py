@@ -59,6 +59,8 @@ def _check_counters(name: str, variant: str, counters: dict[str, Any]) -> None:
         raise SystemExit(f"{name}: no row was captured")
     if variant == "steer" and not counters["rows_steered"]:
         raise SystemExit(f"{name}: no row was steered")
+    if "drafts" in name and not 0 < counters["tokens_accepted"] < counters["tokens_drafted"]:
+        raise SystemExit(f"{name}: no draft came true, or all did")
     signals = counters.get("signals")
     if signals is not None and not 0 < signals["fired"] < signals["judged"]:
         raise SystemExit(f"{name}: conditions decided nothing: {signals}")

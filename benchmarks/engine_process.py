@@ -19,6 +19,7 @@ from typing import Any, TextIO
 import torch
 
 from benchmarks.asked import Asked, asked
+from benchmarks.drafter import depend_on_the_last_token, draw_drafter, placed
 from benchmarks.replicas import Replicas
 from benchmarks.step_costs import watch, watched
 from benchmarks.step_times import LLMStepTimes, StepTimes
@@ -26,7 +27,7 @@ from benchmarks.workload import BENCHMARKS, SHAPES, Benchmark, Shape
 
 _KV_BYTES = 8 * 2**30
 _START_STEPS = 4
-_COUNTERS = ("rows_captured", "rows_dropped", "rows_steered")
+_COUNTERS = ("rows_captured", "rows_dropped", "rows_steered", "tokens_drafted", "tokens_accepted")
 _ESAMP_COUNTERS = {
     "rows_predicted": "predictions",
     "candidates_guided": "candidates_changed",
@@ -67,6 +68,8 @@ class EngineProcess:
                 "disable_log_stats": True,
                 **given,
             }
+            if drafts := given.get("speculative_config"):
+                arguments["speculative_config"] = placed(drafts, shape, Path(folder))
             self.llm: Any
             if "data_parallel_size" in given:
                 self.llm = Replicas(engine, folder, arguments)
@@ -79,6 +82,9 @@ class EngineProcess:
 
                 self.llm = InterventionLLM(folder, **arguments)
         self.llm.apply_model(_Draw(shape.scale))
+        if drafts:
+            self.llm.apply_model(depend_on_the_last_token)
+            assert all(self.llm.collective_rpc(draw_drafter))
         self.engine = engine
         self.current = ""
         self.steering: list[dict[str, Any]] = [{}]

@@ -215,6 +215,19 @@ def _decided(shape: str, prompts: int, **sizes: Any) -> list[Benchmark]:
     return [Benchmark(f"{variant}-{shape}", shape, variant, work) for variant in variants]
 
 
+def _drafted(shape: str, base: Workload) -> list[Benchmark]:
+    """On engines that draft tokens, see `benchmarks.drafter`."""
+    drafts = {"method": "eagle", "model": "drafter", "num_speculative_tokens": 3}
+    engine = base.engine_arguments | {"speculative_config": drafts}
+    work = replace(base, temperature=0.0, min_p=0.0, engine=engine)
+    return [
+        Benchmark(f"idle-drafts-{shape}", shape, "idle", work),
+        Benchmark(f"taps-drafts-{shape}", shape, "taps", work),
+        Benchmark(f"steer-drafts-{shape}", shape, "steer", work, Steered()),
+        Benchmark(f"capture-drafts-{shape}", shape, "capture", work, captured=Captured(1)),
+    ]
+
+
 _LONGEST = 1152
 """Tokens of a sequence in benchmarks that share their engines."""
 
@@ -286,6 +299,8 @@ BENCHMARKS = {
                 engine={"max_num_seqs": 256, "max_model_len": _LONGEST},
             ),
         ),
+        *_drafted("7b", Workload(prompts=128, samples=1)),
+        *_drafted("0.5b", Workload(prompts=128, samples=1)),
         *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
         *_steered("7b", 128),
         *_steered("1.5b", 128),
