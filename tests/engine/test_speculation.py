@@ -38,6 +38,7 @@ from tllm.consumers.next_token import NextTokenConsumer
 from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ConsumerFlow, Logits, ResidualStream, TokenTarget
 from tllm.runtime.kernels import tap
+from tllm.runtime.steps import Steps
 
 FEW = DRAWN
 LENGTHS = [30, 20, 40, 25, 35, 3]
@@ -366,6 +367,41 @@ def test_drafts_are_verified_by_the_steered_model(drafting, reference, drafts):
         recorder, outputs, reference, {"later": ("post_block", 2)}, additions=additions
     )
     drafts.assert_some_came_true()
+
+
+@pytest.mark.skipif(not ON_V2, reason="the V1 runner has a step's tokens when the step ends")
+def test_steps_that_go_on_alike_are_waited_for_by_nobody(
+    drafting, drafting_model, reference, drafts, monkeypatch
+):
+    """The same is done to their rows wherever they begin. Which drafts were accepted is asked when
+    later steps are under way."""
+    begun, begin = Counter(), Steps.begin_undecided
+
+    def counted(*args):
+        alike = begin(*args)
+        begun[alike] += 1
+        return alike
+
+    monkeypatch.setattr(Steps, "begin_undecided", counted)
+    places = [("post_block", 0), ("post_block", 3), ("mlp_out", 1)]
+    capture = {"memory": {"hooks": {"post_block": [0, 3], "mlp_out": [1]}}}
+    steered = {"decode_steering_vectors": {AT[0]: {AT[1]: V}}}
+    asked = [few(60, capture=capture, **steered), few(50, capture=capture)]
+    outputs = generate(drafting, prompts_of([20, 24], seed=21), asked)
+    additions = {outputs[0].request_id: [Addition(AT, V, start=20)]}
+    assert_greedy(outputs, reference, additions)
+    for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        added = additions.get(output.request_id, [])
+        _, states = reference.run(tokens, places, additions=added)
+        for point, layer in places:
+            rows = output.activations[point][layer]
+            assert rows.positions.tolist() == list(range(len(tokens)))
+            for mine, theirs in zip(rows.tensor, states[point, layer], strict=True):
+                assert error_of(mine, theirs) < RELATIVE, (point, layer)
+    drafts.assert_some_came_true()
+    if drafting_model.speculative_config["method"] != "ngram":  # as many drafts in each step
+        assert begun[True] > 2 * begun[False] > 0, begun
 
 
 GENERATED_SEVENS = {"phase": "generation", "token_ids": [7]}

@@ -103,6 +103,7 @@ class Engine:
         operation = ("post_block", 0, "v", Coefficients(add=1.0))
         self.session.steering.put({"v": np.ones(HIDDEN, np.float32)}, {"strong": [operation]})
         self.computed = {}
+        self.begun_undecided = 0
 
     def start(self, name, *steering, consumers=(), patch=()):
         options = {consumer: {"enabled": True} for consumer in consumers}
@@ -127,15 +128,14 @@ class Engine:
         """
         starts = np.array([self.computed[name] for name in counts], np.int32)
         ids = torch.zeros(sum(counts.values()), dtype=torch.int64)
-        if not self.session.steps.begin_idle():
-            self.session.steps.begin(
-                list(counts),
-                starts,
-                np.array(list(counts.values()), np.int32),
-                np.full(len(counts), PROMPT, np.int32),
-                ids,
-                drafts and np.array([drafts.get(name, 0) for name in counts], np.int32),
-            )
+        steps, names = self.session.steps, list(counts)
+        tokens = np.array(list(counts.values()), np.int32)
+        drafted = drafts and np.array([drafts.get(name, 0) for name in counts], np.int32)
+        undecided = steps.undecided and drafts and steps.begin_undecided(names, tokens, drafted)
+        self.begun_undecided += bool(undecided)
+        if not (undecided or steps.begin_idle()):
+            sampled_from = np.full(len(counts), PROMPT, np.int32)
+            steps.begin(names, starts, tokens, sampled_from, ids, drafted)
             # Descriptors on the device are those that the host means.
             assert torch.equal(self.taps.descriptors, torch.from_numpy(self.taps._fields))
         rows = torch.zeros(self.taps.plan.shape[1], HIDDEN)
@@ -165,17 +165,26 @@ class Engine:
         self.session.steps.end()
         return steered[: len(ids)]
 
-    def draft(self, drafts, accepted):
+    def draft(self, drafts, accepted, *, later=False):
         """Decode one token of each sequence, with these drafts after it, of which so many are
-        accepted."""
+        accepted.
+
+        Args:
+            later: it is asked when it must be known.
+        """
         counts = {name: 1 + drafts.get(name, 0) for name in self.computed}
+        starts = np.array(list(self.computed.values()), np.int32)
         ids, _ = self.begin(counts, drafts)
         steps, width = self.session.steps, 1 + max(drafts.values())
         steps.before_sampling(torch.zeros(len(ids), 2))
         steps.after_sampling(torch.zeros((len(counts), width), dtype=torch.int64), ids)
         kept = {name: 1 + accepted.get(name, 0) for name in counts}
-        steps.accept(np.array(list(kept.values()), np.int32))
-        steps.end()
+        told = np.array(list(kept.values()), np.int32)
+        if later:
+            steps.accept_later(lambda: (starts, told))
+        else:
+            steps.accept(told)
+        steps.end(wait=not later)
         for name in counts:
             self.computed[name] += kept[name] - counts[name]
 
@@ -885,6 +894,140 @@ def test_rows_of_rejected_drafts_reach_nobody_and_are_computed_again(engine, win
     assert consumer.seen == {"a": list(range(10)), "b": list(range(8))}
     assert engine.session.steps.rows_captured == 18
     assert engine.session.steps.rows_steered == 10
+
+
+@pytest.mark.parametrize("window", ["next_step", "background"])
+def test_it_is_asked_which_drafts_are_accepted_when_the_next_step_begins(engine, window):
+    consumer = Positions(window)
+    engine.session.register(consumer)
+    engine.start("a", EVERYWHERE)
+    engine.start("b")
+    engine.step(a=PROMPT, b=PROMPT)
+    engine.draft({"a": 3}, {"a": 1}, later=True)
+    assert engine.session.steps.undecided
+    assert engine.session.steps.rows_steered == PROMPT
+    engine.draft({"a": 2, "b": 3}, {"a": 2, "b": 0}, later=True)
+    assert engine.session.steps.rows_steered == PROMPT + 2
+    engine.step(a=1, b=1)
+    engine.draft({"b": 1}, {"b": 1}, later=True)
+    engine.session.flush()
+    assert consumer.seen == {"a": list(range(10)), "b": list(range(8))}
+    assert engine.session.steps.rows_captured == 18
+    assert engine.session.steps.rows_steered == 10
+
+
+class Undecided:
+    """Drafted steps of an engine's sequences of which nobody knows where they begin.
+
+    Attributes:
+        asked: how many of them were asked which drafts were accepted.
+    """
+
+    def __init__(self, engine, drafts):
+        self._steps, self._taps = engine.session.steps, engine.taps
+        self._names = list(engine.computed)
+        self._drafts = np.array([drafts.get(name, 0) for name in self._names], np.int32)
+        self.asked = 0
+
+    def step(self, kept):
+        """Whether one was begun, of which so many tokens are their sequences' own."""
+        if not self._steps.begin_undecided(self._names, self._drafts + 1, self._drafts):
+            return False
+        tokens = int(self._drafts.sum()) + len(self._names)
+        self.steered = (self._taps.plan[Column.STEER.plan_row] >= 0).tolist()
+        assert not any(self.steered[tokens:])
+        self.steered = self.steered[:tokens]
+
+        def decide():
+            self.asked += 1
+            return np.full(len(kept), PROMPT, np.int32), np.array(kept, np.int32)
+
+        self._steps.accept_later(decide)
+        self._steps.end(wait=False)
+        return True
+
+
+def test_steps_in_which_the_same_is_done_wherever_they_begin_wait_for_nothing(engine):
+    engine.start("a", EVERYWHERE)
+    engine.start("b")
+    engine.step(a=PROMPT, b=PROMPT)
+    engine.draft({"a": 3, "b": 1}, {"a": 1}, later=True)
+    undecided = Undecided(engine, {"a": 3, "b": 1})
+    asked = []
+    for kept in ([4, 1], [1, 2], [3, 1], [2, 2]):
+        assert undecided.step(kept)
+        assert undecided.steered == [True] * 4 + [False] * 2
+        asked.append(undecided.asked)
+    assert asked == [0, 0, 1, 2], "the engine has taken the tokens of all but two steps"
+    engine.session.steps.end()
+    assert undecided.asked == 4
+    assert engine.session.steps.rows_steered == PROMPT + 2 + 4 + 1 + 3 + 2
+
+
+@pytest.mark.parametrize("window", ["same_step", "next_step", "out_of_band", "background"])
+def test_rows_of_steps_that_are_decided_later_are_whose_they_are(window):
+    pick, given = np.random.default_rng(3), []
+
+    class Reading(Positions):
+        def flows(self):
+            reads = (ResidualStream.read(layer=1, role="row"), RequestMeta.read(role="whose"))
+            return [ConsumerFlow(reads=reads, window=self.window)]
+
+        def consume_bundle(self, bundle, ctx):
+            super().consume_bundle(bundle, ctx)
+            given.append(bundle)
+
+    engine, reading, computed = Engine(layers=2), Reading(window), {}
+    engine.session.register(reading)
+    engine.start("a", EVERYWHERE)
+    engine.start("b")
+    engine.step(a=PROMPT, b=PROMPT)
+    for step in range(20):
+        if step == 10:
+            computed["a"] = engine.computed["a"]
+            engine.session.steps.end()
+            engine.finish("a")
+            engine.start("c", EVERYWHERE)
+            engine.step(b=1, c=PROMPT)
+        drafts = dict.fromkeys(engine.computed, 1 if step % 7 == 5 else 3)
+        accepted = {name: int(pick.integers(most + 1)) for name, most in drafts.items()}
+        engine.draft(drafts, accepted, later=True)
+    engine.session.flush()
+    computed |= engine.computed
+    assert reading.seen == {name: list(range(count)) for name, count in computed.items()}
+    assert engine.session.steps.rows_captured == sum(computed.values())
+    assert engine.session.steps.rows_steered == computed["a"] + computed["c"]
+    # Windows that a forward pass waits for must know where it begins.
+    assert engine.begun_undecided == (13 if window in ("out_of_band", "background") else 0)
+    for bundle in given:
+        rows, expected = bundle.entries["row"], torch.tensor(100.0 + bundle.meta.positions)
+        assert torch.equal(rows, expected[:, None].expand(-1, HIDDEN).float())
+
+
+def test_where_a_step_begins_must_be_known_where_what_is_done_depends_on_it(engine):
+    def is_begun(*steering, drafts=None, then=lambda: None):
+        engine.start("a", *steering)
+        engine.step(a=PROMPT)
+        engine.draft({"a": 3}, {"a": 1}, later=True)
+        then()
+        begun = Undecided(engine, {"a": 3} if drafts is None else drafts).step([1])
+        engine.session.steps.end()
+        for name in list(engine.computed):
+            engine.finish(name)
+        engine.session.unregister()
+        return begun
+
+    def within(start, stop):
+        return GroupUse("any", Selection.parse({"ranges": [[start, stop]]}), "strong")
+
+    assert is_begun(EVERYWHERE)
+    assert is_begun(within(0, 60))
+    assert not is_begun(within(0, PROMPT + 7)), "it ends where the step may have come to"
+    assert not is_begun(within(PROMPT + 5, 60)), "it begins there"
+    assert not is_begun(EVERYWHERE, drafts={"a": 2}), "other tokens than before"
+    assert not is_begun(EVERYWHERE, then=lambda: engine.start("b"))
+    consumer = Positions("next_step")
+    assert not is_begun(EVERYWHERE, then=lambda: engine.session.register(consumer))
 
 
 def test_drafts_that_nobody_looks_at_are_not_taken_for_delivered(engine):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tllm.engine.drafts import accepted_of, has_ended
 from tllm.engine.seams import uses
 from tllm.runtime.columns import IntArray
-from tllm.runtime.steps import Steps
+from tllm.runtime.steps import Decide, Steps
 
 uses(
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -40,36 +42,95 @@ uses(
     "whether a sequence ends among the tokens that were accepted at once",
 )
 
+uses(
+    "vllm.sampling_params.SamplingParams",
+    "max_tokens stop_token_ids eos_token_id repetition_detection",
+    "whether a sequence may have ended among the tokens that were accepted at once",
+)
+
 _IN_FLIGHT = 2
 """The most steps of an engine whose output was not asked for yet."""
 
 
 class _Asked(NamedTuple):
-    """What is known of a running request from its beginning."""
+    """What is known of a running request from its beginning.
+
+    Attributes:
+        length: tokens, prompt and all, with which it has ended at the latest.
+        last_tokens: those with which it ends.
+    """
 
     sampling_params: Any
     prompt_len: int
+    length: int
+    last_tokens: frozenset[int]
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether all its tokens decide whether it ends."""
+        return self.sampling_params.repetition_detection is not None
+
+    @classmethod
+    def of(cls, new: Any, max_model_len: int) -> _Asked:
+        params, prompt_len = new.sampling_params, new.prompt_len
+        length = min(prompt_len + (params.max_tokens or max_model_len), max_model_len)
+        tokens = {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
+        return cls(params, prompt_len, length, frozenset(tokens))
+
+
+class _Ends:
+    """When the sequences of a batch may have ended: few have in any step, and whether one has is
+    much to ask of each.
+
+    Args:
+        asked: of each.
+    """
+
+    def __init__(self, request_ids: Sequence[str], asked: Sequence[_Asked]) -> None:
+        self.request_ids = request_ids
+        self._lengths = np.array([each.length for each in asked], np.int32)
+        self._look_back = np.array([each.looks_back for each in asked])
+        tokens = frozenset[int]().union(*(each.last_tokens for each in asked))
+        self._last_tokens = np.array(sorted(tokens), np.int64)
+
+    def at(self, lengths: IntArray, tokens: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """`[sequences]`, those that may have ended: all that have are among them.
+
+        Args:
+            lengths: `[sequences]`, tokens of each, prompt and all.
+            tokens: `[sequences, tokens]`, the last ones.
+        """
+        found = (lengths >= self._lengths) | self._look_back
+        if len(self._last_tokens):
+            found |= np.isin(tokens, self._last_tokens).any(1)
+        return np.asarray(found)
 
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """The step that runs; arrays `[sequences]`.
+    """A step; arrays `[sequences]`.
 
     Attributes:
+        starts: position of the first token of each; None while the steps before are undecided.
         drafts: how many tokens of each are drafted; None: none of any.
+        begun: the sequences that begin with it, or are begun again.
+        ends: None where there are no drafts.
     """
 
     request_ids: Sequence[str]
-    starts: IntArray
+    starts: IntArray | None
     counts: IntArray
     drafts: IntArray | None
+    begun: frozenset[str]
+    ends: _Ends | None
 
 
 class DeviceDrafts:
     """What the host knows of drafts that are made and compared on the device.
 
-    In a step in which anything is done to any row, the step's tokens are waited for when it ends:
-    the drafter may still be at work on the next drafts then. In all others nothing is waited for.
+    Which of them are accepted is found out as late as it can be, since that waits for the device:
+    mostly when the next step begins, as its rows are where these have come to. Where nothing
+    depends on that, two steps later.
 
     Args:
         steps: told how many tokens were drafted and accepted.
@@ -80,7 +141,8 @@ class DeviceDrafts:
         self._steps = steps
         self._ahead = runner.scheduler_config.async_scheduling
         self._asked: dict[str, _Asked] = {}
-        self._begun: set[str] = set()
+        self._ends: _Ends | None = None
+        self._begun: frozenset[str] = frozenset()
         self._computed: dict[str, int] = {}
         self._step: _Step | None = None
         self._uncounted: deque[tuple[Any, IntArray]] = deque()
@@ -94,9 +156,11 @@ class DeviceDrafts:
         """A step is scheduled: which requests begin, or are begun again, and which have ended."""
         for request_id in scheduled.finished_req_ids:
             self._asked.pop(request_id, None)
-        self._begun = {new.req_id for new in scheduled.scheduled_new_reqs}
+        self._begun = frozenset(new.req_id for new in scheduled.scheduled_new_reqs)
         for new in scheduled.scheduled_new_reqs:
-            self._asked[new.req_id] = _Asked(new.sampling_params, new.prompt_len)
+            self._asked[new.req_id] = _Asked.of(new, self._runner.max_model_len)
+        if self._begun:
+            self._ends = None
 
     def begin_idle(self, batch: Any) -> None:
         """A step begins in which nothing is done to any row."""
@@ -104,18 +168,41 @@ class DeviceDrafts:
         self._idle_drafts = drafts_of(batch)
         self._request_ids = batch.req_ids[: batch.num_reqs]
 
+    def begin_undecided(self, batch: Any, counts: IntArray) -> IntArray | None:
+        """A step may begin of which it need not be known where its sequences are; how many tokens
+        are drafted, None where that must be known.
+
+        Args:
+            counts: as for `begin`.
+        """
+        if self._begun or (drafts := drafts_of(batch)) is None:
+            return None
+        self._begin(batch, None, counts, drafts)
+        return drafts
+
     def begin(self, batch: Any, counts: IntArray) -> tuple[IntArray, IntArray | None]:
-        """A step begins; returns where each of its sequences is, and how many tokens are drafted.
+        """A step begins, and those before are decided; returns where each of its sequences is, and
+        how many tokens are drafted.
 
         Args:
             counts: `[sequences]`, tokens of each that the step computes.
         """
-        request_ids = batch.req_ids[: batch.num_reqs]
-        self._request_ids = request_ids
-        starts, drafts = self._starts(batch, request_ids), drafts_of(batch)
-        self._step = _Step(request_ids, starts, counts, drafts)
-        self._idle_drafts = None
+        starts, drafts = self._starts(batch, batch.req_ids[: batch.num_reqs]), drafts_of(batch)
+        self._begin(batch, starts, counts, drafts)
         return starts, drafts
+
+    def _begin(
+        self, batch: Any, starts: IntArray | None, counts: IntArray, drafts: IntArray | None
+    ) -> None:
+        ids = self._request_ids = batch.req_ids[: batch.num_reqs]
+        ends = None if drafts is None else self._ends_of(ids)
+        self._step = _Step(ids, starts, counts, drafts, self._begun, ends)
+        self._idle_drafts = None
+
+    def _ends_of(self, request_ids: Sequence[str]) -> _Ends:
+        if self._ends is None or self._ends.request_ids != request_ids:
+            self._ends = _Ends(request_ids, [self._asked[each] for each in request_ids])
+        return self._ends
 
     def _starts(self, batch: Any, request_ids: Sequence[str]) -> IntArray:
         """Position of the first token of each sequence that the step computes.
@@ -138,9 +225,9 @@ class DeviceDrafts:
 
     # -- its end -----------------------------------------------------------------------------------
 
-    def end(self, output: Any) -> IntArray | None:
-        """A step is over; returns how many of the tokens computed of each are its own, None where
-        none was drafted.
+    def end(self, output: Any) -> Decide | None:
+        """A step is over; returns what finds out how many of its tokens are their sequences' own,
+        None where none was drafted.
 
         Args:
             output: of the model runner, under way to the host.
@@ -155,25 +242,46 @@ class DeviceDrafts:
         if step is None:
             return None
         if step.drafts is None:
+            assert step.starts is not None
             computed = step.starts + step.counts
             self._computed = dict(zip(step.request_ids, computed.tolist(), strict=True))
             return None
+        return partial(self._decide, step, output, *last)
+
+    def _decide(
+        self, step: _Step, output: Any, last_ids: Sequence[str], last_output: Any
+    ) -> tuple[IntArray, IntArray]:
+        """Where the sequences of a step were, and how many of the tokens computed of each are its
+        own. Waits for the step's tokens; steps are decided in their order.
+
+        Args:
+            last_ids, last_output: sequences and output of the step before.
+        """
+        starts, drafts, ends = step.starts, step.drafts, step.ends
+        assert drafts is not None and ends is not None
         output.copy_event.synchronize()
-        drawn = output.num_sampled_tokens_np
-        own = step.counts - step.drafts
-        computed = step.starts + own + np.where(step.drafts > 0, drawn - 1, 0)
+        count = len(step.request_ids)
+        if starts is None:
+            known = map(self._computed.__getitem__, step.request_ids)
+            starts = np.fromiter(known, np.int32, count)
+            step = replace(step, starts=starts)
+        drawn = np.asarray(output.num_sampled_tokens_np[:count])
+        own = step.counts - drafts
+        accepted = np.where(drafts > 0, np.maximum(drawn - 1, 0), 0).astype(np.int32)
+        computed = starts + own + np.where(drafts > 0, drawn - 1, 0)
         self._computed = dict(zip(step.request_ids, computed.tolist(), strict=True))
-        self._steps.count_drafts(*_drafted_and_accepted(step.drafts, drawn))
-        kept = own.copy()
-        for i in np.flatnonzero(step.drafts).tolist():
-            kept[i] += self._accepted(step, i, output, int(drawn[i]))
-        if self._ahead:
-            kept[self._ended(step, *last)] = 0
-        return kept
+        self._steps.count_drafts(*_drafted_and_accepted(drafts, drawn))
+        kept: IntArray = own + accepted
+        may_have_ended = ends.at(starts + own + drawn, output.sampled_token_ids[:count])
+        for i in np.flatnonzero(may_have_ended & (accepted > 0)).tolist():
+            kept[i] = own[i] + self._accepted(step, i, output, int(drawn[i]))
+        if self._ahead and last_output is not None:
+            kept[self._ended(step, last_ids, last_output)] = 0
+        return starts, kept
 
     def _accepted(self, step: _Step, i: int, output: Any, drawn: int) -> int:
         """How many drafts of a sequence are accepted, and followed by another token of it."""
-        assert step.drafts is not None
+        assert step.drafts is not None and step.starts is not None
         length = int(step.starts[i] + step.counts[i] - step.drafts[i]) + drawn
         tokens = output.sampled_token_ids[i, :drawn].tolist()
         request = self._drawn(step.request_ids[i], tokens, length)
@@ -182,19 +290,24 @@ class DeviceDrafts:
     def _ended(self, step: _Step, request_ids: Sequence[str], output: Any) -> list[int]:
         """Which sequences of a step have ended with the step before, which the scheduler had not
         heard of when it made this one."""
-        if output is None:
-            return []
+        assert step.starts is not None and step.ends is not None
         output.copy_event.synchronize()
-        drawn = output.num_sampled_tokens_np.tolist()
-        places = {request_id: place for place, request_id in enumerate(request_ids)}
+        drawn, tokens = output.num_sampled_tokens_np, output.sampled_token_ids
+        if request_ids == step.request_ids:
+            places = np.arange(len(request_ids))
+        else:
+            known = {request_id: place for place, request_id in enumerate(request_ids)}
+            places = np.array([known.get(request_id, -1) for request_id in step.request_ids])
+        may_have_ended = (places >= 0) & (drawn[places] > 0)
+        may_have_ended &= step.ends.at(step.starts + 1, tokens[places])
         found = []
-        for i, request_id in enumerate(step.request_ids):
-            place = None if request_id in self._begun else places.get(request_id)
-            if place is None or not drawn[place]:
+        for i in np.flatnonzero(may_have_ended).tolist():
+            request_id, place = step.request_ids[i], places[i]
+            if request_id in step.begun:
                 continue
-            tokens = output.sampled_token_ids[place, : drawn[place]].tolist()
-            request = self._drawn(request_id, tokens, int(step.starts[i]) + 1)
             at_once = range(drawn[place])
+            last = tokens[place, : drawn[place]].tolist()
+            request = self._drawn(request_id, last, int(step.starts[i]) + 1)
             if any(has_ended(request, self._runner.max_model_len, hidden) for hidden in at_once):
                 found.append(i)
         return found
@@ -206,11 +319,12 @@ class DeviceDrafts:
             tokens: its last ones.
         """
         asked = self._asked[request_id]
-        if asked.sampling_params.repetition_detection is not None:
+        if asked.looks_back:
             states = self._runner.req_states
             row = states.all_token_ids.gpu[states.req_id_to_index[request_id]]
             tokens = row[asked.prompt_len : length].cpu().tolist()
-        return _Drawn(*asked, _Last(tokens, length - asked.prompt_len))
+        last = _Last(tokens, length - asked.prompt_len)
+        return _Drawn(asked.sampling_params, asked.prompt_len, last)
 
     # -- counting ----------------------------------------------------------------------------------
 

@@ -182,8 +182,10 @@ class V1Attachment(RunnerAttachment):
             runner = self.runner
             kept = self._drafts.kept(output, runner.requests, runner.max_model_len)
             self._drafts = None
-            if self.session.steps.accept(kept):
-                self.session.steps.end()
+            steps = self.session.steps
+            steps.accept(kept)
+            if steps.hands_out_before_tokens:
+                steps.end()
                 if runner.device.type == "cuda":  # the tokens are on the host already
                     current_stream(runner.device).synchronize()
         if self._hidden_generators:

@@ -153,10 +153,12 @@ class V2Attachment(RunnerAttachment):
         states.last_sampled_tokens[at, 0] = tokens
 
     def end_step(self, output: Any) -> None:
-        if self._drafts is None or (kept := self._drafts.end(output)) is None:
+        if self._drafts is None or (decide := self._drafts.end(output)) is None:
             return
-        if self.session.steps.accept(kept):
-            self.session.steps.end()
+        steps = self.session.steps
+        steps.accept_later(decide)
+        if steps.hands_out_before_tokens:
+            steps.end()
             if self.runner.device.type == "cuda":  # what this event has passed is told
                 output.copy_event.record(current_stream(self.runner.device))
 
@@ -175,11 +177,18 @@ class V2Attachment(RunnerAttachment):
         return self._prepare_inputs(input_batch, req_states)
 
     def _begin(self, input_batch: Any) -> None:
+        count = input_batch.num_reqs
+        if self._drafts is not None and self.session.steps.undecided:
+            counts = input_batch.num_scheduled_tokens[:count].astype(np.int32)
+            drafts = self._drafts.begin_undecided(input_batch, counts)
+            if drafts is not None and self.session.steps.begin_undecided(
+                input_batch.req_ids[:count], counts, drafts
+            ):
+                return
         if self.session.steps.begin_idle():
             if self._drafts is not None:
                 self._drafts.begin_idle(input_batch)
             return
-        count = input_batch.num_reqs
         counts = input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False)
         if self._drafts is None:
             starts = input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False)

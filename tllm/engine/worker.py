@@ -315,7 +315,7 @@ class InterventionWorker(_Base):
 
     def _end_step(self, output: Any) -> None:
         self._attachment.end_step(output)
-        self.session.steps.end()
+        self.session.steps.end(wait=False)
 
     def _track(self, scheduler_output: SchedulerOutput) -> Sequence[_Begun]:
         """Tell the session of the sequences that end and begin, and the attachment of the step.
@@ -325,15 +325,16 @@ class InterventionWorker(_Base):
             nothing is done to any row of this step.
         """
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
+        turns = vars(scheduler_output).get("tllm_turns")
+        others = scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs
+        self.session.steps.end(wait=bool(others or turns or scheduler_output.preempted_req_ids))
         self._attachment.track(scheduler_output)
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
-        self.session.steps.end()
         held_back = vars(scheduler_output).get("tllm_held_back")
         if held_back is not None:
             self.session.requests_held_back = held_back
         if scheduler_output.finished_req_ids:
             self._finish_sequences(scheduler_output)
-        turns = vars(scheduler_output).get("tllm_turns")
         if turns is not None and turns.engine_ids:
             self._take_turns(turns)
         if not scheduler_output.scheduled_new_reqs:
@@ -439,6 +440,7 @@ class InterventionWorker(_Base):
         try:
             if self._weights_are_other:
                 self._note_weights()
+            self.session.steps.end()
             answer = getattr(self._calls, method)(*cloudpickle.loads(payload))
             if method == "take_results":  # they were popped, and each must reach its user
                 answer = sendable(answer)

@@ -41,6 +41,11 @@ class StepBatch:
     def __post_init__(self) -> None:
         self.ends = self.starts + self.counts
 
+    def place(self, starts: IntArray) -> None:
+        """It is known where the sequences of a step are, all of which have come so far before that
+        a token is sampled."""
+        self.starts, self.ends = starts, starts + self.counts
+
     @cached_property
     def samples(self) -> npt.NDArray[np.bool_]:
         """Whether a token is sampled and kept."""

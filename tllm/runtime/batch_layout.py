@@ -31,7 +31,8 @@ class BatchLayout:
         delivered: `[sequences]`, positions below which all were computed when it was made.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
-        positions: `[segments]`, position of the first token; None when it is the sequence's start.
+        positions: `[segments]`, position of the first token; None when it is the first that the
+            step computes of its sequence.
         groups: the segments of each capture program.
         rows: ring rows of the whole step.
         steps_left: for how many more decode steps the segments say the same.
@@ -64,6 +65,7 @@ class BatchLayout:
         self._counts = self.batch.counts.tobytes()
         self._next_starts = self.batch.ends.tobytes()
         self._decodes = not self.of_prompts.any()
+        self._of_one = bool((self.batch.counts == 1).all())
 
     @cached_property
     def used(self) -> int:
@@ -110,7 +112,8 @@ class BatchLayout:
         phase; it is the last one of them then."""
         before = self.batch.slots
         if not (
-            self.positions is None
+            self._of_one
+            and self.positions is None
             and table.version == self.version
             and self.steps_left > 0
             and starts.tobytes() == self._next_starts
@@ -128,6 +131,24 @@ class BatchLayout:
             positions = self.segments[:, Column.POSITION.word]
             positions += positions >= 0
             self.on_device.clear()
+        return True
+
+    def stays(self, slots: IntArray, counts: IntArray, table: Slots) -> bool:
+        """Whether the same is done to each row of a later step of the same decoding sequences, with
+        as many tokens of each, wherever it begins; it is taken for computed then."""
+        most = int(counts.max())
+        if not (
+            self._decodes
+            and self.positions is None
+            and not (self.chooses or self.has_positions)
+            and table.version == self.version
+            and table.growth == self.growth
+            and self.steps_left >= most
+            and counts.tobytes() == self._counts
+            and np.array_equal(slots, self.batch.slots)
+        ):
+            return False
+        self.steps_left -= most
         return True
 
     def without_capture(self) -> BatchLayout:

@@ -49,6 +49,11 @@ class DraftedLatches:
         self._run = drafted.launch if uses_triton(device) else drafted.reference
         self.words: torch.Tensor | None = None
 
+    @property
+    def remembers(self) -> bool:
+        """Whether any running sequence has a latch."""
+        return self._latches.any
+
     def begin(self, batch: StepBatch) -> None:
         """A step with drafts begins. Before the forward pass."""
         self.words = None

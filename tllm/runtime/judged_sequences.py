@@ -47,6 +47,11 @@ class JudgedSequences:
         self.drafted = DraftedLatches(slots, gates.latches, device, agree)
         self.means = gates.means
 
+    @property
+    def by_position(self) -> bool:
+        """Whether any running sequence is judged as its positions, or what it was before, say."""
+        return self.verdicts.asked or self.drafted.remembers or not self.relay.alone
+
     def start(self, sequence: RunningSequence, spec: RequestSpec) -> None:
         """A sequence begins, and has its steering rows."""
         # Of rows that have no steering row nothing is judged: what stands there is another's.

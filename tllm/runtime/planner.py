@@ -28,8 +28,9 @@ from tllm.runtime.columns import (
 from tllm.runtime.kernels import row_plan
 from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.programs import Programs
-from tllm.runtime.ring import Ring
+from tllm.runtime.ring import Ring, Span
 from tllm.runtime.slots import Slots
+from tllm.runtime.step_flows import StepFlows
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.selection import END
@@ -97,24 +98,36 @@ class RowPlanner:
         self._held: tuple[BatchLayout, int] | None = None  # what the plan on the device says
         self._counts_up: torch.Tensor | None = None  # 1 where a row of that plan has a position
 
-    def plan(self, step: int, batch: StepBatch) -> Frame:
-        """Write the row plan for a batch."""
-        layout = self.layout
-        goes_on = layout is not None and layout.goes_on(
-            batch.slots, batch.starts, batch.counts, batch.ends, self._slots
-        )
-        if not goes_on:
-            layout = self._other_of(self._recent, batch.slots, batch.starts, batch.counts)
-        if layout is None:
-            layout = self._lay_out(batch)
-            self._recent = [layout, *self._recent[: self._batches - 1]]
+    def plan(
+        self,
+        step: int,
+        batch: StepBatch,
+        kept: BatchLayout | None = None,
+        span: Span | None = None,
+    ) -> Frame:
+        """Write the row plan for a batch.
+
+        Args:
+            kept: its layout, where that is known to stay, and `span` where its rows go then.
+        """
+        layout, goes_on = kept or self.layout, False
+        if kept is None:
+            goes_on = layout is not None and layout.goes_on(
+                batch.slots, batch.starts, batch.counts, batch.ends, self._slots
+            )
+            if not goes_on:
+                layout = self._other_of(self._recent, batch.slots, batch.starts, batch.counts)
+            if layout is None:
+                layout = self._lay_out(batch)
+                self._recent = [layout, *self._recent[: self._batches - 1]]
+        assert layout is not None
         layout.batch = batch
         self.layout = layout
         frame = Frame(step, batch, (), None, (), layout.chooses, layout.groups, goes_on, layout)
         frame.undecided = batch.drafts is not None
         start = 0
         if layout.rows:
-            frame.span = self._ring.reserve(layout.rows)
+            frame.span = self._ring.reserve(layout.rows) if kept is None else span
             if frame.span is None:
                 frame.lost = self._rows(layout, None)
                 self._recent.remove(layout)
@@ -130,7 +143,7 @@ class RowPlanner:
         held = self._held
         if not (held and held[0] is layout and (held[1] == start or self._move(layout, start))):
             self._write(layout, start)
-            if goes_on and layout.rows and not layout.chooses:
+            if (goes_on or kept) and layout.rows and not layout.chooses:
                 self._remember_places(layout, start)
         elif layout.has_positions:
             self._count_up(layout)
@@ -138,16 +151,17 @@ class RowPlanner:
             self._slots.deliver(batch.slots, batch.ends)
         return frame
 
-    def decide(self, frame: Frame, kept: IntArray) -> None:
-        """It is known which drafts of the step planned last are accepted.
+    def decide(self, frame: Frame, starts: IntArray, kept: IntArray) -> None:
+        """It is known which drafts of a step are accepted.
 
         Args:
+            starts: `[sequences]`, where each was.
             kept: `[sequences]`, how many tokens of each are its own.
         """
-        batch = frame.batch
+        frame.batch.place(starts)
         frame.decide(kept)
         # The others are computed again, with the tokens that are there in truth.
-        self._slots.deliver(batch.slots, batch.starts + kept)
+        self._slots.deliver(frame.batch.slots, starts + kept)
 
     def keep(self, slots: IntArray, starts: IntArray, counts: IntArray) -> bool:
         """Keep the plan for a batch, if it is the next step of the same decoding sequences and
@@ -173,6 +187,20 @@ class RowPlanner:
         self._slots.deliver(slots, ends)
         return True
 
+    def keep_undecided(
+        self, step: int, slots: IntArray, counts: IntArray, drafts: IntArray
+    ) -> Frame | None:
+        """Keep the plan for a batch, if it says the same of the next step of the same sequences
+        wherever they are; else None. Arrays as in `StepBatch`."""
+        layout, span = self.layout, None
+        if layout is None or not layout.stays(slots, counts, self._slots):
+            return None
+        if layout.rows and (span := self._ring.reserve(layout.rows)) is None:
+            return None  # those that are undecided may be what it is full of
+        known = layout.batch  # whose positions are of an earlier step, until `decide`
+        batch = StepBatch(slots, known.starts, counts, known.sampled_from, drafts)
+        return self.plan(step, batch, layout, span)
+
     def _other_of(
         self, layouts: Sequence[BatchLayout], slots: IntArray, starts: IntArray, counts: IntArray
     ) -> BatchLayout | None:
@@ -187,6 +215,11 @@ class RowPlanner:
                 return layout
         return None
 
+    @property
+    def flows(self) -> StepFlows | None:
+        """Those that were handed rows of the step planned last; None where nobody has looked."""
+        return None if self.layout is None else self.layout.flows
+
     def forget(self) -> None:
         """No batch goes on."""
         self.layout = self._held = self._counts_up = None
@@ -194,9 +227,9 @@ class RowPlanner:
         self._ring.free_spans()
 
     def own(self, column: Column, frame: Frame) -> int:
-        """Rows of the step planned last of which a column says anything, and which are their
-        sequences' own."""
-        return self.layout.own(column, frame) if self.layout else 0
+        """Rows of a step of which a column says anything, and which are their sequences' own."""
+        assert isinstance(frame.layout, BatchLayout)
+        return frame.layout.own(column, frame)
 
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""
@@ -215,7 +248,6 @@ class RowPlanner:
         # `delivered` is read in every case: that enters what earlier steps have delivered.
         prompt_len, delivered = table.prompt_len[at], table.delivered[at]
         parts = self._stretches(batch, prompt_len)
-        of_one = bool((batch.counts == 1).all())
         owners, low, high = (
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("owners", "low", "high")
@@ -239,7 +271,8 @@ class RowPlanner:
             order = np.argsort(segments[:, Column.PROGRAM.word], kind="stable")
             segments, owners, low = segments[order], owners[order], low[order]
             rows = self._place(segments)
-        first = None if of_one and not skips else low + segments[:, SegmentWord.SKIP]
+        whole = not skips and np.array_equal(low, batch.starts[owners])
+        first = None if whole else low + segments[:, SegmentWord.SKIP]
         if captures:
             groups = self._groups(batch, segments, owners.astype(np.int32), first)
         return BatchLayout(

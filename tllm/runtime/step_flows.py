@@ -12,6 +12,10 @@ from tllm.runtime.slots import Slots
 NO_HANDOVERS: Mapping[BoundFlow, Handover] = {}
 
 
+_ANY_TIME = ("out_of_band", "background")
+"""Windows that no forward pass waits for."""
+
+
 class StepFlows:
     """Found out once for all steps of a batch that only goes on.
 
@@ -27,6 +31,7 @@ class StepFlows:
         keep_logits: whether logits are read after the sampler has worked on them in place.
         read_logits, read_signals: whether logits are, or what conditions give.
         want_targets: whether the token after each row is.
+        can_wait: whether they may be handed rows when the next forward pass is under way.
     """
 
     def __init__(self, frame: Frame | None = None, registered: Sequence[BoundFlow] = ()) -> None:
@@ -47,6 +52,7 @@ class StepFlows:
         self.read_logits = any(flow.flow.reads_port("logits") for flow in found)
         self.read_signals = any(flow.flow.reads_port("signals") for flow in found)
         self.want_targets = any(flow.after_sampling for flow in found)
+        self.can_wait = all(flow.flow.window in _ANY_TIME for flow in found)
 
     def find_handovers(self, frame: Frame, slots: Slots) -> Mapping[BoundFlow, Handover]:
         """Of a step that goes on, whose rows lie where none did before."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +14,7 @@ from tllm.inference_mode import in_inference_mode
 from tllm.runtime.assignments import Assignments
 from tllm.runtime.batch import Frame, StepBatch
 from tllm.runtime.broken_sequences import BrokenSequences
-from tllm.runtime.columns import Column
+from tllm.runtime.columns import Column, IntArray
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.handover import Handover
 from tllm.runtime.judged_sequences import JudgedSequences
@@ -24,11 +26,32 @@ from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
 from tllm.runtime.transfer import upload
 from tllm.runtime.verdicts import BrokenVerdicts, StepVerdicts, StoppedSequences
 
+Decide: TypeAlias = Callable[[], tuple[IntArray, IntArray]]
+"""Waits until it is known which drafted tokens of a step are accepted. Position of the first token
+of each of its sequences, and how many of those computed of each are its own."""
+
+_MOST_UNDECIDED = 2
+"""The most steps whose tokens the engine has not asked for yet."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Undecided:
+    """A step of which it is not known yet which drafted tokens are accepted.
+
+    Attributes:
+        flows: those that are handed its rows then; None where nobody is, or `end` does.
+    """
+
+    frame: Frame
+    decide: Decide
+    flows: StepFlows | None
+
 
 class Steps:
-    """What an engine's model runner calls, in this order: `begin_idle`, and where that began none,
-    `begin`; `take_scores`, where another pipeline stage follows; `before_sampling`; `guide`;
-    `after_sampling`; `accept`, where tokens were drafted; `end`.
+    """What an engine's model runner calls, in this order: `begin_undecided`, where tokens are
+    drafted; `begin_idle`, and where neither began a step, `begin`; `take_scores`, where another
+    pipeline stage follows; `before_sampling`; `guide`; `after_sampling`; `accept` or
+    `accept_later`, where tokens were drafted; `end`.
 
     Attributes:
         rows_captured, rows_dropped, rows_steered, rows_patched: in all steps so far, without rows
@@ -80,6 +103,7 @@ class Steps:
         self._bundled = False
         self._frame: Frame | None = None
         self._drafting: Frame | None = None
+        self._undecided: deque[_Undecided] = deque()
         self._flows = StepFlows()
         self._handovers: Mapping[BoundFlow, Handover] = NO_HANDOVERS
 
@@ -104,7 +128,7 @@ class Steps:
 
     def begin_idle(self) -> bool:
         """Begin a step, if nothing is done to any row of it; else nothing is begun."""
-        if self._frame is not None or self._means.waiting:
+        if self._frame is not None or self._means.waiting or self._undecided:
             self.end()
         consumers = self._consumers
         if consumers.failed:
@@ -122,6 +146,45 @@ class Steps:
             self._taps.commit()
             self._taps.separate()
             self._was_idle = True
+        return True
+
+    def begin_undecided(self, engine_ids: list[str], counts: IntArray, drafts: IntArray) -> bool:
+        """Begin a step of the same decoding sequences as in the last, in which the same is done to
+        each of their rows, wherever these are; else nothing is begun.
+
+        Args:
+            engine_ids, counts, drafts: as for `begin`.
+        """
+        consumers = self._consumers
+        if (
+            self._frame is not None
+            or self._means.waiting
+            or consumers.failed
+            or self._dispatcher.waiting
+            or self._controllers.acting
+            or self._additions.writers
+            or self._steering.stale
+            or self._patching.stale
+            or self._judged.by_position
+        ):
+            return False
+        observed, flows = bool(consumers.by_id) and consumers.observe, self._planner.flows
+        if observed and not (
+            flows is not None and flows.can_wait and flows.registered is self._assignments.flows
+        ):
+            return False
+        frame = self._planner.keep_undecided(
+            consumers.step + 1, self._slots.of(engine_ids), counts, drafts
+        )
+        if frame is None:
+            return False
+        consumers.step += 1
+        self._drafting = frame
+        if observed and flows is not None:
+            self._frame, self._bundled = frame, False
+            self._flows, self._handovers = flows, NO_HANDOVERS
+        self._taps.commit()
+        self._taps.separate()
         return True
 
     def begin(
@@ -217,34 +280,70 @@ class Steps:
     def _count(self, frame: Frame) -> None:
         """Count the rows of a step that is observed, of which it is known whose they are."""
         layout = self._planner.layout
-        certain = frame.rejected is None and layout is not None
+        certain = frame.rejected is None and layout is frame.layout
         self.rows_captured += layout.captured if certain and layout else frame.captured
         if frame.span is not None:
             self.ring_rows_taken += frame.span.rows
         if frame.lost:
             self._note_dropped(frame)
 
-    def accept(self, kept: np.ndarray) -> bool:
+    def accept(self, kept: np.ndarray) -> None:
         """It is known which drafted tokens of the step are accepted.
 
         Until then nobody is given its rows, nor hears of them.
 
         Args:
             kept: int32 `[sequences]`, how many of the tokens computed of each are its own.
-
-        Returns:
-            Whether `end` hands out what consumers are given before tokens are drawn where none
-            is drafted: what they write then must be there before the step's tokens are told.
         """
         frame, self._drafting = self._drafting, None
         if frame is not None:
-            self._planner.decide(frame, kept)
-            self.rows_steered += self._planner.own(Column.STEER, frame)
-            self.rows_patched += self._planner.own(Column.PATCH, frame)
-            if self._frame is not None:
-                self._count(self._frame)
-                return bool(self._flows.before)
-        return False
+            self._accept(frame, frame.batch.starts, kept)
+
+    def accept_later(self, decide: Decide) -> None:
+        """As `accept`, when it must be known.
+
+        Args:
+            decide: asked once, after those of the steps before.
+        """
+        frame, self._drafting = self._drafting, None
+        if frame is None:
+            decide()
+            return
+        flows = self._flows if frame is self._frame and self._flows.can_wait else None
+        if flows is not None:
+            self._frame = None
+            if frame.span is not None:
+                frame.span.hold()
+        self._undecided.append(_Undecided(frame, decide, flows))
+        while len(self._undecided) > _MOST_UNDECIDED:
+            self._decide_first()
+
+    def _decide_first(self) -> None:
+        step = self._undecided.popleft()
+        self._accept(step.frame, *step.decide())
+        if step.flows is not None:
+            self._count(step.frame)
+            self._complete(step.frame, step.flows)
+            if step.frame.span is not None:
+                step.frame.span.release()
+
+    def _accept(self, frame: Frame, starts: np.ndarray, kept: np.ndarray) -> None:
+        self._planner.decide(frame, starts, kept)
+        self.rows_steered += self._planner.own(Column.STEER, frame)
+        self.rows_patched += self._planner.own(Column.PATCH, frame)
+        if frame is self._frame:
+            self._count(frame)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is not known yet which drafted tokens of an earlier step are accepted."""
+        return bool(self._undecided)
+
+    @property
+    def hands_out_before_tokens(self) -> bool:
+        """Whether `end` hands out what consumers are given before tokens are drawn where none is
+        drafted: what they write must be there before the step's tokens are told."""
+        return self._frame is not None and not self._bundled and bool(self._flows.before)
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """How many tokens the step drafted, and how many of them were accepted."""
@@ -275,6 +374,8 @@ class Steps:
 
     def skip(self) -> None:
         """Before a forward pass that belongs to no request (profiling, warm-up, DP padding)."""
+        if self._undecided:
+            self.end()
         self._judged.skip()
         self._planner.clear()
 
@@ -385,27 +486,44 @@ class Steps:
 
     # -- its end -----------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """Everything of the step is enqueued: hand out the rest. Safe to call again."""
+    def end(self, *, wait: bool = True) -> None:
+        """Everything of the step is enqueued: hand out the rest. Safe to call again.
+
+        Args:
+            wait: until it is known which drafted tokens are accepted; else what depends on that is
+                left for later.
+        """
         if self._means.waiting:
             self._means.judge()
         if self._broken.watching and self._broken.told[0]:
             self._assignments.note_not_finite()
+        if self._undecided:
+            if not wait:
+                return
+            while self._undecided:
+                self._decide_first()
         if self._frame is not None:
             self._complete(self._frame)
 
     @in_inference_mode
-    def _complete(self, frame: Frame) -> None:
-        if frame.undecided:  # the engine raised before it was known: no draft is anybody's
-            assert frame.batch.drafts is not None
-            self.accept(frame.batch.counts - frame.batch.drafts)
-        if not self._bundled:
-            self.before_sampling(None)
-        self._frame = None
-        flows = self._flows
+    def _complete(self, frame: Frame, flows: StepFlows | None = None) -> None:
+        """Hand out what is handed out behind a step.
+
+        Args:
+            flows: of an earlier step than the one that runs.
+        """
+        handovers = NO_HANDOVERS
+        if flows is None:
+            if frame.undecided:  # the engine raised before it was known: no draft is anybody's
+                assert frame.batch.drafts is not None
+                self.accept(frame.batch.counts - frame.batch.drafts)
+            if not self._bundled:
+                self.before_sampling(None)
+            self._frame = None
+            flows, handovers = self._flows, self._handovers
         ready = flows.ready(frame) if flows.want_targets else flows.after
         if ready:
-            self._dispatcher.after_sampling(ready, frame, self._handovers)
+            self._dispatcher.after_sampling(ready, frame, handovers)
         for owner in self._consumers.by_id.values():
             if owner.hears_step_end:
                 context = owner.context.at(frame.step)

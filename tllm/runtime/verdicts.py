@@ -164,6 +164,11 @@ class Verdicts:
         self._steady: _Steady | None = None
         self._copied: StepVerdicts | None = None
 
+    @property
+    def asked(self) -> bool:
+        """Whether the engine must be told of any sequence."""
+        return self._asked > 0
+
     def ask(
         self,
         slot: int,
