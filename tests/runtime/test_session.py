@@ -1051,6 +1051,19 @@ def test_a_step_of_which_it_never_becomes_known_what_was_accepted_gives_no_draft
     assert consumer.seen == {"a": [0, 1, 2, PROMPT]}
 
 
+def test_a_step_of_which_it_never_becomes_known_where_it_began_gives_nothing(engine):
+    consumer = Positions("out_of_band")
+    engine.session.register(consumer)
+    engine.start("a", EVERYWHERE)
+    engine.step(a=PROMPT)
+    engine.draft({"a": 3}, {"a": 1}, later=True)
+    engine.begin({"a": 4}, {"a": 3})
+    assert engine.begun_undecided == 1
+    engine.session.steps.end()
+    assert consumer.seen == {"a": [0, 1, 2, PROMPT, PROMPT + 1]}
+    assert engine.session.steps.rows_steered == PROMPT + 2
+
+
 @pytest.mark.parametrize(("delivery", "every"), [("bundle", 1), ("bundle", 2), ("device_lease", 1)])
 @pytest.mark.parametrize("names", ["a", "ab"])
 def test_rows_of_several_layers_are_each_under_their_role(names, delivery, every):

@@ -43,6 +43,11 @@ uses(
 )
 
 uses(
+    "vllm.v1.core.sched.output.SchedulerOutput",
+    "preempted_req_ids",
+    "sequences that are computed again, of which the last steps' drafts must be known before",
+)
+uses(
     "vllm.sampling_params.SamplingParams",
     "max_tokens stop_token_ids eos_token_id repetition_detection",
     "whether a sequence may have ended among the tokens that were accepted at once",

@@ -190,6 +190,9 @@ class Frame:
     """The same object in each step of a batch that only goes on."""
     undecided: bool = False
     """Whether it is not known yet which drafts are their sequence's."""
+    nowhere: bool = False
+    """Whether it is not known yet where its sequences are either: `batch` has the positions of an
+    earlier step."""
     logits: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
     """`[tokens]` int64, the token after each."""
@@ -202,7 +205,7 @@ class Frame:
     def decide(self, kept: IntArray) -> None:
         """Of each sequence, its first `kept` tokens are its own, and the others never were."""
         counts = self.batch.counts
-        self.undecided = False
+        self.undecided = self.nowhere = False
         if (kept < counts).any():
             first = np.cumsum(counts) - counts
             at = np.arange(int(counts.sum())) - first.repeat(counts)

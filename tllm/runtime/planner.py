@@ -197,9 +197,11 @@ class RowPlanner:
             return None
         if layout.rows and (span := self._ring.reserve(layout.rows)) is None:
             return None  # those that are undecided may be what it is full of
-        known = layout.batch  # whose positions are of an earlier step, until `decide`
+        known = layout.batch
         batch = StepBatch(slots, known.starts, counts, known.sampled_from, drafts)
-        return self.plan(step, batch, layout, span)
+        frame = self.plan(step, batch, layout, span)
+        frame.nowhere = True
+        return frame
 
     def _other_of(
         self, layouts: Sequence[BatchLayout], slots: IntArray, starts: IntArray, counts: IntArray

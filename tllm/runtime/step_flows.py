@@ -52,7 +52,9 @@ class StepFlows:
         self.read_logits = any(flow.flow.reads_port("logits") for flow in found)
         self.read_signals = any(flow.flow.reads_port("signals") for flow in found)
         self.want_targets = any(flow.after_sampling for flow in found)
-        self.can_wait = all(flow.flow.window in _ANY_TIME for flow in found)
+        # The logits of several steps would take much of the device's memory.
+        any_time = all(flow.flow.window in _ANY_TIME for flow in found)
+        self.can_wait = any_time and not self.read_logits
 
     def find_handovers(self, frame: Frame, slots: Slots) -> Mapping[BoundFlow, Handover]:
         """Of a step that goes on, whose rows lie where none did before."""

@@ -516,7 +516,8 @@ class Steps:
         if flows is None:
             if frame.undecided:  # the engine raised before it was known: no draft is anybody's
                 assert frame.batch.drafts is not None
-                self.accept(frame.batch.counts - frame.batch.drafts)
+                own = frame.batch.counts - frame.batch.drafts
+                self.accept(np.zeros_like(own) if frame.nowhere else own)
             if not self._bundled:
                 self.before_sampling(None)
             self._frame = None
