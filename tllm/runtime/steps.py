@@ -514,10 +514,12 @@ class Steps:
         """
         handovers = NO_HANDOVERS
         if flows is None:
-            if frame.undecided:  # the engine raised before it was known: no draft is anybody's
+            if frame.nowhere:  # the engine raised before it was known: no row is anybody's
+                frame.decide(np.zeros_like(frame.batch.counts))
+                self._drafting = None
+            elif frame.undecided:  # the same, of the drafts
                 assert frame.batch.drafts is not None
-                own = frame.batch.counts - frame.batch.drafts
-                self.accept(np.zeros_like(own) if frame.nowhere else own)
+                self.accept(frame.batch.counts - frame.batch.drafts)
             if not self._bundled:
                 self.before_sampling(None)
             self._frame = None
