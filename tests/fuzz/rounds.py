@@ -130,6 +130,9 @@ def _of_whole_prompts() -> frozenset[str]:
 
 _TIGHT = {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8}
 
+_EAGLE3 = "eagle3-ahead" if os.environ["TLLM_TEST_RUNNER"] == "v2" else "eagle3"
+"""The V1 runner knows a step's tokens before the next is scheduled, or refuses to draft."""
+
 SETUPS: Mapping[str, Setup] = {
     # vLLM cannot compute seeded requests in chunks on a CPU.
     "chunked": Setup(
@@ -146,7 +149,7 @@ SETUPS: Mapping[str, Setup] = {
         ahead=True,
     ),
     "n-gram drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts="ngram"),
-    "eagle3 drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts="eagle3"),
+    "eagle3 drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts=_EAGLE3),
 }
 
 
