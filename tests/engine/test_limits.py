@@ -47,11 +47,16 @@ def test_an_ordinary_configuration_is_not_refused() -> None:
 
 
 def _speculative(config: Any) -> None:
-    config.speculative_config = SimpleNamespace(method="ngram")
+    config.speculative_config = SimpleNamespace(method="ngram", enable_adaptive_verification=False)
 
 
 def _medusa(config: Any) -> None:
-    config.speculative_config = SimpleNamespace(method="medusa")
+    config.speculative_config = SimpleNamespace(method="medusa", enable_adaptive_verification=False)
+
+
+def _adaptive(config: Any) -> None:
+    _speculative(config)
+    config.speculative_config.enable_adaptive_verification = True
 
 
 def _speculative_ahead(config: Any) -> None:
@@ -126,6 +131,7 @@ def _split_experts(config: Any) -> None:
     [
         (_medusa, "speculative decoding by this method", "ngram, eagle, eagle3, mtp"),
         (_speculative_ahead, "speculative decoding and async", "set async_scheduling=False or"),
+        (_adaptive, "adaptive verification of drafts", "set enable_adaptive_verification=False"),
         (_speculative_in_stages, "speculative decoding over", "set pipeline_parallel_size=1"),
         (_overlap, "dual batch overlap", "leave out enable_dbo"),
         (_ubatches, "dual batch overlap", "ubatch_size"),
@@ -182,6 +188,7 @@ def test_all_that_is_refused_is_in_one_sentence() -> None:
     "arguments",
     [
         {"speculative_config": {"method": "medusa"}},
+        {"speculative_config": {"method": "eagle3", "enable_adaptive_verification": True}},
         {"speculative_config": {"method": "ngram"}, "pipeline_parallel_size": 2},
         {"kv_offloading_size": 1.0},
         {"ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}},

@@ -56,7 +56,7 @@ uses(
 )
 uses(
     "vllm.config.SpeculativeConfig",
-    "method",
+    "method enable_adaptive_verification",
     "speculative decoding where drafts can be told from tokens",
 )
 uses(
@@ -104,6 +104,11 @@ def _asks_for_another_method(arguments: Mapping[str, Any]) -> bool:
     return isinstance(method, str) and method not in METHODS and not method.endswith("_mtp")
 
 
+def _asks_for_adaptive_verification(arguments: Mapping[str, Any]) -> bool:
+    config = arguments.get("speculative_config")
+    return isinstance(config, Mapping) and bool(config.get("enable_adaptive_verification"))
+
+
 def _launched_by_others(backend: Any, ranks: int, stages: int) -> bool:
     return backend == "external_launcher" and ranks * stages > 1
 
@@ -136,6 +141,12 @@ LIMITS = (
             and config.scheduler_config.async_scheduling
             and not config.use_v2_model_runner
         ),
+    ),
+    Limit(
+        "adaptive verification of drafts (the device deals drafts out anew, and only it knows "
+        "whose each row is): set enable_adaptive_verification=False in speculative_config",
+        lambda config: _drafts(config) and config.speculative_config.enable_adaptive_verification,
+        _asks_for_adaptive_verification,
     ),
     Limit(
         "speculative decoding over pipeline stages (only the last one knows how many drafted "
