@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.workload import Shape
-
-PLACE = "drafter"
-"""In the place of its folder, in the arguments of an engine."""
+from benchmarks.workload import DRAFTER, Shape
 
 _OF_BLOCKS = ("o_proj.weight", "down_proj.weight")
 _BLOCKS_SCALE = 0.02
@@ -24,15 +21,13 @@ _EMBEDDING_SCALE = 50.0  # of weights of standard deviation 0.02
 
 
 def placed(speculative_config: dict[str, Any], shape: Shape, folder: Path) -> dict[str, Any]:
-    """The same with the drafter's folder, which is made there, in its place."""
-    if speculative_config.get("model") != PLACE:
-        return speculative_config
+    """The same with the drafter's folder, which is made there, in the place of `DRAFTER`."""
     config = shape.config() | {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "num_hidden_layers": 1,
     }
-    drafter = folder / PLACE
+    drafter = folder / DRAFTER
     drafter.mkdir()
     (drafter / "config.json").write_text(json.dumps(config))
     return speculative_config | {"model": str(drafter)}

@@ -215,9 +215,13 @@ def _decided(shape: str, prompts: int, **sizes: Any) -> list[Benchmark]:
     return [Benchmark(f"{variant}-{shape}", shape, variant, work) for variant in variants]
 
 
+DRAFTER = "drafter"
+"""In the place of the drafter's folder, in the arguments of an engine."""
+
+
 def _drafted(shape: str, base: Workload) -> list[Benchmark]:
     """On engines that draft tokens, see `benchmarks.drafter`."""
-    drafts = {"method": "eagle", "model": "drafter", "num_speculative_tokens": 3}
+    drafts = {"method": "eagle", "model": DRAFTER, "num_speculative_tokens": 3}
     engine = base.engine_arguments | {"speculative_config": drafts}
     work = replace(base, temperature=0.0, min_p=0.0, engine=engine)
     return [
@@ -300,7 +304,6 @@ BENCHMARKS = {
             ),
         ),
         *_drafted("7b", Workload(prompts=128, samples=1)),
-        *_drafted("0.5b", Workload(prompts=128, samples=1)),
         *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
         *_steered("7b", 128),
         *_steered("1.5b", 128),

@@ -879,37 +879,20 @@ def test_a_patch_of_rows_that_are_gone_is_told_and_the_sequence_goes_on(engine):
     assert engine.session.stats()["sequences_not_patched"] == 1
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("window", ["same_step", "next_step", "background"])
-def test_rows_of_rejected_drafts_reach_nobody_and_are_computed_again(engine, window):
+def test_rows_of_rejected_drafts_reach_nobody_and_are_computed_again(engine, window, later):
+    """Also where it is asked which drafts are accepted when the next step begins."""
     consumer = Positions(window)
     engine.session.register(consumer)
     engine.start("a", EVERYWHERE)
     engine.start("b")
     engine.step(a=PROMPT, b=PROMPT)
-    engine.draft({"a": 3}, {"a": 1})
-    engine.draft({"a": 2, "b": 3}, {"a": 2, "b": 0})
+    engine.draft({"a": 3}, {"a": 1}, later=later)
+    assert engine.session.steps.undecided is later
+    engine.draft({"a": 2, "b": 3}, {"a": 2, "b": 0}, later=later)
     engine.step(a=1, b=1)
-    engine.draft({"b": 1}, {"b": 1})
-    engine.session.flush()
-    assert consumer.seen == {"a": list(range(10)), "b": list(range(8))}
-    assert engine.session.steps.rows_captured == 18
-    assert engine.session.steps.rows_steered == 10
-
-
-@pytest.mark.parametrize("window", ["next_step", "background"])
-def test_it_is_asked_which_drafts_are_accepted_when_the_next_step_begins(engine, window):
-    consumer = Positions(window)
-    engine.session.register(consumer)
-    engine.start("a", EVERYWHERE)
-    engine.start("b")
-    engine.step(a=PROMPT, b=PROMPT)
-    engine.draft({"a": 3}, {"a": 1}, later=True)
-    assert engine.session.steps.undecided
-    assert engine.session.steps.rows_steered == PROMPT
-    engine.draft({"a": 2, "b": 3}, {"a": 2, "b": 0}, later=True)
-    assert engine.session.steps.rows_steered == PROMPT + 2
-    engine.step(a=1, b=1)
-    engine.draft({"b": 1}, {"b": 1}, later=True)
+    engine.draft({"b": 1}, {"b": 1}, later=later)
     engine.session.flush()
     assert consumer.seen == {"a": list(range(10)), "b": list(range(8))}
     assert engine.session.steps.rows_captured == 18

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tllm.engine.drafts import accepted_of, has_ended
 from tllm.engine.seams import uses
 from tllm.runtime.columns import IntArray
-from tllm.runtime.steps import Decide, Steps
+from tllm.runtime.steps import IN_FLIGHT, Decide, Steps
 
 uses(
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
@@ -52,9 +52,6 @@ uses(
     "max_tokens stop_token_ids eos_token_id repetition_detection",
     "whether a sequence may have ended among the tokens that were accepted at once",
 )
-
-_IN_FLIGHT = 2
-"""The most steps of an engine whose output was not asked for yet."""
 
 
 class _Asked(NamedTuple):
@@ -173,17 +170,17 @@ class DeviceDrafts:
         self._idle_drafts = drafts_of(batch)
         self._request_ids = batch.req_ids[: batch.num_reqs]
 
-    def begin_undecided(self, batch: Any, counts: IntArray) -> IntArray | None:
-        """A step may begin of which it need not be known where its sequences are; how many tokens
-        are drafted, None where that must be known.
-
-        Args:
-            counts: as for `begin`.
-        """
-        if self._begun or (drafts := drafts_of(batch)) is None:
-            return None
-        self._begin(batch, None, counts, drafts)
-        return drafts
+    def begin_undecided(self, batch: Any) -> bool:
+        """A step begins, where it need not be known which drafts of the last are accepted; else
+        nothing is begun."""
+        if not self._steps.undecided or self._begun or (drafts := drafts_of(batch)) is None:
+            return False
+        ids = batch.req_ids[: batch.num_reqs]
+        counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int32, copy=False)
+        if not self._steps.begin_undecided(ids, counts, drafts):
+            return False
+        self._note(ids, None, counts, drafts)
+        return True
 
     def begin(self, batch: Any, counts: IntArray) -> tuple[IntArray, IntArray | None]:
         """A step begins, and those before are decided; returns where each of its sequences is, and
@@ -192,17 +189,18 @@ class DeviceDrafts:
         Args:
             counts: `[sequences]`, tokens of each that the step computes.
         """
-        starts, drafts = self._starts(batch, batch.req_ids[: batch.num_reqs]), drafts_of(batch)
-        self._begin(batch, starts, counts, drafts)
+        ids = batch.req_ids[: batch.num_reqs]
+        starts, drafts = self._starts(batch, ids), drafts_of(batch)
+        self._note(ids, starts, counts, drafts)
         return starts, drafts
 
-    def _begin(
-        self, batch: Any, starts: IntArray | None, counts: IntArray, drafts: IntArray | None
+    def _note(
+        self, ids: Sequence[str], starts: IntArray | None, counts: IntArray, drafts: IntArray | None
     ) -> None:
-        ids = self._request_ids = batch.req_ids[: batch.num_reqs]
+        """A step has begun."""
         ends = None if drafts is None else self._ends_of(ids)
         self._step = _Step(ids, starts, counts, drafts, self._begun, ends)
-        self._idle_drafts = None
+        self._request_ids, self._idle_drafts = ids, None
 
     def _ends_of(self, request_ids: Sequence[str]) -> _Ends:
         if self._ends is None or self._ends.request_ids != request_ids:
@@ -242,7 +240,7 @@ class DeviceDrafts:
         last, self._last = self._last, (self._request_ids, output)
         if idle is not None:
             self._uncounted.append((output, idle))
-            while len(self._uncounted) > _IN_FLIGHT:
+            while len(self._uncounted) > IN_FLIGHT:
                 self._count_first()
         if step is None:
             return None

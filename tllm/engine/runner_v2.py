@@ -177,18 +177,13 @@ class V2Attachment(RunnerAttachment):
         return self._prepare_inputs(input_batch, req_states)
 
     def _begin(self, input_batch: Any) -> None:
-        count = input_batch.num_reqs
-        if self._drafts is not None and self.session.steps.undecided:
-            counts = input_batch.num_scheduled_tokens[:count].astype(np.int32)
-            drafts = self._drafts.begin_undecided(input_batch, counts)
-            if drafts is not None and self.session.steps.begin_undecided(
-                input_batch.req_ids[:count], counts, drafts
-            ):
-                return
+        if self._drafts is not None and self._drafts.begin_undecided(input_batch):
+            return
         if self.session.steps.begin_idle():
             if self._drafts is not None:
                 self._drafts.begin_idle(input_batch)
             return
+        count = input_batch.num_reqs
         counts = input_batch.num_scheduled_tokens[:count].astype(np.int32, copy=False)
         if self._drafts is None:
             starts = input_batch.num_computed_tokens_np[:count].astype(np.int32, copy=False)

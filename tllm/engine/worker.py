@@ -327,7 +327,8 @@ class InterventionWorker(_Base):
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         turns = vars(scheduler_output).get("tllm_turns")
         others = scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs
-        self.session.steps.end(wait=bool(others or turns or scheduler_output.preempted_req_ids))
+        others = others or (turns is not None and turns.engine_ids)
+        self.session.steps.end(wait=bool(others or scheduler_output.preempted_req_ids))
         self._attachment.track(scheduler_output)
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         held_back = vars(scheduler_output).get("tllm_held_back")

@@ -33,7 +33,8 @@ from tllm.runtime.writer import Additions
 
 
 class Session:
-    """The worker's half of tLLM, put together. All methods run on the engine's thread.
+    """The worker's half of tLLM, put together. All methods run on the engine's thread, between
+    steps that have ended (`Steps.end`).
 
     Args:
         resolve: from a hook point's name and a layer to the tap that serves it; raises
@@ -162,16 +163,13 @@ class Session:
         tokens: Mapping[str, Mapping[int, list[int]] | None],
         wait_s: float = 0.0,
     ) -> PromptResults:
-        self.steps.end()
         return self.sequences.pop_results(prompt_ids, tokens, wait_s)
 
     def discard_results(self, prompt_ids: list[str]) -> None:
-        self.steps.end()
         self.sequences.discard_results(prompt_ids)
 
     def not_steered(self, prompt_ids: list[str]) -> list[str]:
         """Which of these prompts were to be steered or patched and could not be, told once."""
-        self.steps.end()
         failed = self._assignments.failed
         told = [prompt_id for prompt_id in prompt_ids if prompt_id in failed] if failed else []
         for prompt_id in told:
@@ -235,7 +233,6 @@ class Session:
                 f"consumer {consumer_id!r} has {method}{signature}, called with {len(args)} "
                 f"arguments: {error}"
             ) from None
-        self.steps.end()
         answer = self.consumers.dispatcher.call(owner, called, *args)
         if owner.error is not None:
             raise RuntimeError(f"consumer {consumer_id!r} raised and is detached: {owner.error}")

@@ -30,7 +30,7 @@ Decide: TypeAlias = Callable[[], tuple[IntArray, IntArray]]
 """Waits until it is known which drafted tokens of a step are accepted. Position of the first token
 of each of its sequences, and how many of those computed of each are its own."""
 
-_MOST_UNDECIDED = 2
+IN_FLIGHT = 2
 """The most steps whose tokens the engine has not asked for yet."""
 
 
@@ -306,16 +306,14 @@ class Steps:
             decide: asked once, after those of the steps before.
         """
         frame, self._drafting = self._drafting, None
-        if frame is None:
-            decide()
-            return
+        assert frame is not None
         flows = self._flows if frame is self._frame and self._flows.can_wait else None
         if flows is not None:
             self._frame = None
             if frame.span is not None:
                 frame.span.hold()
         self._undecided.append(_Undecided(frame, decide, flows))
-        while len(self._undecided) > _MOST_UNDECIDED:
+        while len(self._undecided) > IN_FLIGHT:
             self._decide_first()
 
     def _decide_first(self) -> None:
