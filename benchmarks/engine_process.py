@@ -271,7 +271,11 @@ class EngineProcess:
         else:
             from tllm import SamplingParams as Params  # type: ignore[assignment]
         if work.ragged:
-            return [Params(**params, max_tokens=each.max_tokens) for each in requests]
+            steering = [{}] if self.engine == "vllm" else self.steering
+            return [
+                Params(**params, **steering[i % len(steering)], max_tokens=each.max_tokens)
+                for i, each in enumerate(requests)
+            ]
         params["max_tokens"] = work.max_tokens
         if self.engine == "vllm":
             return [Params(**params)] * work.prompts

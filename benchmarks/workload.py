@@ -224,11 +224,16 @@ def _drafted(shape: str, base: Workload) -> list[Benchmark]:
     drafts = {"method": "eagle", "model": DRAFTER, "num_speculative_tokens": 3}
     engine = base.engine_arguments | {"speculative_config": drafts}
     work = replace(base, temperature=0.0, min_p=0.0, engine=engine)
+    # One begins where another ends, as where many people ask all the time.
+    queued = replace(work, prompts=3 * base.prompts, ragged=True)
     return [
         Benchmark(f"idle-drafts-{shape}", shape, "idle", work),
         Benchmark(f"taps-drafts-{shape}", shape, "taps", work),
         Benchmark(f"steer-drafts-{shape}", shape, "steer", work, Steered()),
         Benchmark(f"capture-drafts-{shape}", shape, "capture", work, captured=Captured(1)),
+        Benchmark(f"idle-drafts-queued-{shape}", shape, "idle", queued),
+        Benchmark(f"steer-drafts-queued-{shape}", shape, "steer", queued, Steered()),
+        Benchmark(f"capture-drafts-queued-{shape}", shape, "capture", queued, captured=Captured(1)),
     ]
 
 

@@ -5,6 +5,7 @@ import time
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -131,10 +132,21 @@ class Engine:
         steps, names = self.session.steps, list(counts)
         tokens = np.array(list(counts.values()), np.int32)
         drafted = drafts and np.array([drafts.get(name, 0) for name in counts], np.int32)
-        undecided = steps.undecided and drafts and steps.begin_undecided(names, tokens, drafted)
+        sampled_from = np.full(len(counts), PROMPT, np.int32)
+
+        def where():
+            # After two steps with three drafts each, of which it is not known which are accepted.
+            low = np.where(starts > PROMPT, np.maximum(starts - 2, PROMPT), starts)
+            return low.astype(np.int32), np.where(starts > PROMPT, 6, 0).astype(np.int32)
+
+        undecided = (
+            steps.undecided
+            and drafts
+            and steps.begin_undecided(names, tokens, sampled_from, drafted, where)
+        )
         self.begun_undecided += bool(undecided)
-        if not (undecided or steps.begin_idle()):
-            sampled_from = np.full(len(counts), PROMPT, np.int32)
+        self.is_idle = not undecided and steps.begin_idle()
+        if not (undecided or self.is_idle):
             steps.begin(names, starts, tokens, sampled_from, ids, drafted)
             # Descriptors on the device are those that the host means.
             assert torch.equal(self.taps.descriptors, torch.from_numpy(self.taps._fields))
@@ -167,26 +179,40 @@ class Engine:
 
     def draft(self, drafts, accepted, *, later=False):
         """Decode one token of each sequence, with these drafts after it, of which so many are
-        accepted.
+        accepted; and the prompts of those that begin.
 
         Args:
             later: it is asked when it must be known.
+
+        Returns:
+            `[tokens]`, whether each is steered.
         """
-        counts = {name: 1 + drafts.get(name, 0) for name in self.computed}
+        counts = {
+            name: 1 + drafts.get(name, 0) if computed else PROMPT
+            for name, computed in self.computed.items()
+        }
         starts = np.array(list(self.computed.values()), np.int32)
-        ids, _ = self.begin(counts, drafts)
+        ids, rows = self.begin(counts, drafts)
+        steered = (self.taps.plan[Column.STEER.plan_row] >= 0).tolist()
+        assert rows.any(1).tolist() == steered and not any(steered[len(ids) :])
         steps, width = self.session.steps, 1 + max(drafts.values())
         steps.before_sampling(torch.zeros(len(ids), 2))
         steps.after_sampling(torch.zeros((len(counts), width), dtype=torch.int64), ids)
-        kept = {name: 1 + accepted.get(name, 0) for name in counts}
+        kept = {
+            name: 1 + accepted.get(name, 0) if self.computed[name] > PROMPT else PROMPT
+            for name in counts
+        }
         told = np.array(list(kept.values()), np.int32)
-        if later:
+        if self.is_idle:
+            pass
+        elif later:
             steps.accept_later(lambda: (starts, told))
         else:
             steps.accept(told)
         steps.end(wait=not later)
         for name in counts:
             self.computed[name] += kept[name] - counts[name]
+        return steered[: len(ids)]
 
 
 @pytest.fixture
@@ -912,9 +938,12 @@ class Undecided:
         self._drafts = np.array([drafts.get(name, 0) for name in self._names], np.int32)
         self.asked = 0
 
-    def step(self, kept):
+    def step(self, kept, where=lambda: None):
         """Whether one was begun, of which so many tokens are their sequences' own."""
-        if not self._steps.begin_undecided(self._names, self._drafts + 1, self._drafts):
+        sampled_from = np.full(len(self._names), PROMPT, np.int32)
+        if not self._steps.begin_undecided(
+            self._names, self._drafts + 1, sampled_from, self._drafts, where
+        ):
             return False
         tokens = int(self._drafts.sum()) + len(self._names)
         self.steered = (self._taps.plan[Column.STEER.plan_row] >= 0).tolist()
@@ -981,19 +1010,139 @@ def test_rows_of_steps_that_are_decided_later_are_whose_they_are(window):
     assert engine.session.steps.rows_captured == sum(computed.values())
     assert engine.session.steps.rows_steered == computed["a"] + computed["c"]
     # Windows that a forward pass waits for must know where it begins.
-    assert engine.begun_undecided == (13 if window in ("out_of_band", "background") else 0)
+    assert engine.begun_undecided == (18 if window in ("out_of_band", "background") else 0)
     for bundle in given:
         rows, expected = bundle.entries["row"], torch.tensor(100.0 + bundle.meta.positions)
         assert torch.equal(rows, expected[:, None].expand(-1, HIDDEN).float())
 
 
+BATCHES = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.sampled_from(sorted(KINDS))),
+        st.tuples(st.just("finish"), st.integers(0, 3)),
+        st.tuples(st.just("preempt"), st.integers(0, 3)),
+        st.tuples(st.just("draft"), st.integers(1, 3), st.lists(st.integers(0, 3), min_size=4)),
+        st.tuples(st.just("draft"), st.just(3), st.lists(st.integers(0, 3), min_size=4)),
+    ),
+    min_size=10,
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(BATCHES, st.sampled_from([None, "same_step", "out_of_band", "background"]))
+def test_sequences_come_and_go_while_steps_are_undecided(actions, window):
+    """Each row is given once, as what it is, and steered as asked."""
+    engine, kinds, given, steered = Engine(layers=2), {}, {}, 0
+    end_of = {}
+
+    class Reading(Consumer):
+        consumer_id = "reading"
+
+        def flows(self):
+            reads = (ResidualStream.read(layer=1, role="row"), RequestMeta.read())
+            return [ConsumerFlow(reads=reads, window=window)]
+
+        def consume_bundle(self, bundle, ctx):
+            meta, rows = bundle.meta, bundle.entries["row"]
+            assert torch.equal(rows[:, 0], torch.tensor(100.0 + meta.positions).float())
+            for name, position in zip(meta.request_ids, meta.positions.tolist(), strict=True):
+                given.setdefault(name, []).append(position)
+
+        def on_request_finished(self, request, ctx):
+            assert request.request_id not in end_of
+            end_of[request.request_id] = len(given.get(request.request_id, ()))
+
+    if window is not None:
+        engine.session.register(Reading())
+    computed, number = {}, 0
+    for action, *details in [("start", "everywhere"), *actions, ("draft", 3, [1] * 4)]:
+        names = sorted(engine.computed)
+        if action == "start" and len(names) < 4:
+            name, number = f"r{number}", number + 1
+            kinds[name] = details[0]
+            engine.start(name, *KINDS[details[0]])
+        elif action == "finish" and names:
+            name = names[details[0] % len(names)]
+            computed[name] = max(computed.get(name, 0), engine.computed.pop(name))
+            finish = engine.session.sequences.finish
+            engine.session.steps.when_decided(partial(finish, name))
+        elif action == "preempt" and names:
+            engine.session.steps.end()
+            name = names[details[0] % len(names)]
+            computed[name] = max(computed.get(name, 0), engine.computed[name])
+            engine.preempt(name)
+        elif action == "draft" and names:
+            most, accepted = details
+            decoding = [name for name in names if engine.computed[name]]
+            drafts, kept = dict.fromkeys(decoding, most), {}
+            for name, count in zip(decoding, accepted, strict=False):
+                kept[name] = min(count, most)
+            if not drafts:
+                engine.session.steps.end()
+                engine.step(**dict.fromkeys(names, PROMPT))
+                steered += sum(STEERED_BELOW[kinds[name]] > 0 for name in names) * PROMPT
+                continue
+            before = dict(engine.computed)
+            found, expected = engine.draft(drafts, kept, later=True), []
+            for name, start in before.items():
+                count = 1 + most if start else PROMPT
+                end = STEERED_BELOW[kinds[name]]
+                expected += [at < end for at in range(start, start + count)]
+                own = range(start, engine.computed[name])
+                steered += sum(at < end for at in own)
+            assert found == expected
+    engine.session.flush()
+    for name, count in engine.computed.items():
+        computed[name] = max(computed.get(name, 0), count)
+    assert engine.session.steps.rows_steered == steered
+    if window is not None:
+        assert {name: sorted(rows) for name, rows in given.items()} == {
+            name: list(range(count)) for name, count in computed.items() if count
+        }
+        assert engine.session.steps.rows_captured == sum(computed.values())
+        gone = [name for name in computed if name not in engine.computed]
+        assert end_of == {name: computed[name] for name in gone}, "rows before the end"
+
+
+def test_a_batch_that_loses_and_gains_sequences_is_waited_for_by_nobody():
+    engine, reading = Engine(), Positions("background")
+    engine.session.register(reading)
+    engine.start("a", EVERYWHERE)
+    engine.start("b")
+    engine.step(a=PROMPT, b=PROMPT)
+    for step in range(12):
+        if step == 4:
+            engine.start("c", EVERYWHERE)
+        if step == 8:
+            engine.computed.pop("a")
+            finish = engine.session.sequences.finish
+            engine.session.steps.when_decided(partial(finish, "a"))
+            assert engine.session._slots.get("a") is not None, "its last rows are not known yet"
+        engine.draft(
+            dict.fromkeys(engine.computed, 3), dict.fromkeys(engine.computed, 1), later=True
+        )
+    assert engine.begun_undecided == 11, "all but the first, before which there was none"
+    assert engine.session._slots.get("a") is None
+    engine.session.flush()
+    assert reading.seen == {
+        "a": list(range(PROMPT + 8 * 2)),
+        "b": list(range(PROMPT + 12 * 2)),
+        "c": list(range(PROMPT + 7 * 2)),
+    }
+
+
 def test_where_a_step_begins_must_be_known_where_what_is_done_depends_on_it(engine):
-    def is_begun(*steering, drafts=None, then=lambda: None):
+    def is_begun(*steering, drafts=3, between=None, then=lambda: None):
+        """Whether a step is, of a sequence that is known to be between two positions."""
         engine.start("a", *steering)
         engine.step(a=PROMPT)
         engine.draft({"a": 3}, {"a": 1}, later=True)
         then()
-        begun = Undecided(engine, {"a": 3} if drafts is None else drafts).step([1])
+        low, high = between or (0, 0)
+        known = np.array([low], np.int32), np.array([high - low], np.int32)
+        where = lambda: known if between else None  # noqa: E731
+        begun = Undecided(engine, {"a": drafts}).step([1], where)
         engine.session.steps.end()
         for name in list(engine.computed):
             engine.finish(name)
@@ -1007,8 +1156,13 @@ def test_where_a_step_begins_must_be_known_where_what_is_done_depends_on_it(engi
     assert is_begun(within(0, 60))
     assert not is_begun(within(0, PROMPT + 7)), "it ends where the step may have come to"
     assert not is_begun(within(PROMPT + 5, 60)), "it begins there"
-    assert not is_begun(EVERYWHERE, drafts={"a": 2}), "other tokens than before"
-    assert not is_begun(EVERYWHERE, then=lambda: engine.start("b"))
+    near = PROMPT + 1, PROMPT + 4
+    assert not is_begun(within(0, PROMPT + 6), drafts=2, between=near), "it ends in the last token"
+    assert is_begun(within(0, PROMPT + 7), drafts=2, between=near)
+    assert not is_begun(within(PROMPT + 2, 60), drafts=2, between=near)
+    assert is_begun(within(PROMPT + 1, 60), drafts=2, between=near)
+    assert not is_begun(EVERYWHERE, drafts=2, between=(PROMPT - 1, PROMPT)), "of the prompt, or not"
+    assert not is_begun(EVERYWHERE, drafts=2), "nothing is known of others than before"
     consumer = Positions("next_step")
     assert not is_begun(EVERYWHERE, then=lambda: engine.session.register(consumer))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -90,6 +90,7 @@ class _Ends:
 
     def __init__(self, request_ids: Sequence[str], asked: Sequence[_Asked]) -> None:
         self.request_ids = request_ids
+        self.asked = asked
         self._lengths = np.array([each.length for each in asked], np.int32)
         self._look_back = np.array([each.looks_back for each in asked])
         tokens = frozenset[int]().union(*(each.last_tokens for each in asked))
@@ -113,14 +114,17 @@ class _Step:
     """A step; arrays `[sequences]`.
 
     Attributes:
-        starts: position of the first token of each; None while the steps before are undecided.
+        starts: position of the first token of each. While it is not `known`, that is of those that
+            begin with the step; the others are there at least.
+        known: whether the steps before are decided.
         drafts: how many tokens of each are drafted; None: none of any.
         begun: the sequences that begin with it, or are begun again.
         ends: None where there are no drafts.
     """
 
     request_ids: Sequence[str]
-    starts: IntArray | None
+    starts: IntArray
+    known: bool
     counts: IntArray
     drafts: IntArray | None
     begun: frozenset[str]
@@ -147,6 +151,7 @@ class DeviceDrafts:
         self._begun: frozenset[str] = frozenset()
         self._computed: dict[str, int] = {}
         self._step: _Step | None = None
+        self._undecided: deque[_Step] = deque()
         self._uncounted: deque[tuple[Any, IntArray]] = deque()
         self._idle_drafts: IntArray | None = None
         self._request_ids: Sequence[str] = ()
@@ -170,17 +175,55 @@ class DeviceDrafts:
         self._idle_drafts = drafts_of(batch)
         self._request_ids = batch.req_ids[: batch.num_reqs]
 
+    def may_finish(self, request_ids: Iterable[str]) -> bool:
+        """Whether it can be found out later which drafts of requests that have ended were their
+        own: the model runner forgets all their tokens."""
+        return not any(self._asked[i].looks_back for i in request_ids if i in self._asked)
+
     def begin_undecided(self, batch: Any) -> bool:
         """A step begins, where it need not be known which drafts of the last are accepted; else
         nothing is begun."""
-        if not self._steps.undecided or self._begun or (drafts := drafts_of(batch)) is None:
+        if not self._steps.undecided or (drafts := drafts_of(batch)) is None:
             return False
         ids = batch.req_ids[: batch.num_reqs]
         counts = batch.num_scheduled_tokens[: batch.num_reqs].astype(np.int32, copy=False)
-        if not self._steps.begin_undecided(ids, counts, drafts):
+        scheduled = batch.num_computed_tokens_np[: batch.num_reqs].astype(np.int32)
+        where = partial(self._where, ids, scheduled)
+        sampled_from = batch.prefill_len_np[: batch.num_reqs]
+        if not self._steps.begin_undecided(ids, counts, sampled_from, drafts, where):
             return False
-        self._note(ids, None, counts, drafts)
+        self._note(ids, scheduled, counts, drafts, known=False)
         return True
+
+    def _where(
+        self, request_ids: Sequence[str], scheduled: IntArray
+    ) -> tuple[IntArray, IntArray] | None:
+        """Of each sequence of the next step the lowest position of its first token, and by how many
+        tokens it may be further on. None where one was not in the last step."""
+        bounds = {i: (at, at) for i, at in self._computed.items()}
+        for step in self._undecided:
+            own = step.counts if step.drafts is None else step.counts - step.drafts
+            bounds = {
+                i: (start + fewest, start + most)
+                if i in step.begun
+                else (bounds[i][0] + fewest, bounds[i][1] + most)
+                for i, start, fewest, most in zip(
+                    step.request_ids,
+                    step.starts.tolist(),
+                    own.tolist(),
+                    step.counts.tolist(),
+                    strict=True,
+                )
+            }
+        begun = self._begun
+        if not all(i in bounds or i in begun for i in request_ids):
+            return None
+        of_each = [
+            (at, at) if i in begun else bounds[i]
+            for i, at in zip(request_ids, scheduled.tolist(), strict=True)
+        ]
+        low, high = np.array(of_each, np.int32).T
+        return low, high - low
 
     def begin(self, batch: Any, counts: IntArray) -> tuple[IntArray, IntArray | None]:
         """A step begins, and those before are decided; returns where each of its sequences is, and
@@ -191,15 +234,21 @@ class DeviceDrafts:
         """
         ids = batch.req_ids[: batch.num_reqs]
         starts, drafts = self._starts(batch, ids), drafts_of(batch)
-        self._note(ids, starts, counts, drafts)
+        self._note(ids, starts, counts, drafts, known=True)
         return starts, drafts
 
     def _note(
-        self, ids: Sequence[str], starts: IntArray | None, counts: IntArray, drafts: IntArray | None
+        self,
+        ids: Sequence[str],
+        starts: IntArray,
+        counts: IntArray,
+        drafts: IntArray | None,
+        *,
+        known: bool,
     ) -> None:
         """A step has begun."""
         ends = None if drafts is None else self._ends_of(ids)
-        self._step = _Step(ids, starts, counts, drafts, self._begun, ends)
+        self._step = _Step(ids, starts, known, counts, drafts, self._begun, ends)
         self._request_ids, self._idle_drafts = ids, None
 
     def _ends_of(self, request_ids: Sequence[str]) -> _Ends:
@@ -245,10 +294,10 @@ class DeviceDrafts:
         if step is None:
             return None
         if step.drafts is None:
-            assert step.starts is not None
             computed = step.starts + step.counts
             self._computed = dict(zip(step.request_ids, computed.tolist(), strict=True))
             return None
+        self._undecided.append(step)
         return partial(self._decide, step, output, *last)
 
     def _decide(
@@ -260,14 +309,14 @@ class DeviceDrafts:
         Args:
             last_ids, last_output: sequences and output of the step before.
         """
-        starts, drafts, ends = step.starts, step.drafts, step.ends
-        assert drafts is not None and ends is not None
+        assert step is self._undecided[0]
+        self._undecided.popleft()
         output.copy_event.synchronize()
         count = len(step.request_ids)
-        if starts is None:
-            known = map(self._computed.__getitem__, step.request_ids)
-            starts = np.fromiter(known, np.int32, count)
-            step = replace(step, starts=starts)
+        if not step.known:
+            step = replace(step, starts=self._placed(step), known=True)
+        starts, drafts, ends = step.starts, step.drafts, step.ends
+        assert drafts is not None and ends is not None
         drawn = np.asarray(output.num_sampled_tokens_np[:count])
         own = step.counts - drafts
         accepted = np.where(drafts > 0, np.maximum(drawn - 1, 0), 0).astype(np.int32)
@@ -282,18 +331,26 @@ class DeviceDrafts:
             kept[self._ended(step, last_ids, last_output)] = 0
         return starts, kept
 
+    def _placed(self, step: _Step) -> IntArray:
+        """Where the sequences of a step are, now that the steps before are decided."""
+        found = [
+            start if i in step.begun else self._computed[i]
+            for i, start in zip(step.request_ids, step.starts.tolist(), strict=True)
+        ]
+        return np.array(found, np.int32)
+
     def _accepted(self, step: _Step, i: int, output: Any, drawn: int) -> int:
         """How many drafts of a sequence are accepted, and followed by another token of it."""
-        assert step.drafts is not None and step.starts is not None
+        assert step.drafts is not None
         length = int(step.starts[i] + step.counts[i] - step.drafts[i]) + drawn
         tokens = output.sampled_token_ids[i, :drawn].tolist()
-        request = self._drawn(step.request_ids[i], tokens, length)
+        request = self._drawn(step, i, tokens, length)
         return accepted_of(request, drawn, self._runner.max_model_len)
 
     def _ended(self, step: _Step, request_ids: Sequence[str], output: Any) -> list[int]:
         """Which sequences of a step have ended with the step before, which the scheduler had not
         heard of when it made this one."""
-        assert step.starts is not None and step.ends is not None
+        assert step.ends is not None
         output.copy_event.synchronize()
         drawn, tokens = output.num_sampled_tokens_np, output.sampled_token_ids
         if request_ids == step.request_ids:
@@ -305,26 +362,27 @@ class DeviceDrafts:
         may_have_ended &= step.ends.at(step.starts + 1, tokens[places])
         found = []
         for i in np.flatnonzero(may_have_ended).tolist():
-            request_id, place = step.request_ids[i], places[i]
-            if request_id in step.begun:
+            if step.request_ids[i] in step.begun:
                 continue
+            place = places[i]
             at_once = range(drawn[place])
             last = tokens[place, : drawn[place]].tolist()
-            request = self._drawn(request_id, last, int(step.starts[i]) + 1)
+            request = self._drawn(step, i, last, int(step.starts[i]) + 1)
             if any(has_ended(request, self._runner.max_model_len, hidden) for hidden in at_once):
                 found.append(i)
         return found
 
-    def _drawn(self, request_id: str, tokens: list[int], length: int) -> _Drawn:
-        """A sequence of this length, prompt and all.
+    def _drawn(self, step: _Step, i: int, tokens: list[int], length: int) -> _Drawn:
+        """A sequence of a step at this length, prompt and all.
 
         Args:
             tokens: its last ones.
         """
-        asked = self._asked[request_id]
+        assert step.ends is not None
+        asked = step.ends.asked[i]
         if asked.looks_back:
             states = self._runner.req_states
-            row = states.all_token_ids.gpu[states.req_id_to_index[request_id]]
+            row = states.all_token_ids.gpu[states.req_id_to_index[step.request_ids[i]]]
             tokens = row[asked.prompt_len : length].cpu().tolist()
         last = _Last(tokens, length - asked.prompt_len)
         return _Drawn(asked.sampling_params, asked.prompt_len, last)

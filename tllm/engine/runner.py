@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tllm.engine.relayed_tensors import RelayedTensors, with_scores
@@ -44,6 +44,10 @@ class RunnerAttachment(ABC):
 
     def track(self, scheduler_output: SchedulerOutput) -> None:
         """A step is scheduled, maybe without tokens."""
+
+    def may_finish(self, request_ids: Iterable[str]) -> bool:
+        """Whether requests may end of which it is not known yet which drafts were accepted."""
+        return True
 
     @abstractmethod
     def feed(self, turns: StepTurns) -> None:

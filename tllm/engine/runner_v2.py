@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -143,6 +143,9 @@ class V2Attachment(RunnerAttachment):
     def track(self, scheduler_output: SchedulerOutput) -> None:
         if self._drafts is not None:
             self._drafts.track(scheduler_output)
+
+    def may_finish(self, request_ids: Iterable[str]) -> bool:
+        return self._drafts is None or self._drafts.may_finish(request_ids)
 
     def feed(self, turns: StepTurns) -> None:
         # vLLM takes a decoded token from here, on the device; all other tokens were computed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -326,17 +326,19 @@ class InterventionWorker(_Base):
         """
         has_tokens = scheduler_output.total_num_scheduled_tokens > 0
         turns = vars(scheduler_output).get("tllm_turns")
+        takes_turns = turns is not None and bool(turns.engine_ids)
         others = scheduler_output.finished_req_ids or scheduler_output.scheduled_new_reqs
-        others = others or (turns is not None and turns.engine_ids)
-        self.session.steps.end(wait=bool(others or scheduler_output.preempted_req_ids))
+        others = others or takes_turns or scheduler_output.preempted_req_ids
+        steps = self.session.steps
+        steps.end(wait=bool(others) and (takes_turns or self._waits_for_drafts(scheduler_output)))
         self._attachment.track(scheduler_output)
         self._attachment.scheduler_output = scheduler_output if has_tokens else None
         held_back = vars(scheduler_output).get("tllm_held_back")
         if held_back is not None:
             self.session.requests_held_back = held_back
         if scheduler_output.finished_req_ids:
-            self._finish_sequences(scheduler_output)
-        if turns is not None and turns.engine_ids:
+            steps.when_decided(partial(self._finish_sequences, scheduler_output))
+        if takes_turns:
             self._take_turns(turns)
         if not scheduler_output.scheduled_new_reqs:
             return ()
@@ -345,6 +347,18 @@ class InterventionWorker(_Base):
             return begin
         self._start_sequences(begin)
         return ()
+
+    def _waits_for_drafts(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether it must be known which drafts of the steps before were accepted when this one is
+        prepared. Else sequences that have ended are had until it is known."""
+        return self.session.steps.undecided and not (
+            scheduler_output.total_num_scheduled_tokens
+            and not scheduler_output.preempted_req_ids
+            and self._attachment.may_finish(scheduler_output.finished_req_ids)
+            and self.session.sequences.may_begin(
+                [new.req_id for new in scheduler_output.scheduled_new_reqs]
+            )
+        )
 
     @torch.inference_mode()
     def _finish_sequences(self, scheduler_output: SchedulerOutput) -> None:

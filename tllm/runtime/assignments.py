@@ -72,6 +72,11 @@ class Assignments:
         self.not_patched = 0
         self.not_finite = 0
 
+    @property
+    def crowded(self) -> bool:
+        """Whether programs that are still had may be what new sequences lack."""
+        return 2 * len(self._programs) > self._programs.capacity
+
     def change(self, flows: list[BoundFlow]) -> None:
         """Every sequence has other flows from now on."""
         self.flows = flows

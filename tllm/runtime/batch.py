@@ -107,8 +107,8 @@ class ProgramSegments:
         slots, counts: `[segments]`: sequence, and number of rows, which is never 0.
         batch_rows: `[segments]`: row of the batch of each segment's first row.
         total: number of rows.
-        firsts: `[segments]`, position of each segment's first row; None where that is the first
-            that the step computes of its sequence.
+        offsets: `[segments]`, which of the tokens that the step computes of its sequence each
+            segment's first row is; None where it is the first of each.
     """
 
     program: Program
@@ -118,7 +118,7 @@ class ProgramSegments:
     counts: IntArray
     batch_rows: IntArray
     total: int
-    firsts: IntArray | None
+    offsets: IntArray | None
     _owners: dict[BoundConsumer, tuple[int, tuple[RequestInfo, ...], IntArray]] = field(
         default_factory=dict, init=False
     )
@@ -133,7 +133,8 @@ class ProgramSegments:
 
     def positions(self, batch: StepBatch) -> IntArray:
         """`[segments]`, position of each segment's first row in a step."""
-        return batch.starts[self.sequences] if self.firsts is None else self.firsts
+        starts = batch.starts[self.sequences]
+        return starts if self.offsets is None else starts + self.offsets
 
     @cached_property
     def place(self) -> slice | IntArray:
@@ -192,7 +193,7 @@ class Frame:
     """Whether it is not known yet which drafts are their sequence's."""
     nowhere: bool = False
     """Whether it is not known yet where its sequences are either: `batch` has the positions of an
-    earlier step."""
+    earlier step, or the lowest that they may have."""
     logits: torch.Tensor | None = field(default=None, init=False)
     targets: torch.Tensor | None = field(default=None, init=False)
     """`[tokens]` int64, the token after each."""

@@ -31,8 +31,8 @@ class BatchLayout:
         delivered: `[sequences]`, positions below which all were computed when it was made.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
-        positions: `[segments]`, position of the first token; None when it is the first that the
-            step computes of its sequence.
+        whole: whether each segment begins with the first token that the step computes of its
+            sequence.
         groups: the segments of each capture program.
         rows: ring rows of the whole step.
         steps_left: for how many more decode steps the segments say the same.
@@ -50,7 +50,7 @@ class BatchLayout:
     of_prompts: npt.NDArray[np.bool_]
     delivered: IntArray
     segments: IntArray
-    positions: IntArray | None
+    whole: bool
     groups: tuple[ProgramSegments, ...]
     rows: int
     tokens: int
@@ -113,7 +113,7 @@ class BatchLayout:
         before = self.batch.slots
         if not (
             self._of_one
-            and self.positions is None
+            and self.whole
             and table.version == self.version
             and self.steps_left > 0
             and starts.tobytes() == self._next_starts
@@ -139,7 +139,7 @@ class BatchLayout:
         most = int(counts.max())
         if not (
             self._decodes
-            and self.positions is None
+            and self.whole
             and not (self.chooses or self.has_positions)
             and table.version == self.version
             and table.growth == self.growth

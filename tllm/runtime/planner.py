@@ -30,7 +30,6 @@ from tllm.runtime.kernels.backend import uses_triton
 from tllm.runtime.programs import Programs
 from tllm.runtime.ring import Ring, Span
 from tllm.runtime.slots import Slots
-from tllm.runtime.step_flows import StepFlows
 from tllm.runtime.taps import Taps
 from tllm.runtime.transfer import upload
 from tllm.spec.selection import END
@@ -102,16 +101,17 @@ class RowPlanner:
         self,
         step: int,
         batch: StepBatch,
-        kept: BatchLayout | None = None,
+        known: BatchLayout | None = None,
         span: Span | None = None,
     ) -> Frame:
         """Write the row plan for a batch.
 
         Args:
-            kept: its layout, where that is known to stay, and `span` where its rows go then.
+            known: its layout, where that is known, and `span` where its rows go then.
         """
-        layout, goes_on = kept or self.layout, False
-        if kept is None:
+        stays = known is not None and known is self.layout
+        layout, goes_on = known or self.layout, False
+        if known is None:
             goes_on = layout is not None and layout.goes_on(
                 batch.slots, batch.starts, batch.counts, batch.ends, self._slots
             )
@@ -127,7 +127,7 @@ class RowPlanner:
         frame.undecided = batch.drafts is not None
         start = 0
         if layout.rows:
-            frame.span = self._ring.reserve(layout.rows) if kept is None else span
+            frame.span = self._ring.reserve(layout.rows) if known is None else span
             if frame.span is None:
                 frame.lost = self._rows(layout, None)
                 self._recent.remove(layout)
@@ -143,7 +143,7 @@ class RowPlanner:
         held = self._held
         if not (held and held[0] is layout and (held[1] == start or self._move(layout, start))):
             self._write(layout, start)
-            if (goes_on or kept) and layout.rows and not layout.chooses:
+            if (goes_on or stays) and layout.rows and not layout.chooses:
                 self._remember_places(layout, start)
         elif layout.has_positions:
             self._count_up(layout)
@@ -187,18 +187,42 @@ class RowPlanner:
         self._slots.deliver(slots, ends)
         return True
 
-    def keep_undecided(
-        self, step: int, slots: IntArray, counts: IntArray, drafts: IntArray
-    ) -> Frame | None:
-        """Keep the plan for a batch, if it says the same of the next step of the same sequences
-        wherever they are; else None. Arrays as in `StepBatch`."""
-        layout, span = self.layout, None
-        if layout is None or not layout.stays(slots, counts, self._slots):
+    def staying(self, slots: IntArray, counts: IntArray) -> BatchLayout | None:
+        """The layout of the last step, if the next one of the same sequences has the same wherever
+        they are. Arrays as in `StepBatch`."""
+        layout = self.layout
+        if layout is not None and layout.stays(slots, counts, self._slots):
+            return layout
+        return None
+
+    def lay_out_anywhere(self, batch: StepBatch, spread: IntArray) -> BatchLayout | None:
+        """What is done to a batch, if it is the same wherever its sequences are.
+
+        Args:
+            batch: with the lowest positions that they may have.
+            spread: `[sequences]`, by how many tokens each may be further on.
+        """
+        table, at, moving = self._slots, batch.slots, spread > 0
+        least = np.maximum(table.prompt_len[at], table.delivered[at])
+        if (moving & (batch.starts < least)).any():
             return None
+        if table.timelines:
+            ends, (low, high) = batch.ends + spread, table.windows[:, at]
+            for i in np.flatnonzero(moving & ((batch.starts < low) | (ends > high))).tolist():
+                if not table.move_window(int(at[i]), int(batch.starts[i]), int(ends[i])):
+                    return None
+        layout = self._lay_out(batch)
+        if layout.chooses or layout.has_positions:
+            return None
+        layout.steps_left = max(layout.steps_left - int(spread.max()), 0)
+        return layout
+
+    def plan_undecided(self, step: int, batch: StepBatch, layout: BatchLayout) -> Frame | None:
+        """Write the row plan for a batch of which it is not known where its sequences are; None
+        where its rows have no place: those that are undecided may be what the ring is full of."""
+        span = None
         if layout.rows and (span := self._ring.reserve(layout.rows)) is None:
-            return None  # those that are undecided may be what it is full of
-        known = layout.batch
-        batch = StepBatch(slots, known.starts, counts, known.sampled_from, drafts)
+            return None
         frame = self.plan(step, batch, layout, span)
         frame.nowhere = True
         return frame
@@ -216,11 +240,6 @@ class RowPlanner:
                 self._recent.insert(0, layout)
                 return layout
         return None
-
-    @property
-    def flows(self) -> StepFlows | None:
-        """Those that were handed rows of the step planned last; None where nobody has looked."""
-        return None if self.layout is None else self.layout.flows
 
     def forget(self) -> None:
         """No batch goes on."""
@@ -273,10 +292,13 @@ class RowPlanner:
             order = np.argsort(segments[:, Column.PROGRAM.word], kind="stable")
             segments, owners, low = segments[order], owners[order], low[order]
             rows = self._place(segments)
-        whole = not skips and np.array_equal(low, batch.starts[owners])
-        first = None if whole else low + segments[:, SegmentWord.SKIP]
+        offsets = low - batch.starts[owners]
+        whole = not (skips or offsets.any())
         if captures:
-            groups = self._groups(batch, segments, owners.astype(np.int32), first)
+            offsets += segments[:, SegmentWord.SKIP]
+            groups = self._groups(
+                batch, segments, owners.astype(np.int32), None if whole else offsets
+            )
         return BatchLayout(
             batch=batch,
             version=table.version,
@@ -284,7 +306,7 @@ class RowPlanner:
             of_prompts=batch.starts < prompt_len,
             delivered=delivered,
             segments=segments,
-            positions=first,
+            whole=whole,
             groups=groups,
             rows=rows,
             tokens=int(batch.counts.sum()),
@@ -348,7 +370,7 @@ class RowPlanner:
         return int(taken.sum())
 
     def _groups(
-        self, batch: StepBatch, segments: IntArray, owners: IntArray, first: IntArray | None
+        self, batch: StepBatch, segments: IntArray, owners: IntArray, offsets: IntArray | None
     ) -> tuple[ProgramSegments, ...]:
         """The segments of each capture program; those of one lie together."""
         program = segments[:, Column.PROGRAM.word]
@@ -367,7 +389,7 @@ class RowPlanner:
                         counts,
                         own[:, SegmentWord.ROW] + skip,
                         int(counts.sum()),
-                        None if first is None else first[low:high],
+                        None if offsets is None else offsets[low:high],
                     )
                 )
         return tuple(groups)

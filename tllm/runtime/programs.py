@@ -82,12 +82,13 @@ class Programs:
     needed. Frames in flight hold the programs of their rows, not their numbers.
 
     Attributes:
+        capacity: how many there may be.
         widths: `[programs]`, number of taps of each.
     """
 
     def __init__(self, taps: Taps, capacity: int) -> None:
         self._taps = taps
-        self._capacity = capacity
+        self.capacity = capacity
         self._by_asked: dict[tuple[int, tuple[int, ...]], Program] = {}
         self._programs: dict[int, Program] = {}
         self._users: Counter[int] = Counter()
@@ -167,7 +168,7 @@ class Programs:
 
     def _free_number(self, for_all: bool) -> int:
         """A number for a new program; the last ones are for flows that every sequence has."""
-        limit = self._capacity - (0 if for_all else min(_RESERVED, self._capacity // 4))
+        limit = self.capacity - (0 if for_all else min(_RESERVED, self.capacity // 4))
         if self._next < limit:
             self._next += 1
             return self._next - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,13 @@ class RunningSequences:
         self._dispatcher = consumers.dispatcher
         self._results = consumers.results
         self._controllers = consumers.controllers
+
+    def may_begin(self, engine_ids: Sequence[str]) -> bool:
+        """Whether sequences may begin before others that have ended are concluded."""
+        if not engine_ids:
+            return True
+        known = any(self.slots.get(engine_id) is not None for engine_id in engine_ids)
+        return not (known or self._consumers.failed or self._assignments.crowded)
 
     def start(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tllm.runtime.batch import Frame, ProgramRows
+from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments
 from tllm.runtime.flows import BoundFlow
 from tllm.runtime.handover import Handover
 from tllm.runtime.slots import Slots
@@ -20,7 +20,7 @@ class StepFlows:
     """Found out once for all steps of a batch that only goes on.
 
     Args:
-        frame: the first of them; None for a step without any.
+        groups: what is captured for whom.
         registered: the flows that every sequence has.
 
     Attributes:
@@ -34,8 +34,9 @@ class StepFlows:
         can_wait: whether they may be handed rows when the next forward pass is under way.
     """
 
-    def __init__(self, frame: Frame | None = None, registered: Sequence[BoundFlow] = ()) -> None:
-        groups = () if frame is None else frame.groups
+    def __init__(
+        self, groups: Sequence[ProgramSegments] = (), registered: Sequence[BoundFlow] = ()
+    ) -> None:
         self.registered = registered
         self.handovers: dict[tuple[ProgramRows, ...], Mapping[BoundFlow, Handover]] = {}
         self._ring: int | None = None

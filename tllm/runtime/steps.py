@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,11 +40,13 @@ class _Undecided:
 
     Attributes:
         flows: those that are handed its rows then; None where nobody is, or `end` does.
+        then: what waits for that.
     """
 
     frame: Frame
     decide: Decide
     flows: StepFlows | None
+    then: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Steps:
@@ -148,41 +150,62 @@ class Steps:
             self._was_idle = True
         return True
 
-    def begin_undecided(self, engine_ids: list[str], counts: IntArray, drafts: IntArray) -> bool:
-        """Begin a step of the same decoding sequences as in the last, in which the same is done to
-        each of their rows, wherever these are; else nothing is begun.
+    def begin_undecided(
+        self,
+        engine_ids: list[str],
+        counts: IntArray,
+        sampled_from: IntArray,
+        drafts: IntArray,
+        where: Callable[[], tuple[IntArray, IntArray] | None],
+    ) -> bool:
+        """Begin a step in which the same is done to each row, wherever the sequences are whose
+        drafts are undecided; else nothing is begun.
 
         Args:
-            engine_ids, counts, drafts: as for `begin`.
+            engine_ids, counts, sampled_from, drafts: as for `begin`.
+            where: asked of other sequences than in the last step. The lowest position that the
+                first token of each may have, and by how many tokens it may be further on; None if
+                that is not known.
         """
         consumers = self._consumers
         if (
-            self._frame is not None
+            self.idle
+            or self._frame is not None
             or self._means.waiting
             or consumers.failed
             or self._dispatcher.waiting
             or self._controllers.acting
             or self._additions.writers
-            or self._steering.stale
-            or self._patching.stale
             or self._judged.by_position
         ):
             return False
-        observed, flows = bool(consumers.by_id) and consumers.observe, self._planner.flows
-        if observed and not (
-            flows is not None and flows.can_wait and flows.registered is self._assignments.flows
-        ):
+        slots = self._slots.of(engine_ids)
+        layout = self._planner.staying(slots, counts)
+        if layout is not None:
+            batch = StepBatch(slots, layout.batch.starts, counts, sampled_from, drafts)
+        elif (known := where()) is not None:
+            batch = StepBatch(slots, known[0], counts, sampled_from, drafts)
+            layout = self._planner.lay_out_anywhere(batch, known[1])
+        if layout is None:
             return False
-        frame = self._planner.keep_undecided(
-            consumers.step + 1, self._slots.of(engine_ids), counts, drafts
-        )
+        observed, registered = bool(consumers.by_id) and consumers.observe, self._assignments.flows
+        if observed and (layout.flows is None or layout.flows.registered is not registered):
+            layout.flows = StepFlows(layout.groups, registered)
+        if observed and not (layout.flows and layout.flows.can_wait):
+            return False
+        if self._steering.stale:
+            self._steering.commit()
+        if self._patching.stale:
+            self._patching.commit()
+        frame = self._planner.plan_undecided(consumers.step + 1, batch, layout)
         if frame is None:
             return False
         consumers.step += 1
+        self._judged.skip()
         self._drafting = frame
-        if observed and flows is not None:
+        if observed and layout.flows is not None:
             self._frame, self._bundled = frame, False
-            self._flows, self._handovers = flows, NO_HANDOVERS
+            self._flows, self._handovers = layout.flows, NO_HANDOVERS
         self._taps.commit()
         self._taps.separate()
         return True
@@ -269,7 +292,7 @@ class Steps:
             found = flows.handovers.get(frame.rows)
             self._handovers = flows.find_handovers(frame, self._slots) if found is None else found
         else:
-            flows = layout.flows = StepFlows(frame, registered)
+            flows = layout.flows = StepFlows(frame.groups, registered)
             self._handovers = NO_HANDOVERS
         self._flows = flows
         # Steps before, whose signals nobody reads, leave their scores where they are. Of a batch
@@ -324,6 +347,10 @@ class Steps:
             self._complete(step.frame, step.flows)
             if step.frame.span is not None:
                 step.frame.span.release()
+        elif step.then and step.frame is self._frame:
+            self._complete(step.frame)
+        for call in step.then:
+            call()
 
     def _accept(self, frame: Frame, starts: np.ndarray, kept: np.ndarray) -> None:
         self._planner.decide(frame, starts, kept)
@@ -331,6 +358,14 @@ class Steps:
         self.rows_patched += self._planner.own(Column.PATCH, frame)
         if frame is self._frame:
             self._count(frame)
+
+    def when_decided(self, call: Callable[[], None]) -> None:
+        """Call something when the rows of all steps so far are known to be whose they are, and have
+        been handed out: at once, where they are."""
+        if self._undecided:
+            self._undecided[-1].then.append(call)
+        else:
+            call()
 
     @property
     def undecided(self) -> bool:
