@@ -11,7 +11,7 @@ import torch
 from tllm import result_memory
 from tllm.consumers.capture import host_rows, landing, row_copier
 from tllm.consumers.capture.host_rows import Chunk, HostRows
-from tllm.consumers.capture.landing import Landing, LandingPart
+from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
 from tllm.ports import RequestInfo, RowMeta
 from tllm.result_memory import ResultMemory
@@ -201,9 +201,51 @@ def test_a_batch_that_is_described_anew_in_each_step_goes_on():
     requests = [RequestInfo(str(n), str(n), 0, 1, n, 0) for n in range(count)]
     rows = torch.zeros(count, 1, 1024)
     slabs = set()
-    for step in range(16):
+    for step in range(18):
         positions = np.full(count, step, np.int32)
         index = np.arange(count, dtype=np.int32)
         meta = RowMeta(tuple(requests), index, positions, positions.astype(np.int64))
         slabs |= {part.landed.slab for part in lands.parts("kind", meta, rows)}
-    assert [slab.steps for slab in slabs] == [16]
+    assert [slab.steps for slab in slabs] == [16], "all but the first two"
+
+
+@pytest.mark.parametrize("leave", [True, False])
+@pytest.mark.parametrize("lands", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_sequences_that_come_and_go_are_given_their_rows_in_few_pieces(
+    monkeypatch, many_threads, leave, lands, seed
+):
+    """One ends in nearly every step, and has some rows that were sorted and some that were not."""
+    rng = random.Random(seed)
+    held = HostRows(1 << 30, ResultMemory(0), leave=leave)
+    sorts, sort = [], held.sort
+    monkeypatch.setattr(held, "sort", lambda kind: (sorts.append(kind), sort(kind)))
+    running, number, pieces, steps = {n: 0 for n in range(20)}, 20, [], 200
+    for _ in range(steps):
+        names = rng.sample(sorted(running), len(running))
+        counts = [rng.choice([1, 1, 1, 3]) for _ in names]
+        index = np.repeat(np.arange(len(names), dtype=np.int32), counts)
+        where = [np.arange(running[n], running[n] + c) for n, c in zip(names, counts, strict=True)]
+        rows = torch.cat([rows_of(n, at) for n, at in zip(names, where, strict=True)])
+        landed = Landed() if lands and rng.random() < 0.2 else None
+        positions = np.concatenate(where).astype(np.int32)
+        held.add("kind", Chunk(names, index, positions, rows, landed))
+        for name, count in zip(names, counts, strict=True):
+            running[name] += count
+        if rng.random() < 0.8:
+            ended = rng.choice(sorted(running))
+            count = running.pop(ended)
+            running[number], number = 0, number + 1
+            found, missing = held.take("kind", ended)
+            assert not missing and found is not None
+            assert found.positions.tolist() == list(range(count))
+            pieces.append(len(list(found.pieces())))
+            assert torch.equal(found.tensor, rows_of(ended, found.positions))
+    for name, count in running.items():
+        found, _ = held.take("kind", name)
+        assert (found is None) if not count else found.positions.tolist() == list(range(count))
+    assert held.held == 0
+    if not lands:
+        assert len(sorts) < steps / 3
+        assert sum(pieces) / len(pieces) < 8, "they run for 25 steps each"
+    held.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -43,13 +44,42 @@ class Chunk:
     rows: torch.Tensor
     landed: Landed | None = None
 
+    @cached_property
+    def way(self) -> Slab | bool:
+        """What brings rows to their sequences: they lie in a slab; they are cut, for many rows of
+        few sequences lie together already; or they are sorted, with others."""
+        if self.landed is not None:
+            return self.landed.slab or True
+        return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
+
+    def of(self, sequence: Hashable) -> Chunk | None:
+        """The rows of one sequence; None where it has none."""
+        if sequence not in self.sequences:
+            return None
+        at = np.flatnonzero(self.index == self.sequences.index(sequence))
+        if not len(at):
+            return None
+        first, stop = int(at[0]), int(at[-1]) + 1
+        where = slice(first, stop) if stop - first == len(at) else at
+        return Chunk((sequence,), _NONE, self.positions[where], self.rows[where], self.landed)
+
+
+_NONE = np.zeros(0, np.int32)
+
 
 @dataclass(eq=False)
 class _Unsorted:
-    """Chunks as they came, and the bytes of their rows."""
+    """Chunks as they came, and the bytes of their rows.
+
+    Attributes:
+        taken: sequences whose rows were taken since.
+        looked_at: in how many chunks it was looked for their rows.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
+    taken: list[Hashable] = field(default_factory=list)
+    looked_at: int = 0
 
 
 @dataclass(eq=False)
@@ -72,8 +102,9 @@ class HostRows:
     """Rows of the running sequences.
 
     A step's rows are kept as they came: adding costs one append, whatever the number of sequences
-    and hook points. Every few steps, and when a sequence ends, chunks are sorted by sequence in one
-    go. Used on one thread; counters may be read on any.
+    and hook points. Every few steps chunks are sorted by sequence in one go; of a sequence that
+    ends before, its own rows are picked out, as long as that is less work: where many requests come
+    and go, one ends in nearly every step. Used on one thread; counters may be read on any.
 
     Args:
         limit: bytes in memory. Rows beyond it are given up, or written to `spill`; those of a
@@ -123,17 +154,9 @@ class HostRows:
         unsorted = self._unsorted.pop(kind, None)
         if unsorted is None:
             return
-        # What brings rows to their sequences: they lie in a slab; they are cut, for many rows of
-        # few sequences lie together already; or they are sorted, with others.
-        ways: list[Slab | bool] = [
-            (chunk.landed.slab or True)
-            if chunk.landed is not None
-            else len(chunk.positions) > 4 * len(chunk.sequences) and is_grouped(chunk.index)
-            for chunk in unsorted.chunks
-        ]
         copies: list[RowCopy] = []
-        for way, pairs in groupby(zip(ways, unsorted.chunks, strict=True), itemgetter(0)):
-            chunks = [chunk for _, chunk in pairs]
+        for way, alike in groupby(unsorted.chunks, attrgetter("way")):
+            chunks = list(alike)
             if isinstance(way, Slab):
                 self._give_slab(way, chunks)
             elif way:
@@ -142,10 +165,12 @@ class HostRows:
             else:
                 copies += self._sort_small(chunks)
         self._copier.run(copies)
+        for sequence in unsorted.taken:
+            self._pieces.pop(sequence, None)
 
     def take(self, kind: Hashable, sequence: Hashable) -> tuple[CapturedRows | None, str]:
         """All rows of a sequence, by position (None when there are none), and what is missing."""
-        self.sort(kind)
+        self._sort_own(kind, sequence)
         pieces = self._pieces.pop(sequence, None)
         if pieces is None:
             return None, ""
@@ -160,6 +185,41 @@ class HostRows:
         order = in_order(positions)
         rows = torch.cat(found)[torch.from_numpy(order)]
         return CapturedRows(positions[order], [rows]), missing
+
+    def _sort_own(self, kind: Hashable, sequence: Hashable) -> None:
+        """Give a sequence its rows of the chunks so far; the others theirs, too, where that is no
+        more work than to look for those of each that ends."""
+        unsorted = self._unsorted.get(kind)
+        if unsorted is None:
+            return
+        unsorted.looked_at += len(unsorted.chunks)
+        most = len(unsorted.chunks[-1].sequences)
+        if unsorted.looked_at > most or any(chunk.way is True for chunk in unsorted.chunks):
+            self.sort(kind)
+            return
+        unsorted.taken.append(sequence)
+        found = (chunk.of(sequence) for chunk in unsorted.chunks)
+        own = [chunk for chunk in found if chunk is not None]
+        if not own:
+            return
+        pieces = self._pieces.setdefault(sequence, _Pieces())
+        for stays, chunks in groupby(own, lambda chunk: chunk.landed is not None):
+            if stays:
+                for chunk in chunks:
+                    self._append(pieces, chunk.positions, chunk.rows)
+            else:
+                self._copy_out(pieces, list(chunks))
+
+    def _copy_out(self, pieces: _Pieces, own: Sequence[Chunk]) -> None:
+        """Give a sequence copies of its own rows."""
+        count, first = sum(len(chunk.positions) for chunk in own), own[0].rows
+        rows = self._memory.empty((count, *first.shape[1:]), first.dtype)
+        begin, copies = 0, []
+        for chunk in own:
+            copies.append(RowCopy(rows, begin, chunk.rows))
+            begin += len(chunk.positions)
+        self._copier.run(copies)
+        self._append(pieces, np.concatenate([chunk.positions for chunk in own]), rows)
 
     def take_before(self, sequence: Hashable, position: int, most: int) -> CapturedRows | None:
         """The sorted rows of a running sequence before a position, with their positions at most so

@@ -22,6 +22,10 @@ from tllm.result_memory import ResultMemory
 _FEWEST, _MOST = 4, 64
 """Steps of a batch that share memory: as many as the batch has lasted for, within these."""
 
+_LASTING = 2
+"""Steps after which a batch is expected to go on: where many requests come and go, most batches do
+not, and memory for steps that never come would be shared by rows that lie far apart."""
+
 _SLAB_BYTES = 128 << 20
 """Bytes from which on they are fewer."""
 
@@ -92,7 +96,7 @@ class _Batch:
 
     requests: Sequence[RequestInfo]
     lasted: int = 0
-    ask_at: int = 0
+    ask_at: int = _LASTING
     slab: Slab | None = None
 
 
