@@ -20,7 +20,7 @@ from engine.reference import HIDDEN
 from fuzz.asks import Ask
 from fuzz.controllers import controlled, made
 from fuzz.features import MODULES, VECTORS, draw_together, tier
-from fuzz.gates import MONITORS, gate, names_of
+from fuzz.gates import MONITORS, gate, names_of, save_autoencoder
 from fuzz.leaks import Footprint, footprint, grown
 from fuzz.oracle import Alone, Oracle, WrongError, at_these_positions
 from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
@@ -29,6 +29,7 @@ from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
 from tllm.consumers.logging import LoggingConsumer
 from tllm.consumers.probe import ProbeConsumer
+from tllm.consumers.sae import SaeConsumer
 
 PROBE = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3)), 0.25
 
@@ -50,6 +51,7 @@ def consumers(root: Path, drafted: bool = False) -> list[Consumer]:
         FilesystemConsumer(root, publish_interval=0.05),
         ProbeConsumer(PROBE[0], PROBE[1]),
         LoggingConsumer(layers="0-3"),
+        SaeConsumer(save_autoencoder(root.with_name("autoencoder")), top_k=5),
     ]
     if not drafted:
         found += [ESampConsumer(ESampConsumerConfig(rank=4, slots=2)), *made()]
@@ -171,11 +173,11 @@ class Attack:
         self._alone = alone
         self._plain = plain
         self._allows = allows | {"abort"}
-        self._oracle = Oracle(PROBE, root, apart=False)
         self._truth: dict[int, list[Alone]] = {}
         self._prepare(llm, root)
         if alone is not llm:
             self._prepare(alone, root.with_name("alone"))
+        self._oracle = Oracle(PROBE, root, apart=False)
 
     def _prepare(self, llm: Any, root: Path) -> None:
         """Give an engine what requests may name."""
@@ -257,7 +259,7 @@ class Attack:
             if ask.guided:
                 self._steer(everywhere)
             self._truth[number] = self._oracle.truth(ask, output, found)
-            acted = ask.steered or ask.patched or ask.guided or controlled(ask)
+            acted = ask.steered or ask.patched or ask.guided or ask.judged or controlled(ask)
             if everywhere is None and not acted:
                 self._compare_with_vllm(ask, output)
         self._oracle.check(ask, output, self._truth[number], everywhere)
