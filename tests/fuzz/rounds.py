@@ -130,7 +130,12 @@ def _of_whole_prompts() -> frozenset[str]:
     return frozenset(found)
 
 
-_TIGHT = {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8}
+TIGHT: dict[str, Any] = {
+    "max_num_batched_tokens": 24,
+    "max_model_len": 160,
+    "num_gpu_blocks_override": 8,
+}
+"""Sequences preempt each other, and prompts are computed in chunks."""
 
 _EAGLE3 = "eagle3-ahead" if os.environ["TLLM_TEST_RUNNER"] == "v2" else "eagle3"
 """The V1 runner knows a step's tokens before the next is scheduled, or refuses to draft."""
@@ -146,12 +151,12 @@ SETUPS: Mapping[str, Setup] = {
         _of_whole_prompts(),
     ),
     "tight": Setup(
-        _TIGHT,
+        TIGHT,
         frozenset({"undrafted"}),
         ahead=True,
     ),
-    "n-gram drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts="ngram"),
-    "eagle3 drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts=_EAGLE3),
+    "n-gram drafts": Setup(TIGHT, frozenset({"drafted"}), drafts="ngram"),
+    "eagle3 drafts": Setup(TIGHT, frozenset({"drafted"}), drafts=_EAGLE3),
 }
 
 
