@@ -231,7 +231,7 @@ async def main(
             print(f"seed {seed + number}: {checked}", flush=True)
             number += 1
         served.check_power()
-        if drafted:
+        if drafted and number > 3:  # of a few requests perhaps none draws what was drafted
             [stats] = await engine.intervention_stats()
             if not 0 < stats["tokens_accepted"] < stats["tokens_drafted"]:
                 raise WrongError(f"none or all of the drafted tokens were accepted: {stats}")
