@@ -678,6 +678,47 @@ def test_a_conversation_hears_nothing_of_rejected_drafts(drafting, reference, dr
 
 
 @beyond_interpreting
+def test_a_conversation_hears_nothing_of_one_whose_place_it_has(drafting, reference, drafts):
+    """A conversation is forgotten while a request of it runs, and what holds for that request is
+    not remembered by the one that begins then."""
+    prompts = prompts_of([20, 31], seed=19)
+    plain = [list(o.outputs[0].token_ids) for o in generate(drafting, prompts, few(36))]
+    highest = []
+    for prompt, tokens in zip(prompts, plain, strict=True):
+        _, states = reference.run([*prompt, *tokens][:-1], [PROBED])
+        highest.append(float((states[PROBED] @ W)[len(prompt) :].max()))
+    holds, quiet = sorted(range(2), key=lambda i: -highest[i])
+    edge = (highest[holds] + highest[quiet]) / 2
+    probe = {"hook": PROBED[0], "layer": PROBED[1], "vector": W}
+    when = {"probe": probe, "above": edge, "scope": "conversation", "name": "turned"}
+
+    def begin(name, conversation, which):
+        asked = {"decode_steering_vectors": {"post_block": {0: {"vector": 30 * V, "when": when}}}}
+        asked["conversation"] = {"id": conversation, "key": f"a secret of {conversation}"}
+        prompt = {"prompt_token_ids": prompts[which]}
+        drafting.llm_engine.add_request(name, prompt, few(36, **asked))
+
+    def run():
+        while drafting.llm_engine.has_unfinished_requests():
+            for output in drafting.llm_engine.step():
+                (ended[output.request_id],) = output.outputs
+
+    ended = {}
+    begin("forgotten", "old one", holds)
+    drafting.steering.forget_conversation("old one")
+    begin("first", "new one", quiet)
+    run()
+    begin("second", "new one", quiet)
+    run()
+    drafting.steering.forget_conversation("new one")
+    assert len(ended["forgotten"].signals["turned"].fired)
+    for name in ("first", "second"):
+        assert list(ended[name].token_ids) == plain[quiet], name
+        assert not len(ended[name].signals["turned"].fired)
+    drafts.assert_some_came_true()
+
+
+@beyond_interpreting
 def test_a_condition_ends_samples_among_tokens_that_were_accepted_at_once(
     drafting, reference, drafts
 ):

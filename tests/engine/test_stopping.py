@@ -11,12 +11,15 @@ import pytest
 import torch
 from vllm.exceptions import VLLMClientError
 
+import tllm.stores
 from engine.asking import generate, greedy, prompts_of, sampled, tokens_of
 from engine.modes import Reader
 from engine.reference import HIDDEN, Addition
 from engine.test_conditions import BORDER, PLACES, SCORES, small_mlp
 from tllm import BeamSearchParams, PoolingParams, SamplingParams
+from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.lens import LensConsumer
+from tllm.consumers.probe import ProbeConsumer
 from tllm.ports import ResidualStream
 
 INTERPRETED = os.environ["TLLM_TEST_RUNNER"] == "v2"
@@ -249,6 +252,30 @@ def test_a_prompt_that_is_refused_ahead_of_its_tokens_has_signals_of_itself_alon
             positions = {name: each.positions.tolist() for name, each in sample.signals.items()}
             before = [*range(5)]
             assert positions == {"unwanted": before, "turned": before, "never": []}
+
+
+@pytest.mark.parametrize("to_disk", [False, True], ids=["", "and a store"])
+def test_each_row_of_a_prompt_that_is_refused_is_given_to_all_who_read(llm, tmp_path, to_disk):
+    """Nothing was drawn, so no token is without a row; also where the engine tells which tokens
+    there are, as it does for a store."""
+    llm.register_consumer(FilesystemConsumer(tmp_path))
+    llm.register_consumer(ProbeConsumer(P.numpy(), layer=1))
+    names = ["memory", "filesystem"] if to_disk else ["memory"]
+    capture = {name: {"hooks": {"post_block": [1]}} for name in names}
+    asked = {"abort_when": {**WHEN, "above": -1e9}, "capture": capture}
+    [output] = generate(llm, [PROMPT], greedy(4, **asked))
+    (sample,) = output.outputs
+    assert (sample.token_ids, sample.stop_reason) == ([], "turned")
+    every = list(range(len(PROMPT)))
+    rows = sample.activations["post_block"][1]
+    assert rows.positions.tolist() == every
+    scored = sample.consumer_results["probe"].payload
+    assert scored.positions.tolist() == every
+    torch.testing.assert_close(torch.as_tensor(scored.values), rows.tensor @ P)
+    if to_disk:
+        payload = sample.capture_results["filesystem"].payload
+        record = tllm.stores.open(tmp_path).record(payload.request_id, tag=payload.tag)
+        assert record.positions("post_block", 1).tolist() == every
 
 
 def test_conditions_that_only_judge_share_blocks_with_everybody(llm, reference):

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first round")
     parser.add_argument("-k", default="", help="engines, as pytest takes it")
     given = parser.parse_args()
-    os.environ |= {"TLLM_FUZZ_SECONDS": str(given.seconds / 7), "TLLM_FUZZ_SEED": str(given.seed)}
+    os.environ |= {"TLLM_FUZZ_SECONDS": str(given.seconds / 9), "TLLM_FUZZ_SEED": str(given.seed)}
     print(f"seed {given.seed}", flush=True)
     folder = str(Path(__file__).parent)
     options = ["-q", "-p", "no:cacheprovider", f"--timeout={given.seconds + 600}", "-k", given.k]

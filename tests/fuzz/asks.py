@@ -78,6 +78,11 @@ class Ask:
         """Whether it asks for rows in the place of its own."""
         return "patch" in self.options
 
+    @property
+    def judged(self) -> bool:
+        """Whether conditions may end it."""
+        return bool(self.options.keys() & {"stop_when", "abort_when"})
+
     def __str__(self) -> str:
         with np.printoptions(threshold=4, precision=4):
             return (

@@ -150,7 +150,7 @@ def wrong_about(name: str, ask: Ask, completion: Any, alone: Any) -> str | None:
     first = len(ask.prompt)
     if name not in alone.signals:
         # The row of the last token is there only where something that was seen in it is the end.
-        stopped = completion.stop_reason in CONTROLLERS
+        stopped = completion.stop_reason in {*CONTROLLERS, *alone.signals}
         expected, wanted = list(range(first, len(alone.tokens) - (not stopped))), scores
     else:
         signal = alone.signals[name]

@@ -14,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
 from fuzz.controllers import controlled, controllers
-from fuzz.gates import gate_all, remembers
+from fuzz.gates import SAE, end_all, gate_all, remembers
 from fuzz.patches import patch
 from tllm.spec.selection import Selection
 
@@ -39,6 +39,16 @@ WITH_SEVERAL_VECTORS: tuple[dict[str, Any], ...] = (
         "encoder": np.stack(VECTORS[3:5]) / 4.5,
         "decoder": np.stack(VECTORS[:2]),
         "value": np.array([0.5, 0.0], np.float32),
+    },
+    {
+        "method": "sae_features",
+        "encoder": np.stack(VECTORS[2:5]) / 4.5,
+        "decoder": np.stack(VECTORS[:3]),
+        "encoder_bias": np.array([0.5, -0.5, 0.1], np.float32),
+        "decoder_bias": 0.1 * VECTORS[5],
+        "min": np.array([0.2, 0.0, 0.1], np.float32),
+        "max": np.array([1.0, 0.5, 0.1], np.float32),
+        "strength": 0.7,
     },
     {
         "method": "k_steering",
@@ -240,6 +250,10 @@ def _probe(pick: Random, ask: Ask) -> None:
     ask.consumers["probe"] = {}
 
 
+def _features(pick: Random, ask: Ask) -> None:
+    ask.consumers[SAE] = pick.choice([{}, {"top_k": 2}])
+
+
 def _unlogged(pick: Random, ask: Ask) -> None:
     ask.consumers["logging"] = {"enabled": False}
 
@@ -313,6 +327,7 @@ def _streamed(pick: Random, ask: Ask) -> None:
     prompt ends, and what vLLM cannot do of streamed prompts is not asked. Nor is a seed: vLLM's V1
     runner draws the answers to all parts from one generator, with or without us."""
     impossible = {"stop", "structured_outputs", "prompt_logprobs", "steering_positions", "patch"}
+    impossible |= {"stop_when", "abort_when"}
     phases = any(name.startswith(("prefill", "decode")) for name in ask.options)
     if (
         remembers(ask.options)
@@ -407,7 +422,9 @@ FEATURES: tuple[Feature, ...] = (
     Feature("patches", 0.25, patch),
     Feature("esamp", 0.2, _esamp, needs="undrafted"),
     Feature("controllers", 0.25, controllers, needs="undrafted"),
+    Feature("endings", 0.25, end_all),
     Feature("probe", 0.3, _probe),
+    Feature("features", 0.2, _features),
     Feature("unlogged", 0.3, _unlogged),
     Feature("abort", 0.08, _abort, needs="abort"),
     Feature("kind", 0.7, _kind, needs="served"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from capture.truth import POINTS, WITHOUT_LAYER
 from engine.reference import HIDDEN, LAYERS
+from safetensors.torch import save_file
 
 from fuzz.asks import Ask
 from tllm.spec.selection import Selection
@@ -41,9 +44,43 @@ THRESHOLDS: Mapping[str, tuple[float, ...]] = {
     "dot": (-2.0, 0.1, 1.5),
     "cosine": (-0.06, 0.01, 0.07),
     "cast": (0.04, 0.1, 0.25),
+    "feature": (0.3, 1.5, 4.0),
 }
+RARE: Mapping[str, tuple[float, ...]] = {
+    "dot": (3.0, 6.0, 12.0, 30.0),
+    "cosine": (0.1, 0.2, 0.3),
+    "cast": (0.3, 0.5, 0.7),
+}
+"""Few rows of a prompt, or of an answer, have scores above these."""
 BORDER: Mapping[str, float] = {"dot": 1e-4, "cosine": 2e-5, "cast": 2e-5}
 """Scores so near to an edge, relative to what is above 1, may fall on either side of it."""
+
+SAE, SAE_PLACE, SAE_FEATURES = "sae", ("post_block", 2), 40
+"""The autoencoder that every engine of the attack has; its features have no jumps."""
+
+
+def save_autoencoder(folder: Path) -> Path:
+    """Its file, as SAELens has it."""
+    pick = np.random.default_rng(60)
+    weights = {
+        "W_enc": 0.2 * pick.standard_normal((HIDDEN, SAE_FEATURES)),
+        "b_enc": pick.standard_normal(SAE_FEATURES),
+        "W_dec": pick.standard_normal((SAE_FEATURES, HIDDEN)),
+        "b_dec": 0.3 * pick.standard_normal(HIDDEN),
+    }
+    config = {
+        "architecture": "standard",
+        "d_in": HIDDEN,
+        "d_sae": SAE_FEATURES,
+        "dtype": "float32",
+        "metadata": {"hook_name": f"blocks.{SAE_PLACE[1]}.hook_resid_post"},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: torch.from_numpy(array).float() for name, array in weights.items()}
+    save_file(tensors, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps(config))
+    return folder
+
 
 MONITORS: Mapping[str, Mapping[str, Any]] = {
     "glad": {"probe": {"hook": "post_attn", "layer": 0, "vector": PROBES[0]}, "above": 0.2},
@@ -77,6 +114,8 @@ def _probe(pick: Random, before: Places, names: Iterator[str]) -> dict[str, Any]
     if score == "dot" and "bias" not in probe and pick.random() < 0.5:
         del probe["vector"]
         probe |= pick.choice(SMALL_MLPS)
+    if SAE_PLACE in before and pick.random() < 0.2:
+        score, probe = "feature", {"sae": SAE, "feature": pick.randrange(SAE_FEATURES)}
     low, middle, high = THRESHOLDS[score]
     side = pick.choice(["above", "below", "between", "soft"])
     when: dict[str, Any] = {"probe": probe}
@@ -185,6 +224,27 @@ def gate_all(pick: Random, ask: Ask) -> None:
         ask.consumers["signals"] = {"enabled": False}
 
 
+def end_all(pick: Random, ask: Ask) -> None:
+    """Conditions that end samples, or refuse the prompt; some hold for few rows only."""
+    if ask.guided or any("stop" in name for name in ask.consumers):
+        return
+    names = names_of("end")
+    places = [(point, layer) for point, layer in PLACES if point in ask.points]
+    for field, chance in (("stop_when", 0.8), ("abort_when", 0.4)):
+        if pick.random() > chance:
+            continue
+        given = [_ending(pick, places, names) for _ in range(pick.choice([1, 1, 2]))]
+        ask.options[field] = given[0] if len(given) == 1 else given
+
+
+def _ending(pick: Random, places: Places, names: Iterator[str]) -> Any:
+    if pick.random() < 0.3:
+        return _condition(pick, places, names)
+    probe = _probe(pick, places[pick.randrange(len(places)) :], names)["probe"]
+    edge = pick.choice(RARE[probe.get("score", "dot")])
+    return {"probe": probe, "above": edge, "name": next(names)}
+
+
 # -- where they jump -------------------------------------------------------------------------------
 
 
@@ -192,8 +252,8 @@ def conditions_in(given: Any) -> Iterator[Any]:
     """All conditions of entries, anywhere in what a request, or the engine, is given."""
     if isinstance(given, Mapping):
         for key, value in given.items():
-            if key in ("when", "stop_when"):
-                yield value
+            if key in ("when", "stop_when", "abort_when"):
+                yield from value if isinstance(value, list) else [value]
             else:
                 yield from conditions_in(value)
     elif isinstance(given, (list, tuple)):
@@ -211,8 +271,6 @@ def edges_of(conditions: Iterator[Any] | Sequence[Any], name: str = "") -> Edges
         called = called or when.get("name", "")
         if "probe" not in when:
             more = edges_of(when.get("all") or when["any"])
-        elif "soft" in when:
-            more = {}
         else:
             border = BORDER[when["probe"].get("score", "dot")]
             edges = when.get("between") or [when.get("above", when.get("below"))]

@@ -15,7 +15,8 @@ import tllm.stores
 from fuzz.asks import Ask
 from fuzz.controllers import CONTROLLERS, controlled, declared, wrong_about
 from fuzz.features import MODULES
-from fuzz.gates import conditions_in, edges_of, is_near
+from fuzz.gates import SAE, SAE_PLACE, conditions_in, edges_of, is_near
+from tllm.consumers.sparse_autoencoder import SparseAutoencoder
 
 RELATIVE = {"model": 5e-5, "float32": 5e-5, "float16": 2e-3}
 """Largest error of a row relative to its norm: sums in another order, and rounding to half."""
@@ -35,7 +36,7 @@ class Alone:
 
     Attributes:
         tokens: all of its tokens, the prompt's first.
-        rows: by hook point and layer, `[tokens - 1, hidden]`.
+        rows: by hook point and layer, `[computed, hidden]`.
         signals: what conditions of steering made of its tokens, by name.
         ended: why.
     """
@@ -44,6 +45,12 @@ class Alone:
     rows: Mapping[tuple[str, int | None], torch.Tensor]
     signals: Mapping[str, Any]
     ended: tuple[Any, Any] = None, None
+
+    @property
+    def computed(self) -> list[int]:
+        """The tokens that have rows: the last one was drawn and not computed, unless nothing was
+        drawn, since the prompt was refused."""
+        return self.tokens if self.ended[0] == "abort" else self.tokens[:-1]
 
 
 class Oracle:
@@ -64,6 +71,7 @@ class Oracle:
         self._probe = probe
         self._root = root
         self._apart = apart
+        self._autoencoder = SparseAutoencoder.load(root.with_name("autoencoder"))
         self.looked = 0
         self.near = 0
 
@@ -148,6 +156,8 @@ class Oracle:
                 self._check_capture(ask, name, completion, alone)
             if ask.consumers["probe"].get("enabled", True):
                 self._check_probe(completion, alone)
+            if SAE in ask.consumers:
+                self._check_features(ask, completion, alone)
         if not ask.guided:
             _check_signals(ask, output, truth)
 
@@ -160,7 +170,7 @@ class Oracle:
 
     def _check_capture(self, ask: Ask, name: str, completion: Any, alone: Alone) -> None:
         spec = ask.captures[name]
-        positions = meant(spec["positions"], len(ask.prompt), alone.tokens[:-1])
+        positions = meant(spec["positions"], len(ask.prompt), alone.computed)
         found: dict[Any, tuple[list[int], torch.Tensor]] = {}
         if name == "memory":
             for point, layers in completion.activations.items():
@@ -194,10 +204,21 @@ class Oracle:
     def _check_probe(self, completion: Any, alone: Alone) -> None:
         weight, bias = self._probe
         scores = completion.consumer_results["probe"].payload
-        if scores.positions.tolist() != list(range(len(alone.tokens) - 1)):
+        if scores.positions.tolist() != list(range(len(alone.computed))):
             raise WrongError(f"the probe scored the positions {scores.positions.tolist()}")
         expected = alone.rows[PROBED] @ weight + bias
         _compare(torch.from_numpy(scores.values)[None], expected[None], 1e-4, "the probe's scores")
+
+    def _check_features(self, ask: Ask, completion: Any, alone: Alone) -> None:
+        payload = completion.consumer_results[SAE].payload
+        active = self._autoencoder.encode(alone.rows[SAE_PLACE])
+        most = active.topk(ask.consumers[SAE].get("top_k", 5)).values
+        for part in payload.values():
+            if part.positions.tolist() != list(range(len(alone.computed))):
+                raise WrongError(f"features are of the positions {part.positions.tolist()}")
+        values = torch.from_numpy(payload["values"].values)
+        if not torch.allclose(values, most, rtol=1e-4, atol=1e-3):
+            raise WrongError(f"features are as active as {values}, and alone {most}")
 
 
 def _check_signals(ask: Ask, output: Any, truth: Sequence[Alone]) -> None:
@@ -273,6 +294,8 @@ def _everything(ask: Ask) -> dict[str, Any] | None:
     places = {place for spec in ask.captures.values() for place in located(spec["hooks"])}
     if ask.consumers["probe"].get("enabled", True):
         places.add(PROBED)
+    if SAE in ask.consumers:
+        places.add(SAE_PLACE)
     hooks: dict[str, Any] = {}
     for point, layer in sorted(places, key=str):
         hooks.setdefault(point, []).append(layer)

@@ -20,7 +20,7 @@ from engine.reference import HIDDEN
 from fuzz.asks import Ask
 from fuzz.controllers import controlled, made
 from fuzz.features import MODULES, VECTORS, draw_together, tier
-from fuzz.gates import MONITORS, gate, names_of
+from fuzz.gates import MONITORS, gate, names_of, save_autoencoder
 from fuzz.leaks import Footprint, footprint, grown
 from fuzz.oracle import Alone, Oracle, WrongError, at_these_positions
 from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
@@ -29,6 +29,7 @@ from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer, ESampConsumerConfig
 from tllm.consumers.logging import LoggingConsumer
 from tllm.consumers.probe import ProbeConsumer
+from tllm.consumers.sae import SaeConsumer
 
 PROBE = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(3)), 0.25
 
@@ -50,6 +51,7 @@ def consumers(root: Path, drafted: bool = False) -> list[Consumer]:
         FilesystemConsumer(root, publish_interval=0.05),
         ProbeConsumer(PROBE[0], PROBE[1]),
         LoggingConsumer(layers="0-3"),
+        SaeConsumer(save_autoencoder(root.with_name("autoencoder")), top_k=5),
     ]
     if not drafted:
         found += [ESampConsumer(ESampConsumerConfig(rank=4, slots=2)), *made()]
@@ -128,7 +130,12 @@ def _of_whole_prompts() -> frozenset[str]:
     return frozenset(found)
 
 
-_TIGHT = {"max_num_batched_tokens": 24, "max_model_len": 160, "num_gpu_blocks_override": 8}
+TIGHT: dict[str, Any] = {
+    "max_num_batched_tokens": 24,
+    "max_model_len": 160,
+    "num_gpu_blocks_override": 8,
+}
+"""Sequences preempt each other, and prompts are computed in chunks."""
 
 _EAGLE3 = "eagle3-ahead" if os.environ["TLLM_TEST_RUNNER"] == "v2" else "eagle3"
 """The V1 runner knows a step's tokens before the next is scheduled, or refuses to draft."""
@@ -144,12 +151,12 @@ SETUPS: Mapping[str, Setup] = {
         _of_whole_prompts(),
     ),
     "tight": Setup(
-        _TIGHT,
+        TIGHT,
         frozenset({"undrafted"}),
         ahead=True,
     ),
-    "n-gram drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts="ngram"),
-    "eagle3 drafts": Setup(_TIGHT, frozenset({"drafted"}), drafts=_EAGLE3),
+    "n-gram drafts": Setup(TIGHT, frozenset({"drafted"}), drafts="ngram"),
+    "eagle3 drafts": Setup(TIGHT, frozenset({"drafted"}), drafts=_EAGLE3),
 }
 
 
@@ -171,11 +178,11 @@ class Attack:
         self._alone = alone
         self._plain = plain
         self._allows = allows | {"abort"}
-        self._oracle = Oracle(PROBE, root, apart=False)
         self._truth: dict[int, list[Alone]] = {}
         self._prepare(llm, root)
         if alone is not llm:
             self._prepare(alone, root.with_name("alone"))
+        self._oracle = Oracle(PROBE, root, apart=False)
 
     def _prepare(self, llm: Any, root: Path) -> None:
         """Give an engine what requests may name."""
@@ -257,7 +264,7 @@ class Attack:
             if ask.guided:
                 self._steer(everywhere)
             self._truth[number] = self._oracle.truth(ask, output, found)
-            acted = ask.steered or ask.patched or ask.guided or controlled(ask)
+            acted = ask.steered or ask.patched or ask.guided or ask.judged or controlled(ask)
             if everywhere is None and not acted:
                 self._compare_with_vllm(ask, output)
         self._oracle.check(ask, output, self._truth[number], everywhere)

@@ -32,18 +32,30 @@ from fuzz.patches import MEAN, MEANS, RUN, RUN_PROMPT
 from fuzz.rounds import AGAIN, PROBE, consumers
 from tllm import AsyncLLM
 
-ALLOWED = frozenset({"served", "seeded", "priority", "text", "structured", "undrafted"})
+ALLOWED = frozenset({"served", "priority", "text", "structured"})
+UNDRAFTED, DRAFTED = frozenset({"seeded", "undrafted"}), frozenset({"drafted"})
 
 _Answered = tuple[int, tuple[int, ...]]
 """The place of a request, and how many tokens its samples have."""
 
 
 class Served:
-    """Attacks one `AsyncLLM`, round after round."""
+    """Attacks one `AsyncLLM`, round after round.
 
-    def __init__(self, engine: AsyncLLM, root: Path, points: Sequence[str]) -> None:
+    Args:
+        engine: what is attacked.
+        alone: what computes each request alone: the same, or one that drafts no tokens.
+        root: folder of the store.
+        points: the hook points that both have.
+    """
+
+    def __init__(
+        self, engine: AsyncLLM, alone: AsyncLLM, root: Path, points: Sequence[str]
+    ) -> None:
         self._engine = engine
+        self._alone = alone
         self._points = points
+        self._allowed = ALLOWED | (UNDRAFTED if alone is engine else DRAFTED)
         self._oracle = Oracle(PROBE, root, apart=True)
         self._number = 0
 
@@ -54,7 +66,7 @@ class Served:
         compared then is asked for the first time: a cache may know more after it.
         """
         pick = Random(seed)
-        asks = draw_together(pick, ALLOWED, requests, self._points)
+        asks = draw_together(pick, self._allowed, requests, self._points)
         before, known, checked, grew = None, set[_Answered](), 0, 0
         for _ in range(1 + 2 * AGAIN):
             answered = await self._together(seed, asks)
@@ -92,8 +104,8 @@ class Served:
             params.output_kind = RequestOutputKind.FINAL_ONLY
             found = []
             for prompt in prompts:
-                await self._engine.reset_prefix_cache()
-                async for each in self._engine.generate(_tokens(prompt), params, self._name()):
+                await self._alone.reset_prefix_cache()
+                async for each in self._alone.generate(_tokens(prompt), params, self._name()):
                     last = each
                 found.append(last)
             self._oracle.check(ask, output, self._oracle.truth(ask, output, found))
@@ -182,32 +194,50 @@ async def _parts(ask: Ask) -> AsyncGenerator[StreamingInput, None]:
     yield StreamingInput(prompt=_tokens(last), sampling_params=ask.same)
 
 
+async def _prepared(
+    model: str, root: Path, points: Sequence[str], options: dict[str, Any], drafted: bool
+) -> AsyncLLM:
+    """An engine that has what requests may name."""
+    engine = await AsyncLLM.create(
+        model, consumers=consumers(root, drafted), **options, scheduling_policy="priority"
+    )
+    for name, condition in MONITORS.items():
+        await engine.steering.register_monitor(name, condition)
+    await engine.patching.register_mean(MEAN, {point: MEANS[point] for point in points})
+    await engine.patching.run(RUN_PROMPT, hooks=points, name=RUN)
+    for name, spec in MODULES.items():
+        await engine.steering.register_module(name, spec)
+    return engine
+
+
 async def main(
     model: str, folder: str, seed: int, rounds: int, seconds: float, more: dict[str, Any]
 ) -> None:
     root = Path(folder) / "store"
     options = TINY_ENGINE | {"skip_tokenizer_init": False, "enable_chunked_prefill": False}
     options |= more
-    engine = await AsyncLLM.create(
-        model, consumers=consumers(root), **options, scheduling_policy="priority"
-    )
-    for name, condition in MONITORS.items():
-        await engine.steering.register_monitor(name, condition)
     # Each rank of two holds a part of the heads.
     points = [p for p in POINTS if p != "attn_heads" or "tensor_parallel_size" not in more]
-    await engine.patching.register_mean(MEAN, {point: MEANS[point] for point in points})
-    await engine.patching.run(RUN_PROMPT, hooks=points, name=RUN)
-    for name, spec in MODULES.items():
-        await engine.steering.register_module(name, spec)
-    served, checked, number, started = Served(engine, root, points), 0, 0, time.monotonic()
+    drafted = "speculative_config" in more
+    engine = alone = await _prepared(model, root, points, options, drafted)
+    if drafted:
+        without = {name: each for name, each in options.items() if name != "speculative_config"}
+        alone = await _prepared(model, root.with_name("alone"), points, without, drafted)
+    served = Served(engine, alone, root, points)
+    checked, number, started = 0, 0, time.monotonic()
     try:
         while number < rounds or time.monotonic() - started < seconds:
             checked += await served.run(seed + number, requests=6)
             print(f"seed {seed + number}: {checked}", flush=True)
             number += 1
         served.check_power()
+        if drafted and number > 3:  # of a few requests perhaps none draws what was drafted
+            [stats] = await engine.intervention_stats()
+            if not 0 < stats["tokens_accepted"] < stats["tokens_drafted"]:
+                raise WrongError(f"none or all of the drafted tokens were accepted: {stats}")
     finally:
-        engine.shutdown()
+        for each in {engine, alone}:
+            each.shutdown()
     print(f"{checked} requests of {number} rounds were compared")
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from child_process import run_script
+from engine.drafting import DraftedModel
 
 from fuzz import served
-from fuzz.rounds import attack
+from fuzz.rounds import TIGHT, attack
 
 SEED = int(os.environ.get("TLLM_FUZZ_SEED", "1"))
 SECONDS = os.environ.get("TLLM_FUZZ_SECONDS")
@@ -36,12 +37,11 @@ SERVED = {
         1,
     ),
 }
+DRAFTING = TIGHT | {"enable_chunked_prefill": True, "async_scheduling": False}
 
 
-@pytest.mark.skipif(RUNNER != "v1", reason="the interpreted V2 runner is set up in one process")
-@pytest.mark.parametrize("served_by", SERVED)
-def test_requests_that_are_served_are_as_alone_and_leave_nothing(served_by, tiny_model, tmp_path):
-    options, rounds = SERVED[served_by]
+def attack_served(model, folder, options, rounds):
+    """Attack the engine that a process of its own serves."""
     seconds = float(SECONDS or 0)
     tests = Path(__file__).parents[1]
     paths = str(tests.parent), str(tests), os.environ.get("PYTHONPATH")
@@ -50,8 +50,28 @@ def test_requests_that_are_served_are_as_alone_and_leave_nothing(served_by, tiny
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     run_script(
         served,
-        *(tiny_model, tmp_path, SEED, 0 if SECONDS else rounds, seconds, json.dumps(options)),
-        log=tmp_path / "log",
+        *(model, folder, SEED, 0 if SECONDS else rounds, seconds, json.dumps(options)),
+        log=folder / "log",
         environment=environment,
         timeout=500 + seconds,
     )
+
+
+on_v1 = pytest.mark.skipif(
+    RUNNER != "v1", reason="the interpreted V2 runner is set up in one process"
+)
+
+
+@on_v1
+@pytest.mark.parametrize("served_by", SERVED)
+def test_requests_that_are_served_are_as_alone_and_leave_nothing(served_by, tiny_model, tmp_path):
+    attack_served(tiny_model, tmp_path, *SERVED[served_by])
+
+
+@on_v1
+@pytest.mark.skipif(not SECONDS, reason="starts two engines; runs by `python -m tests.fuzz`")
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_requests_that_are_served_with_drafts_are_as_without(method, tiny_model, tmp_path):
+    made = DraftedModel.made(method, tmp_path, tiny_model)
+    options = DRAFTING | {"speculative_config": made.speculative_config}
+    attack_served(made.path, tmp_path, options, 0)

@@ -35,8 +35,8 @@ class Walk:
     def _token(self):
         return self._draw.randrange(2, 40)
 
-    async def run(self):
-        for _ in range(STEPS):
+    async def run(self, steps=STEPS):
+        for _ in range(steps):
             doing = self._draw.choices(
                 (self._open, self._fork, self._close, self._step, self._step_together),
                 (10, 18, 8, 30, 34),

@@ -56,7 +56,8 @@ class _Pending:
 
     Attributes:
         missing: what the runtime itself knows to be missing.
-        num_tokens: of the sequence, if they are known: rows of later ones are not its own.
+        num_tokens: of the sequence, if they are known, with the last one drawn: rows of it and of
+            later ones are not its own.
     """
 
     result: Any
@@ -127,7 +128,10 @@ class Results:
             log = sequence.controlled and sequence.controlled.log(name)
             results[name] = RequestResult(log, "error", error)
         if sequence.keep_results:
-            known = None if sequence.token_ids is None else len(sequence.token_ids)
+            known = None
+            if sequence.token_ids is not None:
+                # All of a prompt passes the model, also where no token was drawn after it.
+                known = max(len(sequence.token_ids), sequence.info.prompt_len + 1)
             for name, result in results.items():
                 self._keep(sequence.info, name, result, _missing(sequence, name), known)
 
