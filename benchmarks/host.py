@@ -5,11 +5,13 @@ forward pass, before and after sampling, at the step's end. Two kinds of figures
 counts that do not hang on the machine (Python calls, uploads to the device, operators on it). Each
 case runs in a process of its own; with `--against` another checkout of tLLM is measured too, in
 turn, by this same file. Beside a steady step: one whose batch is laid out anew, as it is when a
-sequence comes or goes, and what a request costs that comes and goes.
+sequence comes or goes; what a request costs that comes and goes; and the CPU time of all threads in
+a step in which one request has ended, whose results are taken, and another begins.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -307,6 +309,28 @@ class Steady:
         self._start_one(name, [1] * PROMPT, PROMPT, self._specs[name], 0)
         return 1e6 * (time.perf_counter() - started)
 
+    def one_for_another(self, steps: int) -> float:
+        """Steps in each of which one request has ended and another begins, whose results are taken
+        in the end; CPU microseconds of all threads, a step."""
+        from tllm.runtime.results import sendable
+
+        started, ended = time.process_time(), []
+        for number in range(steps):
+            place, name = number % self.batch, f"{number} beside others"
+            ended.append(self.names[place])
+            self._finish_one(ended[-1])
+            spec = dataclasses.replace(self._specs[ended[-1]], request_id=name, prompt_id=name)
+            self._specs[name] = spec
+            self.names = [*self.names[:place], name, *self.names[place + 1 :]]
+            self._start_one(name, [1] * PROMPT, PROMPT, spec, 0)
+            starts, counts = self.starts.copy(), self.counts.copy()
+            starts[place], counts[place] = 0, PROMPT
+            self.starts = starts
+            self.step(counts)
+        self.session.flush()
+        sendable(self.session.pop_results(ended, {}, 60.0))
+        return 1e6 * (time.process_time() - started) / steps
+
     def step_anew(self) -> float:
         """A step whose batch is laid out anew."""
         self.session._slots.invalidate()
@@ -324,11 +348,13 @@ def measured(case: str, steps: int) -> dict[str, float]:
         counts = counted(steady)
         anew = [steady.step_anew() for _ in range(steps // 4)]
         replaced = [steady.replace(number) for number in range(steps // 4)]
+        others = [steady.one_for_another(steps // 4) for _ in range(3)]
         steady.session.close()
     return {
         "us": statistics.median(times),
         "anew": statistics.median(anew),
         "request": statistics.median(replaced),
+        "others": statistics.median(others),
         **counts,
     }
 
@@ -391,6 +417,7 @@ _COLUMNS = {
     "a steady step": "us",
     "one laid out anew": "anew",
     "a request": "request",
+    "one for another": "others",
     "Python calls": "calls",
     "uploads": "uploads",
     "operators": "operators",

@@ -219,21 +219,30 @@ DRAFTER = "drafter"
 """In the place of the drafter's folder, in the arguments of an engine."""
 
 
+def _queued(name: str, shape: str, base: Workload) -> list[Benchmark]:
+    """More requests than run at once, of many lengths: one begins where another ends, as where many
+    people ask all the time."""
+    work = replace(
+        base, prompts=3 * base.prompts, ragged=True, engine=base.engine_arguments | base.engine
+    )
+    return [
+        Benchmark(f"idle-{name}-{shape}", shape, "idle", work),
+        Benchmark(f"steer-{name}-{shape}", shape, "steer", work, Steered()),
+        Benchmark(f"capture-{name}-{shape}", shape, "capture", work, captured=Captured(1)),
+    ]
+
+
 def _drafted(shape: str, base: Workload) -> list[Benchmark]:
     """On engines that draft tokens, see `benchmarks.drafter`."""
     drafts = {"method": "eagle", "model": DRAFTER, "num_speculative_tokens": 3}
     engine = base.engine_arguments | {"speculative_config": drafts}
     work = replace(base, temperature=0.0, min_p=0.0, engine=engine)
-    # One begins where another ends, as where many people ask all the time.
-    queued = replace(work, prompts=3 * base.prompts, ragged=True)
     return [
         Benchmark(f"idle-drafts-{shape}", shape, "idle", work),
         Benchmark(f"taps-drafts-{shape}", shape, "taps", work),
         Benchmark(f"steer-drafts-{shape}", shape, "steer", work, Steered()),
         Benchmark(f"capture-drafts-{shape}", shape, "capture", work, captured=Captured(1)),
-        Benchmark(f"idle-drafts-queued-{shape}", shape, "idle", queued),
-        Benchmark(f"steer-drafts-queued-{shape}", shape, "steer", queued, Steered()),
-        Benchmark(f"capture-drafts-queued-{shape}", shape, "capture", queued, captured=Captured(1)),
+        *_queued("drafts-queued", shape, work),
     ]
 
 
@@ -309,6 +318,7 @@ BENCHMARKS = {
             ),
         ),
         *_drafted("7b", Workload(prompts=128, samples=1)),
+        *_queued("queued", "7b", Workload(prompts=128, samples=1)),
         *_captured("tiny", 4, Workload(16, 1, prompt_tokens=16, max_tokens=8)),
         *_steered("7b", 128),
         *_steered("1.5b", 128),

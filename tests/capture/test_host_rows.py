@@ -220,7 +220,7 @@ def test_sequences_that_come_and_go_are_given_their_rows_in_few_pieces(
     held = HostRows(1 << 30, ResultMemory(0), leave=leave)
     sorts, sort = [], held.sort
     monkeypatch.setattr(held, "sort", lambda kind: (sorts.append(kind), sort(kind)))
-    running, number, pieces, steps = {n: 0 for n in range(20)}, 20, [], 200
+    running, number, pieces, steps = dict.fromkeys(range(20), 0), 20, [], 200
     for _ in range(steps):
         names = rng.sample(sorted(running), len(running))
         counts = [rng.choice([1, 1, 1, 3]) for _ in names]

@@ -360,10 +360,10 @@ def test_other_forms_of_the_same(llm, truth):
 def test_thousands_of_distinct_captures_in_one_engine(llm, truth):
     """Programs are found again, and made anew when the numbers run out."""
     session = llm.llm_engine.model_executor.driver_worker.worker.session
-    programs, capacity = session._programs, session._programs._capacity
+    programs, capacity = session._programs, session._programs.capacity
     pick = random.Random(3)
     try:
-        programs._capacity = 40
+        programs.capacity = 40
         for _ in range(6):
             specs = []
             for _ in range(20):
@@ -379,7 +379,7 @@ def test_thousands_of_distinct_captures_in_one_engine(llm, truth):
             ):
                 truth.check(output, spec)
     finally:
-        programs._capacity = capacity
+        programs.capacity = capacity
     assert len(programs) == 0
     assert not any(programs._captured.values())
 
@@ -388,14 +388,14 @@ def test_more_programs_than_there_are_is_an_error_of_the_request(llm, truth):
     recorder = Recorder(ConsumerFlow(reads=[ResidualStream.read(layer=0)]))
     llm.register_consumer(recorder)
     session = llm.llm_engine.model_executor.driver_worker.worker.session
-    programs, capacity = session._programs, session._programs._capacity
+    programs, capacity = session._programs, session._programs.capacity
     specs = [{"hooks": {"post_block": [i % 4], "attn_in": [i // 4]}} for i in range(8)]
     try:
-        programs._capacity = 9
+        programs.capacity = 9
         params = [greedy(2, capture=memory(**spec)) for spec in specs]
         outputs = generate(llm, prompts_of([5] * 8), params)
     finally:
-        programs._capacity = capacity
+        programs.capacity = capacity
     errors = [output.capture_results["memory"].error for output in outputs]
     assert any(error and "distinct combinations" in error for error in errors)
     for output, spec, error in zip(outputs, specs, errors, strict=True):

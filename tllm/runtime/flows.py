@@ -244,8 +244,14 @@ class BoundConsumer:
         found = self._requests.get(key)
         if found is None:
             distinct, index = self._distinct(key, at)
-            owners = (slots.by_slot[slot] for slot in distinct)
-            requests = tuple([self.info(owner) for owner in owners if owner is not None])
+            known, by_slot = self._infos.get, slots.by_slot
+            requests = tuple(
+                [
+                    known(slot) or self.info(owner)
+                    for slot in distinct
+                    if (owner := by_slot[slot]) is not None
+                ]
+            )
             found = self._requests[key] = requests, index
         return found
 

@@ -46,8 +46,8 @@ class Chunk:
 
     @cached_property
     def way(self) -> Slab | bool:
-        """What brings rows to their sequences: they lie in a slab; they are cut, for many rows of
-        few sequences lie together already; or they are sorted, with others."""
+        """What brings rows to their sequences: they lie in a slab; they are cut (True), for many
+        rows of few sequences lie together already; or they are sorted, with others."""
         if self.landed is not None:
             return self.landed.slab or True
         return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
@@ -78,8 +78,14 @@ class _Unsorted:
 
     chunks: list[Chunk] = field(default_factory=list)
     nbytes: int = 0
-    taken: list[Hashable] = field(default_factory=list)
+    taken: set[Hashable] = field(default_factory=set)
     looked_at: int = 0
+
+    def forget_taken(self) -> None:
+        """Of some chunks all rows were taken."""
+        left = [chunk for chunk in self.chunks if not self.taken.issuperset(chunk.sequences)]
+        if len(left) < len(self.chunks):
+            self.chunks, self.nbytes = left, sum(chunk.rows.nbytes for chunk in left)
 
 
 @dataclass(eq=False)
@@ -141,6 +147,9 @@ class HostRows:
             return
         size = chunk.rows.nbytes
         self.held += size
+        if chunk.way is True:
+            self._copier.run(self._cut(chunk))
+            return
         unsorted = self._unsorted.get(kind)
         if unsorted is None:
             unsorted = self._unsorted[kind] = _Unsorted()
@@ -159,9 +168,6 @@ class HostRows:
             chunks = list(alike)
             if isinstance(way, Slab):
                 self._give_slab(way, chunks)
-            elif way:
-                for chunk in chunks:
-                    copies += self._cut(chunk)
             else:
                 copies += self._sort_small(chunks)
         self._copier.run(copies)
@@ -193,22 +199,22 @@ class HostRows:
         if unsorted is None:
             return
         unsorted.looked_at += len(unsorted.chunks)
-        most = len(unsorted.chunks[-1].sequences)
-        if unsorted.looked_at > most or any(chunk.way is True for chunk in unsorted.chunks):
+        if unsorted.looked_at > len(unsorted.chunks[-1].sequences):
             self.sort(kind)
             return
-        unsorted.taken.append(sequence)
         found = (chunk.of(sequence) for chunk in unsorted.chunks)
-        own = [chunk for chunk in found if chunk is not None]
-        if not own:
-            return
-        pieces = self._pieces.setdefault(sequence, _Pieces())
-        for stays, chunks in groupby(own, lambda chunk: chunk.landed is not None):
-            if stays:
-                for chunk in chunks:
-                    self._append(pieces, chunk.positions, chunk.rows)
-            else:
-                self._copy_out(pieces, list(chunks))
+        if own := [chunk for chunk in found if chunk is not None]:
+            pieces = self._pieces.setdefault(sequence, _Pieces())
+            for stays, chunks in groupby(own, lambda chunk: chunk.landed is not None):
+                if stays:
+                    for chunk in chunks:
+                        self._append(pieces, chunk.positions, chunk.rows)
+                else:
+                    self._copy_out(pieces, list(chunks))
+        unsorted.taken.add(sequence)
+        unsorted.forget_taken()
+        if not unsorted.chunks:
+            del self._unsorted[kind]
 
     def _copy_out(self, pieces: _Pieces, own: Sequence[Chunk]) -> None:
         """Give a sequence copies of its own rows."""
