@@ -405,6 +405,30 @@ def test_steps_that_go_on_alike_are_waited_for_by_nobody(
         assert begun[True] > 6 * begun[False], begun
 
 
+def test_a_request_that_is_steered_begins_beside_others_that_are_not(drafting, reference, drafts):
+    """Nobody has waited for the steps before, in which nothing was done, nor does for those after:
+    where the others are is asked of the device once."""
+    prompts, engine, ended = prompts_of([20, 9, 14], seed=23), drafting.llm_engine, {}
+
+    def step():
+        ended.update({output.request_id: output for output in engine.step() if output.finished})
+
+    def add(number, count, **asked):
+        prompt = {"prompt_token_ids": prompts[number]}
+        engine.add_request(str(number), prompt, few(count, **asked))
+
+    add(0, 40)
+    add(1, 24)
+    for _ in range(5):
+        step()
+    add(2, 12, decode_steering_vectors={AT[0]: {AT[1]: V}})
+    while engine.has_unfinished_requests():
+        step()
+    outputs = [ended[str(number)] for number in range(3)]
+    assert_greedy(outputs, reference, {"2": [Addition(AT, V, start=14)]})
+    drafts.assert_some_came_true()
+
+
 GENERATED_SEVENS = {"phase": "generation", "token_ids": [7]}
 
 

@@ -202,19 +202,16 @@ class DeviceDrafts:
         tokens it may be further on. None where one was not in the last step."""
         bounds = {i: (at, at) for i, at in self._computed.items()}
         for step in self._undecided:
+            starts = zip(step.request_ids, step.starts.tolist(), strict=True)
+            if step.known:
+                bounds = {i: (start, start) for i, start in starts}
+            else:
+                bounds = {
+                    i: (start, start) if i in step.begun else bounds[i] for i, start in starts
+                }
             own = step.counts if step.drafts is None else step.counts - step.drafts
-            bounds = {
-                i: (start + fewest, start + most)
-                if i in step.begun
-                else (bounds[i][0] + fewest, bounds[i][1] + most)
-                for i, start, fewest, most in zip(
-                    step.request_ids,
-                    step.starts.tolist(),
-                    own.tolist(),
-                    step.counts.tolist(),
-                    strict=True,
-                )
-            }
+            computed = zip(bounds.items(), own.tolist(), step.counts.tolist(), strict=True)
+            bounds = {i: (low + fewest, high + most) for (i, (low, high)), fewest, most in computed}
         begun = self._begun
         if not all(i in bounds or i in begun for i in request_ids):
             return None
