@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +43,11 @@ class Chunk:
     rows: torch.Tensor
     landed: Landed | None = None
 
-    @cached_property
-    def way(self) -> Slab | bool:
-        """What brings rows to their sequences: they lie in a slab; they are cut (True), for many
-        rows of few sequences lie together already; or they are sorted, with others."""
+    @property
+    def lies_together(self) -> bool:
+        """Whether it has many rows of few sequences, which lie together already."""
         if self.landed is not None:
-            return self.landed.slab or True
+            return self.landed.slab is None
         return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
 
     def of(self, sequence: Hashable) -> Chunk | None:
@@ -147,7 +145,8 @@ class HostRows:
             return
         size = chunk.rows.nbytes
         self.held += size
-        if chunk.way is True:
+        several = len(chunk.positions) > len(chunk.sequences)
+        if (several or chunk.landed is not None) and chunk.lies_together:
             self._copier.run(self._cut(chunk))
             return
         unsorted = self._unsorted.get(kind)
@@ -164,10 +163,11 @@ class HostRows:
         if unsorted is None:
             return
         copies: list[RowCopy] = []
-        for way, alike in groupby(unsorted.chunks, attrgetter("way")):
-            chunks = list(alike)
-            if isinstance(way, Slab):
-                self._give_slab(way, chunks)
+        slabs = [chunk.landed and chunk.landed.slab for chunk in unsorted.chunks]
+        for slab, pairs in groupby(zip(slabs, unsorted.chunks, strict=True), itemgetter(0)):
+            chunks = [chunk for _, chunk in pairs]
+            if slab is not None:
+                self._give_slab(slab, chunks)
             else:
                 copies += self._sort_small(chunks)
         self._copier.run(copies)
