@@ -249,3 +249,17 @@ def test_sequences_that_come_and_go_are_given_their_rows_in_few_pieces(
         assert len(sorts) < steps / 3
         assert sum(pieces) / len(pieces) < 8, "they run for 25 steps each"
     held.close()
+
+
+def test_of_two_rows_of_one_position_the_later_counts_also_where_it_is_a_prompts():
+    """A streamed prompt goes on with rows of its own where generated ones were dropped."""
+    held = HostRows(1 << 30, ResultMemory(0), leave=False)
+    for position in (3, 4):
+        at = np.array([position], np.int32)
+        held.add("kind", Chunk(["a"], np.zeros(1, np.int32), at, rows_of(0, at)))
+    later = np.arange(4, 20, dtype=np.int32)
+    held.add("kind", Chunk(["a"], np.zeros(16, np.int32), later, rows_of(7, later)))
+    found, _ = held.take("kind", "a")
+    assert found is not None and found.positions.tolist() == list(range(3, 20))
+    assert torch.equal(found.tensor, torch.cat([rows_of(0, np.array([3])), rows_of(7, later)]))
+    held.close()

@@ -79,6 +79,10 @@ class _Unsorted:
     taken: set[Hashable] = field(default_factory=set)
     looked_at: int = 0
 
+    def has_any(self, sequences: Sequence[Hashable]) -> bool:
+        """Whether there may be rows of any of these."""
+        return any(each in chunk.sequences for chunk in self.chunks for each in sequences)
+
     def forget_taken(self) -> None:
         """Of some chunks all rows were taken."""
         left = [chunk for chunk in self.chunks if not self.taken.issuperset(chunk.sequences)]
@@ -146,10 +150,12 @@ class HostRows:
         size = chunk.rows.nbytes
         self.held += size
         several = len(chunk.positions) > len(chunk.sequences)
+        unsorted = self._unsorted.get(kind)
         if (several or chunk.landed is not None) and chunk.lies_together:
+            if unsorted is not None and unsorted.has_any(chunk.sequences):
+                self.sort(kind)  # of two rows of one position the later counts
             self._copier.run(self._cut(chunk))
             return
-        unsorted = self._unsorted.get(kind)
         if unsorted is None:
             unsorted = self._unsorted[kind] = _Unsorted()
         unsorted.chunks.append(chunk)
