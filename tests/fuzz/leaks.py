@@ -27,6 +27,7 @@ Footprint = Counter[str]
 KEPT = {
     "tllm.stores.ledger.Ledger": "a store's writer knows every record of its store by name",
     "tllm.stores.ledger.Claim": "as the ledger, of which it is a part",
+    "stores.publish.ShardPublisher._spare": "one block of memory for each of a writer's threads",
     "batch_layout.BatchLayout.on_device": "of the last batch, for 16 places in the ring at most",
     "esamp.bank.DistillerBank._predict_passes": "one for each shape of a batch, in powers of two",
     "esamp.bank.DistillerBank._train_passes": "as these",
