@@ -10,9 +10,10 @@ import torch
 
 from tllm import result_memory
 from tllm.consumers.capture import host_rows, landing, row_copier
-from tllm.consumers.capture.host_rows import Chunk, HostRows
+from tllm.consumers.capture.host_rows import HostRows
 from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.row_copier import RowCopier, RowCopy
+from tllm.consumers.capture.unsorted_rows import Chunk
 from tllm.ports import RequestInfo, RowMeta
 from tllm.result_memory import ResultMemory
 
@@ -111,8 +112,9 @@ def test_every_row_is_given_once_in_order(monkeypatch, many_threads, leave, seed
     held.close()
 
 
+@pytest.mark.parametrize("sorts", [True, False], ids=["sorted", "taken one by one"])
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_that_land_by_sequence_are_not_copied_again(monkeypatch, seed):
+def test_rows_that_land_by_sequence_are_not_copied_again(monkeypatch, seed, sorts):
     """Batches go on for some steps, change, and have prompts among them; memory comes back now and
     then, and is used for as many rows as it holds."""
     monkeypatch.setattr(result_memory, "WORTHWHILE", 64)
@@ -155,7 +157,8 @@ def test_rows_that_land_by_sequence_are_not_copied_again(monkeypatch, seed):
                 held.add("kind", chunk)
             assert stop == len(rows)
         lands.forget()
-        held.sort("kind")
+        if sorts:
+            held.sort("kind")
         kept = {row.untyped_storage().data_ptr() for copy in copied for row in [copy.source]}
         assert not kept & {piece.address for _, piece in memory._pieces.values()}
         copied.clear()

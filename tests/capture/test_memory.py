@@ -413,8 +413,8 @@ def test_nothing_is_left_when_all_is_over(llm):
     generate(llm, prompts_of([5, 40]), greedy(4, capture=memory(hooks=EVERYTHING)))
     consumer = worker.session.consumers.by_id["memory"].consumer
     assert not consumer._specs
-    assert not consumer._rows._unsorted
-    assert not consumer._rows._pieces
+    rows = consumer._rows
+    assert not (rows._unsorted or rows._pieces or rows._numbers or rows._sequences)
     assert list(kept) == before
     gc.collect()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-
-import numpy as np
-import numpy.typing as npt
+from itertools import chain
 
 from tllm.runtime.broken_sequences import NOT_FINITE, BrokenSequences
 from tllm.runtime.columns import DECODE, PREFILL, Column
@@ -342,7 +340,7 @@ def _patch_rows(patched: list[tuple[int, int]], starts: list[int]) -> list[int]:
     return rows
 
 
-def _covers_each(intervals: Intervals, positions: list[int]) -> npt.NDArray[np.bool_]:
+def _covers_each(intervals: Intervals, positions: list[int]) -> list[bool]:
     """`[positions]`, whether each lies in any of the intervals (sorted and disjoint)."""
-    edges = np.array(intervals, np.int64).reshape(-1)
-    return np.searchsorted(edges, np.asarray(positions), side="right") % 2 == 1
+    edges = list(chain.from_iterable(intervals))
+    return [bisect_right(edges, position) % 2 == 1 for position in positions]

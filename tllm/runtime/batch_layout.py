@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from tllm.runtime.batch import Frame, ProgramRows, ProgramSegments, StepBatch
-from tllm.runtime.columns import COLUMN_WORDS, Column, IntArray, SegmentWord, used_columns
+from tllm.runtime.columns import Column, IntArray, SegmentWord
 from tllm.runtime.slots import Slots
 from tllm.runtime.step_flows import StepFlows
 
@@ -31,6 +31,7 @@ class BatchLayout:
         delivered: `[sequences]`, positions below which all were computed when it was made.
         segments: int32 `[segments, SEGMENT_WIDTH]`, those of a program together; destinations
             are relative to the step's first ring row.
+        used: the columns that say anything of any row, as a set of `Column.flag`s.
         whole: whether each segment begins with the first token that the step computes of its
             sequence.
         groups: the segments of each capture program.
@@ -50,6 +51,7 @@ class BatchLayout:
     of_prompts: npt.NDArray[np.bool_]
     delivered: IntArray
     segments: IntArray
+    used: int
     whole: bool
     groups: tuple[ProgramSegments, ...]
     rows: int
@@ -68,11 +70,6 @@ class BatchLayout:
         self._of_one = bool((self.batch.counts == 1).all())
 
     @cached_property
-    def used(self) -> int:
-        """The columns that say anything of any row, as a set of `Column.flag`s."""
-        return used_columns(self.segments[:, COLUMN_WORDS].T)
-
-    @cached_property
     def steered(self) -> int:
         """Tokens that are steered. All count where which token it is decides."""
         return int(self._saying(Column.STEER)[:, SegmentWord.COUNT].sum())
@@ -89,6 +86,8 @@ class BatchLayout:
 
     def _saying(self, column: Column) -> IntArray:
         """The segments of which a column says anything."""
+        if not self.used & column.flag:
+            return self.segments[:0]
         return self.segments[self.segments[:, column.word] != column.neutral]
 
     @cached_property
@@ -98,7 +97,8 @@ class BatchLayout:
     @cached_property
     def chooses(self) -> bool:
         """Whether the steering of any row depends on its token."""
-        return bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
+        steered = bool(self.used & Column.STEER.flag)
+        return steered and bool((self.segments[:, Column.STEER.word] < Column.STEER.neutral).any())
 
     @cached_property
     def has_positions(self) -> bool:
@@ -157,6 +157,6 @@ class BatchLayout:
         segments[:, [SegmentWord.WIDTH, SegmentWord.DESTINATION]] = 0
         segments[:, Column.PROGRAM.word] = Column.PROGRAM.neutral
         return replace(
-            self, version=-1, segments=segments, groups=(), rows=0, on_device={}, placed={},
-            destinations={}, flows=None,
+            self, version=-1, segments=segments, used=self.used & ~Column.PROGRAM.flag, groups=(),
+            rows=0, on_device={}, placed={}, destinations={}, flows=None,
         )  # fmt: skip

@@ -244,14 +244,11 @@ class BoundConsumer:
         found = self._requests.get(key)
         if found is None:
             distinct, index = self._distinct(key, at)
-            known, by_slot = self._infos.get, slots.by_slot
-            requests = tuple(
-                [
-                    known(slot) or self.info(owner)
-                    for slot in distinct
-                    if (owner := by_slot[slot]) is not None
-                ]
-            )
+            try:
+                requests = tuple(map(self._infos.__getitem__, distinct))
+            except KeyError:
+                owners = map(slots.by_slot.__getitem__, distinct)
+                requests = tuple([self.info(owner) for owner in owners if owner is not None])
             found = self._requests[key] = requests, index
         return found
 
@@ -262,9 +259,14 @@ class BoundConsumer:
             if len(self._places) >= _MAX_BATCHES:
                 self._places.clear()
                 self._requests.clear()
-            numbers = {slot: number for number, slot in enumerate(dict.fromkeys(at.tolist()))}
-            index = np.fromiter((numbers[slot] for slot in at.tolist()), np.int32, len(at))
-            found = self._places[key] = list(numbers), index
+            places = at.tolist()
+            distinct = list(dict.fromkeys(places))
+            if len(distinct) == len(places):
+                index = np.arange(len(places), dtype=np.int32)
+            else:
+                numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+                index = np.fromiter(map(numbers.__getitem__, places), np.int32, len(places))
+            found = self._places[key] = distinct, index
         return found
 
     def forget(self, slot: int) -> None:

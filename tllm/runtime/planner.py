@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -41,12 +41,14 @@ _PLACES = 16
 
 @dataclass(frozen=True, eq=False)
 class _Stretches:
-    """Positions of a batch's sequences that are treated alike, `[stretches]` each.
+    """Positions of a batch's sequences that are treated alike, `[stretches]` each: together all
+    that the batch computes.
 
     Attributes:
         owners: which sequence of the batch.
         low, high: first position, and the one after the last; none is empty.
         values: `[columns, stretches]`, what each column says of the first position.
+        whole: whether each is all of its sequence, in the order of the batch.
         steps_left: for how many more steps of one token nothing changes.
     """
 
@@ -54,15 +56,19 @@ class _Stretches:
     low: IntArray
     high: IntArray
     values: IntArray
+    whole: bool = False
     steps_left: int = END
 
     @staticmethod
-    def of(
-        owners: npt.NDArray[np.int64], low: IntArray, high: IntArray, values: IntArray
-    ) -> _Stretches:
-        """Those among the given that are not empty, and of which any column says anything."""
-        kept = np.flatnonzero((high > low) & (values != NEUTRAL[:, None]).any(0))
-        return _Stretches(owners[kept], low[kept], high[kept], values[:, kept])
+    def joined(parts: Sequence[_Stretches]) -> _Stretches:
+        """All of these, which lasts as long as each of them."""
+        owners, low, high = (
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("owners", "low", "high")
+        )
+        values = np.concatenate([part.values for part in parts], 1)
+        steps_left = min(part.steps_left for part in parts)
+        return _Stretches(owners, low, high, values, steps_left=steps_left)
 
 
 class RowPlanner:
@@ -255,8 +261,8 @@ class RowPlanner:
     def clear(self) -> None:
         """Make every row of the plan do nothing (before a forward pass that is not a step)."""
         if self._dirty:
-            blank = _blank_segments([(0, self._dirty)])
-            self._expand(upload(blank, self.taps.device), self._dirty_columns)
+            blank = upload(_blank(0, self._dirty), self.taps.device)
+            self._expand(blank, self._dirty_columns)
             self.taps.separate()
             self._dirty = self._dirty_columns = 0
             self._held = None
@@ -264,81 +270,99 @@ class RowPlanner:
     # -- what is done to a batch -------------------------------------------------------------------
 
     def _lay_out(self, batch: StepBatch) -> BatchLayout:
-        """The segments of a batch that do something."""
+        """The segments of a batch: what is done to each of its rows."""
         table, at = self._slots, batch.slots
         # `delivered` is read in every case: that enters what earlier steps have delivered.
         prompt_len, delivered = table.prompt_len[at], table.delivered[at]
-        parts = self._stretches(batch, prompt_len)
-        owners, low, high = (
-            np.concatenate([getattr(part, name) for part in parts])
-            for name in ("owners", "low", "high")
-        )
-        values = np.concatenate([part.values for part in parts], 1)
-        remembers = values[Column.GATE] >= 0
-        values[Column.POSITION, remembers] = low[remembers]
-        steps_left = min(part.steps_left for part in parts)
+        of_prompts = batch.starts < prompt_len
+        found = self._stretches(batch, prompt_len, of_prompts)
+        owners, low, values, steps_left = found.owners, found.low, found.values, found.steps_left
+        used = used_columns(values)
+        if used & Column.GATE.flag:
+            remembers = values[Column.GATE] >= 0
+            values[Column.POSITION, remembers] = low[remembers]
+            used |= Column.POSITION.flag
+        first_rows, offsets = np.cumsum(batch.counts, dtype=np.int32) - batch.counts, None
         segments = np.zeros((len(owners), SEGMENT_WIDTH), np.int32)
-        first_rows = np.cumsum(batch.counts) - batch.counts
-        segments[:, SegmentWord.ROW] = first_rows[owners] + low - batch.starts[owners]
-        segments[:, SegmentWord.COUNT] = high - low
+        if found.whole:
+            segments[:, SegmentWord.ROW], segments[:, SegmentWord.COUNT] = first_rows, batch.counts
+        else:
+            offsets = low - batch.starts[owners]
+            segments[:, SegmentWord.ROW] = first_rows[owners] + offsets
+            segments[:, SegmentWord.COUNT] = found.high - low
         segments[:, COLUMN_WORDS] = values.T
         groups: tuple[ProgramSegments, ...] = ()
-        rows, skips, captures = 0, False, bool(values[Column.PROGRAM].any())
-        if captures:
-            segments[:, SegmentWord.SKIP] = np.maximum(delivered[owners] - low, 0)
-            skips = bool(segments[:, SegmentWord.SKIP].any())
-            gone = segments[:, SegmentWord.SKIP] >= segments[:, SegmentWord.COUNT]
-            segments[gone, Column.PROGRAM.word] = Column.PROGRAM.neutral
-            order = np.argsort(segments[:, Column.PROGRAM.word], kind="stable")
-            segments, owners, low = segments[order], owners[order], low[order]
+        rows, whole = 0, found.whole or offsets is None or not offsets.any()
+        if used & Column.PROGRAM.flag:
+            skips = np.maximum(delivered[owners] - low, 0)
+            if skips.any():
+                whole = False
+                segments[:, SegmentWord.SKIP] = skips
+                gone = skips >= segments[:, SegmentWord.COUNT]
+                segments[gone, Column.PROGRAM.word] = Column.PROGRAM.neutral
+                offsets = skips if offsets is None else offsets + skips
+            program = segments[:, Column.PROGRAM.word]
+            if (program[1:] < program[:-1]).any():
+                order = np.argsort(program, kind="stable")
+                segments, owners = segments[order], owners[order]
+                offsets = None if offsets is None else offsets[order]
             rows = self._place(segments)
-        offsets = low - batch.starts[owners]
-        whole = not (skips or offsets.any())
-        if captures:
-            offsets += segments[:, SegmentWord.SKIP]
-            groups = self._groups(
-                batch, segments, owners.astype(np.int32), None if whole else offsets
-            )
+            groups = self._groups(batch, segments, owners, None if whole else offsets)
         return BatchLayout(
             batch=batch,
             version=table.version,
             growth=table.growth,
-            of_prompts=batch.starts < prompt_len,
+            of_prompts=of_prompts,
             delivered=delivered,
             segments=segments,
+            used=used,
             whole=whole,
             groups=groups,
             rows=rows,
             tokens=int(batch.counts.sum()),
-            steps_left=0 if used_columns(values) & _OTHERS_CONSECUTIVE else steps_left,
+            steps_left=0 if used & _OTHERS_CONSECUTIVE else steps_left,
         )
 
-    def _stretches(self, batch: StepBatch, prompt_len: IntArray) -> list[_Stretches]:
+    def _stretches(
+        self, batch: StepBatch, prompt_len: IntArray, of_prompts: npt.NDArray[np.bool_]
+    ) -> _Stretches:
         """What is done to the positions that a batch computes."""
         table, at = self._slots, batch.slots
-        outside, steps_left = np.zeros(len(at), bool), END
+        outside, steps_left = None, END
         if table.timelines:
-            low, high = table.windows[:, at]
-            outside = (batch.starts < low) | (batch.ends > high)
-            for i in np.flatnonzero(outside & (batch.starts >= prompt_len)).tolist():
-                start, end = int(batch.starts[i]), int(batch.ends[i])
-                outside[i] = not table.move_window(int(at[i]), start, end)
-            lasting = (table.windows[1, at] - batch.ends)[~outside]
-            # What is looked up by position may be another at the next one.
-            steps_left = 0 if outside.any() else int(lasting.min(initial=END))
-        values = table.values[:, :, at]
+            outside, steps_left = self._outside(batch, of_prompts)
+        spans = of_prompts & (batch.ends > prompt_len)
         everyone = np.arange(len(at))
-        if not outside.any() and (values[:, PREFILL] == values[:, DECODE]).all():
-            alike = _Stretches.of(everyone, batch.starts, batch.ends, values[:, PREFILL])
-            return [replace(alike, steps_left=steps_left)]
+        if outside is None and not spans.any():
+            # Of each sequence tokens of one phase, which are all treated alike.
+            values = table.values[:, (~of_prompts).view(np.int8), at]
+            return _Stretches(everyone, batch.starts, batch.ends, values, True, steps_left)
+        inside = np.ones(len(at), bool) if outside is None else ~outside
         border = np.clip(prompt_len, batch.starts, batch.ends)
-        values[:, :, outside] = NEUTRAL[:, None, None]
-        decoded = _Stretches.of(everyone, border, batch.ends, values[:, DECODE])
-        return [
-            *(self._by_timeline(batch, i) for i in np.flatnonzero(outside).tolist()),
-            _Stretches.of(everyone, batch.starts, border, values[:, PREFILL]),
-            replace(decoded, steps_left=steps_left),
-        ]
+        parts = [self._by_timeline(batch, i) for i in np.flatnonzero(~inside).tolist()]
+        for phase, low, high in (
+            (PREFILL, batch.starts, border),
+            (DECODE, border, batch.ends),
+        ):
+            own = np.flatnonzero(inside & (high > low))
+            values = table.values[:, phase, at[own]]
+            parts.append(_Stretches(own, low[own], high[own], values, steps_left=steps_left))
+        return _Stretches.joined(parts)
+
+    def _outside(
+        self, batch: StepBatch, of_prompts: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.bool_] | None, int]:
+        """Which sequences compute positions of which the table of slots does not say all (None:
+        of no sequence), and for how many more steps the others have what it says."""
+        table, at = self._slots, batch.slots
+        low, high = table.windows[:, at]
+        outside = (batch.starts < low) | (batch.ends > high)
+        for i in np.flatnonzero(outside & ~of_prompts).tolist():
+            start, end = int(batch.starts[i]), int(batch.ends[i])
+            outside[i] = not table.move_window(int(at[i]), start, end)
+        if outside.any():
+            return outside, 0  # what is looked up by position may be another at the next one
+        return None, int((table.windows[1, at] - batch.ends).min(initial=END))
 
     def _by_timeline(self, batch: StepBatch, i: int) -> _Stretches:
         """The stretches of a sequence with a timeline that this batch computes."""
@@ -357,8 +381,7 @@ class RowPlanner:
             elif column.consecutive:
                 counting = values[column] >= 0
                 values[column, counting] += (low - starts)[counting]
-        stretches = _Stretches.of(np.full(len(low), i), low, high, values)
-        return replace(stretches, steps_left=timeline.lasts_until(end - 1) - end)
+        return _Stretches(np.full(len(low), i), low, high, values, steps_left=0)
 
     def _place(self, segments: IntArray) -> int:
         """Give segments their places in the ring, relative to the first; returns the rows taken."""
@@ -370,25 +393,31 @@ class RowPlanner:
         return int(taken.sum())
 
     def _groups(
-        self, batch: StepBatch, segments: IntArray, owners: IntArray, offsets: IntArray | None
+        self,
+        batch: StepBatch,
+        segments: IntArray,
+        owners: npt.NDArray[np.int64],
+        offsets: IntArray | None,
     ) -> tuple[ProgramSegments, ...]:
         """The segments of each capture program; those of one lie together."""
         program = segments[:, Column.PROGRAM.word]
-        bounds = [*np.flatnonzero(np.diff(program, prepend=-1)).tolist(), len(program)]
+        changes = np.flatnonzero(program[1:] != program[:-1]).tolist()
+        sequences, skips = owners.astype(np.int32), segments[:, SegmentWord.SKIP]
+        counts = segments[:, SegmentWord.COUNT] - skips
+        first_rows = segments[:, SegmentWord.ROW] + skips
         groups = []
-        for low, high in pairwise(bounds):
+        for low, high in pairwise((0, *(last + 1 for last in changes), len(program))):
             if number := int(program[low]):
-                own, skip = segments[low:high], segments[low:high, SegmentWord.SKIP]
-                counts = own[:, SegmentWord.COUNT] - skip
+                own = sequences[low:high]
                 groups.append(
                     ProgramSegments(
                         self._programs[number],
-                        int(own[0, SegmentWord.DESTINATION]),
-                        owners[low:high],
-                        batch.slots[owners[low:high]],
-                        counts,
-                        own[:, SegmentWord.ROW] + skip,
-                        int(counts.sum()),
+                        int(segments[low, SegmentWord.DESTINATION]),
+                        own,
+                        batch.slots[own],
+                        counts[low:high],
+                        first_rows[low:high],
+                        int(counts[low:high].sum()),
                         None if offsets is None else offsets[low:high],
                     )
                 )
@@ -427,23 +456,22 @@ class RowPlanner:
     # -- the device --------------------------------------------------------------------------------
 
     def _write(self, layout: BatchLayout, start: int) -> None:
-        """Expand the layout into the plan; rows that no segment covers do nothing."""
+        """Expand the layout into the plan; rows behind it do nothing any more."""
         # What depends on tokens is chosen anew in each step.
         self._held = None if layout.chooses else (layout, start)
         self._counts_up = None
-        if not len(layout.segments) and not self._dirty:
+        if not layout.used and not self._dirty:
             return
         end = max(layout.tokens, self._dirty)
         segments = layout.on_device.get((start, end))
         if segments is None:
-            placed = layout.segments.copy()
-            placed[:, SegmentWord.DESTINATION] += start
-            blank = _blank_segments(_gaps(layout.segments, end))
-            segments = upload(np.concatenate([placed, blank]), self.taps.device)
+            placed = np.concatenate([layout.segments, _blank(layout.tokens, end)])
+            placed[: len(layout.segments), SegmentWord.DESTINATION] += start
+            segments = upload(placed, self.taps.device)
             if len(layout.on_device) < _PLACES:
                 layout.on_device[start, end] = segments
         self._expand(segments, layout.used | self._dirty_columns)
-        self._dirty = layout.tokens if len(layout.segments) else 0
+        self._dirty = layout.tokens if layout.used else 0
         self._dirty_columns = layout.used
 
     def _move(self, layout: BatchLayout, start: int) -> bool:
@@ -478,21 +506,9 @@ class RowPlanner:
         self._run(segments, self.taps.plan, used)
 
 
-def _blank_segments(gaps: Sequence[tuple[int, int]]) -> IntArray:
-    """Segments that make the rows of each `(row, count)` do nothing."""
-    blank = np.zeros((len(gaps), SEGMENT_WIDTH), np.int32)
-    if gaps:
-        blank[:, [SegmentWord.ROW, SegmentWord.COUNT]] = gaps
-        blank[:, COLUMN_WORDS] = NEUTRAL
+def _blank(row: int, end: int) -> IntArray:
+    """`[segments, SEGMENT_WIDTH]`, what makes the rows from `row` to before `end` do nothing."""
+    blank = np.zeros((int(end > row), SEGMENT_WIDTH), np.int32)
+    blank[:, [SegmentWord.ROW, SegmentWord.COUNT]] = row, end - row
+    blank[:, COLUMN_WORDS] = NEUTRAL
     return blank
-
-
-def _gaps(segments: IntArray, end: int) -> list[tuple[int, int]]:
-    """`(row, count)` of the stretches of rows below `end` that no segment covers."""
-    order = np.argsort(segments[:, SegmentWord.ROW])
-    begins = segments[order, SegmentWord.ROW]
-    ends = begins + segments[order, SegmentWord.COUNT]
-    gap_begin = np.concatenate([[0], ends])
-    gap_end = np.concatenate([begins, [end]])
-    chosen = gap_end > gap_begin
-    return list(zip(gap_begin[chosen], (gap_end - gap_begin)[chosen], strict=True))

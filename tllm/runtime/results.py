@@ -6,7 +6,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tllm.ports import RequestInfo, RequestResult
@@ -103,14 +103,13 @@ class Results:
         for owner in self._consumers.values():
             if owner.serves(sequence):
                 self._dispatcher.flush(owner)
-                info = replace(
-                    owner.info(sequence),
+                info = owner.info(sequence).having(
                     missing=_missing(sequence, owner.id),
                     actions=sequence.controlled and sequence.controlled.log(owner.id),
                 )
                 needs_tokens = call(owner, owner.consumer.needs_tokens_of, info.options)
                 if needs_tokens:
-                    info = replace(info, token_ids=sequence.token_ids)
+                    info = info.having(token_ids=sequence.token_ids)
                 if needs_tokens and sequence.token_ids is None and sequence.keep_results:
                     late = self._late.setdefault(info.prompt_id, {})
                     late.setdefault(owner.id, []).append(info)
@@ -155,7 +154,7 @@ class Results:
         for info in infos:
             given = tokens.get(info.sample_index)
             known = None if given is None else tuple(given)
-            result = self._ask(owner, replace(info, token_ids=known), step)
+            result = self._ask(owner, info.having(token_ids=known), step)
             self._slots.let_go(info.slot)
             if owner.error:
                 result = RequestResult(None, "error", owner.error)

@@ -155,6 +155,7 @@ class Slots:
 
     def __init__(self, max_sequences: int) -> None:
         self._sequences: dict[str, RunningSequence] = {}
+        self._slot_of: dict[str, int] = {}
         self._free = list(range(max_sequences - 1, -1, -1))
         #: How many consumers have still to hear of the end of the sequence that had the slot.
         self._held: Counter[int] = Counter()
@@ -241,6 +242,7 @@ class Slots:
         """Enter a sequence whose slot was taken."""
         slot = sequence.info.slot
         self._sequences[sequence.engine_id] = sequence
+        self._slot_of[sequence.engine_id] = slot
         self._asked.clear()
         self.by_slot[slot] = sequence
         self.prompt_len[slot] = sequence.info.prompt_len
@@ -323,7 +325,8 @@ class Slots:
 
     def remove(self, engine_id: str) -> None:
         """Forget a sequence and free its slot, unless that is held."""
-        slot = self._sequences.pop(engine_id).info.slot
+        del self._sequences[engine_id]
+        slot = self._slot_of.pop(engine_id)
         self.by_slot[slot] = None
         self.timelines.pop(slot, None)
         if slot not in self._held:
@@ -348,7 +351,6 @@ class Slots:
         for asked, slots in self._asked:
             if asked == engine_ids:
                 return slots
-        sequences = self._sequences
-        slots = np.fromiter((sequences[i].info.slot for i in engine_ids), np.int32, len(engine_ids))
+        slots = np.fromiter(map(self._slot_of.__getitem__, engine_ids), np.int32, len(engine_ids))
         self._asked = [(engine_ids, slots), *self._asked[: _MOST_BATCHES - 1]]
         return slots

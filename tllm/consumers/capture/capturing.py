@@ -19,9 +19,10 @@ import torch
 
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.activations import Activations, CapturedRows, Reduced, StageRows
-from tllm.consumers.capture.host_rows import Chunk, HostRows
+from tllm.consumers.capture.host_rows import HostRows
 from tllm.consumers.capture.landing import Landed, Landing, LandingPart
 from tllm.consumers.capture.reductions import Reductions, Taken, sequence_key
+from tllm.consumers.capture.unsorted_rows import Chunk
 from tllm.cuda_streams import CurrentStream
 from tllm.inference_mode import in_inference_mode
 from tllm.ports import (
@@ -322,7 +323,7 @@ class Capturing(Consumer):
             kind, landed = cast(tuple[_Kind, Landed | None], attached)
             if meta.requests is not self._requests:
                 self._requests = meta.requests
-                self._sequences = [sequence_key(request) for request in meta.requests]
+                self._sequences = list(map(sequence_key, meta.requests))
             chunk = Chunk(
                 self._sequences, meta.request_index, meta.positions, tensors["rows"], landed
             )

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from tllm.consumers.by_sequence import by_sequence
 from tllm.consumers.capture.activations import CapturedRows
-from tllm.consumers.capture.landing import Landed, Slab, is_grouped, runs_by_file, runs_of
-from tllm.consumers.capture.row_copier import RowCopier, RowCopy
+from tllm.consumers.capture.landing import Slab, runs_by_file, runs_of
+from tllm.consumers.capture.row_copier import RowCopier, RowCopy, as_bytes
+from tllm.consumers.capture.unsorted_rows import NOBODY, Chunk, Owners, UnsortedRows
 from tllm.ports import in_order
 from tllm.result_memory import ResultMemory
 from tllm.stores.queue import SpilledRows, SpillFile
@@ -24,70 +23,7 @@ IntArray = npt.NDArray[np.int32]
 _CHUNKS, _CHUNK_BYTES = 32, 128 << 20
 """What is sorted in one go: more would wait for longer than the next steps take."""
 
-
-@dataclass(frozen=True, eq=False)
-class Chunk:
-    """Rows of one step.
-
-    Attributes:
-        sequences: whose they are.
-        index: `[rows]`, which of `sequences`.
-        positions: `[rows]`.
-        rows: `[rows, places, hidden]`.
-        landed: how they lie in memory for results; None where they do not.
-    """
-
-    sequences: Sequence[Hashable]
-    index: IntArray
-    positions: IntArray
-    rows: torch.Tensor
-    landed: Landed | None = None
-
-    @property
-    def lies_together(self) -> bool:
-        """Whether it has many rows of few sequences, which lie together already."""
-        if self.landed is not None:
-            return self.landed.slab is None
-        return len(self.positions) > 4 * len(self.sequences) and is_grouped(self.index)
-
-    def of(self, sequence: Hashable) -> Chunk | None:
-        """The rows of one sequence; None where it has none."""
-        if sequence not in self.sequences:
-            return None
-        at = np.flatnonzero(self.index == self.sequences.index(sequence))
-        if not len(at):
-            return None
-        first, stop = int(at[0]), int(at[-1]) + 1
-        where = slice(first, stop) if stop - first == len(at) else at
-        return Chunk((sequence,), _NONE, self.positions[where], self.rows[where], self.landed)
-
-
-_NONE = np.zeros(0, np.int32)
-
-
-@dataclass(eq=False)
-class _Unsorted:
-    """Chunks as they came, and the bytes of their rows.
-
-    Attributes:
-        taken: sequences whose rows were taken since.
-        looked_at: in how many chunks it was looked for their rows.
-    """
-
-    chunks: list[Chunk] = field(default_factory=list)
-    nbytes: int = 0
-    taken: set[Hashable] = field(default_factory=set)
-    looked_at: int = 0
-
-    def has_any(self, sequences: Sequence[Hashable]) -> bool:
-        """Whether there may be rows of any of these."""
-        return any(each in chunk.sequences for chunk in self.chunks for each in sequences)
-
-    def forget_taken(self) -> None:
-        """Of some chunks all rows were taken."""
-        left = [chunk for chunk in self.chunks if not self.taken.issuperset(chunk.sequences)]
-        if len(left) < len(self.chunks):
-            self.chunks, self.nbytes = left, sum(chunk.rows.nbytes for chunk in left)
+_NO_NUMBERS: Owners = np.zeros(0, np.int64)
 
 
 @dataclass(eq=False)
@@ -136,8 +72,13 @@ class HostRows:
         self._leave = leave
         self._spill = spill
         self._copier = RowCopier()
-        self._unsorted: dict[Hashable, _Unsorted] = {}
+        self._unsorted: dict[Hashable, UnsortedRows] = {}
         self._pieces: dict[Hashable, _Pieces] = {}
+        # Of sequences that have rows that are not sorted.
+        self._numbers: dict[Hashable, int] = {}
+        self._sequences: dict[int, Hashable] = {}
+        self._next = 0
+        self._numbered: tuple[Sequence[Hashable], Owners] = (), _NO_NUMBERS  # of the last chunk
         self.held = 0
         self.dropped = 0
         self.spilled = 0
@@ -152,14 +93,14 @@ class HostRows:
         several = len(chunk.positions) > len(chunk.sequences)
         unsorted = self._unsorted.get(kind)
         if (several or chunk.landed is not None) and chunk.lies_together:
-            if unsorted is not None and unsorted.has_any(chunk.sequences):
+            known = [n for s in chunk.sequences if (n := self._numbers.get(s)) is not None]
+            if unsorted is not None and known and unsorted.has_any(known):
                 self.sort(kind)  # of two rows of one position the later counts
             self._copier.run(self._cut(chunk))
             return
         if unsorted is None:
-            unsorted = self._unsorted[kind] = _Unsorted()
-        unsorted.chunks.append(chunk)
-        unsorted.nbytes += size
+            unsorted = self._unsorted[kind] = UnsortedRows()
+        unsorted.add(chunk, self._numbers_of(chunk.sequences)[chunk.index])
         if len(unsorted.chunks) >= _CHUNKS or unsorted.nbytes >= _CHUNK_BYTES:
             self.sort(kind)
 
@@ -169,16 +110,28 @@ class HostRows:
         if unsorted is None:
             return
         copies: list[RowCopy] = []
-        slabs = [chunk.landed and chunk.landed.slab for chunk in unsorted.chunks]
-        for slab, pairs in groupby(zip(slabs, unsorted.chunks, strict=True), itemgetter(0)):
-            chunks = [chunk for _, chunk in pairs]
-            if slab is not None:
-                self._give_slab(slab, chunks)
+        for chunks, owners in unsorted.runs():
+            landed = chunks[0].landed
+            if landed is not None and landed.slab is not None:
+                self._give_slab(landed.slab, chunks, owners)
             else:
-                copies += self._sort_small(chunks)
+                copies += self._sort_small(chunks, owners)
         self._copier.run(copies)
-        for sequence in unsorted.taken:
-            self._pieces.pop(sequence, None)
+
+    def _numbers_of(self, sequences: Sequence[Hashable]) -> Owners:
+        """`[sequences]`, by which their unsorted rows are known. Those of a steady batch, which are
+        one object, are looked up once."""
+        if sequences is not self._numbered[0]:
+            numbers = []
+            for sequence in sequences:
+                number = self._numbers.get(sequence)
+                if number is None:
+                    number = self._numbers[sequence] = self._next
+                    self._sequences[number] = sequence
+                    self._next += 1
+                numbers.append(number)
+            self._numbered = sequences, np.array(numbers, np.int64)
+        return self._numbered[1]
 
     def take(self, kind: Hashable, sequence: Hashable) -> tuple[CapturedRows | None, str]:
         """All rows of a sequence, by position (None when there are none), and what is missing."""
@@ -201,37 +154,45 @@ class HostRows:
     def _sort_own(self, kind: Hashable, sequence: Hashable) -> None:
         """Give a sequence its rows of the chunks so far; the others theirs, too, where that is no
         more work than to look for those of each that ends."""
+        number = self._numbers.pop(sequence, None)
+        if number is None:
+            return
+        self._numbered = (), _NO_NUMBERS
         unsorted = self._unsorted.get(kind)
-        if unsorted is None:
-            return
-        unsorted.looked_at += len(unsorted.chunks)
-        if unsorted.looked_at > len(unsorted.chunks[-1].sequences):
+        if unsorted is not None and unsorted.takes <= 2 * len(unsorted.chunks):
+            own = unsorted.take(number)
+            for stays, parts in groupby(own, lambda part: part[0].landed is not None):
+                self._give_own(self._pieces.setdefault(sequence, _Pieces()), list(parts), stays)
+            if not any(unsorted.chunks):
+                del self._unsorted[kind]
+        else:
             self.sort(kind)
-            return
-        found = (chunk.of(sequence) for chunk in unsorted.chunks)
-        if own := [chunk for chunk in found if chunk is not None]:
-            pieces = self._pieces.setdefault(sequence, _Pieces())
-            for stays, chunks in groupby(own, lambda chunk: chunk.landed is not None):
-                if stays:
-                    for chunk in chunks:
-                        self._append(pieces, chunk.positions, chunk.rows)
-                else:
-                    self._copy_out(pieces, list(chunks))
-        unsorted.taken.add(sequence)
-        unsorted.forget_taken()
-        if not unsorted.chunks:
-            del self._unsorted[kind]
+        del self._sequences[number]
 
-    def _copy_out(self, pieces: _Pieces, own: Sequence[Chunk]) -> None:
-        """Give a sequence copies of its own rows."""
-        count, first = sum(len(chunk.positions) for chunk in own), own[0].rows
-        rows = self._memory.empty((count, *first.shape[1:]), first.dtype)
-        begin, copies = 0, []
-        for chunk in own:
-            copies.append(RowCopy(rows, begin, chunk.rows))
-            begin += len(chunk.positions)
-        self._copier.run(copies)
-        self._append(pieces, np.concatenate([chunk.positions for chunk in own]), rows)
+    def _give_own(
+        self, pieces: _Pieces, parts: Sequence[tuple[Chunk, list[int]]], stays: bool
+    ) -> None:
+        """Give a sequence its own rows of some chunks: copies, unless they stay where they are."""
+        positions = [chunk.positions[rows] for chunk, rows in parts]
+        if stays:
+            for (chunk, rows), where in zip(parts, positions, strict=True):
+                self._append(pieces, where, chunk.rows[rows[0] : rows[-1] + 1])
+            return
+        first, joined = parts[0][0].rows, np.concatenate(positions)
+        own = self._memory.empty((len(joined), *first.shape[1:]), first.dtype)
+        self._append(pieces, joined, own)
+        if self._copier.shares(own.nbytes):
+            begin, copies = 0, []
+            for chunk, rows in parts:
+                copies.append(RowCopy(own, begin, chunk.rows[rows]))
+                begin += len(rows)
+            self._copier.run(copies)
+            return
+        target, at = as_bytes(own), 0
+        for chunk, rows in parts:
+            for row in rows:
+                target[at] = chunk.data[row]
+                at += 1
 
     def take_before(self, sequence: Hashable, position: int, most: int) -> CapturedRows | None:
         """The sorted rows of a running sequence before a position, with their positions at most so
@@ -335,33 +296,37 @@ class HostRows:
                 self._append(pieces, chunk.positions[low:high], rows[low - first : high - first])
         return copies
 
-    def _give_slab(self, slab: Slab, chunks: Sequence[Chunk]) -> None:
+    def _give_slab(self, slab: Slab, chunks: Sequence[Chunk], owners: Owners) -> None:
         """Give the sequences their rows of consecutive steps: nothing is copied."""
         landed = chunks[0].landed
         assert landed is not None
         positions = np.stack([chunk.positions for chunk in chunks], 1)
         steps = slab.rows[:, landed.step : landed.step + len(chunks)]
-        for sequence, where, rows in zip(chunks[0].sequences, positions, steps, strict=True):
-            self._append(self._pieces.setdefault(sequence, _Pieces()), where, rows)
+        for number, where, rows in zip(
+            owners[: len(positions)].tolist(), positions, steps, strict=True
+        ):
+            if number != NOBODY:
+                pieces = self._pieces.setdefault(self._sequences[number], _Pieces())
+                self._append(pieces, where, rows)
 
-    def _sort_small(self, chunks: Sequence[Chunk]) -> list[RowCopy]:
+    def _sort_small(self, chunks: Sequence[Chunk], owners: Owners) -> list[RowCopy]:
         """As `_cut`, for chunks whose rows do not lie together."""
-        if not chunks:
-            return []
-        bundles = [(chunk.sequences, chunk.index) for chunk in chunks]
-        order, sequences = by_sequence(bundles, lambda each: each)
+        order = np.argsort(owners, kind="stable")
+        order = order[np.searchsorted(owners[order], NOBODY, side="right") :]
         positions = np.concatenate([chunk.positions for chunk in chunks])[order]
-        # Copied once, out of the page-locked memory that the next steps need.
-        rows = self._memory.empty((len(order), *chunks[0].rows.shape[1:]), chunks[0].rows.dtype)
-        place = np.empty_like(order)
+        # Copied once, out of the page-locked memory that the next steps need. Rows that nobody has
+        # go behind all others, into the place of one.
+        shape, count = chunks[0].rows.shape[1:], len(order) + (len(order) < len(owners))
+        rows = self._memory.empty((count, *shape), chunks[0].rows.dtype)
+        place = np.full(len(owners), len(order))
         place[order] = np.arange(len(order))
         begin, copies = 0, []
         for chunk in chunks:
             end = begin + len(chunk.positions)
             copies.append(RowCopy(rows, place[begin:end], chunk.rows))
             begin = end
-        for sequence, low, high in sequences:
-            pieces = self._pieces.setdefault(sequence, _Pieces())
+        for low, high in runs_of(owners[order]):
+            pieces = self._pieces.setdefault(self._sequences[int(owners[order[low]])], _Pieces())
             self._append(pieces, positions[low:high], rows[low:high])
         return copies
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -212,6 +213,5 @@ def _rows(rows: torch.Tensor, at: npt.NDArray[np.int64], ctx: ConsumerContext) -
     return rows[ctx.upload(at)]
 
 
-def sequence_key(request: RequestInfo) -> tuple[str, int]:
-    """What tells running sequences apart; slots have new owners too soon."""
-    return request.prompt_id, request.sample_index
+sequence_key: Callable[[RequestInfo], tuple[str, int]] = attrgetter("prompt_id", "sample_index")
+"""What tells running sequences apart; slots have new owners too soon."""

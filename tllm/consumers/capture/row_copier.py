@@ -48,12 +48,16 @@ class RowCopier:
         self._count = threads or max(1, min(8, len(os.sched_getaffinity(0)) // 2))
         self._threads: ThreadPoolExecutor | None = None
 
+    def shares(self, nbytes: int) -> bool:
+        """Whether several threads copy so many bytes."""
+        return self._count > 1 and nbytes >= 2 * _PIECE
+
     def run(self, copies: Sequence[RowCopy]) -> None:
         """Make the copies. Their targets must not overlap."""
         total = sum(copy.source.nbytes for copy in copies)
         most = max(_PIECE, total // (_SHARES * self._count))
         pieces = [piece for copy in copies for piece in _pieces(copy, most)]
-        if self._count == 1 or total < 2 * _PIECE:
+        if not self.shares(total):
             _copy_all(pieces)
             return
         if self._threads is None:
@@ -73,7 +77,7 @@ _Piece = tuple[_Bytes, npt.NDArray[np.int64] | slice, _Bytes]
 
 def _pieces(copy: RowCopy, most: int) -> Iterator[_Piece]:
     """A copy in parts of so many bytes at most, if a row has no more."""
-    target, source = _as_bytes(copy.target), _as_bytes(copy.source)
+    target, source = as_bytes(copy.target), as_bytes(copy.source)
     rows = max(1, most // max(1, source.shape[1]))
     for low in range(0, len(source), rows):
         part = source[low : low + rows]
@@ -104,6 +108,7 @@ def _copy_all(pieces: Sequence[_Piece]) -> None:
         target[at] = source
 
 
-def _as_bytes(rows: torch.Tensor) -> _Bytes:
+def as_bytes(rows: torch.Tensor) -> _Bytes:
+    """`[rows, bytes]`, the same memory where they are contiguous."""
     flat: _Bytes = rows.contiguous().view(torch.uint8).numpy()
     return flat.reshape(len(rows), rows.numel() // max(1, len(rows)) * rows.element_size())
