@@ -196,19 +196,20 @@ class Steady:
             max_programs=64,
             add_rows=2 * self.batch,
         )
-        newer: dict[str, Any] = {
+        # What some commits take, and others do not.
+        more: dict[str, Any] = {
             "max_patch_bytes": 0,
             "max_patch_host_bytes": 0,
             "max_positions": 2048,
+            "drafts": False,
         }
-        newer = {name: newer[name] for name in newer.keys() & signature(Session).parameters.keys()}
+        more = {name: more[name] for name in more.keys() & signature(Session).parameters.keys()}
         self.session = Session(
             taps,
             lambda site, layer: (HookPoint.parse(site), layer),
             ModelView(HIDDEN, self.layers, 10, torch.float32, cpu, None, None, None, self.batch),
             lm_head=None,
             samples=True,
-            drafts=False,
             max_sequences=self.batch,
             max_programs=64,
             steering_rows=2 * self.batch,
@@ -216,7 +217,7 @@ class Steady:
             ring_rows=4 * self.batch * self.layers,
             max_ring_rows=4 * self.batch * self.layers,
             overflow="block",
-            **newer,
+            **more,
         )
         consumers = _consumers(self.layers)
         if self.case in consumers:

@@ -27,9 +27,11 @@ from engine.drafters import DRAWN
 from engine.drafting import INTERPRETED, METHODS, ON_V2, DraftedModel, beyond_interpreting
 from engine.recorder import Recorder
 from engine.reference import HIDDEN, Addition, GatedChange, PatchedRow, Reference
-from engine.test_controllers import Watch
+from engine.test_controllers import Gate, Watch, ends_of, watched
 from engine.test_remembering import after, following, rest
 from engine.test_remembering import of_prompt as of_prompt_rows
+from engine.test_stopping import AT as WATCHED
+from engine.test_stopping import WHEN, P
 from tllm.consumers.base import Consumer
 from tllm.consumers.capture.filesystem import FilesystemConsumer
 from tllm.consumers.esamp import ESampConsumer
@@ -779,9 +781,115 @@ def fires_above_half(scores):
     return (scores[0] > 0.5).float()
 
 
-def test_what_is_decided_by_rows_of_drafts_is_refused(drafting):
-    with pytest.raises(ValueError, match="with speculative decoding: rows of drafted tokens"):
-        drafting.register_consumer(Watch())
+def edges_of(reference, outputs):
+    """For each sample a threshold that one to four of its rows are above."""
+    found = []
+    for number, output in enumerate(outputs):
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+        _, states = reference.run(tokens, [WATCHED])
+        ordered = (states[WATCHED] @ P)[len(output.prompt_token_ids) : -1].sort().values
+        at = len(ordered) - 1 - number % 4
+        found.append(float((ordered[at] + ordered[at - 1]) / 2))
+    return found
+
+
+@beyond_interpreting
+def test_a_rule_in_python_ends_a_sample_where_a_condition_does(drafting, reference, drafts):
+    """Also where that token is followed by others that came true in the same pass."""
+    prompts = prompts_of(LENGTHS, seed=23)
+    edges = edges_of(reference, generate(drafting, prompts, few(36)))
+    asked = [few(36, stop_when={**WHEN, "above": edge}) for edge in edges]
+    declared = ends_of(generate(drafting, prompts, asked))
+    drafting.register_consumer(Watch("same_step"))
+    outputs = generate(drafting, prompts, [few(36, **watched(edge)) for edge in edges])
+    assert ends_of(outputs) == declared
+    assert {reason for _, reason, _ in declared} == {"stop"}
+    for output in outputs:
+        (sample,) = output.outputs
+        last = len(output.prompt_token_ids) + len(sample.token_ids) - 1
+        note, stop = sample.consumer_results["watch"].payload.actions
+        assert (note.position, note.data["at"]) == (last, last)
+        assert (stop.position, stop.acts_from, stop.lag_steps) == (last, last, 0)
+    least = [few(36, min_tokens=9, **watched(edge)) for edge in edges]
+    for output, (tokens, _, _) in zip(generate(drafting, prompts, least), declared, strict=True):
+        (sample,) = output.outputs
+        assert list(sample.token_ids)[: len(tokens)] == tokens
+        assert len(sample.token_ids) == max(9, len(tokens))
+        assert sample.stop_reason == "turned"
+    drafts.assert_some_came_true()
+
+
+@beyond_interpreting
+@pytest.mark.parametrize("window", ["next_step", "background"])
+def test_a_rule_in_python_ends_a_sample_in_a_later_pass(drafting, reference, drafts, window):
+    prompts = prompts_of(LENGTHS, seed=23)
+    plain = generate(drafting, prompts, few(36))
+    edges = edges_of(reference, plain)
+    drafting.register_consumer(Watch(window))
+    outputs = generate(drafting, prompts, [few(36, **watched(edge)) for edge in edges])
+    lags = set()
+    for output, whole in zip(outputs, plain, strict=True):
+        (sample,) = output.outputs
+        kept = list(sample.token_ids)
+        assert kept == list(whole.outputs[0].token_ids)[: len(kept)]
+        if sample.finish_reason == "length":
+            continue
+        assert sample.stop_reason == "turned"
+        stops = [a for a in sample.consumer_results["watch"].payload.actions if a.action == "stop"]
+        last = len(output.prompt_token_ids) + len(kept) - 1
+        assert stops[0].acts_from == last > stops[0].position
+        assert all(each.acts_from is None for each in stops[1:])
+        lags.add(stops[0].lag_steps)
+    assert lags == {1} if window == "next_step" else lags
+    drafts.assert_some_came_true()
+
+
+@pytest.mark.parametrize("lasts", [None, 1], ids=["to the end", "for a token"])
+def test_a_rule_in_python_steers_from_the_next_pass_on(drafting, reference, drafts, lasts):
+    """Which token that is, it says itself; rows and tokens are those of a model that is changed
+    there."""
+    prompts = prompts_of(LENGTHS[: 2 if INTERPRETED else None], seed=29)
+    edges = edges_of(reference, generate(drafting, prompts, few(12)))
+    drafting.register_consumer(Gate())
+    vectors = {AT[0]: {str(AT[1]): (0.3 * V).tolist()}}
+    capture = {"memory": {"hooks": {AT[0]: [AT[1]]}}}
+    count = 10 if INTERPRETED else 40
+    outputs = generate(
+        drafting,
+        prompts,
+        [
+            few(count, capture=capture, **watched(edge, vectors=vectors, tokens=lasts))
+            for edge in edges
+        ],
+    )
+    additions = {}
+    for output in outputs:
+        result = output.outputs[0].consumer_results.get("watch")
+        actions = [] if result is None else result.payload.actions
+        acted = [each for each in actions if each.acts_from is not None]
+        assert all(each.acts_from > each.position and each.lag_steps == 1 for each in acted)
+        begins = sorted({each.acts_from for each in acted})
+        if lasts is None:
+            additions[output.request_id] = [
+                Addition(AT, 0.3 * V, start=each) for each in begins[:1]
+            ]
+        else:
+            additions[output.request_id] = [
+                Addition(AT, 0.3 * V, start=each, stop=each + 1) for each in begins
+            ]
+    assert sum(map(bool, additions.values())) > len(prompts) / 2
+    assert_greedy(outputs, reference, additions)
+    for output in outputs:
+        tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+        _, states = reference.run(tokens, [AT], additions=additions[output.request_id])
+        rows = output.activations[AT[0]][AT[1]]
+        assert rows.positions.tolist() == list(range(len(tokens)))
+        norms = states[AT].norm(dim=-1)
+        assert ((rows.tensor - states[AT]).norm(dim=-1) <= RELATIVE * norms).all()
+    generate(drafting, [[1]], few(2))
+    (stats,) = drafting.intervention_stats()
+    assert stats["steering_configurations"] == 0 and stats["running_sequences"] == 0
+    drafts.assert_some_came_true()
 
 
 def test_a_consumer_that_comes_while_sequences_run_sees_them_where_they_are(

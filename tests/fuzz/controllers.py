@@ -75,10 +75,20 @@ CONTROLLERS: Mapping[str, Controller] = {each.consumer_id: each for each in made
 
 def controllers(pick: Random, ask: Ask) -> None:
     """What a request asks of one or two of them."""
+    _ask(pick, ask, [*CONTROLLERS])
+
+
+def controllers_of_drafts(pick: Random, ask: Ask) -> None:
+    """The same, of those that do as a condition does where tokens are drafted: what steers begins
+    with the next pass, which may be some tokens later."""
+    _ask(pick, ask, [name for name, each in CONTROLLERS.items() if each.does != "steer"])
+
+
+def _ask(pick: Random, ask: Ask, names: list[str]) -> None:
     if ask.guided:  # its rows are compared as those of a prompt
         return
     free = _free_places(ask)
-    for name in pick.sample([*CONTROLLERS], pick.randint(1, 2)):
+    for name in pick.sample(names, pick.randint(1, 2)):
         does = CONTROLLERS[name].does
         # The selection of a request is none of a controller's; and it does not forget a stop that
         # came before there were tokens enough, as a condition does.

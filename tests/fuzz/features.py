@@ -13,7 +13,7 @@ from engine.reference import HIDDEN, LAYERS, VOCAB
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from fuzz.asks import Ask
-from fuzz.controllers import controlled, controllers
+from fuzz.controllers import controlled, controllers, controllers_of_drafts
 from fuzz.gates import SAE, end_all, gate_all, remembers
 from fuzz.patches import patch
 from tllm.spec.selection import Selection
@@ -422,6 +422,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("patches", 0.25, patch),
     Feature("esamp", 0.2, _esamp, needs="undrafted"),
     Feature("controllers", 0.25, controllers, needs="undrafted"),
+    Feature("controllers", 0.25, controllers_of_drafts, needs="drafted"),
     Feature("endings", 0.25, end_all),
     Feature("probe", 0.3, _probe),
     Feature("features", 0.2, _features),

@@ -45,16 +45,17 @@ def consumers(root: Path, drafted: bool = False) -> list[Consumer]:
 
     Args:
         root: folder for the store.
-        drafted: leave out those that an engine which drafts tokens refuses.
+        drafted: leave out the one that an engine which drafts tokens refuses.
     """
     found = [
         FilesystemConsumer(root, publish_interval=0.05),
         ProbeConsumer(PROBE[0], PROBE[1]),
         LoggingConsumer(layers="0-3"),
         SaeConsumer(save_autoencoder(root.with_name("autoencoder")), top_k=5),
+        *made(),
     ]
     if not drafted:
-        found += [ESampConsumer(ESampConsumerConfig(rank=4, slots=2)), *made()]
+        found.append(ESampConsumer(ESampConsumerConfig(rank=4, slots=2)))
     return found
 
 

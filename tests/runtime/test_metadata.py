@@ -12,7 +12,7 @@ import torch
 
 from tllm.ports import PerToken, RequestInfo, RowMeta
 from tllm.runtime import transfer
-from tllm.runtime.read_rows import join_meta, split_meta
+from tllm.runtime.read_rows import ReadRows, join_meta, split_meta
 from tllm.runtime.transfer import DeliveryThread
 
 
@@ -190,3 +190,23 @@ class TestDeliveryThread:
         thread.submit(lambda: chosen.append("job"))
         thread.close()
         assert chosen == [(device, "jobs"), "job"]
+
+
+def test_rows_of_a_step_with_drafts_are_handed_out_as_without():
+    """Prompts' rows with the first generated one of each sequence, then the second of each."""
+    lengths = [5, 2, 3]
+    requests = tuple(
+        RequestInfo(str(n), str(n), 0, 1, n, length) for n, length in enumerate(lengths)
+    )
+    owner = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2], np.int32)
+    positions = np.array([3, 4, 5, 6, 9, 10, 11, 0, 1], np.int32)
+    described = RowMeta(requests, owner, positions, np.zeros(len(owner), np.int64))
+    rows = ReadRows({"rows": torch.from_numpy(100 * owner + positions)}, described, 0)
+    turns = [turn.parts["rows"].tolist() for turn in rows.in_turns()]
+    assert turns == [[3, 4, 5, 109, 200, 201], [6, 110], [111]]
+    assert [[r.request_id for r in turn.meta.requests] for turn in rows.in_turns()][1:] == [
+        ["0", "1"],
+        ["1"],
+    ]
+    (alone,) = rows.select(np.array([0, 1, 2, 4, 7])).in_turns()
+    assert alone.parts["rows"].tolist() == [3, 4, 5, 109, 200]

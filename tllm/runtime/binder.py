@@ -18,7 +18,6 @@ class Binder:
             `ValueError` with what the model has.
         samples: whether this rank samples tokens.
         refusal: why candidates cannot be guided here, if they cannot.
-        drafts: whether tokens are drafted (speculative decoding).
     """
 
     def __init__(
@@ -29,14 +28,12 @@ class Binder:
         *,
         samples: bool,
         refusal: str | None,
-        drafts: bool,
     ) -> None:
         self._taps = taps
         self._resolve = resolve
         self._model = model
         self._samples = samples
         self._refusal = refusal
-        self._drafts = drafts
 
     def reads_here(self, flow: ConsumerFlow) -> tuple[PortRead, ...] | None:
         """A flow's reads as this rank has them. None: the flow belongs to another rank.
@@ -83,11 +80,6 @@ class Binder:
                 f"Actions.write is not possible: this engine has {self._model.num_stages} pipeline "
                 "stages, which compute several steps at once; start it with "
                 "pipeline_parallel_size=1"
-            )
-        if self._drafts:
-            raise ValueError(
-                "Actions.write is not possible with speculative decoding: rows of drafted tokens "
-                "that are rejected would be decided by; leave out speculative_config"
             )
 
     def bound(

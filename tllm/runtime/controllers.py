@@ -19,6 +19,7 @@ from tllm.runtime.decided_actions import ActionCounts, ControlledSequence, Decid
 from tllm.runtime.decided_steering import DecidedGroups, DecidedSteering, NamedSteering
 from tllm.runtime.flows import BoundConsumer, BoundFlow
 from tllm.runtime.slots import RunningSequence, Slots
+from tllm.runtime.verdicts import Fired
 from tllm.spec.reading import scalar, whole_number
 from tllm.spec.selection import END
 from tllm.spec.tiers import Tiers
@@ -57,6 +58,22 @@ class SteeringDecision:
 _Read: TypeAlias = dict[int, Tiers]
 """What was read of the vectors of one decision, by the object that they were given as."""
 
+
+@dataclass(frozen=True, eq=False)
+class _Drawn:
+    """The rows that the tokens of a step are drawn from; arrays `[sequences]`.
+
+    Attributes:
+        rows: position of the first of each sequence.
+        drafts: how many drafted tokens follow, from each of which one is drawn, too.
+    """
+
+    engine_ids: list[str]
+    rows: IntArray
+    drafts: IntArray
+    step: int
+
+
 Failure: TypeAlias = tuple[str, str, str]
 """The engine's id of a sequence, a consumer whose `decide` raised, and what it raised."""
 
@@ -94,7 +111,8 @@ class Controllers:
         self._lock = threading.Lock()
         self._waiting: list[tuple[SteeringDecision, DecidedAction]] = []
         self._failed: list[Failure] = []
-        self._batch: tuple[list[str], IntArray, int] | None = None
+        self._batch: _Drawn | None = None
+        self._drafted: _Drawn | None = None
 
     def start(self, sequence: RunningSequence, steered_from: int | None) -> None:
         """A sequence begins that controllers may act on; see `ControlledSequence`."""
@@ -369,33 +387,49 @@ class Controllers:
             self._assignments.assign(sequence)
             let_go()
 
-    def begin(self, engine_ids: list[str], ends: IntArray, step: int) -> None:
-        """A step begins.
+    def begin(
+        self,
+        engine_ids: list[str],
+        starts: IntArray,
+        counts: IntArray,
+        drafts: IntArray | None,
+        step: int,
+    ) -> None:
+        """A step begins; arrays `[sequences]` as in `StepBatch`."""
+        if drafts is None:
+            drafts = np.zeros_like(counts)
+        self._batch = _Drawn(engine_ids, starts + counts - 1 - drafts, drafts, step)
 
-        Args:
-            ends: `[sequences]`, position after the last token that is computed of each.
-        """
-        self._batch = engine_ids, ends, step
-
-    def take_stops(self) -> Mapping[str, str]:
-        """Sequences of the step whose last token is the one that it draws from, and why."""
+    def take_stops(self) -> dict[str, Fired]:
+        """Sequences of the step whose last token is that of one of the rows that the step draws
+        from, and why: in a step that drafts, for each of these rows from the first that may be it.
+        Asked before the step's rows are handed out; `late_stops` has what is decided by them."""
         batch, self._batch = self._batch, None
-        if not self._stopping or batch is None:
-            return {}
-        engine_ids, ends, step = batch
-        found: dict[str, str] = {}
+        self._drafted = batch if batch is not None and batch.drafts.any() else None
+        return {} if batch is None else self._stops(batch)
+
+    def late_stops(self) -> dict[str, Fired]:
+        """The same, when the rows of a step that drafts are handed out."""
+        batch, self._drafted = self._drafted, None
+        return {} if batch is None else self._stops(batch)
+
+    def _stops(self, batch: _Drawn) -> dict[str, Fired]:
+        found: dict[str, Fired] = {}
         for engine_id, sequence in list(self._stopping.items()):
             if self._slots.get(engine_id) is not sequence:
                 del self._stopping[engine_id]
-            elif engine_id in engine_ids:
+            elif engine_id in batch.engine_ids:
                 stop = sequence.controlled.stop if sequence.controlled else None
                 assert stop is not None
-                row = int(ends[engine_ids.index(engine_id)]) - 1
+                number = batch.engine_ids.index(engine_id)
+                first, drafts = int(batch.rows[number]), int(batch.drafts[number])
                 # Nothing is drawn from a prompt that is not complete, nor from what is computed
                 # again.
-                if row >= max(stop.position, sequence.info.prompt_len - 1):
-                    found[engine_id] = stop.data["reason"]
-                    self._note_acted(stop, row, step)
+                row = max(first, stop.position, sequence.info.prompt_len - 1)
+                if row <= first + drafts:
+                    places = range(row - first, drafts + 1)
+                    found[engine_id] = tuple((place, stop.data["reason"]) for place in places)
+                    self._note_acted(stop, row, batch.step)
         return found
 
     def _note_acted(self, decided: DecidedAction, position: int, step: int) -> None:

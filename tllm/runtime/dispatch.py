@@ -267,6 +267,9 @@ class Dispatcher:
             rows = ReadRows.joined([piece.read(flow, frame) for piece in group])
             if every > 1:
                 flow.held.append(rows.kept())
+            elif flow.flow.actions and frame.batch.drafts is not None:
+                for turn in rows.in_turns():
+                    self._call_with_bundles(flow, turn)
             else:
                 self._call_with_bundles(flow, rows)
         if every > 1:

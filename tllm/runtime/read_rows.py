@@ -11,6 +11,7 @@ import torch
 
 from tllm.ports import RequestInfo, RowMeta
 from tllm.runtime.transfer import upload
+from tllm.spec.selection import END
 
 Roles: TypeAlias = str | tuple[str, ...]
 """Of one entry of a bundle, or of several that are one tensor `[rows, roles, hidden]` until the
@@ -53,6 +54,19 @@ class ReadRows:
         if order is not None:
             parts = _selected(parts, order)
         return ReadRows(parts, meta, several[0].phase)
+
+    def in_turns(self) -> Iterator[ReadRows]:
+        """Where a step has several rows of generated tokens of a sequence: the first of each, with
+        the prompts' rows, then the second of each, and so on."""
+        owner, positions = self.meta.request_index, self.meta.positions
+        prompt_lens = np.array([request.prompt_len for request in self.meta.requests])
+        generated = positions >= prompt_lens[owner]
+        first = np.full(len(prompt_lens), END)
+        np.minimum.at(first, owner[generated], positions[generated])
+        turn = np.where(generated, positions - first[owner], 0)
+        for number in range(int(turn.max(initial=0)) + 1):
+            rows = np.flatnonzero(turn == number)
+            yield self if len(rows) == len(turn) else self.select(rows)
 
     def divided(
         self, bundle_key: Sequence[str], max_rows: int

@@ -43,7 +43,6 @@ class Session:
         lm_head: None on a pipeline rank without it, or a string that says why candidates
             cannot be projected on it.
         samples: whether this rank samples tokens.
-        drafts: whether tokens are drafted (speculative decoding).
         max_sequences: the most that run at once.
         max_positions: the most tokens of a sequence.
         steering_rows, steering_vectors: distinct steering configurations, and vectors, to make room
@@ -72,7 +71,6 @@ class Session:
         *,
         lm_head: LmHead | str | None,
         samples: bool,
-        drafts: bool,
         max_sequences: int,
         max_positions: int,
         max_programs: int,
@@ -113,7 +111,7 @@ class Session:
             by_id,
             slots,
             model,
-            binder=Binder(taps, resolve, model, samples=samples, refusal=refusal, drafts=drafts),
+            binder=Binder(taps, resolve, model, samples=samples, refusal=refusal),
             additions=Additions(taps, slots),
             assignments=self._assignments,
             controllers=Controllers(slots, decided, self._assignments, share),

@@ -24,7 +24,7 @@ from tllm.runtime.sampling import SamplerStep
 from tllm.runtime.slots import Slots
 from tllm.runtime.step_flows import NO_HANDOVERS, StepFlows
 from tllm.runtime.transfer import upload
-from tllm.runtime.verdicts import BrokenVerdicts, StepVerdicts, StoppedSequences
+from tllm.runtime.verdicts import BrokenVerdicts, Fired, StepVerdicts, StoppedSequences
 
 Decide: TypeAlias = Callable[[], tuple[IntArray, IntArray]]
 """Waits until it is known which drafted tokens of a step are accepted. Position of the first token
@@ -108,6 +108,8 @@ class Steps:
         self._undecided: deque[_Undecided] = deque()
         self._flows = StepFlows()
         self._handovers: Mapping[BoundFlow, Handover] = NO_HANDOVERS
+        #: What controllers stop in a step whose rows were not handed out yet.
+        self._stopped: dict[str, Fired] | None = None
 
     @property
     def idle(self) -> bool:
@@ -258,7 +260,7 @@ class Steps:
             self._means.begin(slots, starts, counts)
         self._verdicts.begin(engine_ids, slots, starts, counts, drafts)
         if self._controllers.acting:
-            self._controllers.begin(engine_ids, starts + counts, self._consumers.step)
+            self._controllers.begin(engine_ids, starts, counts, drafts, self._consumers.step)
         self._taps.commit()
         if frame is not None and observed:
             self._observe(frame)
@@ -511,7 +513,10 @@ class Steps:
         if self._means.waiting:
             self._means.judge()
         verdicts, stopped = self._verdicts.take(), self._controllers.take_stops()
-        if stopped:
+        frame = self._frame
+        if frame is not None and frame.undecided and self._controllers.acting:
+            self._stopped = stopped  # what is decided by its rows comes when they are handed out
+        if stopped or self._stopped is not None:
             verdicts = StoppedSequences(stopped, verdicts)
         if not self._broken.watching:
             return verdicts
@@ -532,6 +537,7 @@ class Steps:
             self._assignments.note_not_finite()
         if self._undecided:
             if not wait:
+                self._stopped = None  # what its rows decide acts in a later step
                 return
             while self._undecided:
                 self._decide_first()
@@ -545,8 +551,9 @@ class Steps:
         Args:
             flows: of an earlier step than the one that runs.
         """
-        handovers = NO_HANDOVERS
+        handovers, stopped = NO_HANDOVERS, None
         if flows is None:
+            stopped, self._stopped = self._stopped, None
             if frame.nowhere:  # the engine raised before it was known: no row is anybody's
                 frame.decide(np.zeros_like(frame.batch.counts))
                 self._drafting = None
@@ -560,6 +567,8 @@ class Steps:
         ready = flows.ready(frame) if flows.want_targets else flows.after
         if ready:
             self._dispatcher.after_sampling(ready, frame, handovers)
+        if stopped is not None:
+            stopped.update(self._controllers.late_stops())
         for owner in self._consumers.by_id.values():
             if owner.hears_step_end:
                 context = owner.context.at(frame.step)

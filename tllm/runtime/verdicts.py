@@ -108,19 +108,20 @@ class StoppedSequences(StepVerdicts):
     """What controllers stopped in one step, with what was judged in it.
 
     Args:
-        reasons: by the engine's id of each that ends with the row that its token is drawn from.
+        stopped: by the engine's id of each sequence that ends. In a step that drafts, what is
+            decided by its rows is added when these are handed out.
         judged: None for nothing.
     """
 
-    def __init__(self, reasons: Mapping[str, str], judged: StepVerdicts | None) -> None:
-        self._reasons = reasons
+    def __init__(self, stopped: Mapping[str, Fired], judged: StepVerdicts | None) -> None:
+        self._stopped = stopped
         self._others = judged
 
     def wait(self) -> Mapping[str, Fired]:
         # Conditions come before controllers.
         found = {} if self._others is None else dict(self._others.wait())
-        for engine_id, reason in self._reasons.items():
-            found[engine_id] = (*found.get(engine_id, ()), (0, reason))
+        for engine_id, fired in self._stopped.items():
+            found[engine_id] = (*found.get(engine_id, ()), *fired)
         return found
 
 
