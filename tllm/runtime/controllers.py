@@ -112,7 +112,7 @@ class Controllers:
         self._waiting: list[tuple[SteeringDecision, DecidedAction]] = []
         self._failed: list[Failure] = []
         self._batch: _Drawn | None = None
-        self._drafted: _Drawn | None = None
+        self._told: _Drawn | None = None
 
     def start(self, sequence: RunningSequence, steered_from: int | None) -> None:
         """A sequence begins that controllers may act on; see `ControlledSequence`."""
@@ -405,12 +405,12 @@ class Controllers:
         from, and why: in a step that drafts, for each of these rows from the first that may be it.
         Asked before the step's rows are handed out; `late_stops` has what is decided by them."""
         batch, self._batch = self._batch, None
-        self._drafted = batch if batch is not None and batch.drafts.any() else None
+        self._told = batch
         return {} if batch is None else self._stops(batch)
 
     def late_stops(self) -> dict[str, Fired]:
-        """The same, when the rows of a step that drafts are handed out."""
-        batch, self._drafted = self._drafted, None
+        """The same again, when the rows of a step that drafts are handed out."""
+        batch, self._told = self._told, None
         return {} if batch is None else self._stops(batch)
 
     def _stops(self, batch: _Drawn) -> dict[str, Fired]:
